@@ -1,0 +1,3 @@
+"""SFT-Play: fits supervised fine-tuning of an LLM onto the GPUs you have, and tells you why."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,35 @@
+"""Bytes, counts and durations: integers inside, readable text only at the edge.
+
+1 GiB is 2**30 bytes and is always labelled GiB; GB (10**9) is not used.
+"""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+
+
+def format_bytes(count: int) -> str:
+    """`format_bytes(5 * GIB)` is "5.00 GiB"; small sizes take the largest unit that leaves a digit before the point."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
+
+
+def format_count(number: float) -> str:
+    """`format_count(8_030_000_000)` is "8.03B"."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:g}"
+
+
+def format_duration(seconds: float) -> str:
+    """`format_duration(4000)` is "1 h 07 min"; under a minute one decimal is kept."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
