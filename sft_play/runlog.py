@@ -45,6 +45,11 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def cache_dir() -> Path:
+    """Where tokenised data, built-in models and learned corrections are kept: SFT_PLAY_CACHE, else `.cache/sft-play` here."""
+    return Path(os.environ.get("SFT_PLAY_CACHE") or Path(".cache") / "sft-play").absolute()
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The paths of one run."""
