@@ -1,0 +1,227 @@
+"""Tokenizer and model for full fine-tuning, LoRA and QLoRA: the one place where they are built, for training and after it."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from sft_play import attention
+from sft_play.config.schema import LoraSettings, ModelConfig, RunConfig
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.sizing.planner import Plan
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+
+
+def _hub_arguments(model: ModelConfig) -> dict[str, Any]:
+    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+
+
+def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    hint = "`make check` looks at the model folder or the hub"
+    if "trust_remote_code" in str(error):
+        hint = "the model brings Python code of its own: read it, then set model.trust_remote_code=true to run it"
+    return ConfigError(f"model.name: the {what} of '{model.name}' cannot be loaded: {first_line}\n{hint}")
+
+
+def load_model_config(model: ModelConfig) -> "PretrainedConfig":
+    """The architecture (config.json) from a folder or the hub; a text model's part of a multimodal one.
+
+    Raises:
+        ConfigError: there is none, or it is not a model that generates text.
+    """
+    folder = Path(model.name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"model.name: {folder} has no config.json; give a folder that save_pretrained() wrote, or a hub name")
+    try:
+        return AutoConfig.from_pretrained(model.name, **_hub_arguments(model))
+    except (OSError, ValueError) as error:
+        raise _not_loadable("config", model, error) from error
+
+
+def position_limit(config: "PretrainedConfig") -> int | None:
+    """The longest sequence in tokens that the architecture was made for; None if it does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer with a padding token, which is the end-of-sequence token if it has none of its own.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.name, **_hub_arguments(model))
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable("tokenizer", model, error) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.name: the tokenizer of '{model.name}' has no eos_token, so the model could never learn to stop"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def choose_attention(asked: str, config: "PretrainedConfig", device: str) -> str:
+    """The attention implementation to use: what was asked, or for "auto" the fastest that the model and the device have."""
+    if asked != "auto":
+        return asked
+    text = config.get_text_config()
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    supports_sdpa = getattr(model_class, "_supports_sdpa", False)
+    # Soft-capped scores (Gemma 2) and attention sinks (gpt-oss) are beyond PyTorch's fused kernel.
+    plain_scores = getattr(text, "attn_logit_softcapping", None) is None
+    if device == "cuda" and is_flash_attn_2_available() and torch.cuda.get_device_capability() >= (8, 0):
+        return "flash_attention_2"
+    return attention.NAME if supports_sdpa and plain_scores else "eager"
+
+
+def local_device(device: str) -> torch.device:
+    """This process's device: on several GPUs the launcher's LOCAL_RANK names it."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device("cpu")
+
+
+def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """QLoRA's 4-bit base (Dettmers et al. 2023, arXiv 2305.14314): NF4 with quantised block constants."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute_dtype
+    )
+
+
+def lora_config(lora: LoraSettings) -> "LoraConfig":
+    """The adapter as PEFT wants it; "auto" is every linear layer but the output head."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if lora.target_modules == "auto" else list(lora.target_modules),
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+    )
+
+
+def attach_adapter(model: "PreTrainedModel", lora: LoraSettings) -> "PeftModel":
+    """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
+
+    Raises:
+        ConfigError: target_modules name nothing in this model; lists the names that would.
+    """
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, lora_config(lora))
+    except ValueError as error:
+        linear = sorted(
+            {name.rpartition(".")[2] for name, module in model.named_modules() if "Linear" in type(module).__name__}
+        )
+        raise ConfigError(
+            f"tuning.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}\n"
+            f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
+        ) from error
+
+
+def load_base(
+    model: ModelConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
+) -> "PreTrainedModel":
+    """The pretrained weights on `device`, 4-bit when `quantize`. Only safetensors: pickled weights can run code.
+
+    Raises:
+        ConfigError: the folder or repository has no weights that can be loaded.
+    """
+    folder = Path(model.name)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
+    attention.register()
+    torch_dtype = getattr(torch, dtype)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model.name,
+            dtype=torch_dtype,
+            attn_implementation=attn_implementation,
+            quantization_config=nf4(torch_dtype) if quantize else None,
+            device_map={"": device},
+            low_cpu_mem_usage=True,
+            use_safetensors=True,
+            **_hub_arguments(model),
+        )
+    except ImportError as error:
+        package = "bitsandbytes" if quantize else attn_implementation
+        raise ConfigError(f"{package} is needed for this config and cannot be imported: {error}\nrun `make install`") from error
+    except (OSError, ValueError) as error:
+        raise _not_loadable("weights", model, error) from error
+
+
+def build_model(config: RunConfig, plan: Plan) -> "PreTrainedModel | PeftModel":
+    """The model that is trained: base weights, adapters if the mode has them, seeded by train.seed."""
+    from transformers import set_seed
+
+    set_seed(config.train.seed)  # adapters start from random numbers
+    model = load_base(
+        config.model,
+        dtype=plan.dtype,
+        attn_implementation=plan.attention,
+        device=local_device(plan.device),
+        quantize=config.tuning.mode == "qlora",
+    )
+    model.config.use_cache = False
+    return model if config.tuning.mode == "full" else attach_adapter(model, config.tuning.lora)
+
+
+def inference_device() -> str:
+    """Where a finished model runs."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inference_dtype(device: str) -> str:
+    """16 bit where the device computes in it, fp32 on the CPU."""
+    if device == "cpu":
+        return "float32"
+    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+
+
+def load_for_inference(
+    config: RunConfig, weights: Path | None, *, dtype: str = "auto", quantize: bool | None = None
+) -> "PreTrainedModel | PeftModel":
+    """A model ready to generate: the base (`weights` None), a folder of full weights, or the base with an adapter folder.
+
+    Args:
+        config: of the run.
+        weights: adapter or model folder of a finished run.
+        dtype: of the base; auto is 16 bit on a GPU, fp32 on the CPU.
+        quantize: 4-bit base; default as the run was trained.
+
+    Raises:
+        CheckpointError: `weights` is neither an adapter nor a model.
+    """
+    from peft import PeftModel
+
+    is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
+    if weights is not None and not is_adapter and not (weights / "config.json").is_file():
+        raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
+    device = inference_device()
+    source = config.model if weights is None or is_adapter else ModelConfig(name=str(weights))
+    quantize = config.tuning.mode == "qlora" if quantize is None else quantize
+    model = load_base(
+        source,
+        dtype=inference_dtype(device) if dtype == "auto" else dtype,
+        attn_implementation="sdpa" if choose_attention("auto", load_model_config(source), device) != "eager" else "eager",
+        device=local_device(device),
+        quantize=quantize and (weights is None or is_adapter),
+    )
+    if is_adapter:
+        model = PeftModel.from_pretrained(model, str(weights))
+    return model.eval()
