@@ -1,0 +1,100 @@
+"""From a config file to everything that training needs: the run directory, the tokenizer, the tokenised data and the plan."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft_play import demo
+from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.data.packing import pack
+from sft_play.data.prepare import PreparedData, prepare
+from sft_play.errors import ConfigError
+from sft_play.hardware import Machine, detect
+from sft_play.runlog import RunDir, open_run
+from sft_play.sizing.planner import Device, Plan, make_plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLAN_VARIABLE = "SFT_PLAY_PLAN"  # a launcher that has made the plan hands its file to the ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, ready to be trained."""
+
+    resolved: ResolvedConfig
+    run: RunDir
+    tokenizer: "PreTrainedTokenizerBase"
+    data: PreparedData
+    plan: Plan
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings."""
+        return self.resolved.config
+
+
+def load_job_config(path: str | Path, overrides: list[str]) -> ResolvedConfig:
+    """The config with built-in models and data made and replaced by their folders."""
+    return demo.materialise(load_config(path, overrides))
+
+
+def world_size() -> int:
+    """How many processes the launcher started (WORLD_SIZE; one without a launcher).
+
+    Raises:
+        ConfigError: the variable is not a number.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE={text}: expected a whole number above 0, as torchrun and accelerate set it")
+    return int(text)
+
+
+def training_device(machine: Machine) -> Device:
+    """What the planner needs to know of the devices; the least able one decides."""
+    if not machine.gpus:
+        return Device(kind="cpu", name="the CPU", bf16=True, free_bytes=machine.ram_free_bytes)
+    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+    return Device(
+        kind="cuda",
+        name=machine.gpus[0].name,
+        bf16=all(bool(gpu.bf16) for gpu in machine.gpus),
+        free_bytes=min(free) if free else None,
+    )
+
+
+def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = True) -> Job:
+    """Tokenises the data (or finds it in the cache) and makes the plan for so many processes."""
+    from sft_play.model import choose_attention, load_model_config, load_tokenizer, position_limit
+
+    config = resolved.config
+    model_config = load_model_config(config.model)
+    tokenizer = load_tokenizer(config.model)
+    data = prepare(config, tokenizer, model_limit=position_limit(model_config), progress=progress)
+    run = open_run(config.output.dir, config.output.name)
+    handed_over = os.environ.get(PLAN_VARIABLE)
+    if handed_over:
+        plan = Plan.from_json(json.loads(Path(handed_over).read_text(encoding="utf-8")))
+    else:
+        device = training_device(detect())
+        lengths = list(data.train["length"])
+        plan = make_plan(
+            config,
+            device=device,
+            world_size=processes,
+            rows=len(pack(lengths, data.max_seq_len)) if config.train.packing else len(lengths),
+            max_seq_len=data.max_seq_len,
+            attention=choose_attention(config.model.attention, model_config, device.kind),
+        )
+    return Job(resolved, run, tokenizer, data, plan)
+
+
+def write_job(job: Job) -> None:
+    """Puts the resolved config and the plan into the run directory."""
+    job.run.config.write_text(dump_resolved(job.resolved), encoding="utf-8")
+    job.run.write_json(job.run.plan, job.plan.to_json())

@@ -1,0 +1,95 @@
+"""Our config and plan in the words of TRL's SFTConfig."""
+
+import math
+
+from trl import SFTConfig
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.runlog import RunDir
+from sft_play.sizing.planner import Plan
+
+EVALUATIONS_PER_RUN = 10
+
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def intervals(config: RunConfig, plan: Plan) -> tuple[int, int]:
+    """Optimizer steps between evaluations and between checkpoints.
+
+    Raises:
+        ConfigError: checkpoints would fall between evaluations, so that the best one could not be kept.
+    """
+    default = max(1, math.ceil(plan.total_steps / EVALUATIONS_PER_RUN))
+    train = config.train
+    evaluate = train.eval_steps or (train.save_steps or default)
+    save = train.save_steps or evaluate
+    if save % evaluate:
+        raise ConfigError(
+            f"train.save_steps={save} is no multiple of train.eval_steps={evaluate}, so the best checkpoint could not be told; "
+            f"nearest: {max(evaluate, save // evaluate * evaluate)} or {(save // evaluate + 1) * evaluate}"
+        )
+    return evaluate, save
+
+
+def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, evaluates: bool) -> SFTConfig:
+    """The arguments of the trainer.
+
+    Args:
+        config: the run.
+        plan: how it is carried out.
+        run: where checkpoints go.
+        evaluates: whether there are validation rows.
+    """
+    train = config.train
+    evaluate, save = intervals(config, plan)
+    return SFTConfig(
+        output_dir=str(run.checkpoints),
+        max_steps=plan.total_steps,
+        per_device_train_batch_size=plan.rows_per_micro_batch,
+        per_device_eval_batch_size=eval_batch_rows(config, plan),
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        # The rows arrive in the order of learning (data/batching.py) and tokenised (data/prepare.py).
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        max_length=None,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=plan.device == "cuda",
+        learning_rate=plan.learning_rate,
+        lr_scheduler_type=SCHEDULES[train.lr_schedule],
+        warmup_steps=math.ceil(train.warmup_ratio * plan.total_steps),
+        optim=OPTIMIZERS[train.optimizer],
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        bf16=plan.mixed_precision == "bf16",
+        fp16=plan.mixed_precision == "fp16",
+        gradient_checkpointing=plan.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        ddp_timeout=config.parallel.timeout_s,
+        use_cpu=plan.device == "cpu",
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=evaluate if evaluates else None,
+        eval_on_start=evaluates,
+        save_strategy="steps",
+        save_steps=save,
+        save_total_limit=train.keep_checkpoints,
+        load_best_model_at_end=evaluates,
+        metric_for_best_model="eval_loss" if evaluates else None,
+        greater_is_better=False if evaluates else None,
+        logging_steps=train.logging_steps,
+        logging_nan_inf_filter=False,  # a NaN must be seen
+        report_to=list(train.report_to) or "none",
+        run_name=config.output.name,
+        seed=train.seed,
+        data_seed=train.seed,
+        disable_tqdm=True,
+    )
+
+
+def eval_batch_rows(config: RunConfig, plan: Plan) -> int:
+    """Rows of one evaluation batch on one device; evaluation pads, it never packs."""
+    return plan.rows_per_micro_batch if config.eval.batch_size == "auto" else config.eval.batch_size

@@ -1,0 +1,235 @@
+"""THE main path: `train(job)` reads like what it does.
+
+data -> model -> trainer -> verify -> run -> save -> summary
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerState
+from trl import SFTTrainer
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import DoesNotFitError, Interrupted, LaunchError
+from sft_play.job import Job
+from sft_play.model import build_model
+from sft_play.runlog import console, is_main_rank, update_summary
+from sft_play.scoring import TokenScore, score_batch
+from sft_play.sizing.planner import Plan
+from sft_play.train.arguments import eval_batch_rows, sft_config
+from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, StopOnSignal, peak_memory_bytes
+from sft_play.train.checkpoints import find_checkpoint, step_of
+from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
+from sft_play.units import format_bytes
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Trains on this process's device, together with the other ranks if there are any; returns the summary.
+
+    Raises:
+        Interrupted: a signal stopped it after a checkpoint was saved.
+        NonFiniteError: loss or gradients became NaN.
+        DoesNotFitError: memory ran out.
+        LaunchError: the ranks do not agree.
+    """
+    config, plan = job.config, job.plan
+    rows = training_rows(
+        job.data.train,
+        plan,
+        seed=config.train.seed,
+        group_by_length=config.train.group_by_length,
+        pad_id=job.tokenizer.pad_token_id,
+    )
+    model = build_model(config, plan)
+    reporter = Reporter(plan, rows, job.run)
+    trainer = make_trainer(job, model, rows, reporter)
+    verify(trainer, plan)
+    stopped = run_steps(trainer, job)
+    save(trainer, job, stopped)
+    return summarise(trainer, job, rows, reporter, stopped)
+
+
+class TokenWeightedTrainer(SFTTrainer):
+    """SFTTrainer whose evaluation loss is the mean over supervised tokens.
+
+    The library averages batch means, so its loss changes with the batch size and with how rows are dealt to processes.
+    """
+
+    def __init__(self, *args: Any, eval_collator: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._train_collator, self._eval_collator = self.data_collator, eval_collator
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Loss and token accuracy over the validation rows of all ranks."""
+        self.data_collator = self._eval_collator
+        loader = self.get_eval_dataloader(eval_dataset)
+        self.data_collator = self._train_collator
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        was_training = model.training
+        model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        for batch in loader:
+            with self.compute_loss_context_manager():
+                sums += score_batch(model, self._prepare_inputs(batch))
+        model.train(was_training)
+        score = TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
+        metrics = {f"{metric_key_prefix}_loss": score.loss, f"{metric_key_prefix}_token_accuracy": score.accuracy}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> TokenWeightedTrainer:
+    """TRL's trainer over our rows, with our callbacks."""
+    config, plan, pad_id = job.config, job.plan, job.tokenizer.pad_token_id
+    padded = padded_collator(pad_id)
+    trainer = TokenWeightedTrainer(
+        model=model,
+        args=sft_config(config, plan, job.run, evaluates=job.data.val is not None),
+        train_dataset=rows.dataset,
+        eval_dataset=_validation_rows(job.data.val, config, plan, pad_id),
+        data_collator=packed_collator(plan.attention.startswith("flash")) if plan.packing else padded,
+        eval_collator=padded,
+        processing_class=job.tokenizer,
+        callbacks=_callbacks(job, reporter),
+    )
+    trainer.remove_callback(PrinterCallback)
+    for parameter in model.parameters():
+        if parameter.requires_grad and config.tuning.mode == "qlora":
+            parameter.data = parameter.data.float()  # TRL has cast them to bf16, which an fp16 gradient scaler cannot unscale
+    if trainer.accelerator.ddp_handler is not None:
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
+    return trainer
+
+
+def _validation_rows(val: Dataset | None, config: RunConfig, plan: Plan, pad_id: int) -> Dataset | None:
+    return None if val is None else evaluation_rows(val, eval_batch_rows(config, plan) * plan.world_size, pad_id)
+
+
+def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
+    callbacks: list[TrainerCallback] = [reporter, NonFiniteGuard()]
+    if job.data.val is not None:
+        callbacks.append(EvaluateAtEnd())
+    patience = job.config.train.early_stopping_patience
+    if patience:
+        callbacks.append(EarlyStoppingCallback(patience))
+    return callbacks
+
+
+def verify(trainer: SFTTrainer, plan: Plan) -> None:
+    """All ranks hold the same plan and the world is as large as was asked for; then says who takes part.
+
+    Raises:
+        LaunchError: they differ, or processes are missing.
+    """
+    from accelerate.utils import gather_object
+
+    accelerator = trainer.accelerator
+    if accelerator.num_processes != plan.world_size:
+        raise LaunchError(
+            f"{plan.world_size} processes were asked for and {accelerator.num_processes} started; the effective batch would be "
+            "wrong. Launch with `make train-distributed NGPU=<n>`, or see MULTI_GPU_GUIDE.md"
+        )
+    digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
+    name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "CPU"
+    members = gather_object([(accelerator.process_index, f"{accelerator.device} ({name})", digest)])
+    if len({member[2] for member in members}) > 1:
+        raise LaunchError("the processes made different plans; are config, data and GPUs the same on every machine?")
+    print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
+
+
+def print_banner(accelerator: Any, plan: Plan, members: list[tuple[int, str]]) -> None:
+    """What runs where, before the first step."""
+    if not is_main_rank():
+        return
+    words = "tokens" if plan.packing else "sequences"
+    lines = [
+        f"Distributed type: {accelerator.distributed_type.value}",
+        f"Number of processes: {accelerator.num_processes}",
+        f"Mixed precision: {plan.mixed_precision}",
+        *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
+        f"Effective batch: {plan.effective_batch_size} {words} = {plan.micro_batch_size} x {plan.gradient_accumulation_steps} "
+        f"x {plan.world_size}",
+    ]
+    console().print("\n".join(f"  [dim]{line}[/]" for line in lines))
+
+
+def run_steps(trainer: SFTTrainer, job: Job) -> bool:
+    """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
+    checkpoint, passed_over = find_checkpoint(job.run, job.config.train.resume)
+    for line in passed_over:
+        console().print(f"  [yellow]{line}[/]")
+    if checkpoint:
+        console().print(f"  going on from {checkpoint}")
+    stop = StopOnSignal(job.plan.world_size, trainer.args.device)
+    trainer.add_callback(stop)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except torch.OutOfMemoryError as error:
+        smaller = (
+            "train.batch_size=1" if job.plan.rows_per_micro_batch > 1 else "tuning.mode=qlora or model.max_seq_len=<shorter>"
+        )
+        raise DoesNotFitError(
+            f"memory ran out at micro-batch {job.plan.micro_batch_size} "
+            f"({format_bytes(peak_memory_bytes(job.plan.device))} in use): {str(error).splitlines()[0]}\nTry train.gradient_checkpointing=true or {smaller}"
+        ) from error
+    return stop.stopped
+
+
+def result_folder(job: Job) -> Path:
+    """Where the trained weights go."""
+    return job.run.model if job.config.tuning.mode == "full" else job.run.adapter
+
+
+def save(trainer: SFTTrainer, job: Job, stopped: bool) -> None:
+    """Writes the trained weights and the tokenizer; only the main rank does. A stopped run has its checkpoint instead."""
+    if stopped or not trainer.accelerator.is_main_process:
+        return
+    target = result_folder(job)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    model.save_pretrained(str(target), safe_serialization=True)
+    job.tokenizer.save_pretrained(str(target))
+
+
+def best_step(state: TrainerState) -> int:
+    """The step whose weights were kept: the best checkpoint's, or the last."""
+    kept = step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else None
+    return kept if kept is not None else state.global_step
+
+
+def summarise(trainer: SFTTrainer, job: Job, rows: TrainingRows, reporter: Reporter, stopped: bool) -> dict[str, Any]:
+    """Writes summary.json on the main rank.
+
+    Raises:
+        Interrupted: after writing, when a signal stopped the run.
+    """
+    plan, state = job.plan, trainer.state
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    peak = torch.tensor(peak_memory_bytes(plan.device), device=trainer.args.device)
+    summary = {
+        "status": "interrupted" if stopped else "done",
+        "world_size": plan.world_size,
+        "effective_batch_size": plan.effective_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "optimizer_steps": state.global_step,
+        "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
+        "tokens_per_second": reporter.tokens_per_second,
+        "training_seconds": reporter.training_seconds,
+        "predicted_peak_bytes": plan.memory.peak_bytes if plan.memory else None,
+        "measured_peak_bytes": int(trainer.accelerator.gather(peak[None]).max()),
+        "train_loss": losses[-1] if losses else None,
+        "eval": {"before": reporter.evaluations.get(0), "after": reporter.evaluations.get(best_step(state))},
+        "best_checkpoint": state.best_model_checkpoint,
+    }
+    if is_main_rank():
+        summary = update_summary(job.run, **summary)
+    if stopped:
+        raise Interrupted(
+            f"stopped at step {state.global_step} with a checkpoint in {job.run.checkpoints}; `make resume` goes on"
+        )
+    return summary
