@@ -36,7 +36,7 @@ class TokenScore:
 def score_batch(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     """Negative log-likelihood, count and correct count of the batch's supervised tokens: a float64 tensor of shape [3].
 
-    The model must have TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), which never builds [tokens, vocabulary] logits.
+    The model must have TRL's fused head (`trl.trainer.utils.add_fused_lm_head`), which builds no [tokens, vocabulary] logits.
     """
     outputs = model(**batch, use_cache=False, fused_lm_head=True)
     parts = (-outputs.log_probs.sum(), outputs.label_mask.sum(), outputs.is_top1.sum())

@@ -173,9 +173,10 @@ def run_steps(trainer: SFTTrainer, job: Job) -> bool:
         smaller = (
             "train.batch_size=1" if job.plan.rows_per_micro_batch > 1 else "tuning.mode=qlora or model.max_seq_len=<shorter>"
         )
+        used = format_bytes(peak_memory_bytes(job.plan.device))
         raise DoesNotFitError(
-            f"memory ran out at micro-batch {job.plan.micro_batch_size} "
-            f"({format_bytes(peak_memory_bytes(job.plan.device))} in use): {str(error).splitlines()[0]}\nTry train.gradient_checkpointing=true or {smaller}"
+            f"memory ran out at micro-batch {job.plan.micro_batch_size} ({used} in use): {str(error).splitlines()[0]}\n"
+            f"Try train.gradient_checkpointing=true or {smaller}"
         ) from error
     return stop.stopped
 
