@@ -94,9 +94,9 @@ def plan(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains, on one process here or on several through accelerate."""
-    from sft_play.train_command import run
+    from sft_play.training import train_command
 
-    return run(args)
+    return train_command(args.config, args.overrides, processes=args.processes, engine=args.engine, resume=args.resume)
 
 
 def evaluate(args: argparse.Namespace) -> int:

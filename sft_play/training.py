@@ -1,0 +1,135 @@
+"""`sft-play train`, from the config to the closing screen, and what each rank of a launched run does.
+
+config -> data -> plan -> train (here, or through accelerate launch) -> answers before and after -> closing screen
+"""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import ResolvedConfig
+from sft_play.errors import SftPlayError
+from sft_play.hardware import detect
+from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size, write_job
+from sft_play.report.tables import closing_screen
+from sft_play.runlog import console, hold_run, open_run, quiet_libraries, read_json, set_aside_earlier_run, update_summary
+
+CPU_PROCESSES = 2  # what the distributed targets start on a machine without a GPU
+
+
+def train_command(path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool) -> int:
+    """Prepares, plans, trains, compares, reports.
+
+    Args:
+        path: config file.
+        overrides: `section.key=value`.
+        processes: how many; 0 means one for each visible GPU, without a GPU two on the CPU.
+        engine: parallel.engine for this run.
+        resume: go on from the newest checkpoint.
+    """
+    extra = ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
+    resolved = load_job_config(path, [*overrides, *extra])
+    run = open_run(resolved.config.output.dir, resolved.config.output.name)
+    with hold_run(run):
+        earlier = set_aside_earlier_run(run) if resolved.config.train.resume == "never" else None
+        with quiet_libraries(run.log):
+            if earlier:
+                console().print(f"[dim]an earlier run of this name was moved to {earlier}[/]")
+            job = open_job(resolved, processes or default_processes())
+            summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job)
+            comparison = compare(job)
+            console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
+    return 0
+
+
+def default_processes() -> int:
+    """One for each visible GPU; two on the CPU."""
+    return len(detect().gpus) or CPU_PROCESSES
+
+
+def open_job(resolved: ResolvedConfig, processes: int) -> Job:
+    """Data and plan, shown as they are made and written into the run directory."""
+    from sft_play.data import show
+
+    console().print(f"[bold]{resolved.config.output.name}[/]  {resolved.path}")
+    job = prepare_job(resolved, processes=processes)
+    console().print(show.table(job.data))
+    for reason in job.plan.why:
+        console().print(f"  - {reason}")
+    write_job(job)
+    return job
+
+
+def train_here(job: Job) -> dict[str, Any]:
+    """One process: this one."""
+    from sft_play.train.trainer import train
+
+    return train(job)
+
+
+def train_on_many(job: Job) -> dict[str, Any]:
+    """Several processes, through `accelerate launch`; the ranks find the plan that was made here.
+
+    Raises:
+        SftPlayError: a rank failed; carries that rank's exit code.
+    """
+    from sft_play.launch.accelerate import launch
+
+    launch(
+        job.plan,
+        script=["scripts/train_distributed.py", "--config", str(job.run.config)],
+        run=job.run,
+        environment={PLAN_VARIABLE: str(job.run.plan.absolute())},
+    )
+    return read_json(job.run.summary)
+
+
+def compare(job: Job) -> dict[str, Any] | None:
+    """Generated answers of the model before and after training, on held-out rows; also put into summary.json."""
+    if not job.config.eval.generate or job.data.val is None and job.data.test is None:
+        return None
+    from sft_play.evaluate import before_after
+
+    comparison = before_after(job.config, job.run, job.data, job.tokenizer)
+    scores = read_json(job.run.summary).get("eval") or {}
+    merged = {when: {**(scores.get(when) or {}), **comparison[when]} for when in ("before", "after")}
+    update_summary(job.run, eval=merged, samples=comparison["samples"])
+    return comparison
+
+
+def places(job: Job) -> dict[str, Path]:
+    """What the run leaves behind, by name."""
+    weights = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
+    return {"weights": weights, "numbers": job.run.metrics, "summary": job.run.summary, "log": job.run.log}
+
+
+def next_commands(job: Job) -> list[str]:
+    """What to type next."""
+    config = f"CONFIG={job.resolved.path}"
+    return [f"make infer {config}", f"make eval {config}", f"make merge {config}"]
+
+
+def run_rank(path: str, overrides: list[str]) -> int:
+    """One rank of a run that accelerate, torchrun or plain python started; rank 0 holds the run directory if no one does yet.
+
+    Every rank loads data and plan before any process group exists: the first to get there tokenises, the others wait on a file.
+    """
+    from sft_play.launch.accelerate import report_rank_exit
+
+    resolved = load_job_config(path, overrides)
+    run = open_run(resolved.config.output.dir, resolved.config.output.name)
+    launched_by_us = PLAN_VARIABLE in os.environ
+    rank = int(os.environ.get("RANK", 0))
+    with nullcontext() if launched_by_us or rank else hold_run(run), quiet_libraries(run.log):
+        try:
+            job = prepare_job(resolved, processes=world_size(), progress=False)
+            if rank == 0 and not launched_by_us:
+                write_job(job)
+            summary = train_here(job)
+            if rank == 0 and not launched_by_us:
+                console().print(closing_screen(summary, None, places(job), next_commands(job)))
+        except SftPlayError as error:
+            report_rank_exit(run, rank, error.exit_code, str(error))
+            raise
+    return 0
