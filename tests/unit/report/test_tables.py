@@ -1,0 +1,152 @@
+import io
+import subprocess
+import sys
+
+from rich.console import Console
+
+from sft_play.report.tables import (
+    before_after_table,
+    closing_screen,
+    evaluation_table,
+    logits_table,
+    memory_line,
+    samples_table,
+    shorten,
+)
+from sft_play.runlog import RunDir
+from sft_play.units import GIB
+
+RESULT = {
+    "name": "gsm8k",
+    "split": "test",
+    "rows": 1319,
+    "supervised_tokens": 168_000,
+    "loss": 0.5,
+    "perplexity": 1.6487,
+    "token_accuracy": 0.8125,
+    "answered_rows": 100,
+    "exact_match": 0.42,
+    "exact_match_rows": 100,
+    "rouge_l": 0.6,
+    "chrf": 55.55,
+    "unfinished_answers": 0,
+    "max_new_tokens": 64,
+}
+SUMMARY = {
+    "status": "done",
+    "world_size": 2,
+    "micro_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "effective_batch_size": 24,
+    "optimizer_steps": 1200,
+    "supervised_tokens": 5_000_000,
+    "tokens_per_second": 4321.4,
+    "predicted_peak_bytes": 100 * GIB,
+    "measured_peak_bytes": 101 * GIB,
+    "train_loss": 0.25,
+    "training_seconds": 100,
+    "eval": {"before": {"loss": 2.0, "perplexity": 7.389}, "after": {"loss": 0.1, "perplexity": 1.105}},
+}
+ANSWERED = {
+    "before": {"exact_match": 0.02, "rouge_l": 0.1, "chrf": 8.0, "answered_rows": 50, "split": "test"},
+    "after": {"exact_match": 0.96, "rouge_l": 0.99, "chrf": 98.0, "answered_rows": 50, "split": "test"},
+}
+SAMPLES = [{"prompt": "1 + 1?", "reference": "2", "before": "", "after": "[bold]2[/bold]"}]
+
+
+def shown(renderable, width=110):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_evaluation_table_gives_each_metric_with_the_rows_it_was_taken_over():
+    lines = [" ".join(line.split()) for line in shown(evaluation_table(RESULT)).splitlines()]
+    assert "loss 0.5000 168K supervised tokens of 1,319 rows" in lines
+    assert "token accuracy 81.2 % 168K supervised tokens of 1,319 rows" in lines
+    assert "exact match 42.0 % answers to 100 rows" in lines
+    assert "chrF (0 to 100) 55.5 answers to 100 rows" in lines or "chrF (0 to 100) 55.6 answers to 100 rows" in lines
+    assert not any("cut off" in line for line in lines)
+
+
+def test_evaluation_table_says_how_many_answers_were_cut_off_and_which_rows_could_be_matched():
+    text = shown(evaluation_table({**RESULT, "unfinished_answers": 7, "exact_match_rows": 90}))
+    assert "7 of 100 answers were cut off at 64 tokens (eval.max_new_tokens)" in text
+    assert "the 90 rows whose reference holds eval.answer_pattern" in text
+
+
+def test_a_metric_that_was_not_measured_reads_as_not_available():
+    text = shown(evaluation_table({key: value for key, value in RESULT.items() if key != "chrf"}))
+    assert "n/a" in text
+    assert "chrF" not in shown(before_after_table({"loss": 1.0}, {"loss": 0.5}))
+
+
+def test_memory_line_says_in_which_direction_the_prediction_was_off():
+    assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0 % too low)")
+    assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0 % too high)")
+    assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
+
+
+def test_long_texts_are_cut_with_a_note_of_what_is_missing():
+    assert shorten("  short \n") == "short"
+    assert shorten("x" * 1450, limit=400) == "x" * 400 + " ... (1,050 more characters)"
+
+
+def test_answers_are_shown_as_they_are_and_never_read_as_markup():
+    text = shown(samples_table(SAMPLES))
+    assert "[bold]2[/bold]" in text
+    assert "(nothing)" in text
+
+
+def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_next_command(tmp_path):
+    run = RunDir(tmp_path / "demo")
+    run.adapter.mkdir(parents=True)
+    scores = {when: {**SUMMARY["eval"][when], **ANSWERED[when]} for when in ("before", "after")}
+    text = shown(closing_screen({**SUMMARY, "eval": scores, "samples": SAMPLES}, ["make infer", "make merge"], run), width=200)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert any(line.startswith("demo: done, trained for 1 min 40 s") for line in lines)
+    assert "plan 4 per micro-batch x 3 accumulated x 2 processes = 24 sequences a step, 1,200 steps" in lines
+    assert "speed 4,321 tokens/s without padding, 5M supervised tokens learned" in lines
+    assert "held-out rows (answers to 50 rows of test) before after" in lines
+    assert "loss 2.0000 0.1000" in lines
+    assert "exact match 2.0 % 96.0 %" in lines
+    assert f"adapter {run.adapter}" in lines
+    assert not any(line.startswith("model ") for line in lines)  # lists only what is there
+    assert "next make infer" in lines
+    assert "make merge" in lines
+
+
+def test_closing_screen_without_generated_answers_still_shows_the_loss():
+    text = shown(closing_screen(SUMMARY, []))
+    assert "perplexity" in text
+    assert "exact match" not in text
+
+
+def test_closing_screen_of_a_run_without_validation_rows_says_what_it_has():
+    text = shown(closing_screen({"status": "done", "eval": {"before": None, "after": None}}, ["make infer"]))
+    assert "held-out" not in text
+    assert "n/a" in text
+
+
+LOGITS = {
+    "passed": True,
+    "dtype": "bfloat16",
+    "rows": 8,
+    "tolerance": {"mean": 0.02, "top1": 0.95},
+    "merged": {"max_abs": 0.05, "mean_abs": 0.002, "relative_mean": 0.001, "top1": 0.995, "positions": 1024},
+    "base": {"max_abs": 5.0, "mean_abs": 0.5, "relative_mean": 0.25, "top1": 0.54, "positions": 1024},
+}
+
+
+def test_logits_table_states_the_tolerance_and_the_verdict():
+    text = shown(logits_table(LOGITS))
+    assert "passed: 8 rows, 1,024 positions" in text
+    assert "allowed in bfloat16" in text
+    assert ">= 95.0 %" in text
+    assert "4-bit" not in text
+    assert "failed: 8 rows" in shown(logits_table({**LOGITS, "passed": False}))
+
+
+def test_tables_need_no_torch():
+    code = "import sys, sft_play.report.tables; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
