@@ -1,6 +1,7 @@
 """Tokenizer and model for full fine-tuning, LoRA and QLoRA: the one place where they are built, for training and after it."""
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,8 +99,24 @@ def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def lora_config(lora: LoraSettings) -> "LoraConfig":
-    """The adapter as PEFT wants it; "auto" is every linear layer but the output head."""
+def text_prefix(model: torch.nn.Module) -> str | None:
+    """Name of the part that reads text in a model that also sees or hears ("model.language_model"); None if it only reads."""
+    if model.config.get_text_config() is model.config:
+        return None
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
+def freeze_all_but_text(model: torch.nn.Module) -> None:
+    """Vision and audio towers get no gradient from text, and DDP would wait for it."""
+    prefix = text_prefix(model)
+    if prefix:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith((f"{prefix}.", "lm_head.")))
+
+
+def lora_config(lora: LoraSettings, only_within: str | None = None) -> "LoraConfig":
+    """The adapter as PEFT wants it; "auto" is every linear layer but the output head, below `only_within` if given."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -108,6 +125,7 @@ def lora_config(lora: LoraSettings) -> "LoraConfig":
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules="all-linear" if lora.target_modules == "auto" else list(lora.target_modules),
+        exclude_modules=f"(?!{re.escape(only_within)}\\.).*" if only_within else None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
     )
@@ -122,7 +140,7 @@ def attach_adapter(model: "PreTrainedModel", lora: LoraSettings) -> "PeftModel":
     from peft import get_peft_model
 
     try:
-        return get_peft_model(model, lora_config(lora))
+        return get_peft_model(model, lora_config(lora, text_prefix(model)))
     except ValueError as error:
         linear = sorted(
             {name.rpartition(".")[2] for name, module in model.named_modules() if "Linear" in type(module).__name__}
@@ -178,7 +196,10 @@ def build_model(config: RunConfig, plan: Plan) -> "PreTrainedModel | PeftModel":
         quantize=config.tuning.mode == "qlora",
     )
     model.config.use_cache = False
-    return model if config.tuning.mode == "full" else attach_adapter(model, config.tuning.lora)
+    if config.tuning.mode != "full":
+        return attach_adapter(model, config.tuning.lora)
+    freeze_all_but_text(model)
+    return model
 
 
 def inference_device() -> str:
