@@ -1,0 +1,58 @@
+"""Shared by all tests: offline, quiet, a cache of their own, and tiny models made on the spot."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHARED = REPOSITORY.parent / "shared"
+VOCABULARY = 256
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A folder with a 2-layer Llama of random weights and a word-level tokenizer: what save_pretrained() writes."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' ' }}"
+        "{% if m.role == 'assistant' %}{{ '<eos> ' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=512, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def token_rows(count: int, seed: int = 0, longest: int = 60) -> list[dict]:
+    """Random tokenised rows: a prompt that is not learned, then an answer that is."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        ids = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(5, longest))]
+        prompt = rng.randint(1, len(ids) - 1)
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:], "length": len(ids)})
+    return rows

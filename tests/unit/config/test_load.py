@@ -1,0 +1,147 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import dump_resolved, json_schema, load_config, parse_yaml
+from sft_play.errors import ConfigError
+
+MINIMAL = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_every_problem_is_reported_at_once_with_its_dotted_name(tmp_path):
+    path = write(tmp_path, "model: {nam: x}\ndata: {train_path: a}\ntrain: {learning_rate: -1e-4, batch_size: 0}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    text = str(caught.value)
+    assert "4 problems" in text
+    for line in ("model.name: is required", "did you mean model.name?", "train.learning_rate: ", "train.batch_size: expected"):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.learning_rat=1", "did you mean train.learning_rate?"),
+        ("train.dedup=true", "belongs to data.dedup"),
+        ("optim.lr=1", "unknown key"),
+        ("tuning.lora.rank=4", "unknown key; allowed are r, alpha"),
+    ],
+)
+def test_unknown_key_names_the_nearest_valid_one(tmp_path, override, hint):
+    with pytest.raises(ConfigError, match=hint.replace("?", r"\?")):
+        load_config(write(tmp_path, MINIMAL), [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2e-4", 2e-4),
+        ("1E5", 1e5),
+        ("0.5", 0.5),
+        ("010", 10),
+        ("no", "no"),
+        ("on", "on"),
+        ("null", None),
+        ("true", True),
+        ("-3", -3),
+    ],
+)
+def test_yaml_reads_values_as_people_write_them(text, value):
+    parsed = parse_yaml(f"key: {text}", "test")["key"]
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: 1\na: 2", "stands already in line 1"),
+        ("a: !!python/object/apply:os.system ['true']", "not allowed"),
+        ("a: &x [1]\nb: *x", "aliases"),
+        ("a: [1", "not valid YAML"),
+    ],
+)
+def test_yaml_that_could_surprise_is_refused_with_its_place(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse_yaml(text, "test.yaml")
+
+
+def test_include_lies_under_the_file_and_overrides_lie_on_top_with_origins(tmp_path):
+    base = write(tmp_path, MINIMAL + "train: {epochs: 3, seed: 5}\n", "base.yaml")
+    path = write(tmp_path, "include: base.yaml\ntrain: {epochs: 2}\n")
+    resolved = load_config(path, ["train.learning_rate=1e-3"])
+    train, origins = resolved.config.train, resolved.origins
+    assert (train.epochs, train.seed, train.learning_rate) == (2, 5, 1e-3)
+    assert origins["train.epochs"] == str(path)
+    assert origins["train.seed"] == str(base)
+    assert origins["train.learning_rate"] == "override"
+    assert origins["train.packing"] == "default"
+
+
+def test_an_include_circle_is_found(tmp_path):
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(write(tmp_path, "include: run.yaml\n"))
+
+
+def test_dumped_config_loads_back_to_the_same_config(tmp_path):
+    resolved = load_config(write(tmp_path, MINIMAL), ["tuning.lora.r=8", "train.mixed_precision=no"])
+    again = load_config(write(tmp_path, dump_resolved(resolved), "dumped.yaml"), [f"output.name={resolved.config.output.name}"])
+    assert again.config == resolved.config
+
+
+@pytest.mark.parametrize("name", ["../x", "/abs", "-rf", "$(cmd)", "a b", "x" * 101, ""])
+def test_run_names_that_could_leave_the_folder_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="output.name"):
+        load_config(write(tmp_path, MINIMAL + f"output: {{name: {json.dumps(name)}}}\n"))
+
+
+def test_settings_without_effect_are_errors(tmp_path):
+    for override, message in (
+        ("train.lr_scaling=sqrt", "needs reference_batch_size"),
+        ("train.reference_batch_size=8", "no effect"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(write(tmp_path, MINIMAL), [override])
+    with pytest.raises(ConfigError, match="no effect with tuning.mode=full"):
+        load_config(write(tmp_path, MINIMAL), ["tuning.mode=full", "tuning.lora.r=4"])
+
+
+def test_missing_config_file_names_the_shipped_ones():
+    with pytest.raises(ConfigError, match=r"nowhere.yaml does not exist.*configs/demo.yaml"):
+        load_config("configs/nowhere.yaml")
+
+
+def test_every_setting_is_described_in_the_schema():
+    schema = json_schema()
+    for section in schema["$defs"].values():
+        for key, field in section["properties"].items():
+            assert field.get("description") or "$ref" in str(field), key
+
+
+CONFIGS = sorted(Path(__file__).resolve().parents[3].glob("configs/*.yaml"))
+RUN_CONFIGS = [path for path in CONFIGS if path.name != "hardware.yaml"]
+
+
+def test_all_shipped_configs_are_found():
+    assert {path.stem for path in RUN_CONFIGS} == {
+        "demo", "gsm8k", "run_lora", "run_qlora", "run_full", "run_distributed", "run_gemma27b_distributed", "run_llama70b_qlora",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RUN_CONFIGS, ids=lambda path: path.stem)
+def test_shipped_config_loads_and_says_what_it_is_for(path):
+    load_config(path)
+    head = path.read_text().split("model:")[0]
+    assert head.startswith("# yaml-language-server: $schema=schema.json\n")
+    assert "Hardware:" in head and "Command:" in head and "make train" in head
+
+
+def test_shipped_schema_is_the_code_s():
+    shipped = json.loads((CONFIGS[0].parent / "schema.json").read_text())
+    assert shipped == json_schema(), "run: sft-play config-schema > configs/schema.json"
