@@ -1,0 +1,79 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sft_play.errors import RunInUseError, StorageError
+from sft_play.runlog import (
+    append_metrics,
+    hold_run,
+    open_run,
+    read_json,
+    read_metrics,
+    set_aside_earlier_run,
+    update_summary,
+)
+
+
+def test_a_run_directory_is_held_by_one_process_and_free_after_it_died(tmp_path):
+    run = open_run(str(tmp_path), "one")
+    script = (
+        "import sys, time\nfrom sft_play.runlog import hold_run, open_run\n"
+        f"with hold_run(open_run({str(tmp_path)!r}, 'one')):\n    print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunInUseError, match=f"in use by process {holder.pid}"), hold_run(run):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with hold_run(run):
+        pass
+
+
+def test_an_earlier_run_is_moved_aside_and_nothing_of_it_is_lost(tmp_path):
+    run = open_run(str(tmp_path), "one")
+    assert set_aside_earlier_run(run) is None
+    update_summary(run, status="done")
+    run.checkpoints.mkdir()
+    (run.checkpoints / "weights").write_text("x")
+    run.log.write_text("old log")
+    aside = set_aside_earlier_run(run)
+    assert aside.name.startswith("one.")
+    assert read_json(aside / "summary.json") == {"status": "done"}
+    assert (aside / "checkpoints" / "weights").read_text() == "x" and (aside / "log.txt").read_text() == "old log"
+    assert not run.checkpoints.exists() and not run.summary.exists()
+
+
+def test_metrics_after_a_resume_count_once_and_a_cut_line_is_left_out(tmp_path):
+    run = open_run(str(tmp_path), "one")
+    for record in ({"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}):
+        append_metrics(run, record)
+    append_metrics(run, {"step": 2, "train/loss": 1.9})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "tr')
+    assert [r.get("train/loss", r.get("eval/loss")) for r in read_metrics(run)] == [3.0, 1.9, 2.5]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 and not os.access("/proc", os.R_OK), reason="needs a folder that cannot be written")
+def test_a_folder_that_cannot_be_written_is_a_storage_error():
+    with pytest.raises(StorageError, match="cannot be written"):
+        open_run("/proc", "one")
+
+
+def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
+    script = (
+        "import os, sys, warnings\nfrom pathlib import Path\nfrom sft_play.runlog import console, quiet_libraries\n"
+        f"with quiet_libraries(Path({str(tmp_path / 'log.txt')!r})):\n"
+        "    print('library print'); sys.stderr.write('library stderr\\n'); os.write(2, b'from C\\n'); warnings.warn('old name')\n"
+        "    console().print('for people')\n"
+        "print('after')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "for people\nafter\n" and done.stderr == ""
+    log = (tmp_path / "log.txt").read_text()
+    for text in ("library print", "library stderr", "from C"):
+        assert text in log
