@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 
 FLOORS = {
     "errors": 0, "units": 0, "__init__": 0,
-    "config": 1, "runlog": 1,
+    "config": 1, "runlog": 1, "host": 1,
     "hardware": 2, "data": 2, "report": 2,
     "sizing.memory": 3, "sizing.planner": 3, "sizing.throughput": 3,
     "launch": 4, "check": 4,

@@ -1,0 +1,114 @@
+"""CPU and RAM of this machine, as far as this process may use them: affinity, cgroup v1 and v2 limits, /proc."""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+NO_LIMIT_FROM = 2**60  # cgroup v1 writes a huge number where there is no limit
+
+
+@dataclass(frozen=True)
+class Host:
+    """CPU and RAM; None is unknown."""
+
+    cpu_model: str | None
+    cpu_cores: int
+    cpu_bf16: bool | None
+    """Whether the CPU has instructions for bf16 (AVX-512, AMX or ARM)."""
+    ram_total_bytes: int | None
+    ram_free_bytes: int | None
+    ram_limited: bool
+    """Whether a cgroup (container, job) gives less than the machine has."""
+
+    @property
+    def ram_limit_text(self) -> str:
+        """Says where the number comes from if it is not the machine's."""
+        return " (limit of this container or job)" if self.ram_limited else ""
+
+
+def detect_host(root: Path = Path("/")) -> Host:
+    """Looks at the CPU and the RAM; `root` is where /proc and /sys are found."""
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    limits = list(_memory_limits(root))
+    for limit, left in limits:
+        total, free = min(total, limit), min(free, left)
+    model, flags = _cpu_info(root)
+    return Host(
+        cpu_model=model,
+        cpu_cores=_usable_cores(root),
+        cpu_bf16=bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) if flags else None,
+        ram_total_bytes=total,
+        ram_free_bytes=max(0, free),
+        ram_limited=total < memory.total,
+    )
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text and re.fullmatch(r"-?\d+", text) else None
+
+
+def _cpu_info(root: Path) -> tuple[str | None, set[str]]:
+    text = _read(root / "proc/cpuinfo") or ""
+    model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return model and model.group(1).strip(), set(flags.group(1).split()) if flags else set()
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's cgroup and of the groups around it, each with the version (1 or 2)."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        version, base = 1 if controllers else 2, root / "sys/fs/cgroup"
+        top = base if version == 2 else next((p for p in (base / controllers, base / controller) if p.is_dir()), base)
+        folder = top / path.strip("/")
+        if not folder.is_dir():
+            folder = top  # a container sees its own group as the top, under the path that the host knows
+        while True:
+            yield folder, version
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) of each group that has one; file pages that can be dropped count as left."""
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for folder, version in _groups(root, "memory"):
+        limit_name, usage_name, cache_name = names[version]
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is None or usage is None or limit >= NO_LIMIT_FROM:
+            continue
+        cache = re.search(rf"^{cache_name} (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE)
+        yield limit, limit - max(0, usage - (int(cache.group(1)) if cache else 0))
+
+
+def _usable_cores(root: Path) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, version in _groups(root, "cpu"):
+        if version == 2:
+            words = (_read(folder / "cpu.max") or "max").split()
+            quota, period = (int(words[0]), int(words[1])) if words[0].isdigit() and len(words) == 2 else (None, 1)
+        else:
+            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us") or 1
+        if quota and quota > 0:
+            cores = min(cores, max(1, math.ceil(quota / period)))
+    return cores
