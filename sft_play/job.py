@@ -14,7 +14,8 @@ from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError
 from sft_play.hardware import Machine, detect
 from sft_play.runlog import RunDir, open_run
-from sft_play.sizing.planner import Device, Plan, make_plan
+from sft_play.sizing.planner import Device, Plan, draft_plans
+from sft_play.sizing.search import choose_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +84,7 @@ def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = Tr
     else:
         device = training_device(detect())
         lengths = list(data.train["length"])
-        plan = make_plan(
+        drafts = draft_plans(
             config,
             device=device,
             world_size=processes,
@@ -91,6 +92,7 @@ def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = Tr
             max_seq_len=data.max_seq_len,
             attention=choose_attention(config.model.attention, model_config, device.kind),
         )
+        plan = choose_plan(config, drafts, None, None)
     return Job(resolved, run, tokenizer, data, plan)
 
 

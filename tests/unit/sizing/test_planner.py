@@ -4,7 +4,9 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.sizing.planner import Device, Plan, batch_choices, choose_precision, count_steps, make_plan, scaled_learning_rate
+from sft_play.sizing.batch import batch_choices, count_steps, scaled_learning_rate
+from sft_play.sizing.planner import Device, Plan, choose_precision, draft_plans
+from sft_play.sizing.search import choose_plan
 
 CPU = Device(kind="cpu", name="the CPU", bf16=True)
 AMPERE = Device(kind="cuda", name="NVIDIA A100", bf16=True)
@@ -20,7 +22,8 @@ def config(mode: str = "lora", model: dict | None = None, **train) -> RunConfig:
 def plan_of(world_size: int = 1, rows: int = 100, engine: str = "auto", **train) -> Plan:
     run = config(**train)
     run = run.model_copy(update={"parallel": run.parallel.model_copy(update={"engine": engine})})
-    return make_plan(run, device=CPU, world_size=world_size, rows=rows, max_seq_len=128, attention="varlen_sdpa")
+    drafts = draft_plans(run, device=CPU, world_size=world_size, rows=rows, max_seq_len=128, attention="varlen_sdpa")
+    return choose_plan(run, drafts, None, None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
