@@ -166,7 +166,7 @@ def load_base(
     attention.register()
     torch_dtype = getattr(torch, dtype)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             model.name,
             dtype=torch_dtype,
             attn_implementation=attn_implementation,
@@ -181,6 +181,18 @@ def load_base(
         raise ConfigError(f"{package} is needed for this config and cannot be imported: {error}\nrun `make install`") from error
     except (OSError, ValueError) as error:
         raise _not_loadable("weights", model, error) from error
+    keep_differentiable(loaded)
+    return loaded
+
+
+def keep_differentiable(model: torch.nn.Module) -> None:
+    """Stops bitsandbytes from repacking 4-bit weights at the first evaluation, as it does on CPUs with AVX-512 BF16.
+
+    The product with repacked weights has no gradient, so that training after an evaluation would go on without those layers.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def build_model(config: RunConfig, plan: Plan) -> "PreTrainedModel | PeftModel":

@@ -37,6 +37,24 @@ def test_qlora_holds_the_base_in_four_bits(tiny_model):
     assert len(packed) == 14 and all(weight.dtype == torch.uint8 for weight in packed)
 
 
+def test_a_four_bit_model_has_the_same_gradients_after_an_evaluation(tiny_model):
+    model = base(tiny_model, quantize=True)
+    ids = torch.arange(6)[None]
+
+    def gradient() -> torch.Tensor:
+        embedding = model.get_input_embeddings().weight.requires_grad_(True)
+        embedding.grad = None
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return embedding.grad
+
+    before = gradient()
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    assert before.abs().sum() > 0
+    torch.testing.assert_close(gradient(), before)
+
+
 @pytest.mark.parametrize(("setting", "kind"), [("use_dora", "lora_magnitude_vector"), ("use_rslora", "lora_A")])
 def test_variants_of_lora_attach(tiny_model, setting, kind):
     model = attach_adapter(base(tiny_model), LoraSettings(r=4, alpha=8, **{setting: True}))
