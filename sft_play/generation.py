@@ -1,20 +1,18 @@
 """Prompts in, answers out: batched and greedy, stopping where the model was taught to stop."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.formats import Conversation
 from sft_play.data.template import render, use_template
 from sft_play.errors import DoesNotFitError
 from sft_play.model import load_tokenizer, position_limit
-from sft_play.runlog import console
+from sft_play.report.progress import progress_bar
 from sft_play.weights import release_memory
 
 if TYPE_CHECKING:
@@ -34,15 +32,6 @@ class Answer:
     tokens: int
     finished: bool
     """Whether a stop token ended it, and not the limit."""
-
-
-@contextlib.contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on the person's console that is gone afterwards; call the value with the rows that are done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(), transient=True) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda rows: progress.advance(task, rows)
 
 
 def in_batches(rows: Sequence[int], size: int, work: Callable[[list[int]], Result]) -> Iterator[tuple[list[int], Result]]:
@@ -101,7 +90,7 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Conversation) -> li
     text = render(tokenizer, prompt, prompt.messages, prompt=True)
     ids = tokens(text)
     if text.endswith(" "):  # most tokenizers join a space to the next word: it was learned as the beginning of the answer
-        return os.path.commonprefix([ids, tokens(text + "a")])
+        return list(os.path.commonprefix([ids, tokens(text + "a")]))
     return ids
 
 

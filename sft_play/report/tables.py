@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -12,7 +11,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.runlog import RunDir
 from sft_play.units import format_bytes, format_count, format_duration
 
 MISSING = "n/a"
@@ -151,43 +149,34 @@ def _with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:
     return {**scores, "perplexity": perplexity(scores["loss"])} if scores.get("loss") is not None else dict(scores)
 
 
-def _places(run: RunDir) -> dict[str, Path]:
-    """What the run has left, by name."""
-    candidates = {
-        "adapter": run.adapter,
-        "model": run.model,
-        "checkpoints": run.checkpoints,
-        "metrics": run.metrics,
-        "report": run.path / "report.html",
-        "log": run.log,
-    }
-    return {name: path for name, path in candidates.items() if path.exists()}
-
-
-def closing_screen(summary: Mapping[str, Any], next_commands: Sequence[str], run: RunDir | None = None) -> RenderableType:
+def closing_screen(
+    summary: Mapping[str, Any], comparison: Mapping[str, Any] | None, places: Mapping[str, Any], next_commands: Sequence[str]
+) -> RenderableType:
     """The one screen that a training run ends with.
 
     Args:
-        summary: summary.json; `eval` in it holds {"before": {...}, "after": {...}}, `samples` the answers to show.
+        summary: summary.json; `eval` in it holds {"before": {...}, "after": {...}} of the validation loss.
+        comparison: {"before": {...}, "after": {...}, "samples": [...]} of generated answers; None if there are none.
+        places: name -> path of what the run leaves behind.
         next_commands: what to type next.
-        run: whose files are listed.
     """
-    before, after = (_with_perplexity((summary.get("eval") or {}).get(when) or {}) for when in ("before", "after"))
+    losses, answers = summary.get("eval") or {}, comparison or {}
+    before, after = (_with_perplexity({**(losses.get(when) or {}), **answers.get(when, {})}) for when in ("before", "after"))
     blocks: list[RenderableType] = [_facts(_run_facts(summary))]
     if before or after:
         answered = f" (answers to {_rows(after['answered_rows'])} of {after['split']})" if "answered_rows" in after else ""
         blocks.append(before_after_table(before, after, f"held-out rows{answered}"))
         if after.get("unfinished_answers"):
             blocks[-1] = Group(blocks[-1], unfinished_note(after))
-    if summary.get("samples"):
-        blocks.append(samples_table(summary["samples"]))
-    places = _facts((name, str(path)) for name, path in (_places(run) if run else {}).items())
+    if answers.get("samples"):
+        blocks.append(samples_table(answers["samples"]))
+    where = _facts((name, str(path)) for name, path in places.items())
     for index, command in enumerate(next_commands):
-        places.add_row("" if index else "next", Text(command, style="bold cyan"))
+        where.add_row("" if index else "next", Text(command, style="bold cyan"))
     seconds = summary.get("training_seconds")
-    title = Text(run.path.name if run else "run", style="bold") + Text(f": {summary.get('status', MISSING)}")
-    title += Text(f", trained for {format_duration(seconds)}" if seconds else "")
-    return Group(Rule(title, align="left"), *(Padding(block, (0, 0, 1, 0)) for block in blocks), places)
+    title = Text(str(summary.get("status", MISSING)), style="bold")
+    title += Text(f": trained for {format_duration(seconds)}" if seconds else "")
+    return Group(Rule(title, align="left"), *(Padding(block, (0, 0, 1, 0)) for block in blocks), where)
 
 
 COMPARED = {
