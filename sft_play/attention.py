@@ -23,6 +23,8 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window:
     position = torch.arange(tokens, device=query.device)
     distance = position[:, None] - position[None, :]
     band = (distance >= 0) & (distance < window)
+    if options.pop("enable_gqa"):  # with a mask, CUDA's fused kernels want one key and value head for each query head
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=band, **options)
 
 
@@ -58,11 +60,11 @@ def varlen_sdpa(
     """
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
     if sequence_lengths is None:
-        out = _attend(query, key, value, sliding_window, **options)
+        out = _attend(query, key, value, sliding_window, **options).transpose(1, 2)
     else:
         parts = zip(*(tensor.split(list(sequence_lengths), dim=2) for tensor in (query, key, value)), strict=True)
-        out = torch.cat([_attend(q, k, v, sliding_window, **options) for q, k, v in parts], dim=2)
-    return out.transpose(1, 2).contiguous(), None
+        out = torch.cat([_attend(q, k, v, sliding_window, **options).transpose(1, 2) for q, k, v in parts], dim=1)
+    return out.contiguous(), None
 
 
 def register() -> None:
