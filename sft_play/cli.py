@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play import __version__
-from sft_play.errors import CheckpointError, SftPlayError
+from sft_play.errors import CheckpointError, Interrupted, SftPlayError
 
 INTERRUPTED_BY_USER = 130  # what shells report for Ctrl-C
 
@@ -193,17 +193,24 @@ def _set_environment() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
 
 
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of an error; 1 is a bug of ours."""
+    if isinstance(error, SftPlayError):
+        return error.exit_code
+    return INTERRUPTED_BY_USER if isinstance(error, KeyboardInterrupt) else 1
+
+
 def report_error(error: BaseException) -> int:
     """Prints an error for a person and returns the exit code; only a bug of ours shows a traceback."""
-    if isinstance(error, SftPlayError):
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write("stopped\n")
-        return INTERRUPTED_BY_USER
-    traceback.print_exception(error)
-    sys.stderr.write("error: this is a bug in SFT-Play; please report it with the lines above\n")
-    return 1
+    elif exit_code_of(error) == 1:
+        if not isinstance(error, SftPlayError):  # a rank's bug comes with its traceback as text
+            traceback.print_exception(error)
+        sys.stderr.write(f"{error}\nerror: this is a bug in SFT-Play; please report it with the lines above\n")
+    else:
+        sys.stderr.write(f"{'' if isinstance(error, Interrupted) else 'error: '}{error}\n")
+    return exit_code_of(error)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -223,3 +230,29 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the edge where every error becomes an exit code
         return report_error(error)
+
+
+def run_rank(argv: list[str]) -> int:
+    """One rank of a launched run (scripts/train_distributed.py); returns the exit status.
+
+    A rank that `sft-play` launched reports its error to it, one that torchrun or a person started prints it.
+    """
+    _set_environment()
+    parser = argparse.ArgumentParser(prog="train_distributed.py", description="One process of a training run.")
+    parser.add_argument("--config", required=True, help="YAML file under configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(argv)
+    from sft_play.launch.ranks import RANKS_VARIABLE, check_world_size, finish_rank
+
+    try:
+        check_world_size()
+        from sft_play.training import run_rank as train_rank
+
+        train_rank(args.config, args.overrides)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the edge of this process
+        code = exit_code_of(error)
+        if RANKS_VARIABLE not in os.environ:
+            return report_error(error)
+        text = str(error) if isinstance(error, SftPlayError) else "".join(traceback.format_exception(error))
+        return finish_rank(code, text)
+    return finish_rank(0)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import ResolvedConfig
-from sft_play.errors import SftPlayError
 from sft_play.hardware import detect
 from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size, write_job
 from sft_play.report.tables import closing_screen
@@ -110,26 +109,18 @@ def next_commands(job: Job) -> list[str]:
     return [f"make infer {config}", f"make eval {config}", f"make merge {config}"]
 
 
-def run_rank(path: str, overrides: list[str]) -> int:
+def run_rank(path: str, overrides: list[str]) -> None:
     """One rank of a run that accelerate, torchrun or plain python started; rank 0 holds the run directory if no one does yet.
 
     Every rank loads data and plan before any process group exists: the first to get there tokenises, the others wait on a file.
     """
-    from sft_play.launch.accelerate import report_rank_exit
-
     resolved = load_job_config(path, overrides)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
-    launched_by_us = PLAN_VARIABLE in os.environ
-    rank = int(os.environ.get("RANK", 0))
-    with nullcontext() if launched_by_us or rank else hold_run(run), quiet_libraries(run.log):
-        try:
-            job = prepare_job(resolved, processes=world_size(), progress=False)
-            if rank == 0 and not launched_by_us:
-                write_job(job)
-            summary = train_here(job)
-            if rank == 0 and not launched_by_us:
-                console().print(closing_screen(summary, None, places(job), next_commands(job)))
-        except SftPlayError as error:
-            report_rank_exit(run, rank, error.exit_code, str(error))
-            raise
-    return 0
+    alone = PLAN_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0"  # nobody above us speaks for this run
+    with hold_run(run) if alone else nullcontext(), quiet_libraries(run.log):
+        job = prepare_job(resolved, processes=world_size(), progress=False)
+        if alone:
+            write_job(job)
+        summary = train_here(job)
+        if alone:
+            console().print(closing_screen(summary, None, places(job), next_commands(job)))
