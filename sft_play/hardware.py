@@ -150,7 +150,7 @@ def _visible(nvml: Any, devices: list[Any], setting: str | None) -> tuple[list[t
         if not instances:
             return [(device, False) for device in devices], ""
         whole = [(device, False) for number, device in enumerate(devices) if number not in instances]
-        note = f"{len(every_instance)} MIG instances; a process uses one: choose it with CUDA_VISIBLE_DEVICES=MIG-<uuid> (nvidia-smi -L)"
+        note = f"{len(every_instance)} MIG instances, one a process: CUDA_VISIBLE_DEVICES=MIG-<uuid> chooses (nvidia-smi -L)"
         return (whole, note) if whole else ([(every_instance[0], True)], note)
     chosen: list[tuple[Any, bool]] = []
     for word in setting.split(","):  # like CUDA: the list ends at the first name that does not exist

@@ -1,0 +1,107 @@
+"""DeepSpeed's JSON file beside our plan: what both state must agree, before anything is launched."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import ConfigError
+from sft_play.sizing.planner import Plan
+
+AUTO = "auto"  # the trainer fills it in from its own arguments
+
+
+def read_deepspeed_config(path: Path) -> dict[str, Any]:
+    """The JSON file.
+
+    Raises:
+        ConfigError: it is missing or not a JSON object.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"DeepSpeed config {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"DeepSpeed config {path} is not valid JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"DeepSpeed config {path}: expected an object such as configs/deepspeed_z2.json")
+    return tree
+
+
+def check_deepspeed_config(tree: dict[str, Any], plan: Plan, *, max_grad_norm: float, source: str = "DeepSpeed config") -> None:
+    """Cross-checks the file with the plan.
+
+    Raises:
+        ConfigError: lists every field that contradicts the plan, or that DeepSpeed would misread.
+    """
+    problems = [*_quoted_numbers(tree, ""), *_contradictions(tree, plan, max_grad_norm), *_not_ours(tree)]
+    if problems:
+        raise ConfigError("\n  ".join([f"{source} does not fit the run:", *problems]))
+
+
+def deepspeed_config(
+    path: Path, plan: Plan, *, max_grad_norm: float, trainable_parameters: int | None = None
+) -> dict[str, Any]:
+    """The checked file, ready for the trainer; buckets are no larger than what is trained.
+
+    With LoRA that matters: a bucket is allocated whole, and DeepSpeed's default of 5e8 elements costs 1 to 2 GB for nothing.
+    """
+    tree = read_deepspeed_config(path)
+    check_deepspeed_config(tree, plan, max_grad_norm=max_grad_norm, source=str(path))
+    zero = dict(tree["zero_optimization"])
+    if trainable_parameters:
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            if isinstance(zero.get(name), int):
+                zero[name] = min(zero[name], trainable_parameters)
+    return {**tree, "zero_optimization": zero}
+
+
+def _quoted_numbers(value: Any, name: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _quoted_numbers(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _quoted_numbers(item, f"{name}[{index}]")
+    elif isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?\s*", value):
+        yield f'{name}: "{value}" is text; write the number without quotes: {value.strip()}'
+
+
+def _contradictions(tree: dict[str, Any], plan: Plan, max_grad_norm: float) -> Iterator[str]:
+    rows = plan.rows_per_micro_batch
+    expected = {
+        "train_micro_batch_size_per_gpu": (rows, "the plan's rows per micro-batch"),
+        "gradient_accumulation_steps": (plan.gradient_accumulation_steps, "the plan's accumulation"),
+        "train_batch_size": (plan.rows_per_step, f"{rows} x {plan.gradient_accumulation_steps} x {plan.world_size} processes"),
+        "gradient_clipping": (max_grad_norm, "train.max_grad_norm"),
+        "bf16.enabled": (plan.mixed_precision == "bf16", f"mixed precision is {plan.mixed_precision}"),
+        "fp16.enabled": (plan.mixed_precision == "fp16", f"mixed precision is {plan.mixed_precision}"),
+        "zero_optimization.stage": (2, "the engine deepspeed_z2 is ZeRO stage 2"),
+    }
+    for name, (value, reason) in expected.items():
+        found = _at(tree, name)
+        if found not in (AUTO, None, value) and not _is_quoted_number(found):
+            yield f"{name} is {found}, but must be {value} ({reason}) or {AUTO}"
+    if _at(tree, "zero_optimization.stage") is None:
+        yield "zero_optimization.stage is missing; it must be 2"
+
+
+def _is_quoted_number(value: Any) -> bool:
+    return isinstance(value, str) and any(_quoted_numbers(value, ""))
+
+
+def _not_ours(tree: dict[str, Any]) -> Iterator[str]:
+    for section, key in (("optimizer", "train.optimizer"), ("scheduler", "train.lr_schedule")):
+        if section in tree:
+            yield f"{section}: remove this section; {key} of the run's config decides"
+    for name in ("offload_optimizer", "offload_param"):
+        path = _at(tree, f"zero_optimization.{name}.nvme_path")
+        if isinstance(path, str) and not Path(path).is_dir():
+            yield f"zero_optimization.{name}.nvme_path: {path} is not a folder"
+
+
+def _at(tree: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree

@@ -1,0 +1,113 @@
+"""Stands by a running launcher: knows its ranks, passes signals on, and lets nobody wait for a rank that is gone."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from sft_play.launch.ranks import SAVED, read_rank_exits
+from sft_play.runlog import RunDir
+
+POLL_S = 0.25
+FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to report
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Watch:
+    """The processes of one launched run on this machine.
+
+    Signals go to the ranks themselves: torchrun would kill them after its own deadline, and dies of SIGUSR1.
+    """
+
+    def __init__(self, process: subprocess.Popen, script: str, ranks: range, run: RunDir) -> None:
+        self.stopped_by: str | None = None
+        self._process, self._script, self._numbers, self._run = process, script, ranks, run
+        self._ranks: dict[int, psutil.Process] = {}
+
+    @property
+    def started(self) -> bool:
+        """Whether a rank was ever seen."""
+        return bool(self._ranks)
+
+    def until_end(self, timeout_s: float | None = None) -> int:
+        """Waits for the launcher and returns its exit status; nothing of the run is left behind then."""
+        began = time.monotonic()
+        failed_at: float | None = None
+        while self._process.poll() is None:
+            now = time.monotonic()
+            if failed_at is None and self._a_rank_failed():
+                failed_at = now
+            late = failed_at is not None and now - failed_at > FAILURE_GRACE_S
+            if late or (timeout_s is not None and now - began > timeout_s):
+                self._kill_all()
+            time.sleep(POLL_S)
+        self._kill_all()
+        return self._process.returncode
+
+    @contextlib.contextmanager
+    def signals_passed_on(self) -> Iterator[None]:
+        """While the block runs, signals to this process go to the ranks; a second Ctrl-C ends everything at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT and self.stopped_by == "SIGINT":
+            self._kill_all()
+            return
+        self.stopped_by = signal.Signals(number).name
+        self._look_for_ranks()
+        alive = [rank for rank in self._ranks.values() if _alive(rank)]
+        for rank in alive:
+            # a closed terminal means the same as being asked to stop
+            _send(rank.pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        if not alive:
+            _send(self._process.pid, signal.SIGTERM)  # still starting: nothing to save
+
+    def _look_for_ranks(self) -> None:
+        if len(self._ranks) >= len(self._numbers):
+            return
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if self._script in child.cmdline():
+                        self._ranks[child.pid] = child
+
+    def _a_rank_failed(self) -> bool:
+        self._look_for_ranks()
+        ended = sum(not _alive(rank) for rank in self._ranks.values())
+        if not ended:
+            return False
+        reports = [report for report in read_rank_exits(self._run) if report.rank in self._numbers]
+        return len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
+
+    def _kill_all(self) -> None:
+        alive = [pid for pid, rank in self._ranks.items() if _alive(rank)]
+        for pid in alive if self._process.poll() is not None else [self._process.pid, *alive]:
+            with contextlib.suppress(OSError):  # torchrun gives each rank a group of its own: its helpers go with it
+                os.killpg(pid, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
