@@ -150,7 +150,8 @@ class TrainConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     eval_steps: PositiveInt | None = None
-    """Optimizer steps between evaluations. Default: ten times in the run; the end is always evaluated."""
+    """Optimizer steps between evaluations. Default: up to ten times in the run, as often as costs less than a tenth of the
+    time; start and end are always evaluated."""
     save_steps: PositiveInt | None = None
     """Optimizer steps between checkpoints. Default: with each evaluation."""
     logging_steps: PositiveInt = 10

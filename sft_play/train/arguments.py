@@ -10,18 +10,20 @@ from sft_play.runlog import RunDir
 from sft_play.sizing.planner import Plan
 
 EVALUATIONS_PER_RUN = 10
+EVALUATED_PER_TRAINED_ROW = 0.25  # at most, by default: a forward pass is a third of a step, so evaluation stays below a tenth
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
-def intervals(config: RunConfig, plan: Plan) -> tuple[int, int]:
+def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int, int]:
     """Optimizer steps between evaluations and between checkpoints.
 
     Raises:
         ConfigError: checkpoints would fall between evaluations, so that the best one could not be kept.
     """
-    default = max(1, math.ceil(plan.total_steps / EVALUATIONS_PER_RUN))
+    affordable = EVALUATED_PER_TRAINED_ROW * plan.total_steps * plan.rows_per_step / max(validation_rows, 1)
+    default = math.ceil(plan.total_steps / min(EVALUATIONS_PER_RUN, max(1, int(affordable))))
     train = config.train
     evaluate = train.eval_steps or (train.save_steps or default)
     save = train.save_steps or evaluate
@@ -33,17 +35,18 @@ def intervals(config: RunConfig, plan: Plan) -> tuple[int, int]:
     return evaluate, save
 
 
-def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, evaluates: bool) -> SFTConfig:
+def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: int) -> SFTConfig:
     """The arguments of the trainer.
 
     Args:
         config: the run.
         plan: how it is carried out.
         run: where checkpoints go.
-        evaluates: whether there are validation rows.
+        validation_rows: how many there are; 0 turns evaluation off.
     """
     train = config.train
-    evaluate, save = intervals(config, plan)
+    evaluate, save = intervals(config, plan, validation_rows)
+    evaluates = validation_rows > 0
     return SFTConfig(
         output_dir=str(run.checkpoints),
         max_steps=plan.total_steps,

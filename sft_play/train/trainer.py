@@ -89,7 +89,7 @@ def make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter:
     padded = padded_collator(pad_id)
     trainer = TokenWeightedTrainer(
         model=model,
-        args=sft_config(config, plan, job.run, evaluates=job.data.val is not None),
+        args=sft_config(config, plan, job.run, validation_rows=len(job.data.val or [])),
         train_dataset=rows.dataset,
         eval_dataset=_validation_rows(job.data.val, config, plan, pad_id),
         data_collator=packed_collator(plan.attention.startswith("flash")) if plan.packing else padded,
