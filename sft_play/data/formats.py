@@ -1,0 +1,258 @@
+"""Raw rows -> conversations, whatever their format. A refusal names file, line, key, what was found and what is allowed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.data.reading import Row
+from sft_play.errors import DataError
+
+Message = dict[str, Any]
+
+# Names of the one who speaks, as data sets in the wild have them -> the name that chat templates know.
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
+    "function_call": "assistant",
+}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+NO_ASSISTANT, BLANK_ASSISTANT, BLANK_TEXT = "no assistant turn", "blank assistant turn", "blank text"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One training row: messages, or plain text (then `messages` is empty)."""
+
+    messages: tuple[Message, ...]
+    text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    source: str = ""
+    """`file:line` that it was read from."""
+    context: int = 0
+    """So many leading messages are the prompt of a prompt/completion row: their assistant turns are not learned."""
+
+    def as_row(self) -> dict[str, Any]:
+        """The row in the common messages format (see `Format`), ready to be written as JSON and to be read again."""
+        if self.text is not None:
+            return {"text": self.text}
+        messages = list(self.messages)
+        row: dict[str, Any] = {"messages": messages}
+        if self.context:
+            row = {"prompt": messages[: self.context], "completion": messages[self.context :]}
+        return {**row, "tools": self.tools} if self.tools else row
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, str):
+        return f"{value[:40]!r}" if value.strip() else "an empty text"
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} ({json.dumps(value, default=str)[:40]})"
+    return "missing or null" if value is None else f"{type(value).__name__} {value!r}"[:60]
+
+
+class _Refused(Exception):
+    """What is wrong with a value, before the row's name is put in front of it."""
+
+
+def _refuse(key: str, value: Any, allowed: str) -> _Refused:
+    return _Refused(f"{key} is {_found(value)}; expected {allowed}")
+
+
+def _text(value: Any, key: str, *, may_be_blank: bool = False) -> str:
+    if not isinstance(value, str) or not (may_be_blank or value.strip()):
+        raise _refuse(key, value, "text" if may_be_blank else "text that is not blank")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise _Refused(f"{key} has half a surrogate pair ({value[error.start]!r}) at character {error.start}") from None
+    return value
+
+
+def _content(value: Any, key: str, *, may_be_blank: bool) -> str:
+    """Text, or OpenAI's list of {"type": "text", "text": ...} parts, which are joined."""
+    if not isinstance(value, list):
+        return _text(value, key, may_be_blank=may_be_blank)
+    parts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise _refuse(f"{key}[{index}]", part, '{"type": "text", "text": ...}; images and audio cannot be trained on here')
+        parts.append(_text(part.get("text"), f"{key}[{index}].text", may_be_blank=True))
+    return _text("".join(parts), key, may_be_blank=may_be_blank)
+
+
+def _json_if_text(value: Any, key: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _Refused(f"{key} is text but not valid JSON: {error}") from None
+
+
+def _tool_call(value: Any, key: str) -> Message:
+    """Templates want {"type": "function", "function": {"name", "arguments": object}}; OpenAI has the arguments as JSON text."""
+    function = value.get("function", value) if isinstance(value, dict) else value
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _refuse(key, value, '{"type": "function", "function": {"name": ..., "arguments": ...}}')
+    arguments = _json_if_text(function.get("arguments") or {}, f"{key}.function.arguments")
+    if not isinstance(arguments, dict):
+        raise _refuse(f"{key}.function.arguments", arguments, "an object")
+    call: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
+
+
+def _message(value: Any, key: str) -> Message:
+    """One message, with the keys of OpenAI (role, content) or of ShareGPT (from, value)."""
+    if not isinstance(value, dict):
+        raise _refuse(key, value, 'an object such as {"role": "user", "content": "..."}')
+    role_key, content_key = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+    name = value.get(role_key)
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise _refuse(f"{key}.{role_key}", name, f"one of {', '.join(ROLES)}")
+    content, calls = value.get(content_key), value.get("tool_calls")
+    if name == "function_call":  # ShareGPT puts the call itself where the text would be
+        call = _json_if_text(content, f"{key}.{content_key}")
+        content, calls = "", call if isinstance(call, list) else [call]
+    if calls and not isinstance(calls, list):
+        raise _refuse(f"{key}.tool_calls", calls, "a list")
+    if content is None and calls:
+        content = ""
+    # A blank question is a mistake in the data; a blank answer only makes the row useless (see `_unusable`).
+    text = _content(content, f"{key}.{content_key}", may_be_blank=role != "user")
+    message: Message = {"role": role, "content": text}
+    reasoning = next((value[name] for name in REASONING_KEYS if value.get(name)), None)
+    if reasoning is not None:
+        message["reasoning_content"] = _text(reasoning, f"{key}.reasoning_content")
+    message |= {name: _text(value[name], f"{key}.{name}") for name in ("name", "tool_call_id") if value.get(name) is not None}
+    if calls:
+        message["tool_calls"] = [_tool_call(call, f"{key}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return message
+
+
+def _messages(value: Any, key: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise _refuse(key, value, "a list of messages")
+    return [_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
+
+
+def _turn(role: str, data: dict[str, Any], key: str) -> Message:
+    return {"role": role, "content": _content(data.get(key), key, may_be_blank=role != "user")}
+
+
+def _system(data: dict[str, Any]) -> list[Message]:
+    return [_turn("system", data, "system")] if data.get("system") else []
+
+
+def _from_messages(data: dict[str, Any]) -> tuple[list[Message], int]:
+    return _messages(data.get("messages"), "messages"), 0
+
+
+def _from_sharegpt(data: dict[str, Any]) -> tuple[list[Message], int]:
+    return _system(data) + _messages(data.get("conversations"), "conversations"), 0
+
+
+def _from_alpaca(data: dict[str, Any]) -> tuple[list[Message], int]:
+    question = _text(data.get("instruction"), "instruction")
+    if data.get("input"):
+        question += "\n\n" + _text(data["input"], "input", may_be_blank=True)
+    turns = _system(data)
+    for index, pair in enumerate(data.get("history") or []):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _refuse(f"history[{index}]", pair, "a pair [instruction, answer]")
+        turns.append({"role": "user", "content": _text(pair[0], f"history[{index}][0]")})
+        turns.append({"role": "assistant", "content": _text(pair[1], f"history[{index}][1]")})
+    return [*turns, {"role": "user", "content": question.rstrip()}, _turn("assistant", data, "output")], 0
+
+
+def _from_prompt_completion(data: dict[str, Any]) -> tuple[list[Message], int]:
+    prompt, completion = data.get("prompt"), data.get("completion")
+    if isinstance(prompt, list):
+        context = _messages(prompt, "prompt")
+        return context + _messages(completion, "completion"), len(context)
+    return [*_system(data), _turn("user", data, "prompt"), _turn("assistant", data, "completion")], 0
+
+
+def _from_question_answer(data: dict[str, Any]) -> tuple[list[Message], int]:
+    return [*_system(data), _turn("user", data, "question"), _turn("assistant", data, "answer")], 0
+
+
+def _from_system_user_assistant(data: dict[str, Any]) -> tuple[list[Message], int]:
+    return [*_system(data), _turn("user", data, "user"), _turn("assistant", data, "assistant")], 0
+
+
+Reader = Callable[[dict[str, Any]], tuple[list[Message], int]]
+
+# Format -> the keys that tell it, and how it is read. Told in this order; "text" has no messages.
+FORMATS: dict[str, tuple[tuple[str, ...], Reader | None]] = {
+    "messages": (("messages",), _from_messages),
+    "sharegpt": (("conversations",), _from_sharegpt),
+    "alpaca": (("instruction", "output"), _from_alpaca),
+    "prompt_completion": (("prompt", "completion"), _from_prompt_completion),
+    "question_answer": (("question", "answer"), _from_question_answer),
+    "system_user_assistant": (("user", "assistant"), _from_system_user_assistant),
+    "text": (("text",), None),
+}
+
+
+def detect_format(row: Row) -> str:
+    """The format whose keys the row has.
+
+    Raises:
+        DataError: it has none; lists the formats.
+    """
+    for name, (keys, _) in FORMATS.items():
+        if all(key in row.data for key in keys):
+            return name
+    formats = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
+    raise DataError(f"{row.where}: no known format has the keys {', '.join(row.data) or '(none)'}.\nKnown formats: {formats}")
+
+
+def _unusable(messages: list[Message]) -> str | None:
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        return NO_ASSISTANT
+    said = ("tool_calls", "reasoning_content")
+    blank = any(not message["content"].strip() and not any(key in message for key in said) for message in answers)
+    return BLANK_ASSISTANT if blank else None
+
+
+def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversation | str:
+    """The row as a conversation, or in a few words why it is left out (nothing in it could be learned).
+
+    Args:
+        row: as read.
+        name: a key of FORMATS.
+        system_prompt: put in front where the row has no system message.
+
+    Raises:
+        DataError: the row is not what the format asks for.
+    """
+    keys, reader = FORMATS[name]
+    try:
+        if reader is None:
+            text = _text(row.data.get("text"), "text", may_be_blank=True)
+            return Conversation((), text=text, source=row.where) if text.strip() else BLANK_TEXT
+        missing = [key for key in keys if key not in row.data]
+        if missing:
+            raise _Refused(
+                f"key '{missing[0]}' is missing; format {name} needs {', '.join(keys)} (found {', '.join(row.data)})"
+            )
+        messages, context = reader(row.data)
+        tools = _json_if_text(row.data.get("tools") or None, "tools")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise _refuse("tools", tools, "a list of JSON schemas")
+    except _Refused as problem:
+        raise DataError(f"{row.where}: {problem}") from None
+    if messages[0]["role"] == "system" and not messages[0]["content"].strip():
+        messages, context = messages[1:], max(context - 1, 0)
+    if system_prompt and not any(message["role"] == "system" for message in messages):
+        messages, context = [{"role": "system", "content": system_prompt}, *messages], context + bool(context)
+    return _unusable(messages[context:]) or Conversation(
+        tuple(messages), tools=tools or None, source=row.where, context=context
+    )

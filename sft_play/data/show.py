@@ -1,0 +1,178 @@
+"""What will be learned, for a person to look at: a table, samples with the learned tokens marked, and the steps as files.
+
+The files are JSONL: `process` (any format -> messages), `style` (a system prompt added), `render` (the text as the model
+sees it). Each can be read by a text editor, and the first two be trained on.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.chat import IGNORED, Chat, layout, make_chat
+from sft_play.data.formats import Conversation, convert, detect_format
+from sft_play.data.prepare import PreparedData
+from sft_play.data.reading import Source, open_source, read_rows
+from sft_play.data.splits import SPLITS
+from sft_play.data.template import use_template
+from sft_play.errors import ConfigError, DataError, StorageError
+from sft_play.runlog import console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEARNED_STYLE, GIVEN_STYLE = "bold green", "dim"
+
+
+def table(prepared: PreparedData) -> Table:
+    """The counts of each split, with what was dropped and why; warnings below."""
+    stats = prepared.stats
+    splits = [split for split in SPLITS if stats[split]]
+    lines = [f"chat template: {stats['chat_template']}; max_seq_len {prepared.max_seq_len:,}; in {prepared.cache_path}"]
+    caption = Text("\n".join(lines))
+    for warning in stats["warnings"]:
+        caption.append(f"\nwarning: {warning}", style="yellow")
+    shown = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", caption_style="")
+    shown.add_column("data")
+    for split in splits:
+        shown.add_column(split, justify="right")
+    columns = [_counts(stats[split]) for split in splits]
+    for name in columns[0]:
+        shown.add_row(name, *(column[name] for column in columns))
+    return shown
+
+
+def _counts(split: dict[str, Any]) -> dict[str, str]:
+    dropped, lengths = split["dropped"], split["lengths"]
+    reasons = [f"{count:,} {reason}" for reason, count in sorted(dropped.items(), key=lambda item: -item[1])]
+    return {
+        "conversations": f"{split['conversations']:,}",
+        "rows": f"{split['rows']:,}",
+        "tokens": f"{split['tokens']:,}",
+        "supervised": f"{100 * split['supervised_tokens'] / split['tokens']:.1f} %",
+        "truncated": f"{100 * split['truncated'] / split['rows']:.1f} %",
+        "dropped": "\n".join(reasons) or "0",
+        "tokens per row, median": f"{lengths['p50']:,}",
+        "90th percentile": f"{lengths['p90']:,}",
+        "99th percentile": f"{lengths['p99']:,}",
+        "longest": f"{lengths['max']:,}",
+    }
+
+
+def marked(ids: list[int], labels: list[int], tokenizer: "PreTrainedTokenizerBase", *, colour: bool) -> Text:
+    """A row as text, its learned tokens in colour, or without colours between {+ and +}."""
+    text = Text()
+    for learned, group in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED):
+        part = str(tokenizer.decode([token for token, _ in group], skip_special_tokens=False))
+        if colour:
+            text.append(part, style=LEARNED_STYLE if learned else GIVEN_STYLE)
+        else:
+            text.append(f"{{+{part}+}}" if learned else part)
+    return text
+
+
+def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
+    """Prints the first `count` training rows with the learned tokens marked."""
+    screen = console()
+    colour = screen.color_system is not None
+    legend = Text("Learned tokens are ")
+    legend.append("green and bold" if colour else "between {+ and +}", style=LEARNED_STYLE if colour else "")
+    screen.print(legend.append("; the rest is given to the model."))
+    for number, row in enumerate(prepared.train.select(range(min(count, len(prepared.train)))), 1):
+        learned = sum(label != IGNORED for label in row["labels"])
+        screen.print(f"\nrow {number}: {row['length']} tokens, {learned} learned", style="bold")
+        screen.print(marked(row["input_ids"], row["labels"], tokenizer, colour=colour))
+
+
+def process(config: RunConfig, out: Path) -> Counter[str]:
+    """Writes the training rows in the messages format; returns how many were written, and dropped by reason."""
+    source = open_source(config.data.train_path, "train")
+    counts: Counter[str] = Counter()
+    rows = _conversations(source, config.data.format, config.data.limit, None, counts)
+    _write(out, ({**row.as_row(), "source": row.source} for row in rows), counts)
+    return counts
+
+
+def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
+    """Copies a file of rows and puts `system_prompt` in front of each conversation that has no system message.
+
+    Raises:
+        ConfigError: the prompt is blank.
+    """
+    if not system_prompt.strip():
+        raise ConfigError(
+            'the style is blank; say what the system prompt shall be: make style STYLE="You answer in one sentence."'
+        )
+    counts: Counter[str] = Counter()
+    conversations = _conversations(open_source(str(rows), "train"), "auto", None, system_prompt, counts)
+
+    def styled() -> Iterator[dict[str, Any]]:
+        for row in conversations:
+            if not row.messages or row.messages[0] != {"role": "system", "content": system_prompt}:
+                counts["left as they are (plain text, or a system message of their own)"] += 1
+            yield {**row.as_row(), "source": row.source}
+
+    _write(out, styled(), counts)
+    return counts
+
+
+def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, out: Path) -> Counter[str]:
+    """Writes each row of a file as the text that the model sees, with the parts of it that are learned."""
+    use_template(tokenizer, config.data.chat_template)
+    chat = make_chat(tokenizer, config.data.supervise)
+    counts: Counter[str] = Counter()
+    conversations = _conversations(open_source(str(rows), "train"), "auto", None, config.data.system_prompt, counts)
+    _write(out, chain.from_iterable(_rendered(chat, row) for row in conversations), counts)
+    return counts
+
+
+def _rendered(chat: Chat, row: Conversation) -> list[dict[str, Any]]:
+    eos = str(chat.tokenizer.eos_token)
+    if row.text is not None:
+        return [{"text": row.text + eos, "learned": [row.text + eos], "source": row.source}]
+    rendered = []
+    for part in layout(chat, row):
+        learned = [part.text[start:end] for start, end in part.learned]
+        if part.add_eos:
+            learned[-1] += eos
+        rendered.append({"text": part.text + (eos if part.add_eos else ""), "learned": learned, "source": row.source})
+    return rendered
+
+
+def _conversations(
+    source: Source, name: str, limit: int | None, system_prompt: str | None, counts: Counter[str]
+) -> Iterator[Conversation]:
+    rows = read_rows(source, limit)
+    first = next(rows, None)
+    if first is None:
+        raise DataError(f"{source.path} has no rows")
+    name = detect_format(first) if name == "auto" else name
+    for row in chain([first], rows):
+        converted = convert(row, name, system_prompt)
+        if isinstance(converted, Conversation):
+            yield converted
+        else:
+            counts[f"dropped: {converted}"] += 1
+
+
+def _write(out: Path, rows: Iterable[dict[str, Any]], counts: Counter[str]) -> None:
+    """Replaces `out` whole or not at all."""
+    temporary = out.with_name(f".{out.name}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                counts["written"] += 1
+        temporary.replace(out)
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,187 @@
+"""Tokenised data paths -> the training, validation and test rows, with what was counted and what looks odd."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from sft_play.config.schema import RunConfig
+from sft_play.data import store
+from sft_play.data.chat import IGNORED
+from sft_play.data.workers import CUT_AWAY, too_long
+from sft_play.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPLITS = ("train", "val", "test")
+MIN_ROWS_TO_SPLIT = 10
+FEW_ROWS = 32
+MANY = 0.1  # share of rows from which a curiosity of the data is worth a warning
+
+PART_SCHEMA = pa.schema([*store.ROWS, pa.field("owner", pa.int64()), pa.field("truncated", pa.bool_())])
+
+
+@dataclass(frozen=True)
+class Part:
+    """One data path, tokenised into temporary files; which of its conversations go to which split comes later."""
+
+    split: str
+    rows: Path
+    conversations: Path
+    digests: list[bytes]
+    read: int
+    dropped: Counter[str]
+    notes: Counter[str]
+
+
+def assign(digests: list[bytes], fractions: dict[str, float], seed: int) -> dict[str, np.ndarray]:
+    """Which conversations go to which split; equal conversations go together, so that no split knows another's rows."""
+    unique = list(dict.fromkeys(digests))
+    random.Random(f"split/{seed}").shuffle(unique)
+    homes = dict.fromkeys(unique, "train")
+    start = 0
+    for split, fraction in fractions.items():
+        count = max(round(len(unique) * fraction), 1) if fraction and len(unique) >= MIN_ROWS_TO_SPLIT else 0
+        homes |= dict.fromkeys(unique[start : start + count], split)
+        start += count
+    home = np.array([homes[digest] for digest in digests], dtype=object)
+    return {split: home == split for split in ("train", *fractions)}
+
+
+def write_splits(
+    config: RunConfig, parts: list[Part], folder: Path, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None
+) -> dict[str, Any]:
+    """Writes `<split>.arrow` and `<split>.conversations.arrow`, removes the parts' files, and returns what was counted.
+
+    Raises:
+        DataError: a data path has no row left to learn from.
+        ConfigError: the tokenizer does not know the text.
+    """
+    own = {part.split: part for part in parts}
+    fractions = {"val": config.data.val_fraction, "test": config.data.test_fraction}
+    fractions = {split: fraction for split, fraction in fractions.items() if split not in own}
+    chosen = assign(own["train"].digests, fractions, config.train.seed)
+    stats: dict[str, Any] = {}
+    digests: dict[str, list[bytes]] = {}
+    for split in SPLITS:
+        part = own.get(split, own["train"])
+        mask = chosen.get(split, np.ones(len(part.digests), bool))
+        stats[split] = _write_split(split, part, mask, folder, tokenizer)
+        if split in own:
+            stats[split] = {"read": part.read, **stats[split], "dropped": dict(part.dropped)}
+            if not stats[split]["rows"]:
+                raise _nothing_left(config, part, max_tokens)
+        elif not stats[split]["rows"]:
+            stats[split] = None
+        digests[split] = [digest for digest, is_chosen in zip(part.digests, mask, strict=True) if is_chosen]
+    stats["largest_token_id"] = max(stats[split].pop("largest") for split in SPLITS if stats[split])
+    stats["warnings"] = _warnings(config, stats, parts, digests)
+    for part in parts:
+        part.rows.unlink()
+        part.conversations.unlink()
+    return stats
+
+
+def _write_split(
+    split: str, part: Part, chosen: np.ndarray, folder: Path, tokenizer: "PreTrainedTokenizerBase"
+) -> dict[str, Any]:
+    """Copies the rows of the chosen conversations into the split's own files and counts them."""
+    special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
+    lengths: list[np.ndarray] = []
+    counts: Counter[str] = Counter()
+    largest = 0
+    file = folder / f"{split}.arrow"
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, store.ROWS) as writer:
+        for batch in store.batches(part.rows):
+            batch = batch.filter(pa.array(chosen[batch["owner"].to_numpy()], pa.bool_()))
+            if not batch.num_rows:
+                continue
+            writer.write_batch(batch.select(store.ROWS.names))
+            ids, labels = batch["input_ids"].flatten().to_numpy(), batch["labels"].flatten().to_numpy()
+            lengths.append(batch["length"].to_numpy())
+            largest = max(largest, int(ids.max()))
+            counts["supervised"] += int((labels != IGNORED).sum())
+            counts["unknown"] += int((ids == unknown_id).sum()) if unknown_id is not None else 0
+            counts["truncated"] += int(batch["truncated"].true_count)
+    if not lengths:
+        file.unlink()
+    elif split != "train":
+        said = chain.from_iterable(batch["value"].to_pylist() for batch in store.batches(part.conversations))
+        kept = [text for text, is_chosen in zip(said, chosen, strict=True) if is_chosen]
+        store.write_strings(folder / f"{split}.conversations.arrow", kept)
+    all_lengths = np.concatenate(lengths) if lengths else np.zeros(0, int)
+    return {
+        "conversations": int(chosen.sum()),
+        "rows": len(all_lengths),
+        "tokens": int(all_lengths.sum()),
+        "supervised_tokens": counts["supervised"],
+        "unknown_tokens": counts["unknown"],
+        "truncated": counts["truncated"],
+        "dropped": {},
+        "lengths": _percentiles(all_lengths),
+        "largest": largest,
+    }
+
+
+def _percentiles(lengths: np.ndarray) -> dict[str, int]:
+    if not len(lengths):
+        return {}
+    cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
+    return dict(zip(("p50", "p90", "p99", "max"), map(int, cuts), strict=True))
+
+
+def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> DataError:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in part.dropped.most_common())
+    hint = "`make process` shows the conversations that were read"
+    if part.dropped[CUT_AWAY] or part.dropped[too_long(max_tokens)]:
+        hint = f"Raise model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"
+    return DataError(
+        f"data.{part.split}_path: 0 supervised tokens: none of the {part.read} rows is left to learn from ({reasons}).\n{hint}"
+    )
+
+
+def _warnings(config: RunConfig, stats: dict[str, Any], parts: list[Part], digests: dict[str, list[bytes]]) -> list[str]:
+    """What is allowed but seldom meant.
+
+    Raises:
+        ConfigError: the tokenizer does not know the text at all.
+    """
+    found = []
+    train = stats["train"]
+    if train["unknown_tokens"] >= 0.9 * train["tokens"]:
+        raise ConfigError(
+            f"model.name: the tokenizer of '{config.model.name}' knows none of the text: {train['unknown_tokens']} of "
+            f"{train['tokens']} tokens are its unknown token. Is it the tokenizer of this model, and for this language?"
+        )
+    if train["unknown_tokens"] >= 0.01 * train["tokens"]:
+        found.append(f"{train['unknown_tokens'] / train['tokens']:.0%} of the training tokens are unknown to the tokenizer")
+    if train["rows"] < FEW_ROWS:
+        found.append(f"only {train['rows']} training row{'s' if train['rows'] > 1 else ''}: the model will learn them by heart")
+    known = set(digests["train"])
+    for split in ("val", "test"):
+        common = sum(digest in known for digest in digests[split])
+        if stats[split] and common:
+            found.append(f"{common} of {len(digests[split])} {split} conversations are in the training data too")
+    repeated = len(digests["train"]) - len(known)
+    if repeated >= MANY * len(digests["train"]):
+        found.append(
+            f"{repeated} of {len(digests['train'])} training conversations repeat an earlier one; data.dedup=true drops them"
+        )
+    if train["rows"] > train["conversations"]:
+        found.append(
+            f"the chat template rewrites earlier turns, so {train['conversations']} conversations became {train['rows']} rows, "
+            "each turn as the model will see it; data.supervise=last keeps one row each"
+        )
+    for part in parts:
+        lost = sum(part.dropped.values())
+        if lost >= MANY * part.read:
+            found.append(f"{lost} of {part.read} rows of data.{part.split}_path were dropped")
+        found += [f"data.{part.split}_path: {count} {what}" for what, count in part.notes.items() if "null" in what]
+    return found

@@ -1,0 +1,190 @@
+import pytest
+
+from sft_play.data.formats import FORMATS, Conversation, convert, detect_format
+from sft_play.data.reading import Row
+from sft_play.errors import DataError
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def converted(data, **kwargs):
+    row = Row(data, "f.jsonl", 7)
+    return convert(row, detect_format(row), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "messages"),
+    [
+        ("messages", {"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
+        ("messages", {"messages": [{"role": "developer", "content": "s"}, USER, ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
+        (
+            "messages",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]},
+                    ASSISTANT,
+                ]
+            },
+            [{"role": "user", "content": "q!"}, ASSISTANT],
+        ),
+        (
+            "sharegpt",
+            {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            [SYSTEM, USER, ASSISTANT],
+        ),
+        ("sharegpt", {"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        ("alpaca", {"instruction": "q", "input": "", "output": "a"}, [USER, ASSISTANT]),
+        (
+            "alpaca",
+            {"instruction": "q", "input": "i", "output": "a", "system": "s", "history": [["q", "a"]]},
+            [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "q\n\ni"}, ASSISTANT],
+        ),
+        ("prompt_completion", {"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
+        ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
+        ("question_answer", {"question": "q", "answer": "a", "extra": 5}, [USER, ASSISTANT]),
+        ("system_user_assistant", {"system": "s", "user": "q", "assistant": "a"}, [SYSTEM, USER, ASSISTANT]),
+        ("system_user_assistant", {"system": None, "user": "q", "assistant": "a"}, [USER, ASSISTANT]),
+    ],
+)
+def test_each_format_is_told_from_its_keys_and_becomes_messages(name, data, messages):
+    assert detect_format(Row(data, "f", 1)) == name
+    conversation = converted(data)
+    assert list(conversation.messages) == messages
+    assert conversation.source == "f.jsonl:7"
+
+
+def test_plain_text_has_no_messages():
+    assert converted({"text": "once"}) == Conversation((), text="once", source="f.jsonl:7")
+
+
+def test_tool_calls_and_tool_results_are_kept_with_arguments_as_objects():
+    asks = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    }
+    result = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"}
+    conversation = converted({"messages": [USER, asks, result, ASSISTANT], "tools": [TOOL]})
+    assert conversation.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **CALL}]}
+    assert conversation.messages[2] == result
+    assert conversation.tools == [TOOL]
+
+
+def test_sharegpt_function_calls_and_tools_as_json_text_are_understood():
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "a"},
+    ]
+    conversation = converted({"conversations": turns, "tools": '[{"name": "add"}]'})
+    assert conversation.messages[1]["tool_calls"] == [CALL]
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "assistant"]
+    assert conversation.tools == [{"name": "add"}]
+
+
+def test_reasoning_is_kept_under_the_name_that_templates_read():
+    messages = [USER, {"role": "assistant", "content": "a", "thinking": "hm"}]
+    assert converted({"messages": messages}).messages[1] == {**ASSISTANT, "reasoning_content": "hm"}
+
+
+def test_the_system_prompt_is_added_only_where_there_is_none():
+    assert converted({"messages": [USER, ASSISTANT]}, system_prompt="new").messages[0]["content"] == "new"
+    assert converted({"messages": [SYSTEM, USER, ASSISTANT]}, system_prompt="new").messages == (SYSTEM, USER, ASSISTANT)
+    blank = {"role": "system", "content": " "}
+    assert converted({"messages": [blank, USER, ASSISTANT]}).messages == (USER, ASSISTANT)
+
+
+def test_the_prompt_of_prompt_completion_messages_is_context_also_behind_an_added_system_prompt():
+    data = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}
+    assert converted(data).context == 3
+    assert converted(data, system_prompt="s").context == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"messages": [SYSTEM, USER]}, "no assistant turn"),
+        ({"question": "q", "answer": ""}, "blank assistant turn"),
+        ({"prompt": "q", "completion": " \n"}, "blank assistant turn"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}, USER, ASSISTANT]}, "blank assistant turn"),
+        ({"prompt": [USER, ASSISTANT], "completion": [USER]}, "no assistant turn"),
+        ({"text": "  "}, "blank text"),
+    ],
+)
+def test_a_row_with_nothing_to_learn_is_left_out_with_the_reason(data, reason):
+    assert converted(data) == reason
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"messages": None}, "messages is missing or null; expected a list of messages"),
+        ({"messages": []}, "messages is a list ([]); expected a list of messages"),
+        ({"messages": "hello"}, "messages is 'hello'; expected a list"),
+        ({"messages": ["hello"]}, "messages[0] is 'hello'; expected an object"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content is missing or null; expected text"),
+        ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content is missing or null"),
+        ({"messages": [USER, {"role": "assistant", "content": 5}]}, "messages[1].content is int 5; expected text"),
+        (
+            {"messages": [{"role": "user", "content": ""}, ASSISTANT]},
+            "messages[0].content is an empty text; expected text that",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": [["a"]]}]}, "messages[1].content[0] is a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT]},
+            "images and audio cannot be trained on",
+        ),
+        ({"messages": [{"role": "wizard", "content": "q"}]}, "messages[0].role is 'wizard'; expected one of system, "),
+        ({"messages": [{"role": ["user"], "content": "q"}]}, "messages[0].role is a list"),
+        ({"messages": [{"content": "q"}]}, "messages[0].role is missing"),
+        ({"conversations": [{"from": "alien", "value": "q"}]}, "conversations[0].from is 'alien'"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": ["add"]}]},
+            "messages[1].tool_calls[0] is 'add'",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{oops"}]}]},
+            "tool_calls[0].function.arguments is text but not valid JSON",
+        ),
+        ({"messages": [USER, ASSISTANT], "tools": {"name": "f"}}, "tools is an object"),
+        ({"question": "q", "answer": None}, "answer is missing or null"),
+        ({"question": "", "answer": "a"}, "question is an empty text"),
+        ({"instruction": "q", "output": 4.5}, "output is float 4.5"),
+        ({"instruction": "q", "output": "a", "history": ["x"]}, "history[0] is 'x'; expected a pair"),
+        ({"prompt": [USER], "completion": "a"}, "completion is 'a'; expected a list of messages"),
+        ({"text": None}, "text is missing or null"),
+        ({"question": "\ud800", "answer": "a"}, "half a surrogate pair"),
+    ],
+)
+def test_a_wrong_row_is_named_with_file_line_and_key(data, said):
+    with pytest.raises(DataError) as error:
+        converted(data)
+    assert str(error.value).startswith("f.jsonl:7: ")
+    assert said in str(error.value)
+
+
+def test_a_later_row_without_the_keys_of_the_first_is_refused():
+    with pytest.raises(
+        DataError, match=r"f:9: key 'answer' is missing; format question_answer needs question, answer \(found q"
+    ):
+        convert(Row({"question": "q"}, "f", 9), "question_answer")
+
+
+def test_an_unknown_format_lists_the_known_ones():
+    with pytest.raises(DataError) as error:
+        detect_format(Row({"foo": 1}, "f", 1))
+    assert all(name in str(error.value) for name in FORMATS)
+
+
+def test_a_row_as_written_by_process_reads_back_the_same():
+    for data in (
+        {"text": "once"},
+        {"messages": [USER, ASSISTANT], "tools": [TOOL]},
+        {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+    ):
+        conversation = converted(data)
+        assert converted(conversation.as_row()) == conversation

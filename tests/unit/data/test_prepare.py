@@ -1,0 +1,326 @@
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.data import prepare as module
+from sft_play.data import store, workers
+from sft_play.data.chat import IGNORED
+from sft_play.data.prepare import length_limit, prepare
+from sft_play.data.splits import assign
+from sft_play.errors import ConfigError, DataError, LaunchError, StorageError
+
+
+def rows(count, seed=0, words=12):
+    rng = random.Random(seed)
+    vocabulary = ["What", "is", "two", "plus", "three", "five", "four", "Hello", "there", "friend", "brief"]
+    text = lambda: " ".join(rng.choices(vocabulary, k=rng.randint(1, words)))  # noqa: E731
+    return [{"question": f"{i} {text()}", "answer": f"{text()} {i}"} for i in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+@pytest.fixture
+def run(write_rows, make_tokenizer):
+    """`run(rows, max_seq_len=..., **data settings)` prepares rows with a fresh tokenizer."""
+
+    def run(train, max_seq_len="auto", seed=0, model_limit=None, tokenizer=None, **data):
+        config = RunConfig.model_validate(
+            {
+                "model": {"name": "toy", "max_seq_len": max_seq_len},
+                "data": {"train_path": str(write_rows(train)), **data},
+                "train": {"seed": seed},
+            }
+        )
+        return prepare(config, tokenizer or make_tokenizer(), model_limit=model_limit, progress=False)
+
+    return run
+
+
+def texts(dataset, tokenizer):
+    return [tokenizer.decode(ids) for ids in dataset["input_ids"]]
+
+
+def test_rows_have_ids_labels_and_length_and_answers_are_learned(run, make_tokenizer):
+    data = run([{"question": "What?", "answer": "Four."}] + rows(19))
+    assert data.train.column_names == ["input_ids", "labels", "length"]
+    for row in data.train:
+        assert row["length"] == len(row["input_ids"]) == len(row["labels"])
+        assert row["labels"][0] == IGNORED
+    assert data.max_seq_len == max(max(data.train["length"]), max(data.val["length"]))
+    assert data.test is None
+    assert data.stats["test"] is None
+    assert len(data.train) == data.stats["train"]["rows"] == 19
+    assert len(data.val) == data.stats["val"]["rows"] == 1
+    assert json.loads(json.dumps(data.stats)) == data.stats
+
+
+def test_the_counts_are_those_of_the_rows(run):
+    data = run(rows(40), test_fraction=0.25)
+    for split, dataset in (("train", data.train), ("val", data.val), ("test", data.test)):
+        stats = data.stats[split]
+        assert stats["rows"] == len(dataset)
+        assert stats["tokens"] == sum(dataset["length"])
+        assert stats["supervised_tokens"] == sum(label != IGNORED for labels in dataset["labels"] for label in labels)
+        assert stats["lengths"]["max"] == max(dataset["length"])
+        assert sorted(dataset["length"])[len(dataset) // 2] == pytest.approx(stats["lengths"]["p50"], abs=3)
+    assert data.stats["largest_token_id"] == max(max(ids) for ids in data.train["input_ids"])
+
+
+def test_fractions_split_disjointly_and_by_the_seed(run, make_tokenizer):
+    data = run(rows(100), val_fraction=0.1, test_fraction=0.2)
+    parts = [set(texts(part, make_tokenizer())) for part in (data.train, data.val, data.test)]
+    assert [len(part) for part in parts] == [70, 10, 20]
+    assert len(set.union(*parts)) == 100
+    again, other = (
+        run(rows(100), val_fraction=0.1, test_fraction=0.2),
+        run(rows(100), val_fraction=0.1, test_fraction=0.2, seed=1),
+    )
+    assert again.cache_path == data.cache_path
+    assert set(texts(other.val, make_tokenizer())) != parts[1]
+
+
+def test_equal_conversations_are_never_split_apart():
+    digests = [bytes([i % 20]) for i in range(200)]
+    homes = assign(digests, {"val": 0.25, "test": 0.1}, seed=0)
+    assert {split: int(mask.sum()) for split, mask in homes.items()} == {"train": 130, "val": 50, "test": 20}
+    for mask in homes.values():
+        assert all(mask[i] == mask[i % 20] for i in range(200))
+
+
+def test_files_of_their_own_are_used_whole_and_held_out_rows_come_from_the_rest(run, write_rows):
+    data = run(rows(20), val_path=str(write_rows(rows(7, seed=1), "val.jsonl")), test_fraction=0.5)
+    assert (len(data.train), len(data.val), len(data.test)) == (10, 7, 10)
+
+
+def test_conversations_for_generation_come_back_from_the_cache(run, write_rows):
+    data = run(
+        rows(20), val_path=str(write_rows([{"text": "once"}], "val.jsonl")), test_fraction=0.2, system_prompt="Be brief."
+    )
+    asked = data.conversations("test")
+    assert len(asked) == len(data.test) == 4
+    assert [message["role"] for message in asked[0].messages] == ["system", "user", "assistant"]
+    assert asked[0].source.endswith(f"rows.jsonl:{int(asked[0].messages[1]['content'].split()[0]) + 1}")
+    assert data.conversations("val") == []
+
+
+def test_the_second_time_nothing_is_tokenised(run, monkeypatch):
+    first = run(rows(20))
+    monkeypatch.setattr(module, "encode_all", lambda *args: pytest.fail("tokenised again"))
+    second = run(rows(20))
+    assert second.stats == first.stats
+    assert list(second.train["labels"]) == list(first.train["labels"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"supervise": "all"},
+        {"system_prompt": "x"},
+        {"dedup": True},
+        {"limit": 19},
+        {"max_seq_len": 500},
+        {"chat_template": "chatml"},
+        {"seed": 1},
+        {"val_fraction": 0.5},
+        {"overlong": "truncate"},
+    ],
+)
+def test_what_changes_the_rows_changes_the_cache(run, change):
+    assert run(rows(20), **change).cache_path != run(rows(20)).cache_path
+
+
+def test_what_does_not_change_the_rows_finds_the_cache(run, write_rows, make_tokenizer):
+    first = run(rows(20), val_fraction=0.0)
+    padded = make_tokenizer()
+    padded(["a b c"], padding="max_length", max_length=100, truncation=True)  # leaves its mark on the tokenizer
+    assert run(rows(20), val_fraction=0.0, seed=5, num_workers=2, tokenizer=padded).cache_path == first.cache_path
+
+
+def test_a_cut_cache_is_made_anew(run):
+    first = run(rows(20))
+    ids = list(first.train["input_ids"])
+    (first.cache_path / "train.arrow").write_bytes(b"")
+    (first.cache_path.parent / f"{first.cache_path.name}.tmp-1").mkdir()  # left by a process that was killed
+    assert list(run(rows(20)).train["input_ids"]) == ids
+    assert sorted(path.suffix for path in first.cache_path.parent.iterdir()) == ["", ".lock"]
+
+
+def test_several_processes_give_the_rows_of_one_in_the_same_order(run):
+    many = rows(1000)
+    one, two = run(many, num_workers=1), run([*many, {"question": "q", "answer": ""}], num_workers=2)
+    assert list(two.train["labels"]) == list(one.train["labels"])
+    assert two.cache_path != one.cache_path
+
+
+def test_an_error_in_a_worker_names_the_first_wrong_row(run):
+    bad = rows(1000)
+    bad[300] = {"question": "q", "answer": None}
+    bad[900] = {"question": None, "answer": "a"}
+    with pytest.raises(DataError, match=r"rows.jsonl:301: answer is missing or null"):
+        run(bad, num_workers=2)
+
+
+def test_a_killed_worker_is_an_error_and_not_a_hang(run, monkeypatch):
+    monkeypatch.setattr(workers, "encode_chunk", lambda job, rows: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(LaunchError, match="data.num_workers=1"):
+        run(rows(1000), num_workers=2)
+
+
+def _prepare_and_report(config, tokenizer, queue):
+    calls = []
+    original = module.encode_all
+    module.encode_all = lambda *args: calls.append(1) or original(*args)
+    queue.put((len(prepare(config, tokenizer, progress=False).train), len(calls)))
+
+
+def test_processes_that_prepare_at_once_do_the_work_once(write_rows, make_tokenizer):
+    config = RunConfig.model_validate({"model": {"name": "toy"}, "data": {"train_path": str(write_rows(rows(500)))}})
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=_prepare_and_report, args=(config, make_tokenizer(), queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    results = [queue.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert [rows for rows, _ in results] == [475] * 4
+    assert sum(calls for _, calls in results) == 1
+
+
+def test_dropped_rows_are_counted_with_their_reason(run):
+    mixed = [*rows(30), {"question": "q", "answer": " "}, {"question": "long " * 200, "answer": "a"}]
+    data = run(mixed, max_seq_len=150, val_fraction=0.0)
+    assert data.stats["train"]["dropped"] == {"blank assistant turn": 1, "longer than 150 tokens": 1}
+    assert (data.stats["train"]["read"], data.stats["train"]["rows"], data.max_seq_len) == (32, 30, 150)
+
+
+def test_overlong_rows_are_cut_or_refused_as_the_config_says(run):
+    mixed = [*rows(30), {"question": "What?", "answer": "two " * 300}, {"question": "long " * 300, "answer": "a"}]
+    data = run(mixed, max_seq_len=150, val_fraction=0.0, overlong="truncate")
+    assert data.stats["train"]["truncated"] == 1
+    assert data.stats["train"]["dropped"] == {"no answer left after truncation": 1}
+    assert data.train[30]["length"] == 150
+    with pytest.raises(DataError, match=r"rows.jsonl:31: the row has more than the 150 tokens"):
+        run(mixed, max_seq_len=150, overlong="error")
+
+
+def test_dedup_drops_later_copies_over_all_chunks(run):
+    twice = rows(300) * 2
+    assert run(twice, val_fraction=0.0).stats["train"]["rows"] == 600
+    stats = run(twice, dedup=True, val_fraction=0.0).stats["train"]
+    assert (stats["rows"], stats["dropped"]) == (300, {"duplicate": 300})
+
+
+@pytest.mark.parametrize(
+    ("train", "settings", "said"),
+    [
+        ([{"messages": [{"role": "user", "content": "q"}]}] * 3, {}, "none of the 3 rows .*3 no assistant turn"),
+        (rows(40), {"max_seq_len": 4}, "40 longer than 4 tokens.*\nRaise model.max_seq_len"),
+        (rows(40), {"max_seq_len": 4, "overlong": "truncate"}, "40 no answer left after truncation"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "1 no answer to learn"),
+        ([{"text": " "}], {}, "1 blank text"),
+        ("\n\n", {}, "has no rows"),
+    ],
+)
+def test_zero_supervised_tokens_are_an_error_that_says_why(run, train, settings, said):
+    with pytest.raises(DataError, match=f"(?s){said}") as error:
+        run(train, **settings)
+    assert error.value.exit_code == 3
+
+
+def test_an_unusable_validation_file_is_an_error_too(run, write_rows):
+    with pytest.raises(DataError, match=r"data.val_path: 0 supervised tokens"):
+        run(rows(20), val_path=str(write_rows([{"question": "q", "answer": ""}], "val.jsonl")))
+
+
+def test_odd_data_is_warned_of(run, write_rows):
+    same = rows(20)
+    warnings = run(same * 2, val_path=str(write_rows(same, "val.jsonl")), limit=30).stats["warnings"]
+    assert "only 30 training rows: the model will learn them by heart" in warnings
+    assert "20 of 20 val conversations are in the training data too" in warnings
+    assert "10 of 30 training conversations repeat an earlier one; data.dedup=true drops them" in warnings
+    (one,) = run(rows(1)).stats["warnings"]
+    assert one.startswith("only 1 training row:")
+    assert run(rows(1)).val is None
+    half = [*rows(40), *[{"question": "q", "answer": ""}] * 40]
+    assert "40 of 80 rows of data.train_path were dropped" in run(half, val_fraction=0.0).stats["warnings"]
+    assert run(rows(100)).stats["warnings"] == []
+
+
+def test_a_template_that_rewrites_turns_is_said_to_multiply_rows(run, make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ('!' if loop.last and m.role == 'assistant' else '') }}"
+        "{{ m.content + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant!' }}{% endif %}"
+    )
+    turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user", "assistant")]
+    train = [{"messages": [*turns, {"role": "user", "content": str(i)}, turns[1]]} for i in range(40)]
+    data = run(train, tokenizer=make_tokenizer(template), val_fraction=0.0)
+    assert (data.stats["train"]["conversations"], data.stats["train"]["rows"]) == (40, 120)
+    assert any("40 conversations became 120 rows" in warning for warning in data.stats["warnings"])
+
+
+def test_a_tokenizer_that_knows_none_of_the_text_is_a_config_error(run, make_tokenizer):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    raw = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "<pad>": 1, "<unk>": 2}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(ConfigError, match="knows none of the text"):
+        run(rows(20), tokenizer=make_tokenizer(raw=raw, unk_token="<unk>"))
+
+
+def test_the_length_limit_is_the_configs_then_the_models_then_the_tokenizers(make_tokenizer):
+    def limit(asked, model_limit, **special):
+        config = RunConfig.model_validate({"model": {"name": "m", "max_seq_len": asked}, "data": {"train_path": "x"}})
+        return length_limit(config, make_tokenizer(**special), model_limit)
+
+    assert limit(100, 200) == 100
+    assert limit("auto", 200, model_max_length=50) == 200
+    assert limit("auto", None, model_max_length=50) == 50
+    assert limit("auto", None) is None
+    with pytest.raises(ConfigError, match=r"model.max_seq_len=300 is more than the 200 positions"):
+        limit(300, 200)
+
+
+def test_a_cache_that_cannot_be_written_is_a_storage_error(run, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="SFT_PLAY_CACHE"):
+        run(rows(20))
+
+
+def test_a_row_of_megabytes_is_dropped_without_taking_the_others_along(run):
+    huge = [
+        *rows(40),
+        {"question": "What?", "answer": "friend " * 2_000_000},
+        {"text": "x", "question": "y" * 10**7, "answer": "z"},
+    ]
+    started = time.monotonic()
+    stats = run(huge, max_seq_len=150, val_fraction=0.0).stats["train"]
+    assert (stats["rows"], stats["dropped"]) == (40, {"longer than 150 tokens": 2})
+    cut = run(huge, max_seq_len=150, val_fraction=0.0, overlong="truncate")
+    assert time.monotonic() - started < 10  # to tokenise them whole takes minutes
+    assert cut.train[40]["length"] == 150
+    short = run(
+        [*rows(40), {"question": "What?", "answer": "friend " * 200}], max_seq_len=150, val_fraction=0.0, overlong="truncate"
+    )
+    assert cut.train[40] == short.train[40]
+
+
+def test_workers_are_as_many_as_asked_or_as_the_data_is_worth():
+    assert workers.worker_count(3, 0) == 3
+    assert workers.worker_count("auto", 1000) == 1
+    assert 1 <= workers.worker_count("auto", 1 << 30) <= workers.MAX_WORKERS
+
+
+def test_a_content_key_depends_on_every_part():
+    assert store.content_key({"a": 1, "b": 2}) == store.content_key({"b": 2, "a": 1}) != store.content_key({"a": 1, "b": 3})

@@ -1,0 +1,81 @@
+import time
+
+import pytest
+
+from sft_play.data.formats import Conversation
+from sft_play.data.template import check_template, render, use_template
+from sft_play.errors import ConfigError, DataError
+
+ROW = Conversation(({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}), source="f:1")
+
+
+def problem(tokenizer):
+    with pytest.raises(ConfigError) as error:
+        check_template(tokenizer, ROW, "mine.jinja")
+    assert str(error.value).startswith("data.chat_template: mine.jinja cannot be used: ")
+    return str(error.value)
+
+
+def test_auto_is_the_tokenizers_own_template_and_plain_without_one(make_tokenizer):
+    own = make_tokenizer("{{ messages[0].content }}")
+    assert use_template(own, "auto") == "the tokenizer's own"
+    assert own.chat_template == "{{ messages[0].content }}"
+    without = make_tokenizer()
+    assert use_template(without, "auto") == "the shipped plain.jinja"
+    assert render(without, ROW, ROW.messages) == "### User:\nq\n\n### Assistant:\na<|endoftext|>\n\n"
+    assert use_template(without, "auto") == "the tokenizer's own"  # calling it again changes nothing
+
+
+def test_a_template_file_replaces_the_tokenizers_own(make_tokenizer, tmp_path):
+    (tmp_path / "mine.jinja").write_text("[{{ messages[0].content }}]")
+    tokenizer = make_tokenizer("other")
+    assert use_template(tokenizer, str(tmp_path / "mine.jinja")).endswith("mine.jinja")
+    assert render(tokenizer, ROW, ROW.messages) == "[q]"
+
+
+def test_a_missing_or_unreadable_template_file_is_a_config_error(make_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="allowed are auto, chatml, plain, or the path"):
+        use_template(make_tokenizer(), "chat-ml")
+    (tmp_path / "bad.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        use_template(make_tokenizer(), str(tmp_path / "bad.jinja"))
+    (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)
+    with pytest.raises(ConfigError, match="at most 1000000"):
+        use_template(make_tokenizer(), str(tmp_path / "big.jinja"))
+
+
+def test_chatml_is_refused_where_the_tokenizer_does_not_know_its_tokens(make_tokenizer):
+    from tokenizers import Tokenizer, models
+
+    with pytest.raises(ConfigError, match="needs the tokens <|im_start|> and <|im_end|>"):
+        use_template(make_tokenizer(raw=Tokenizer(models.WordLevel({"<|endoftext|>": 0}))), "chatml")
+
+
+def test_a_conversation_the_template_refuses_is_an_error_with_its_row(make_tokenizer):
+    tokenizer = make_tokenizer("{{ raise_exception('no') }}")
+    check_template(tokenizer, ROW, "mine.jinja")  # it may like other rows
+    with pytest.raises(DataError, match=r"f:1: the chat template cannot show this conversation \(roles: user, assistant\): no"):
+        render(tokenizer, ROW, ROW.messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}", "syntax error in line 1"),
+        ("{# nothing #}  ", "renders f:1 to nothing"),
+        ("{{ messages.__class__.__mro__ }}", "does what a template must not do"),
+        ("{{ messages.append(1) }}", "does what a template must not do"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "does what a template must not do"),
+        ("{{ 'a' * 3000000000 }}", "takes more than 1 GiB of memory"),
+    ],
+)
+def test_a_broken_or_hostile_template_is_found_in_a_child_process(make_tokenizer, template, said):
+    assert said in problem(make_tokenizer(template))
+
+
+def test_a_template_that_does_not_end_is_stopped(make_tokenizer, monkeypatch):
+    monkeypatch.setattr("sft_play.data.template.TRIAL_SECONDS", 0.5)
+    started = time.monotonic()
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    assert "ran for more than 0.5 s" in problem(make_tokenizer(loops))
+    assert time.monotonic() - started < 5
