@@ -58,7 +58,8 @@ def token_loss(
 
     def score(rows: list[int]) -> torch.Tensor:
         batch = collate([dataset[row] for row in rows])
-        return score_batch(model, {name: tensor.to(model.device) for name, tensor in batch.items()}).cpu()
+        moved = {name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        return score_batch(model, moved).cpu()
 
     with progress_bar(description, len(order)) as done:
         for rows, part in in_batches(order, batch_size, score):
@@ -185,7 +186,7 @@ def evaluate_run(config: RunConfig, run: RunDir, split: str = "val", limit: int 
         release_memory()
         places = _write_results(run, split, result, asked, answers, scores)
         console().print(evaluation_table(result))
-        console().print(f"written to {places[0]} and {places[1]}", style="dim")
+        console().print(f"written to {places[0]} and {places[1]}", style="dim", markup=False, soft_wrap=True)
     return result
 
 

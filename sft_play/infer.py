@@ -1,7 +1,7 @@
 """The finished model at work: a chat in the terminal, and a file of prompts answered."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # --- chat -------------------------------------------------------------------------------------------------------------
 
-HELP = "/reset forgets the conversation   /system TEXT sets the system prompt   /quit ends   Ctrl-C stops an answer"
+HELP = "/reset starts anew   /system TEXT   /quit   Ctrl-C stops an answer"
 SMALLEST_ANSWER = 16  # tokens that must be left for an answer
 
 
@@ -231,8 +231,10 @@ def answered_rows(output: Path, rows: Sequence[Row], weights: Path) -> dict[int,
     """
     if not output.exists():
         return {}
+    if not output.is_file():
+        raise ConfigError(f"OUT={output} is no file; give the name of a JSONL file")
     newest = max(file.stat().st_mtime for file in weights.glob("*.safetensors"))
-    lines = output.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     remedy = "Remove it, or choose another file with OUT="
     if lines and output.stat().st_mtime < newest:
         raise ConfigError(
@@ -275,48 +277,59 @@ def infer_batch(config: RunConfig, run: RunDir, input: Path, output: Path) -> di
     """
     weights = finished_weights(config, run)
     prompts = read_prompts(input, config.data.system_prompt)
-    rows = [row for row, _ in prompts]
-    done = answered_rows(output, rows, weights)
-    todo = [index for index in range(len(rows)) if index not in done]
+    done = answered_rows(output, [row for row, _ in prompts], weights)
+    earlier = len(done)
     if done:
-        console().print(f"{len(done)} of {len(rows)} rows are answered in {output} already")
-    unfinished = 0
+        console().print(f"{earlier} of {len(prompts)} rows are answered in {output} already", markup=False, soft_wrap=True)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("w", encoding="utf-8") as file:
-            file.writelines(done.values())
-            file.flush()
-            for index, answer in _answers(config, run, weights, [prompts[i][1] for i in todo]) if todo else ():
-                row = todo[index]
-                record = {**rows[row].data, ANSWER_KEY: answer.text, ROW_KEY: row + 1}
-                done[row] = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-                file.write(done[row])
-                file.flush()
-                unfinished += not answer.finished
-        ordered = output.with_name(f".{output.name}.ordered")
-        ordered.write_text("".join(done[row] for row in sorted(done)), encoding="utf-8")
-        ordered.replace(output)
+        with quiet_libraries(run.log):
+            unfinished = _answer_rows(config, weights, prompts, done, output)
     except OSError as error:
         raise StorageError(f"cannot write OUT={output}: {error.strerror or error}") from error
+    except KeyboardInterrupt:
+        what = f"{len(done)} of {len(prompts)} rows are answered in {output}; the same command answers the rest"
+        console().print(what, markup=False, soft_wrap=True)
+        raise
+    answered = len(done) - earlier
     cut = f", {unfinished} cut off at {config.eval.max_new_tokens} tokens" if unfinished else ""
-    console().print(f"{len(todo)} rows answered{cut}: {output}")
-    return {"rows": len(rows), "answered": len(todo), "unfinished_answers": unfinished, "output": str(output)}
+    console().print(f"{answered} rows answered{cut}: {output}", markup=False, soft_wrap=True)
+    return {"rows": len(prompts), "answered": answered, "unfinished_answers": unfinished, "output": str(output)}
 
 
-def _answers(
-    config: RunConfig, run: RunDir, weights: Path, conversations: Sequence[Conversation]
-) -> Iterator[tuple[int, Answer]]:
+def _answer_rows(
+    config: RunConfig, weights: Path, prompts: Sequence[tuple[Row, Conversation]], done: dict[int, str], output: Path
+) -> int:
+    """Writes the lines that are not in `done`, adds them there, and returns how many answers were cut off."""
+    todo = [index for index in range(len(prompts)) if index not in done]
+    unfinished = 0
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", encoding="utf-8") as file:
+        file.writelines(done.values())
+        file.flush()
+        for index, answer in _answers(config, weights, [prompts[i][1] for i in todo]) if todo else ():
+            row = todo[index]
+            record = {**prompts[row][0].data, ANSWER_KEY: answer.text, ROW_KEY: row + 1}
+            done[row] = json.dumps(record, ensure_ascii=False, default=str) + "\n"
+            file.write(done[row])
+            file.flush()
+            unfinished += not answer.finished
+    ordered = output.with_name(f".{output.name}.ordered")
+    ordered.write_text("".join(done[row] for row in sorted(done)), encoding="utf-8")
+    ordered.replace(output)
+    return unfinished
+
+
+def _answers(config: RunConfig, weights: Path, conversations: Sequence[Conversation]) -> Iterator[tuple[int, Answer]]:
     """Number within `conversations` and its answer, as they are made."""
-    with quiet_libraries(run.log):
-        tokenizer = load_chat_tokenizer(config)
-        ids = [prompt_ids(tokenizer, conversation) for conversation in conversations]
-        with spinner(f"loading {weights}"):
-            model = load_for_inference(config, weights)
-        batch_size = DEFAULT_BATCH_SIZE if config.eval.batch_size == "auto" else config.eval.batch_size
-        settings: Mapping[str, int] = {"max_new_tokens": config.eval.max_new_tokens, "batch_size": batch_size}
-        with progress_bar("answering", len(ids)) as report:
-            for indices, answers in answer_batches(model, tokenizer, ids, **settings):
-                yield from zip(indices, answers, strict=True)
-                report(len(indices))
-        del model
-        release_memory()
+    tokenizer = load_chat_tokenizer(config)
+    ids = [prompt_ids(tokenizer, conversation) for conversation in conversations]
+    with spinner(f"loading {weights}"):
+        model = load_for_inference(config, weights)
+    batch_size = DEFAULT_BATCH_SIZE if config.eval.batch_size == "auto" else config.eval.batch_size
+    batches = answer_batches(model, tokenizer, ids, max_new_tokens=config.eval.max_new_tokens, batch_size=batch_size)
+    with progress_bar("answering", len(ids)) as report:
+        for indices, answers in batches:
+            yield from zip(indices, answers, strict=True)
+            report(len(indices))
+    del model, batches
+    release_memory()

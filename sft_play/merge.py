@@ -183,7 +183,9 @@ def merge(
             tokenizer.save_pretrained(folder)
             run.write_json(folder / RECORD, record)
     files = len(list(output.glob("*.safetensors")))
-    console().print(f"merged {adapter} into {config.model.name}: {output}, {dtype}, {format_bytes(size)} in {files} file(s)")
+    size_text = f"{dtype}, {format_bytes(size)} in {files} file{'' if files == 1 else 's'}"
+    console().print(f"merged {adapter} into {config.model.name}: {output} ({size_text})", markup=False, soft_wrap=True)
+    console().print("`make merge-test` compares it with the adapter model", style="dim")
     return {**record, "output": str(output), "bytes": size, "files": files}
 
 

@@ -91,6 +91,8 @@ def compare(job: Job) -> dict[str, Any] | None:
     from sft_play.evaluate import before_after
 
     comparison = before_after(job.config, job.run, job.data, job.tokenizer)
+    if comparison is None:  # no row ends in an answer
+        return None
     scores = read_json(job.run.summary).get("eval") or {}
     merged = {when: {**(scores.get(when) or {}), **comparison[when]} for when in ("before", "after")}
     update_summary(job.run, eval=merged, samples=comparison["samples"])

@@ -1,18 +1,32 @@
-"""What moves on the screen while one waits: nothing where the output is not a terminal."""
+"""What moves on the screen while one waits: nothing where the output is not a terminal.
+
+rich would also lead sys.stdout and sys.stderr to its console, past `quiet_libraries`; that is switched off here.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from sft_play.runlog import console
+
+
+def _progress(*columns: Any) -> Progress:
+    return Progress(
+        *columns,
+        console=console(),
+        transient=True,
+        disable=not console().is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
 @contextlib.contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar that is gone afterwards; call the value with the rows that are done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(), transient=True, disable=not console().is_terminal) as progress:
+    with _progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task(description, total=total)
         yield lambda rows: progress.advance(task, rows)
 
@@ -20,8 +34,6 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]
 @contextlib.contextmanager
 def spinner(description: str) -> Iterator[None]:
     """A sign of life for work without a count."""
-    if not console().is_terminal:
-        yield
-        return
-    with console().status(description):
+    with _progress(SpinnerColumn(), TextColumn("{task.description}", markup=False)) as progress:
+        progress.add_task(description, total=None)
         yield

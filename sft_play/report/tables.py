@@ -180,15 +180,18 @@ def closing_screen(
 
 
 COMPARED = {
-    "merged": "the merged model",
-    "base": "the base without the adapter",
-    "adapter_on_4bit": "the adapter on the 4-bit base (for information)",
+    "merged": "merged model",
+    "base": "base alone",
+    "adapter_on_4bit": "adapter on 4-bit (info)",
 }
 
 
 def logits_table(result: Mapping[str, Any]) -> RenderableType:
-    """How far each model's logits are from those of the adapter on the un-quantised base (the result of `make merge-test`)."""
-    table = _columns("compared with the adapter model", "max |diff|", "mean |diff|", "mean / deviation", "same next token")
+    """How far each model's logits are from those of the adapter on the un-quantised base (the result of `make merge-test`).
+
+    "in deviations" is the average as a share of the logits' standard deviation.
+    """
+    table = _columns("logits, off by", "at most", "on average", "in deviations", "same top-1")
     for key, label in COMPARED.items():
         if key in result:
             row = result[key]
@@ -201,4 +204,5 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
     )
     verdict = Text("passed", style="bold green") if result["passed"] else Text("failed", style="bold red")
     positions = result["merged"]["positions"]
-    return Group(table, verdict + Text(f": {_rows(result['rows'])}, {positions:,} positions"))
+    what = f": against the adapter on the un-quantised base, {_rows(result['rows'])}, {positions:,} positions"
+    return Group(table, verdict + Text(what))

@@ -15,7 +15,7 @@ from sft_play.evaluate import before_after, evaluate_run, token_loss
 from sft_play.model import load_for_inference, load_tokenizer
 from sft_play.train.rows import padded_collator
 from tests.conftest import token_rows
-from tests.unit.finished_run import ROWS, make_config, question_rows, train_by_heart
+from tests.unit.finished_run import ROWS, make_config, question_rows, train_by_heart, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,16 @@ def test_a_split_that_the_config_does_not_have_is_named_with_what_would_give_it_
         evaluate_run(config, finished.run, "dev")
     with pytest.raises(ConfigError, match="LIMIT=0"):
         evaluate_run(config, finished.run, "val", limit=0)
+
+
+def test_plain_text_has_a_loss_and_no_answers(finished, tmp_path):
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": f"w{i} w{i + 1} w{i + 2}"} for i in range(12)])
+    paths = {name: str(texts) for name in ("train_path", "val_path", "test_path")}
+    config = finished.config.model_copy(update={"data": finished.config.data.model_copy(update=paths)})
+    result = evaluate_run(config, finished.run, "val")
+    assert result["loss"] > 0
+    assert result["answered_rows"] == 0
+    assert compare(finished._replace(config=config)) is None
 
 
 def test_without_an_adapter_the_next_command_is_named(tiny_model, tmp_path):

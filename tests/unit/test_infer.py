@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import resource
 import signal
 
 import pytest
@@ -8,7 +9,7 @@ from rich.console import Console
 
 from sft_play import infer
 from sft_play.data.reading import Row
-from sft_play.errors import CheckpointError, ConfigError, DataError
+from sft_play.errors import CheckpointError, ConfigError, DataError, StorageError
 from sft_play.infer import Chat, answered_rows, chat, fit_history, infer_batch, obey, prompt_of, read_prompts
 from sft_play.runlog import RunDir, set_console
 from tests.unit.finished_run import make_config, question_rows, train_by_heart, write_rows
@@ -149,6 +150,23 @@ def test_after_an_interruption_only_the_missing_rows_are_answered(finished, tmp_
     assert output.read_text() == whole.read_text()
 
 
+@pytest.fixture
+def limit_file_size():
+    """Lets no file grow beyond so many bytes: writing fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_fails_is_told_to_the_person_and_not_to_the_log(finished, tmp_path, limit_file_size, capfd):
+    source = write_rows(tmp_path / "in.jsonl", [{"question": "w1 " * 400} for _ in range(15)])
+    limit_file_size(12_000)
+    with pytest.raises(StorageError, match="cannot write OUT=.*File too large"):
+        infer_batch(finished.config, finished.run, source, tmp_path / "out.jsonl")
+    print("after the error")  # the screen is the person's again
+    assert "after the error" in capfd.readouterr().out
+
+
 def test_a_wrong_row_is_reported_before_anything_is_answered(finished, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [*question_rows()[:3], {"question": None}])
     with pytest.raises(DataError, match=r"in\.jsonl:4: question is missing or null"):
@@ -168,9 +186,11 @@ def test_answers_to_other_rows_or_of_earlier_weights_are_not_mixed_in(finished, 
     output.write_text(json.dumps({**rows[1].data, "generated": "x", "row": 1}) + "\n")
     with pytest.raises(ConfigError, match="line 1 is not an answer to a row of this input"):
         answered_rows(output, rows, finished.run.adapter)
-    output.write_text("precious notes\n")
+    output.write_bytes(b"\xff precious notes\n")
     with pytest.raises(ConfigError, match="line 1 is not an answer"):
         answered_rows(output, rows, finished.run.adapter)
+    with pytest.raises(ConfigError, match="is no file"):
+        answered_rows(tmp_path, rows, finished.run.adapter)
 
 
 def test_without_finished_weights_the_next_command_is_named(tiny_model, tmp_path):

@@ -1,0 +1,36 @@
+import io
+import sys
+
+from rich.console import Console
+
+from sft_play.report.progress import progress_bar, spinner
+from sft_play.runlog import set_console
+
+
+def shown(terminal):
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal)
+    set_console(console)
+    try:
+        with spinner("loading runs/a[1]"):
+            print("library noise")
+            sys.stderr.write("more noise\n")
+        with progress_bar("answering", 4) as done:
+            done(3)
+            print("library noise")
+    finally:
+        set_console(None)
+    return console.file.getvalue()
+
+
+def test_on_a_terminal_it_moves_and_library_output_is_not_drawn_into_it(capfd):
+    text = shown(terminal=True)
+    assert "loading runs/a[1]" in text
+    assert "answering" in text
+    assert "noise" not in text
+    captured = capfd.readouterr()
+    assert captured.out == "library noise\nlibrary noise\n"
+    assert captured.err == "more noise\n"
+
+
+def test_elsewhere_nothing_is_written():
+    assert shown(terminal=False) == ""
