@@ -6,7 +6,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -115,22 +114,21 @@ def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
         for key, style in styles.items():
             if key in sample:
                 block.add_row(key, Text(shorten(sample[key]) or "(nothing)", style=style))
-        blocks.append(Padding(block, (0, 0, 1, 0)))
-    return Group(*blocks)
+        blocks += [block, ""]
+    return Group(*blocks[:-1])
 
 
 def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    world = summary.get("world_size", MISSING)
+    keys = ("micro_batch_size", "gradient_accumulation_steps", "world_size", "effective_batch_size")
+    micro, accumulated, world, effective = (summary.get(key, MISSING) for key in keys)
     words = "tokens" if summary.get("packing") else "sequences"
-    keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
-    micro, accumulated, effective = (summary.get(key, MISSING) for key in keys)
-    plan = f"{micro} per micro-batch x {accumulated} accumulated x {world} process{'' if world == 1 else 'es'}"
-    plan += f" = {effective} {words} a step"
-    steps, learned = summary.get("optimizer_steps"), summary.get("supervised_tokens")
-    speed = _number(summary.get("tokens_per_second"), "{:,.0f} tokens/s without padding".format)
+    processes = "process" if world == 1 else "processes"
+    learned = f"{_number(summary.get('optimizer_steps'), '{:,} steps'.format)}, "
+    learned += f"{_number(summary.get('supervised_tokens'), format_count)} supervised tokens"
     return [
-        ("plan", plan if steps is None else f"{plan}, {steps:,} steps"),
-        ("speed", speed if learned is None else f"{speed}, {format_count(learned)} supervised tokens learned"),
+        ("plan", f"{micro} (micro-batch) x {accumulated} (accumulation) x {world} ({processes}) = {effective} {words}"),
+        ("learned", learned),
+        ("speed", _number(summary.get("tokens_per_second"), "{:,.0f} tokens/s, padding not counted".format)),
         ("memory", memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"))),
         ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
     ]
@@ -176,7 +174,7 @@ def closing_screen(
     seconds = summary.get("training_seconds")
     title = Text(str(summary.get("status", MISSING)), style="bold")
     title += Text(f": trained for {format_duration(seconds)}" if seconds else "")
-    return Group(Rule(title, align="left"), *(Padding(block, (0, 0, 1, 0)) for block in blocks), where)
+    return Group(Rule(title, align="left"), *(part for block in blocks for part in (block, "")), where)
 
 
 COMPARED = {

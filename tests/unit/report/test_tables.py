@@ -102,8 +102,9 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
     text = shown(closing_screen(SUMMARY, comparison, {"adapter": "runs/demo/adapter"}, ["make infer", "make merge"]))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert any(line.startswith("done: trained for 1 min 40 s") for line in lines)
-    assert "plan 4 per micro-batch x 3 accumulated x 2 processes = 24 sequences a step, 1,200 steps" in lines
-    assert "speed 4,321 tokens/s without padding, 5M supervised tokens learned" in lines
+    assert "plan 4 (micro-batch) x 3 (accumulation) x 2 (processes) = 24 sequences" in lines
+    assert "learned 1,200 steps, 5M supervised tokens" in lines
+    assert "speed 4,321 tokens/s, padding not counted" in lines
     assert "held-out rows (answers to 50 rows of test) before after" in lines
     assert "loss 2.0000 0.1000" in lines
     assert "exact match 2.0 % 96.0 %" in lines
