@@ -15,13 +15,13 @@ FLOORS = {
     "hardware": 2, "data": 2, "report": 2,
     "sizing.memory": 3, "sizing.planner": 3, "sizing.throughput": 3,
     "launch": 4, "check": 4,
-    "attention": 5, "scoring": 5, "demo": 5, "answers": 5,
+    "attention": 5, "scoring": 5, "demo": 5, "answers": 5, "weights": 5,
     "model": 6,
-    "weights": 7, "generation": 7, "job": 7, "sizing": 7,
+    "generation": 7, "job": 7, "sizing": 7,
     "train": 8,
     "evaluate": 9, "infer": 9, "merge": 9,
     "training": 10,
-    "cli": 11, "__main__": 12,
+    "commands": 11, "cli": 12, "__main__": 13,
 }  # fmt: skip
 TORCH_LINE = 5  # modules below this floor must not import these
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "datasets"}
