@@ -1,145 +1,15 @@
-"""The commands: one function each, which imports what it needs. Parsing is all that happens here."""
+"""Words on the command line -> one function of commands.py, and every error -> one exit code."""
 
 import argparse
-import json
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 from sft_play import __version__
-from sft_play.errors import CheckpointError, Interrupted, SftPlayError
+from sft_play.errors import Interrupted, SftPlayError
 
 INTERRUPTED_BY_USER = 130  # what shells report for Ctrl-C
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
-
-
-def _load(args: argparse.Namespace) -> Any:
-    from sft_play.job import load_job_config
-
-    return load_job_config(args.config, args.overrides)
-
-
-def _finished_run(resolved: Any) -> Any:
-    """The run directory of a config.
-
-    Raises:
-        CheckpointError: nothing was trained there.
-    """
-    from sft_play.runlog import RunDir
-
-    run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
-    if not run.path.is_dir():
-        raise CheckpointError(f"{run.path} does not exist; train it first: make train CONFIG={resolved.path}")
-    return run
-
-
-def gpu_info(args: argparse.Namespace) -> int:
-    """Shows what this machine has."""
-    from sft_play import hardware
-    from sft_play.runlog import console
-
-    machine = hardware.detect()
-    if args.json:
-        _print_json(hardware.to_json(machine))
-    else:
-        console().print(hardware.gpu_info_table(machine))
-    return 0
-
-
-def config_schema(args: argparse.Namespace) -> int:
-    """Prints the JSON schema of config files."""
-    from sft_play.config.load import json_schema
-
-    _print_json(json_schema())
-    return 0
-
-
-def check(args: argparse.Namespace) -> int:
-    """Looks at config, data, model, devices, disk and versions."""
-    from sft_play.check import run_checks
-
-    return run_checks(args.config, args.overrides, as_json=args.json)
-
-
-def prepare(args: argparse.Namespace) -> int:
-    """Tokenises the data and shows what will be learned."""
-    from sft_play.data import show
-    from sft_play.data.prepare import prepare as prepare_data
-    from sft_play.model import load_model_config, load_tokenizer, position_limit
-    from sft_play.runlog import console
-
-    config = _load(args).config
-    tokenizer = load_tokenizer(config.model)
-    data = prepare_data(config, tokenizer, model_limit=position_limit(load_model_config(config.model)), progress=not args.json)
-    if args.json:
-        _print_json(data.stats)
-        return 0
-    console().print(show.table(data))
-    if args.show:
-        show.print_samples(data, tokenizer, args.show)
-    return 0
-
-
-def plan(args: argparse.Namespace) -> int:
-    """Shows how the run would be carried out, without carrying it out."""
-    from sft_play.plan_command import show_plan
-
-    return show_plan(args)
-
-
-def train(args: argparse.Namespace) -> int:
-    """Trains, on one process here or on several through accelerate."""
-    from sft_play.training import train_command
-
-    return train_command(args.config, args.overrides, processes=args.processes, engine=args.engine, resume=args.resume)
-
-
-def evaluate(args: argparse.Namespace) -> int:
-    """Judges the trained model on held-out rows."""
-    from sft_play.evaluate import evaluate_run
-
-    resolved = _load(args)
-    result = evaluate_run(resolved.config, _finished_run(resolved), args.split, args.limit)
-    if args.json:
-        _print_json(result)
-    return 0
-
-
-def infer(args: argparse.Namespace) -> int:
-    """Chats with the trained model, or answers the prompts of a file."""
-    from sft_play.infer import chat, infer_batch
-
-    resolved = _load(args)
-    run = _finished_run(resolved)
-    if args.input:
-        infer_batch(resolved.config, run, Path(args.input), Path(args.output or run.path / "answers.jsonl"))
-    else:
-        chat(resolved.config, run)
-    return 0
-
-
-def merge(args: argparse.Namespace) -> int:
-    """Adds the adapter into the 16-bit base."""
-    from sft_play.merge import merge as merge_run
-
-    resolved = _load(args)
-    run = _finished_run(resolved)
-    merge_run(resolved.config, run, Path(args.output) if args.output else run.path / "merged", args.dtype)
-    return 0
-
-
-def merge_test(args: argparse.Namespace) -> int:
-    """Compares the merged model's logits with the adapter model's."""
-    from sft_play.merge import merge_test as test
-
-    resolved = _load(args)
-    test(resolved.config, _finished_run(resolved))
-    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -148,11 +18,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sft-play", description="Fits the fine-tuning of an LLM onto your GPUs and tells you why."
     )
     parser.add_argument("--version", action="version", version=f"sft-play {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, function: Any, *, config: bool = True, as_json: bool = False) -> argparse.ArgumentParser:
         text = (function.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(name, help=text, description=text)
+        command = subparsers.add_parser(name, help=text, description=text)
         command.set_defaults(function=function, json=False)
         if config:
             command.add_argument("--config", required=True, help="YAML file under configs/")
@@ -161,27 +31,38 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print one JSON object on standard output")
         return command
 
-    add("gpu-info", gpu_info, config=False, as_json=True)
-    add("config-schema", config_schema, config=False)
-    add("check", check, as_json=True)
-    add("prepare", prepare, as_json=True).add_argument("--show", type=int, default=0, metavar="N", help="print N samples")
-    command = add("plan", plan, as_json=True)
-    command.add_argument("--processes", type=int, help="how many processes (default: all visible GPUs, else one)")
-    command = add("train", train)
+    add("gpu-info", commands.gpu_info, config=False, as_json=True)
+    add("memory-check", commands.memory_check, config=False, as_json=True)
+    add("setup-accelerate", commands.setup_accelerate, config=False).add_argument(
+        "--auto", action="store_true", help="ask nothing"
+    )
+    add("config-schema", commands.config_schema, config=False)
+    add("check", commands.check, as_json=True)
+    add("process", commands.process)
+    add("style", commands.style).add_argument("--style", required=True, metavar="TEXT", help="system prompt to add")
+    add("render", commands.render)
+    add("prepare", commands.prepare, as_json=True).add_argument(
+        "--show", type=int, default=0, metavar="N", help="print N samples"
+    )
+    add("plan", commands.plan, as_json=True).add_argument("--gpus", type=int, metavar="N", help="how many processes")
+    command = add("train", commands.train)
     command.add_argument("--processes", type=int, default=1, help="how many processes; 0 means one for each visible GPU")
     command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help="how they share the work")
     command.add_argument("--tensorboard", action="store_true", help="serve TensorBoard while training")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    command = add("eval", evaluate, as_json=True)
+    command = add("tensorboard", commands.tensorboard, config=False)
+    command.add_argument("--runs", default="runs", help="folder of runs")
+    command.add_argument("--stop", action="store_true", help="stop the one that was started for that folder")
+    command = add("eval", commands.evaluate, as_json=True)
     command.add_argument("--split", choices=["val", "test"], default="val")
     command.add_argument("--limit", type=int, help="rows that answers are generated for")
-    command = add("infer", infer)
+    command = add("infer", commands.infer)
     command.add_argument("--input", help="file of prompts; without it, a chat")
     command.add_argument("--output", help="JSONL file of answers")
-    command = add("merge", merge)
+    command = add("merge", commands.merge)
     command.add_argument("--output", help="folder of the merged model")
     command.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
-    add("merge-test", merge_test)
+    add("merge-test", commands.merge_test)
     return parser
 
 

@@ -106,8 +106,9 @@ def places(job: Job) -> dict[str, Path]:
 
 
 def next_commands(job: Job) -> list[str]:
-    """What to type next."""
-    config = f"CONFIG={job.resolved.path}"
+    """What to type next; overrides are in the resolved config."""
+    changed = "override" in job.resolved.origins.values()
+    config = f"CONFIG={job.run.config if changed else job.resolved.path}"
     return [f"make infer {config}", f"make eval {config}", f"make merge {config}"]
 
 

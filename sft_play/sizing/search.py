@@ -109,7 +109,7 @@ def _reasons(chosen: Plan, able: list[Plan], seconds: float | None) -> tuple[str
     unused = 1 - memory.peak_bytes / memory.budget_bytes
     if unused > UNUSED_WORTH_A_WORD:
         reasons.append(
-            f"{unused:.0%} of the budget stays free: a larger micro-batch would not be faster, the effective batch is yours to set"
+            f"{unused:.0%} of the budget stays free: a larger micro-batch would not be faster"
         )
     return (*reasons, *chosen.why)
 

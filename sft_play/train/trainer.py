@@ -5,6 +5,7 @@ data -> model -> trainer -> verify -> run -> save -> summary
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class TokenWeightedTrainer(SFTTrainer):
 def make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> TokenWeightedTrainer:
     """TRL's trainer over our rows, with our callbacks."""
     config, plan, pad_id = job.config, job.plan, job.tokenizer.pad_token_id
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(job.run.tensorboard)  # transformers has no argument for it any more
     padded = padded_collator(pad_id)
     trainer = TokenWeightedTrainer(
         model=model,
