@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import Any
 
-from sft_play import __version__
+from sft_play import __version__, commands
 from sft_play.errors import Interrupted, SftPlayError
 
 INTERRUPTED_BY_USER = 130  # what shells report for Ctrl-C

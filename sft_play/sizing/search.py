@@ -214,7 +214,8 @@ def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> st
     ]
     terms = sorted(memory.terms.items(), key=lambda item: -item[1])[:4]
     lines.append("largest parts: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size))
-    helps, partial = [], []
+    helps: list[tuple[int, str]] = []
+    partial: list[tuple[int, str]] = []
     for what, changed_config, changed_plan in remedies(config, smallest):
         after = estimate(changed_config, changed_plan)
         line = f"  {what}: {format_bytes(after.peak_bytes - memory.peak_bytes)}, peak {format_bytes(after.peak_bytes)}"
