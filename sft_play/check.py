@@ -1,0 +1,312 @@
+"""`make check`: everything that can be known to be wrong before a run starts, each line ok, warning or error with its fix."""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import ResolvedConfig, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.data.reading import SUFFIXES
+from sft_play.errors import ConfigError, DataError
+from sft_play.hardware import Machine, detect, process_text
+from sft_play.launch.default_config import stale_default_config
+from sft_play.runlog import console
+from sft_play.sizing.planner import Device, choose_precision
+from sft_play.units import GIB, format_bytes
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
+BUILTIN = "builtin:"
+HUB_TIMEOUT_S = 5
+DISK_ERROR_BYTES, DISK_WARNING_BYTES = 1 * GIB, 10 * GIB
+BUSY_SHARE = 0.1  # of a GPU's memory in use by others, from which on it is worth a warning
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "spiece.model")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the check: how bad, about what, what was found, and the fix where there is something to mend."""
+
+    level: str
+    topic: str
+    what: str
+    fix: str = ""
+
+
+def run_checks(path: str, overrides: Sequence[str] = (), *, as_json: bool = False) -> int:
+    """Checks, prints, and returns the exit code."""
+    findings = check(path, overrides)
+    if as_json:
+        import json
+
+        tree = {"exit_code": exit_code(findings), "findings": [asdict(finding) for finding in findings]}
+        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+    else:
+        console().print(findings_table(findings))
+    return exit_code(findings)
+
+
+def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = None) -> list[Finding]:
+    """All findings about a run of this config on this machine."""
+    machine = machine or detect()
+    findings = []
+    try:
+        resolved = load_config(path, list(overrides))
+        findings.append(Finding(OK, "config", f"{path}: {_described(resolved)}"))
+    except ConfigError as error:
+        findings.append(Finding(ERROR, "config", str(error)))
+        resolved = None
+    if resolved:
+        config = resolved.config
+        findings += [*data_findings(config), *model_findings(config), *method_findings(config, machine)]
+        findings += disk_findings(Path(config.output.dir))
+    return [*findings, *device_findings(machine), *version_findings(machine), *accelerate_findings(machine)]
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 without errors, 3 if only the data is wrong, else 2."""
+    topics = {finding.topic for finding in findings if finding.level == ERROR}
+    if not topics:
+        return 0
+    return DataError.exit_code if topics == {"data"} else ConfigError.exit_code
+
+
+def findings_table(findings: Sequence[Finding]) -> Any:
+    """What a person sees."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        text = Text(finding.what)
+        if finding.fix:
+            text.append(f"\n-> {finding.fix}", style="bold")
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), finding.topic, text)
+    counts = Counter(finding.level for finding in findings)
+    summary = ", ".join(f"{counts[level]} {level}" for level in (OK, WARNING, ERROR))
+    return Group(table, f"[{STYLES[ERROR if counts[ERROR] else WARNING if counts[WARNING] else OK]}]{summary}[/]")
+
+
+def _described(resolved: ResolvedConfig) -> str:
+    config = resolved.config
+    return f"{config.tuning.mode} of {config.model.name} on {config.data.train_path}"
+
+
+def data_findings(config: RunConfig) -> Iterator[Finding]:
+    """Files are there and their first row is of a known format."""
+    paths = {"train": config.data.train_path, "val": config.data.val_path, "test": config.data.test_path}
+    for split, path in paths.items():
+        if path is None:
+            continue
+        key = f"data.{split}_path"
+        if path.startswith(BUILTIN):
+            yield Finding(OK, "data", f"{key}: {path} is made on the spot")
+        elif Path(path).expanduser().exists() or not _is_hub_name(path):
+            yield _first_row(config, split, path, key)
+        else:
+            yield _hub_finding("data", key, path, None, "dataset")
+
+
+def _first_row(config: RunConfig, split: str, path: str, key: str) -> Finding:
+    from sft_play.data.formats import convert, detect_format
+    from sft_play.data.reading import open_source, read_rows
+
+    try:
+        row = next(iter(read_rows(open_source(path, split), limit=1)), None)
+        if row is None:
+            return Finding(ERROR, "data", f"{key}: {path} has no rows", "give a file with at least one row")
+        name = detect_format(row) if config.data.format == "auto" else config.data.format
+        converted = convert(row, name, config.data.system_prompt)
+    except DataError as error:
+        return Finding(ERROR, "data", str(error), f'correct the row, or choose another file: ARGS="{key}=<file>"')
+    if isinstance(converted, str):
+        return Finding(
+            WARNING, "data", f"{key}: {row.where}: the first row is left out: {converted}", "look at it: make prepare"
+        )
+    return Finding(OK, "data", f"{key}: {path}, {name} rows")
+
+
+def _is_hub_name(name: str) -> bool:
+    head, slash, rest = name.partition("/")
+    return bool(slash and head and rest) and "/" not in rest and not name.startswith((".", "~")) and not name.endswith(SUFFIXES)
+
+
+def model_findings(config: RunConfig) -> Iterator[Finding]:
+    """A folder holds what is needed; a hub name can be reached or is cached."""
+    name = config.model.name
+    folder = Path(name).expanduser()
+    if name.startswith(BUILTIN):
+        yield Finding(OK, "model", f"model.name: {name} is made on the spot")
+    elif folder.is_dir():
+        yield from _folder_findings(folder)
+    elif _is_hub_name(name) or "/" not in name:
+        yield _hub_finding("model", "model.name", name, config.model.revision, "model")
+    else:
+        yield Finding(
+            ERROR, "model", f"model.name: {name} is not a folder", "give a folder or a hub name such as Qwen/Qwen3-0.6B"
+        )
+
+
+def _folder_findings(folder: Path) -> Iterator[Finding]:
+    from sft_play.runlog import read_json
+
+    fix = "give a folder that save_pretrained() wrote, or a hub name"
+    if not (folder / "config.json").is_file():
+        yield Finding(ERROR, "model", f"model.name: {folder} has no config.json", fix)
+        return
+    weights = sorted(folder.glob("*.safetensors"))
+    named = set(read_json(folder / "model.safetensors.index.json").get("weight_map", {}).values())
+    missing = sorted(named - {path.name for path in weights})
+    if missing:
+        yield Finding(
+            ERROR, "model", f"model.name: {folder} lacks {', '.join(missing)}, which its index names", "download it again"
+        )
+    elif not weights:
+        pickles = any(folder.glob("*.bin"))
+        found = "only *.bin, which can run code when loaded" if pickles else "no *.safetensors"
+        yield Finding(ERROR, "model", f"model.name: {folder} has {found}", fix)
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        yield Finding(ERROR, "model", f"model.name: {folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])})", fix)
+    elif weights and not missing:
+        size = format_bytes(sum(path.stat().st_size for path in weights))
+        yield Finding(OK, "model", f"model.name: {folder}, {size} of weights, tokenizer")
+
+
+def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: str) -> Finding:
+    """Asks the hub for its card of a model or data set; without a network, the cache."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    api = HfApi()
+    ask = api.model_info if kind == "model" else api.dataset_info
+    try:
+        if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
+        ask(name.split(":")[0], revision=revision, timeout=HUB_TIMEOUT_S)
+        return Finding(OK, topic, f"{key}: {name} is on the hub")
+    except GatedRepoError:
+        return Finding(ERROR, topic, f"{key}: {name} needs its licence accepted", "accept it on the hub, then: hf auth login")
+    except RevisionNotFoundError:
+        return Finding(
+            ERROR, topic, f"{key}: {name} has no revision {revision}", "set model.revision to a branch, tag or commit"
+        )
+    except RepositoryNotFoundError:
+        return Finding(
+            ERROR, topic, f"{key}: {name} is neither here nor on the hub", "check the name; private ones need: hf auth login"
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        return _offline_finding(topic, key, name, kind, error)
+    except Exception as error:  # noqa: BLE001 - the HTTP client's own tree of network errors
+        return _offline_finding(topic, key, name, kind, error)
+
+
+def _offline_finding(topic: str, key: str, name: str, kind: str, error: Exception) -> Finding:
+    from huggingface_hub import try_to_load_from_cache
+
+    marker = "config.json" if kind == "model" else "README.md"
+    try:
+        cached = isinstance(try_to_load_from_cache(name.split(":")[0], marker, repo_type=kind), str)
+    except ValueError:
+        return Finding(ERROR, topic, f"{key}: {name} is neither here nor a hub name", "check the name")
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if cached:
+        return Finding(OK, topic, f"{key}: {name} is in the local cache (the hub was not reached)")
+    return Finding(
+        WARNING,
+        topic,
+        f"{key}: the hub was not reached ({reason}) and {name} is not cached",
+        "give a local folder, or a network",
+    )
+
+
+def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
+    """What the config asks for can be had here: precision, quantisation, engine."""
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus))
+    device = Device(
+        kind="cuda" if machine.gpus else "cpu",
+        name=names or "the CPU",
+        bf16=all(gpu.bf16 for gpu in machine.gpus),  # no GPU: PyTorch computes bf16 on any CPU
+    )
+    try:
+        yield Finding(OK, "method", choose_precision(config, device)[2])
+    except ConfigError as error:
+        yield Finding(ERROR, "method", str(error), "train.mixed_precision=auto takes what the device has")
+    needs = {
+        "bitsandbytes": ("tuning.mode=qlora", config.tuning.mode == "qlora"),
+        "deepspeed": ("parallel.engine=deepspeed_z2", config.parallel.engine == "deepspeed_z2"),
+    }
+    if config.train.optimizer == "adamw_8bit":
+        needs["bitsandbytes"] = ("train.optimizer=adamw_8bit", True)
+    for package, (key, needed) in needs.items():
+        if needed and importlib.util.find_spec(package) is None:
+            yield Finding(ERROR, "method", f"{key} needs {package}, which is not installed", "make install")
+
+
+def disk_findings(output: Path) -> list[Finding]:
+    """There is room for checkpoints where the runs go, and they can be written."""
+    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    text = f"output.dir: {format_bytes(free)} free in {folder}"
+    if not os.access(folder, os.W_OK):
+        return [Finding(ERROR, "disk", f"output.dir: {folder} cannot be written", 'ARGS="output.dir=<folder>"')]
+    level = ERROR if free < DISK_ERROR_BYTES else WARNING if free < DISK_WARNING_BYTES else OK
+    return [Finding(level, "disk", text, "" if level == OK else 'free some, or ARGS="output.dir=<folder on a larger disk>"')]
+
+
+def device_findings(machine: Machine) -> Iterator[Finding]:
+    """GPUs, and who else is on them."""
+    if not machine.gpus:
+        yield Finding(WARNING, "device", f"training runs on the CPU: {machine.note}", "fine for the demo; models want a GPU")
+        return
+    yield Finding(OK, "device", f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}")
+    if machine.note:
+        yield Finding(WARNING, "device", machine.note, "unset CUDA_VISIBLE_DEVICES if that is not meant")
+    if len({gpu.name for gpu in machine.gpus}) > 1:
+        yield Finding(
+            WARNING, "device", "the GPUs differ; the least able one decides", "choose equal ones with CUDA_VISIBLE_DEVICES"
+        )
+    for gpu in machine.gpus:
+        used = sum(process.used_bytes or 0 for process in gpu.processes)
+        if gpu.total_bytes and used > BUSY_SHARE * gpu.total_bytes:
+            who = "; ".join(process_text(process) for process in gpu.processes)
+            yield Finding(WARNING, "device", f"GPU {gpu.index} is used by others: {who}", "end them, or choose another GPU")
+
+
+def version_findings(machine: Machine) -> Iterator[Finding]:
+    """Installed packages lie within the ranges of pyproject.toml, and torch can use the GPU that is here."""
+    from packaging.requirements import Requirement
+
+    wrong, seen = [], {}
+    for text in importlib.metadata.requires("sft-play") or []:
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        seen[requirement.name] = found
+        if found == "not installed" or not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f"{requirement.name} {found} (needs {requirement.specifier})")
+    if wrong:
+        yield Finding(ERROR, "versions", "; ".join(wrong), "make install")
+    else:
+        main = ", ".join(f"{name} {seen[name]}" for name in ("torch", "transformers", "trl", "accelerate") if name in seen)
+        yield Finding(OK, "versions", f"{len(seen)} packages as wanted: {main}")
+    if machine.gpus and seen.get("torch", "").endswith("+cpu"):
+        fix = "rm -r .venv && make install, with a package index that has the CUDA build of torch"
+        yield Finding(ERROR, "versions", f"torch {seen['torch']} is a CPU build, but a GPU is here", fix)
+
+
+def accelerate_findings(machine: Machine) -> list[Finding]:
+    """A default config of accelerate that says something else than this machine."""
+    stale = stale_default_config(max(1, len(machine.gpus)))
+    return [Finding(WARNING, "accelerate", stale, "make setup-accelerate AUTO=1, or remove the file")] if stale else []
