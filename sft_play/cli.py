@@ -56,13 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     command = add("eval", commands.evaluate, as_json=True)
     command.add_argument("--split", choices=["val", "test"], default="val")
     command.add_argument("--limit", type=int, help="rows that answers are generated for")
-    command = add("infer", commands.infer)
+    command = add("infer", commands.infer, as_json=True)
     command.add_argument("--input", help="file of prompts; without it, a chat")
     command.add_argument("--output", help="JSONL file of answers")
-    command = add("merge", commands.merge)
+    command = add("merge", commands.merge, as_json=True)
     command.add_argument("--output", help="folder of the merged model")
     command.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
-    add("merge-test", commands.merge_test)
+    add("merge-test", commands.merge_test, as_json=True).add_argument("--output", help="folder of the merged model")
     return parser
 
 

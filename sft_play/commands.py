@@ -218,10 +218,12 @@ def infer(args: argparse.Namespace) -> int:
 
     resolved = _load(args)
     run = _finished_run(resolved)
-    if args.input:
-        infer_batch(resolved.config, run, Path(args.input), Path(args.output or run.path / "answers.jsonl"))
-    else:
+    if not args.input:
         chat(resolved.config, run)
+        return 0
+    result = infer_batch(resolved.config, run, Path(args.input), Path(args.output or run.path / "answers.jsonl"))
+    if args.json:
+        _print_json(result)
     return 0
 
 
@@ -230,9 +232,14 @@ def merge(args: argparse.Namespace) -> int:
     from sft_play.merge import merge as merge_run
 
     resolved = _load(args)
-    run = _finished_run(resolved)
-    merge_run(resolved.config, run, Path(args.output) if args.output else run.path / "merged", args.dtype)
+    result = merge_run(resolved.config, _finished_run(resolved), _output(args), args.dtype)
+    if args.json:
+        _print_json(result)
     return 0
+
+
+def _output(args: argparse.Namespace) -> Path | None:
+    return Path(args.output) if args.output else None
 
 
 def merge_test(args: argparse.Namespace) -> int:
@@ -240,5 +247,7 @@ def merge_test(args: argparse.Namespace) -> int:
     from sft_play.merge import merge_test as test
 
     resolved = _load(args)
-    test(resolved.config, _finished_run(resolved))
+    result = test(resolved.config, _finished_run(resolved), _output(args))
+    if args.json:
+        _print_json(result)
     return 0

@@ -99,7 +99,7 @@ def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def text_prefix(model: torch.nn.Module) -> str | None:
+def text_prefix(model: "PreTrainedModel") -> str | None:
     """Name of the part that reads text in a model that also sees or hears ("model.language_model"); None if it only reads."""
     if model.config.get_text_config() is model.config:
         return None
@@ -107,7 +107,7 @@ def text_prefix(model: torch.nn.Module) -> str | None:
     return next(name for name, module in model.named_modules() if module is decoder)
 
 
-def freeze_all_but_text(model: torch.nn.Module) -> None:
+def freeze_all_but_text(model: "PreTrainedModel") -> None:
     """Vision and audio towers get no gradient from text, and DDP would wait for it."""
     prefix = text_prefix(model)
     if prefix:
@@ -122,7 +122,7 @@ def lora_config(lora: LoraSettings, only_within: str | None = None) -> "LoraConf
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works, and halves exist
         lora_dropout=lora.dropout,
         target_modules="all-linear" if lora.target_modules == "auto" else list(lora.target_modules),
         exclude_modules=f"(?!{re.escape(only_within)}\\.).*" if only_within else None,
@@ -192,7 +192,7 @@ def keep_differentiable(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - a library's attribute, unknown to types
 
 
 def build_model(config: RunConfig, plan: Plan) -> "PreTrainedModel | PeftModel":
@@ -255,6 +255,4 @@ def load_for_inference(
         device=local_device(device),
         quantize=quantize and (weights is None or is_adapter),
     )
-    if is_adapter:
-        model = PeftModel.from_pretrained(model, str(weights))
-    return model.eval()
+    return (PeftModel.from_pretrained(model, str(weights)) if is_adapter else model).eval()

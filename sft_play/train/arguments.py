@@ -1,11 +1,14 @@
 """Our config and plan in the words of TRL's SFTConfig."""
 
 import math
+from typing import Any
 
 from trl import SFTConfig
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
+from sft_play.launch.accelerate import DEEPSPEED_CONFIG
+from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.runlog import RunDir
 from sft_play.sizing.planner import Plan
 
@@ -35,7 +38,7 @@ def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int,
     return evaluate, save
 
 
-def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: int) -> SFTConfig:
+def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: int, trained_parameters: int) -> SFTConfig:
     """The arguments of the trainer.
 
     Args:
@@ -43,6 +46,7 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         plan: how it is carried out.
         run: where checkpoints go.
         validation_rows: how many there are; 0 turns evaluation off.
+        trained_parameters: elements that get a gradient; ZeRO-2's buckets need not be larger.
     """
     train = config.train
     evaluate, save = intervals(config, plan, validation_rows)
@@ -70,6 +74,7 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         fp16=plan.mixed_precision == "fp16",
         gradient_checkpointing=plan.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
+        deepspeed=_deepspeed(config, plan, trained_parameters),
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         ddp_timeout=config.parallel.timeout_s,
@@ -90,6 +95,14 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         seed=train.seed,
         data_seed=train.seed,
         disable_tqdm=True,
+    )
+
+
+def _deepspeed(config: RunConfig, plan: Plan, trained_parameters: int) -> dict[str, Any] | None:
+    if plan.engine != "deepspeed_z2":
+        return None
+    return deepspeed_config(
+        DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm, trainable_parameters=trained_parameters
     )
 
 

@@ -42,6 +42,8 @@ class Reporter(TrainerCallback):
             TimeRemainingColumn(),
             console=console(),
             transient=True,
+            redirect_stdout=False,  # what libraries print stays in the log
+            redirect_stderr=False,
         )
 
     @property

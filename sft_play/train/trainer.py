@@ -91,7 +91,13 @@ def make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter:
     padded = padded_collator(pad_id)
     trainer = TokenWeightedTrainer(
         model=model,
-        args=sft_config(config, plan, job.run, validation_rows=len(job.data.val or [])),
+        args=sft_config(
+            config,
+            plan,
+            job.run,
+            validation_rows=len(job.data.val or []),
+            trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        ),
         train_dataset=rows.dataset,
         eval_dataset=_validation_rows(job.data.val, config, plan, pad_id),
         data_collator=packed_collator(plan.attention.startswith("flash")) if plan.packing else padded,
@@ -216,6 +222,7 @@ def summarise(trainer: SFTTrainer, job: Job, rows: TrainingRows, reporter: Repor
     summary = {
         "status": "interrupted" if stopped else "done",
         "world_size": plan.world_size,
+        "packing": plan.packing,
         "effective_batch_size": plan.effective_batch_size,
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
