@@ -44,7 +44,7 @@ def find_checkpoint(run: RunDir, resume: str) -> tuple[Path | None, list[str]]:
         if problem:
             raise CheckpointError(f"train.resume={resume}: {problem}; take another one, or train.resume=auto for the newest")
         return Path(resume), []
-    passed_over = []
+    passed_over: list[str] = []
     folders = [path for path in run.checkpoints.glob("checkpoint-*") if step_of(path) is not None]
     for path in sorted(folders, key=lambda path: step_of(path) or 0, reverse=True):
         problem = what_is_missing(path)
