@@ -70,7 +70,7 @@ def open_source(path: str, split: str) -> Source:
     if is_file:
         return Source(path, (_checked(local, key),))
     named = HUB_NAME.fullmatch(path)
-    if local.exists() or named is None or local.suffix in SUFFIXES or named["name"].startswith("."):
+    if local.exists() or named is None or local.suffix in SUFFIXES:
         what = "is neither a file nor a folder" if local.exists() else "does not exist"
         raise DataError(
             f"{key}: {path!r} {what} (looked in {Path.cwd()}).\nGive a file ({', '.join(SUFFIXES)}), a folder of them, "
@@ -80,7 +80,10 @@ def open_source(path: str, split: str) -> Source:
 
 
 def _files_in(folder: Path, key: str) -> list[Path]:
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix.lower() in SUFFIXES)
+    try:
+        files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix.lower() in SUFFIXES)
+    except OSError as error:
+        raise DataError(f"{key}: folder {folder} cannot be read: {error.strerror}") from None
     if not files:
         raise DataError(f"{key}: folder {folder} holds no data file; expected {', '.join(SUFFIXES)}")
     return files

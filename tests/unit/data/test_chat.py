@@ -112,6 +112,7 @@ def test_all_learns_every_token_but_the_first(style):
     tokenizer, _, end = style
     (row,) = rows_of(tokenizer, TWO_TURNS, "all")
     assert (row.labels[1:] == row.input_ids[1:]).all()
+    assert row.labels[0] == IGNORED
     assert tokenizer.decode(row.input_ids).endswith(f"Five it is.{end}")
 
 
@@ -197,6 +198,24 @@ def test_a_prompt_that_the_template_does_not_write_before_the_answer_is_an_error
         rows_of(tokenizer, TWO_TURNS)
 
 
+def test_a_prompt_may_end_in_white_space_that_the_template_does_not_write(make_tokenizer):
+    tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant ' }}"))
+    (row,) = rows_of(tokenizer, TWO_TURNS, "last")
+    assert learned_texts(tokenizer, row) == ["\nFive it is.<|im_end|>"]
+
+
+def test_of_a_far_too_long_text_no_less_is_tokenised_than_shows_that_it_is_too_long(make_tokenizer):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    word = "x" * 99  # many characters a token: the first guess at how much text is enough is too short
+    raw = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "<pad>": 1, "<unk>": 2, word: 3}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    chat = make_chat(make_tokenizer(raw=raw), "all", max_tokens=10)
+    rows = encode(chat, [Conversation((), text=" ".join([word] * count)) for count in (9, 10, 1000)])
+    assert [len(row.input_ids) for (row,) in rows[:2]] == [10, 11]  # with the end token
+    assert 10 < len(rows[2][0].input_ids) < 1000
+
+
 def test_a_template_that_shows_no_text_is_an_error_naming_the_row(make_tokenizer):
     tokenizer = make_tokenizer(CHATML.replace("m.content", "('' if m.content is string else m.content[0].text)"))
     with pytest.raises(DataError, match=r"f.jsonl:3: the chat template does not show the text of messages\[3\]"):
@@ -235,6 +254,7 @@ def test_plain_text_is_learned_whole_with_the_end_token_behind_it(make_tokenizer
         Conversation((), text="It is four."), Conversation((), text="Five it is.<|endoftext|>")]))  # fmt: skip
     assert tokenizer.decode(row.input_ids) == "It is four.<|endoftext|>"
     assert (row.labels[1:] == row.input_ids[1:]).all()
+    assert row.labels[0] == IGNORED
     assert tokenizer.decode(other.input_ids) == "Five it is.<|endoftext|>"
 
 

@@ -10,10 +10,15 @@ import pytest
 from sft_play.config.schema import RunConfig
 from sft_play.data import prepare as module
 from sft_play.data import store, workers
-from sft_play.data.chat import IGNORED
+from sft_play.data.chat import IGNORED, make_chat
 from sft_play.data.prepare import length_limit, prepare
+from sft_play.data.reading import Row
 from sft_play.data.splits import assign
+from sft_play.data.template import use_template
 from sft_play.errors import ConfigError, DataError, LaunchError, StorageError
+from tests.conftest import SHARED
+
+GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
 
 
 def rows(count, seed=0, words=12):
@@ -197,6 +202,24 @@ def test_processes_that_prepare_at_once_do_the_work_once(write_rows, make_tokeni
     assert sum(calls for _, calls in results) == 1
 
 
+def test_rows_are_read_only_a_little_ahead_of_the_workers(make_tokenizer):
+    read = []
+
+    def source():
+        for number, data in enumerate(rows(20 * workers.CHUNK_ROWS)):
+            read.append(number)
+            yield Row(data, "f", number)
+
+    tokenizer = make_tokenizer()
+    use_template(tokenizer, "plain")
+    job = workers.Job(make_chat(tokenizer, "assistant"), "question_answer", None, "drop")
+    chunks = workers.encode_all(job, source(), 2)
+    first = next(chunks)
+    assert len(first.digests) == workers.CHUNK_ROWS
+    assert len(read) <= 6 * workers.CHUNK_ROWS
+    chunks.close()
+
+
 def test_dropped_rows_are_counted_with_their_reason(run):
     mixed = [*rows(30), {"question": "q", "answer": " "}, {"question": "long " * 200, "answer": "a"}]
     data = run(mixed, max_seq_len=150, val_fraction=0.0)
@@ -324,3 +347,11 @@ def test_workers_are_as_many_as_asked_or_as_the_data_is_worth():
 
 def test_a_content_key_depends_on_every_part():
     assert store.content_key({"a": 1, "b": 2}) == store.content_key({"b": 2, "a": 1}) != store.content_key({"a": 1, "b": 3})
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not here")
+def test_real_rows_learn_each_answer_letter_by_letter(run, make_tokenizer):
+    data = run(GSM8K.read_bytes(), limit=300, val_fraction=0.0)
+    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()[:300]]
+    learned = [[label for label in labels if label != IGNORED] for labels in data.train["labels"]]
+    assert [make_tokenizer().decode(ids) for ids in learned] == [answer + "<|endoftext|>" for answer in answers]
