@@ -1,0 +1,147 @@
+"""The search on memory models that are simple enough to know the right answer."""
+
+from dataclasses import replace
+
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import DoesNotFitError
+from sft_play.sizing.planner import Device, Memory, draft_plans
+from sft_play.sizing.search import choose_plan
+from sft_play.units import GIB
+
+GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
+
+
+def config(mode: str = "lora", engine: str = "auto", **train) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name": "m"},
+            "data": {"train_path": "d"},
+            "tuning": {"mode": mode},
+            "train": {"effective_batch_size": 32, **train},
+            "parallel": {"engine": engine},
+        }
+    )
+
+
+def memory_of(budget_gib: float, base: float = 10, row: float = 4, recomputed_row: float = 1, shared: float = 2):
+    """Peak = weights + rows x what a row keeps; ZeRO-2 shares `shared` GiB; QLoRA has a base of a third."""
+
+    def estimate(run: RunConfig, plan) -> Memory:
+        per_row = (recomputed_row if plan.gradient_checkpointing else row) * plan.max_seq_len / 1024
+        weights = base / 3 if run.tuning.mode == "qlora" else base
+        if plan.engine == "deepspeed_z2":
+            weights -= shared * (1 - 1 / plan.world_size)
+        terms = {"weights": int(weights * GIB), "activations": int(plan.rows_per_micro_batch * per_row * GIB)}
+        return Memory(
+            budget_bytes=int(budget_gib * GIB), peak_bytes=sum(terms.values()), peak_phase="backward", terms=terms,
+            phases={"backward": sum(terms.values())},
+        )  # fmt: skip
+
+    return estimate
+
+
+def clock(overhead: float, per_row: float = 1.0):
+    """A step's time: accumulation x (overhead + rows), a third more where activations are recomputed."""
+
+    def seconds(run, plan) -> float:
+        work = per_row * plan.rows_per_micro_batch * (4 / 3 if plan.gradient_checkpointing else 1)
+        return plan.gradient_accumulation_steps * (overhead + work)
+
+    return seconds
+
+
+def choose(run: RunConfig, estimate, time, world_size: int = 1):
+    drafts = draft_plans(run, device=GPU, world_size=world_size, rows=1000, max_seq_len=1024, attention="sdpa")
+    return choose_plan(run, drafts, estimate, time)
+
+
+def test_the_effective_batch_is_kept_whatever_fits():
+    for budget in (11.5, 15, 20, 40, 200):
+        plan = choose(config(), memory_of(budget), clock(0.5))
+        assert plan.micro_batch_size * plan.gradient_accumulation_steps == 32
+        assert plan.memory.peak_bytes <= plan.memory.budget_bytes
+
+
+def test_activations_are_kept_when_they_fit_and_recomputed_when_they_do_not():
+    assert not choose(config(), memory_of(40), clock(0.1)).gradient_checkpointing
+    tight = choose(config(), memory_of(13), clock(0.1))
+    assert tight.gradient_checkpointing
+    assert any("would not fit" in reason for reason in tight.why)
+
+
+def test_the_smallest_micro_batch_on_the_plateau_is_taken():
+    flat = choose(config(), memory_of(1000), clock(0.001))
+    assert flat.micro_batch_size == 1
+    assert any("up to 32 would fit and is predicted less than 3% faster" in reason for reason in flat.why)
+    assert any("stays free" in reason for reason in flat.why)
+    steep = choose(config(), memory_of(1000), clock(5.0))
+    assert steep.micro_batch_size == 32
+
+
+def test_checkpointing_is_taken_where_the_larger_micro_batch_is_worth_its_compute():
+    plan = choose(config(), memory_of(20), clock(5.0))
+    assert plan.gradient_checkpointing and plan.micro_batch_size == 8
+    assert any("predicted faster, since larger micro-batches fit" in reason for reason in plan.why)
+
+
+def test_unknown_speed_takes_the_smallest_micro_batch_in_preferred_order():
+    plan = choose(config(), memory_of(40), None)
+    assert (plan.micro_batch_size, plan.gradient_checkpointing) == (1, False)
+
+
+def test_what_was_fixed_by_hand_stays_fixed():
+    plan = choose(config(gradient_checkpointing=True, batch_size=4), memory_of(40), clock(0.1))
+    assert (plan.micro_batch_size, plan.gradient_checkpointing) == (4, True)
+
+
+def test_ddp_is_preferred_and_the_sentence_says_what_zero_would_save():
+    plan = choose(config(), memory_of(40), clock(0.1), world_size=2)
+    assert plan.engine == "ddp"
+    assert any("do not lower the peak; ZeRO-2 would save 1.00 GiB" in reason for reason in plan.why)
+
+
+def test_zero_is_taken_where_only_it_fits():
+    plan = choose(config(gradient_checkpointing=True), memory_of(10.5), clock(0.1), world_size=4)
+    assert plan.engine == "deepspeed_z2"
+
+
+def test_a_misfit_says_by_how_much_and_what_would_fit():
+    with pytest.raises(DoesNotFitError) as caught:
+        choose(config(), memory_of(8), clock(0.1))
+    text = str(caught.value)
+    assert "needs 11.00 GiB in its backward phase, the budget is 8.00 GiB: 3.00 GiB too much" in text
+    assert "each of these alone makes it fit:" in text and "tuning.mode=qlora: -6.67 GiB, peak 4.33 GiB" in text
+    assert "gradient_checkpointing" not in text.split("each of these")[1]  # the smallest plan has it already
+
+
+def test_a_hopeless_misfit_says_that_no_single_change_is_enough():
+    with pytest.raises(DoesNotFitError, match="no single change is enough; the most help"):
+        choose(config("qlora"), memory_of(1), clock(0.1))
+
+
+def test_alternatives_are_the_best_of_each_other_kind_with_their_cost():
+    plan = choose(config(), memory_of(40), clock(0.1), world_size=2)
+    kinds = {(row["engine"], row["gradient_checkpointing"]): row for row in plan.alternatives}
+    recomputed = kinds[("ddp", True)]
+    assert recomputed["fits"] and 0.7 < recomputed["relative_speed"] < 1
+    assert all(row["peak_bytes"] for row in plan.alternatives)
+
+
+def test_larger_budgets_are_never_slower():
+    times = [clock(2.0)(None, choose(config(), memory_of(budget), clock(2.0))) for budget in (11.5, 14, 18, 30, 60, 150)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_candidates_beyond_the_first_that_does_not_fit_are_not_sized():
+    asked = []
+    inner = memory_of(15)
+
+    def counting(run, plan):
+        asked.append(plan)
+        return inner(run, plan)
+
+    choose(config(gradient_checkpointing=True), counting, clock(0.1))
+    assert [plan.micro_batch_size for plan in asked] == [1, 2, 4, 8]
+    assert replace(asked[0], micro_batch_size=1) == asked[0]
