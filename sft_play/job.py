@@ -18,7 +18,7 @@ from sft_play.sizing.planner import Device, Plan, draft_plans
 from sft_play.sizing.search import choose_plan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 PLAN_VARIABLE = "SFT_PLAY_PLAN"  # a launcher that has made the plan hands its file to the ranks
 
@@ -77,6 +77,7 @@ def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = Tr
     model_config = load_model_config(config.model)
     tokenizer = load_tokenizer(config.model)
     data = prepare(config, tokenizer, model_limit=position_limit(model_config), progress=progress)
+    _check_vocabulary(model_config, data)
     run = open_run(config.output.dir, config.output.name)
     handed_over = os.environ.get(PLAN_VARIABLE)
     if handed_over:
@@ -94,6 +95,15 @@ def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = Tr
         )
         plan = choose_plan(config, drafts, None, None)
     return Job(resolved, run, tokenizer, data, plan)
+
+
+def _check_vocabulary(model_config: "PretrainedConfig", data: PreparedData) -> None:
+    size, largest = model_config.get_text_config().vocab_size, data.stats["largest_token_id"]
+    if largest >= size:
+        raise ConfigError(
+            f"the tokenizer made token {largest} and the model knows {size} tokens: they do not belong together; "
+            "give model.name a folder or repository whose tokenizer and weights were saved together"
+        )
 
 
 def write_job(job: Job) -> None:

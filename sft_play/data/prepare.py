@@ -156,7 +156,7 @@ def _bar(description: str, total: int | None, *, show: bool) -> Iterator[Callabl
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(), transient=True) as bar:
+    with Progress(*columns, console=console(), transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(description, total=total)
         yield lambda rows: bar.advance(task, rows)
 
