@@ -1,0 +1,116 @@
+import json
+
+import pytest
+import yaml
+
+from sft_play.errors import ConfigError
+from sft_play.launch import accelerate
+from sft_play.launch.accelerate import CONFIGS, DEEPSPEED_CONFIG, Nodes, config_file, launch_command, launch_environment
+
+SCRIPT = ["train.py", "--config", "run.yaml"]
+
+
+def flags(launch) -> dict[str, str]:
+    words = launch.argv[launch.argv.index("accelerate.commands.launch") + 1 : launch.argv.index("train.py")]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "nodes", "name"),
+    [
+        ("none", "cuda", 1, "single_gpu"),
+        ("none", "cpu", 1, "single_gpu"),
+        ("ddp", "cuda", 1, "ddp"),
+        ("ddp", "cpu", 1, "ddp_cpu"),
+        ("ddp", "cuda", 2, "ddp_multi_node"),
+        ("deepspeed_z2", "cuda", 1, "zero2"),
+        ("deepspeed_z2", "cpu", 1, "zero2_cpu"),
+        ("deepspeed_z2", "cuda", 2, "zero2_multi_node"),
+    ],
+)
+def test_every_engine_has_its_config_file(engine, device, nodes, name):
+    assert config_file(engine, device, nodes) == CONFIGS / f"{name}.yaml"
+    assert config_file(engine, device, nodes).is_file()
+
+
+def test_the_shipped_configs_are_the_seven_that_are_named():
+    assert len(list(CONFIGS.glob("*.yaml"))) == 7
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_says_what_it_is_for_and_leaves_the_numbers_to_the_command_line(path):
+    text = path.read_text()
+    tree = yaml.safe_load(text)
+    assert (
+        text.startswith("# accelerate: ") and "# Use: accelerate launch --config_file configs/accelerate/" + path.name in text
+    )
+    several = tree["distributed_type"] != "NO"
+    assert tree["num_processes"] == (-1 if several else 1)
+    assert tree["use_cpu"] == ("cpu" in path.stem)
+    zero = tree["distributed_type"] == "DEEPSPEED"
+    assert zero == path.stem.startswith("zero2") == ("deepspeed_config" in tree)
+    assert ("mixed_precision" in tree) != zero  # accelerate refuses both
+    if zero:
+        assert (CONFIGS.parents[1] / tree["deepspeed_config"]["deepspeed_config_file"]) == DEEPSPEED_CONFIG
+
+
+def test_one_machine_gets_a_free_port_and_a_store_on_loopback():
+    launch = launch_command(SCRIPT, engine="ddp", device="cpu", processes=2, cores=8)
+    assert flags(launch) == {
+        "--config_file": str(CONFIGS / "ddp_cpu.yaml"),
+        "--num_processes": "2",
+        "--num_machines": "1",
+        "--num_cpu_threads_per_process": "4",
+        "--main_process_port": "0",
+        "--rdzv_backend": "loopback",
+    }
+    assert launch.argv[-3:] == tuple(SCRIPT) and launch.script == "train.py"
+
+
+def test_zero_2_is_given_the_full_path_of_its_json():
+    launch = launch_command(SCRIPT, engine="deepspeed_z2", device="cuda", processes=4)
+    assert flags(launch)["--deepspeed_config_file"] == str(DEEPSPEED_CONFIG)
+    assert "--num_cpu_threads_per_process" not in flags(launch)
+
+
+def test_several_machines_get_the_address_of_the_first():
+    nodes = Nodes(count=2, rank=1, main_address="10.0.0.1", main_port=29500)
+    found = flags(launch_command(SCRIPT, engine="ddp", device="cuda", processes=8, cores=16, nodes=nodes))
+    assert (found["--main_process_ip"], found["--main_process_port"], found["--machine_rank"]) == ("10.0.0.1", "29500", "1")
+    assert found["--num_cpu_threads_per_process"] == "4" and "--rdzv_backend" not in found
+
+
+def test_an_own_config_file_takes_the_place_of_the_shipped_one(tmp_path):
+    launch = launch_command(SCRIPT, engine="ddp", device="cuda", processes=2, config=tmp_path / "own.yaml")
+    assert flags(launch)["--config_file"] == str(tmp_path / "own.yaml")
+
+
+@pytest.mark.parametrize(
+    ("processes", "device", "nodes"), [(0, "cuda", Nodes()), (3, "cuda", Nodes(count=2)), (4, "cpu", Nodes(count=2))]
+)
+def test_processes_that_cannot_be_shared_out_are_refused(processes, device, nodes):
+    with pytest.raises(ConfigError):
+        launch_command(SCRIPT, engine="ddp", device=device, processes=processes, nodes=nodes)
+
+
+def test_the_environment_hides_gpus_from_a_cpu_run_and_networks_from_a_single_machine(monkeypatch):
+    monkeypatch.setattr(accelerate, "loopback_interface", lambda: "lo")
+    one = launch_environment("cpu", 2, single_node=True)
+    assert (one["CUDA_VISIBLE_DEVICES"], one["GLOO_SOCKET_IFNAME"], one["NCCL_SOCKET_IFNAME"]) == ("", "lo", "lo")
+    assert "ACCELERATE_USE_CPU" not in one  # would switch DeepSpeed off
+    many = launch_environment("cuda", 8, single_node=False)
+    assert "CUDA_VISIBLE_DEVICES" not in many and "GLOO_SOCKET_IFNAME" not in many
+
+
+def test_what_the_user_has_set_stays_but_for_what_keeps_the_world_whole(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    kept = accelerate._unset({"NCCL_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OTHER": "1"})
+    assert kept == {"CUDA_VISIBLE_DEVICES": "", "OTHER": "1"}
+
+
+def test_the_shipped_deepspeed_file_leaves_to_the_trainer_what_the_trainer_knows():
+    tree = json.loads(DEEPSPEED_CONFIG.read_text())
+    assert tree["zero_optimization"]["stage"] == 2
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        assert tree[key] == "auto"

@@ -1,0 +1,118 @@
+import json
+
+import pytest
+
+from sft_play.errors import ConfigError, DataError, DoesNotFitError, Interrupted, LaunchError, SftPlayError
+from sft_play.launch.ranks import (
+    PROCESSES_VARIABLE,
+    RANKS_VARIABLE,
+    RankExit,
+    check_world_size,
+    clear_rank_exits,
+    finish_rank,
+    outcome,
+    raise_unless_done,
+    read_rank_exits,
+    report_rank_exit,
+    reports_folder,
+)
+from sft_play.runlog import RunDir
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path)
+
+
+def test_reports_come_back_in_the_order_of_time_and_broken_ones_are_passed_over(run):
+    report_rank_exit(run, 1, 4, "out of memory")
+    report_rank_exit(run, 0, 1, "Traceback")
+    (reports_folder(run) / "2.json").write_text("{")
+    assert [(report.rank, report.code) for report in read_rank_exits(run)] == [(1, 4), (0, 1)]
+    clear_rank_exits(run, range(2))
+    assert read_rank_exits(run) == []
+
+
+def test_a_rank_without_our_launcher_keeps_its_exit_code(monkeypatch, tmp_path):
+    monkeypatch.delenv(RANKS_VARIABLE, raising=False)
+    assert finish_rank(75) == 75 and not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_saved_ends_with_0_so_that_the_others_may_finish_writing(monkeypatch, tmp_path):
+    monkeypatch.setenv(RANKS_VARIABLE, str(tmp_path / "ranks"))
+    monkeypatch.setenv("RANK", "3")
+    assert finish_rank(75, "saved") == 0 and finish_rank(4) == 4
+    assert json.loads((tmp_path / "ranks" / "3.json").read_text())["code"] == 4
+
+
+def test_a_disk_that_cannot_take_the_report_leaves_the_exit_code(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(RANKS_VARIABLE, str(tmp_path / "file" / "ranks"))
+    assert finish_rank(6) == 6
+
+
+def test_a_world_smaller_than_asked_for_is_refused(monkeypatch):
+    monkeypatch.setenv(PROCESSES_VARIABLE, "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_world_size()
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigError, match=r"2 processes were asked for, but the launcher started 1"):
+        check_world_size()
+
+
+def result(exits, status=1, ranks=(0, 1), started=True, stopped_by=None, log=""):
+    return outcome(exits, ranks, status, started=started, stopped_by=stopped_by, log_tail=log)
+
+
+OOM = RankExit(1, 4, "out of memory", 2.0)
+BUG = RankExit(0, 1, "Traceback ... ZeroDivisionError", 1.0)
+LOST = RankExit(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:4711", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("exits", "code", "words"),
+    [
+        ([RankExit(0, 0), RankExit(1, 0)], 0, ""),
+        ([OOM], 4, "out of memory"),
+        ([LOST, OOM], 4, "out of memory"),  # the other one only lost its peer
+        ([BUG, OOM], 4, "out of memory"),  # a known error says more than a traceback
+        ([BUG], 1, "ZeroDivisionError"),
+        ([LOST], 9, "rank 1 ended without a word"),
+        ([LOST, RankExit(1, 1, "timed out", 2.0)], 1, "Connection closed"),  # nobody else to blame
+        ([], 9, "ranks 0, 1 ended without a word"),
+        ([RankExit(0, 75, "saved"), RankExit(1, 75, "saved")], 75, "saved"),
+        ([RankExit(0, 75, "saved"), OOM], 4, "out of memory"),
+    ],
+)
+def test_the_rank_that_was_the_cause_decides_the_outcome(exits, code, words):
+    found = result(exits, status=0 if code in (0, 75) else 1)
+    assert found.code == code and words in found.message
+
+
+def test_a_launcher_that_started_nothing_shows_its_own_words():
+    found = result([], started=False, log="RuntimeError: no such backend")
+    assert found.code == LaunchError.exit_code
+    assert "status 1 before it started a rank" in found.message and "no such backend" in found.message
+
+
+def test_a_stop_before_anything_could_be_saved_is_said():
+    assert "stopped by SIGTERM before a checkpoint could be saved" in result([], stopped_by="SIGTERM").message
+
+
+def test_a_script_that_does_not_report_is_done_when_the_launcher_is():
+    assert result([], status=0).code == 0
+
+
+@pytest.mark.parametrize("kind", [DataError, DoesNotFitError, Interrupted, LaunchError])
+def test_an_outcome_becomes_the_error_with_its_exit_code(kind):
+    with pytest.raises(kind, match="what the rank said"):
+        raise_unless_done(RankExit(1, kind.exit_code, "what the rank said"))
+
+
+def test_a_bug_of_ours_keeps_exit_code_1_and_a_second_ctrl_c_stays_one():
+    with pytest.raises(SftPlayError) as caught:
+        raise_unless_done(BUG)
+    assert caught.value.exit_code == 1
+    with pytest.raises(KeyboardInterrupt):
+        raise_unless_done(RankExit(0, 130))
+    raise_unless_done(RankExit(0, 0))

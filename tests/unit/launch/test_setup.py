@@ -1,0 +1,82 @@
+import dataclasses
+
+import pytest
+import yaml
+from rich.console import Console
+
+from sft_play.hardware import GpuProcess, Machine, detect_host, what_if
+from sft_play.launch.default_config import default_config_path, stale_default_config
+from sft_play.launch.setup import default_config, memory_report, memory_table, setup_accelerate
+from sft_play.units import GIB
+
+CPU_ONLY = Machine(gpus=(), note="no driver", host=detect_host())
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind", "count", "cpu"),
+    [
+        (what_if("RTX 4090", 1), "NO", 1, False),
+        (what_if("RTX 4090", 4), "MULTI_GPU", 4, False),
+        (CPU_ONLY, "MULTI_GPU", 2, True),
+    ],
+    ids=["one GPU", "four GPUs", "CPU"],
+)
+def test_the_config_fits_the_machine(machine, kind, count, cpu):
+    tree = yaml.safe_load(default_config(machine))
+    assert (tree["distributed_type"], tree["num_processes"], tree["use_cpu"]) == (kind, count, cpu)
+
+
+def test_auto_writes_the_file_and_keeps_the_earlier_one():
+    assert setup_accelerate(True, CPU_ONLY) == 0
+    first = default_config_path().read_text()
+    assert setup_accelerate(True, CPU_ONLY) == 0 and not list(default_config_path().parent.glob("*.before"))
+    assert setup_accelerate(True, what_if("RTX 4090", 2)) == 0
+    assert default_config_path().with_suffix(".yaml.before").read_text() == first
+    assert stale_default_config(2) is None and stale_default_config(2, "deepspeed_z2") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_processes: 8\ndistributed_type: MULTI_GPU\n", "num_processes 8 instead of 2"),
+        ("num_processes: 2\ndistributed_type: 'NO'\n", "distributed_type NO instead of MULTI_GPU"),
+        ("[1\n", "not valid YAML"),
+    ],
+)
+def test_a_stale_file_in_the_home_folder_is_told_of(text, words):
+    default_config_path().parent.mkdir(parents=True)
+    default_config_path().write_text(text)
+    assert words in stale_default_config(2)
+
+
+def test_where_there_is_no_such_file_there_is_nothing_to_tell(monkeypatch):
+    assert stale_default_config(2) is None
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(default_config_path()) == "/somewhere/huggingface/accelerate/default_config.yaml"
+
+
+def test_the_fullest_gpu_decides_what_is_left():
+    machine = what_if("H100", 2)
+    busy = dataclasses.replace(machine.gpus[1], free_bytes=10 * GIB, processes=(GpuProcess(7, "python", 60 * GIB),))
+    machine = dataclasses.replace(machine, gpus=(machine.gpus[0], busy))
+    assert memory_report(machine)["left_per_process_bytes"] == 10 * GIB
+    console = Console(width=100, record=True)
+    console.print(memory_table(machine))
+    text = console.export_text()
+    assert "Left for a run: 10.00 GiB on each GPU" in text and "7 python 60.00 GiB" in text
+
+
+def test_without_a_gpu_the_ram_is_what_is_left():
+    assert memory_report(CPU_ONLY)["left_per_process_bytes"] == CPU_ONLY.ram_free_bytes
+
+
+def test_memory_that_the_driver_does_not_tell_leaves_the_answer_open():
+    machine = what_if("H100")
+    machine = dataclasses.replace(machine, gpus=(dataclasses.replace(machine.gpus[0], free_bytes=None),))
+    assert memory_report(machine)["left_per_process_bytes"] is None

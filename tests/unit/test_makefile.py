@@ -1,0 +1,210 @@
+"""The face of the project: documented, true to itself, and harmless when only looked at."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "Makefile").read_text()
+TARGETS = dict(re.findall(r"^([a-zA-Z0-9][\w./-]*):(?!=)(.*)$", TEXT, re.MULTILINE))
+PHONY = re.findall(r"^\.PHONY: (\S+)$", TEXT, re.MULTILINE)
+KNOBS = {"IN": "in.jsonl", "OUT": "out.jsonl", "STYLE": "Be brief.", "CONFIRM": "1", "RUN": "name", "NGPU": "2"}
+WANTED = [
+    "help",
+    "install",
+    "train",
+    "train-distributed",
+    "train-deepspeed",
+    "train-tb",
+    "train-distributed-tb",
+    "train-deepspeed-tb",
+    "resume",
+    "tensorboard",
+    "tb-stop",
+    "setup-accelerate",
+    "gpu-info",
+    "memory-check",
+    "check",
+    "prepare",
+    "process",
+    "style",
+    "render",
+    "plan",
+    "probe",
+    "eval",
+    "infer",
+    "infer-batch",
+    "merge",
+    "merge-test",
+    "report",
+    "test",
+    "test-gpu",
+    "check-code",
+    "bench-sizing",
+    "bench-sizing-gpu",
+    "bench-gpu",
+    "clean",
+    "clean-all",
+]
+GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]
+
+
+def make(*words, dry=True, **knobs) -> subprocess.CompletedProcess:
+    command = ["make", *(["-n"] if dry else []), *words, *(f"{name}={value}" for name, value in knobs.items())]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "CONFIG", "ARGS"}
+    }
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+def recipe(target: str, **knobs) -> str:
+    done = make(target, **knobs)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_public_target_is_documented():
+    undocumented = [name for name, rest in TARGETS.items() if not re.search(r" ## \S", rest)]
+    assert not undocumented
+    assert set(WANTED) <= set(TARGETS)
+
+
+def test_every_phony_name_has_a_rule_and_every_command_is_phony():
+    assert sorted(PHONY) == sorted(TARGETS)
+
+
+def test_help_lists_every_target_and_fits_80_columns():
+    lines = make("help", dry=False).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    listed = {line.split()[0] for line in lines if line.startswith("  ")}
+    assert set(TARGETS) <= listed
+    assert make(dry=False).stdout.splitlines() == lines  # help is the default
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_make_n_shows_what_each_target_would_do_and_does_nothing(target, tmp_path):
+    assert recipe(target, VENV=str(tmp_path / "venv"), RUNS=str(tmp_path / "runs"), **KNOBS).strip()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("target", "knob"), [("infer-batch", "IN"), ("style", "STYLE"), ("clean-all", "CONFIRM")])
+def test_a_knob_that_is_needed_is_asked_for(target, knob):
+    done = make(target, **{name: value for name, value in KNOBS.items() if name != knob})
+    assert done.returncode != 0 and knob in done.stderr
+
+
+@pytest.fixture
+def ready(tmp_path) -> str:
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    (venv / ".ready").write_text("")
+    return str(venv)
+
+
+def test_a_second_train_installs_nothing(ready):
+    assert recipe("train", VENV=ready).splitlines() == [
+        f'"{ready}/bin/python" -m sft_play train  --config "configs/demo.yaml"  '
+    ]
+
+
+def test_a_new_lock_installs_again(ready):
+    os.utime(Path(ready) / ".ready", (0, 0))
+    assert "pip install" in recipe("train", VENV=ready)
+
+
+@pytest.mark.parametrize(
+    ("target", "knobs", "words"),
+    [
+        ("train", {"CONFIG": "configs/x.yaml", "ARGS": "a.b=c d.e=f"}, 'train  --config "configs/x.yaml"  a.b=c d.e=f'),
+        ("train", {"RUN": "mine"}, '"output.name=mine"'),
+        ("train-distributed", {}, '--processes "0" --engine ddp'),
+        ("train-distributed", {"NGPU": "2"}, '--processes "2" --engine ddp'),
+        ("train-deepspeed-tb", {}, '--tensorboard --processes "0" --engine deepspeed_z2'),
+        ("plan", {"GPU": "RTX 4090", "NGPU": "2"}, '--gpu "RTX 4090" --gpus "2"'),
+        ("eval", {"SPLIT": "test", "LIMIT": "10"}, 'eval --split "test" --limit "10"'),
+        ("setup-accelerate", {"AUTO": "1"}, "setup-accelerate --auto"),
+        ("prepare", {"SHOW": "3"}, 'prepare --show "3"'),
+        ("tb-stop", {}, 'tensorboard --runs "runs" --stop'),
+    ],
+)
+def test_knobs_become_flags(ready, target, knobs, words):
+    assert words in recipe(target, VENV=ready, **knobs)
+
+
+def test_free_text_does_not_reach_the_shell(ready):
+    text = 'say "hi" `touch x` $(touch y)'.replace("$", "$$")
+    assert (
+        recipe("style", VENV=ready, STYLE=text)
+        .splitlines()[-1]
+        .startswith(f'"{ready}/bin/python" -m sft_play style --style "$STYLE"')
+    )
+
+
+def test_every_command_is_one_visible_line():
+    for line in re.findall(r"^\t(.*)$", TEXT, re.MULTILINE):
+        assert not line.startswith("@") or line.startswith("@awk"), line
+        assert "|| true" not in line and "$(MAKE)" not in line
+
+
+def test_nothing_runs_when_the_makefile_is_read_and_old_make_can_read_it():
+    assert "$(shell" not in TEXT and ":=" not in TEXT.replace("DEFAULT_GOAL :=", "")
+    assert not re.search(r"^\.(ONESHELL|SHELLFLAGS|RECIPEPREFIX)|!=|&:|\$\(file ", TEXT, re.MULTILINE)
+
+
+def commands_in(text: str) -> set[str]:
+    """Targets of `make ...` within code: fenced blocks and spans, not prose."""
+    code = re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)
+    words = re.findall(r"(?:^|[\s`;&])make((?:[ \t]+-?[\w./-]+(?:=\S*)?)*)", "\n".join(code), re.MULTILINE)
+    return {word for group in words for word in group.split()[:1] if "=" not in word and not word.startswith("-")}
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+def test_every_target_named_in_the_guides_exists(path):
+    later = {"train-slurm", "train-multinode", "bench-scaling", "test-cluster"}  # of the cluster work
+    unknown = commands_in(path.read_text()) - set(TARGETS) - later
+    assert not unknown
+
+
+def test_the_guide_test_sees_commands():
+    assert commands_in("Run `make train CONFIG=x`, make sure.\n```bash\nmake plan\nA=1 make eval\n```") == {
+        "train",
+        "plan",
+        "eval",
+    }
+
+
+def test_ci_calls_the_targets_that_a_person_types():
+    ci = ROOT / ".ci" / "run"
+    assert os.access(ci, os.X_OK)
+    assert re.findall(r"^make (.*)$", ci.read_text(), re.MULTILINE) == ["check-code", "test"]
+
+
+def lock() -> dict[str, list[Requirement]]:
+    pins: dict[str, list[Requirement]] = {}
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pin = Requirement(line)
+            pins.setdefault(pin.name.lower().replace("_", "-"), []).append(pin)
+    return pins
+
+
+def test_the_lock_names_one_exact_version_of_everything_that_is_needed():
+    pins = lock()
+    for name, found in pins.items():
+        assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in found), name
+        for python in ("3.10", "3.11", "3.12", "3.13"):
+            assert sum(pin.marker is None or pin.marker.evaluate({"python_version": python}) for pin in found) <= 1, name
+    assert [str(pin.specifier) for pin in pins["torch"]] == ["==2.13.0"]
+    for text in importlib.metadata.requires("sft-play") or []:
+        wanted = Requirement(text)
+        here = [pin for pin in pins[wanted.name.lower().replace("_", "-")] if pin.marker is None or pin.marker.evaluate()]
+        assert here and wanted.specifier.contains(str(here[0].specifier).removeprefix("==")), text
+
+
+def test_torch_has_the_same_version_in_the_makefile_and_the_lock():
+    assert f"torch{lock()['torch'][0].specifier}" in TEXT
