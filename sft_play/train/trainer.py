@@ -3,8 +3,6 @@
 data -> model -> trainer -> verify -> run -> save -> summary
 """
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from trl import SFTTrainer
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import DoesNotFitError, Interrupted, LaunchError
+from sft_play.errors import DoesNotFitError, Interrupted
 from sft_play.job import Job
 from sft_play.model import build_model
 from sft_play.runlog import console, is_main_rank, update_summary
@@ -25,6 +23,7 @@ from sft_play.train.arguments import eval_batch_rows, sft_config
 from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, StopOnSignal, peak_memory_bytes
 from sft_play.train.checkpoints import find_checkpoint, step_of
 from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
+from sft_play.train.verify import verify
 from sft_play.units import format_bytes
 
 
@@ -126,44 +125,6 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     if patience:
         callbacks.append(EarlyStoppingCallback(patience))
     return callbacks
-
-
-def verify(trainer: SFTTrainer, plan: Plan) -> None:
-    """All ranks hold the same plan and the world is as large as was asked for; then says who takes part.
-
-    Raises:
-        LaunchError: they differ, or processes are missing.
-    """
-    from accelerate.utils import gather_object
-
-    accelerator = trainer.accelerator
-    if accelerator.num_processes != plan.world_size:
-        raise LaunchError(
-            f"{plan.world_size} processes were asked for and {accelerator.num_processes} started; the effective batch would be "
-            "wrong. Launch with `make train-distributed NGPU=<n>`, or see MULTI_GPU_GUIDE.md"
-        )
-    digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
-    name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "CPU"
-    members = gather_object([(accelerator.process_index, f"{accelerator.device} ({name})", digest)])
-    if len({member[2] for member in members}) > 1:
-        raise LaunchError("the processes made different plans; are config, data and GPUs the same on every machine?")
-    print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
-
-
-def print_banner(accelerator: Any, plan: Plan, members: list[tuple[int, str]]) -> None:
-    """What runs where, before the first step."""
-    if not is_main_rank():
-        return
-    words = "tokens" if plan.packing else "sequences"
-    lines = [
-        f"Distributed type: {accelerator.distributed_type.value}",
-        f"Number of processes: {accelerator.num_processes}",
-        f"Mixed precision: {plan.mixed_precision}",
-        *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
-        f"Effective batch: {plan.effective_batch_size} {words} = {plan.micro_batch_size} x {plan.gradient_accumulation_steps} "
-        f"x {plan.world_size}",
-    ]
-    console().print("\n".join(f"  [dim]{line}[/]" for line in lines))
 
 
 def run_steps(trainer: SFTTrainer, job: Job) -> bool:
