@@ -119,8 +119,9 @@ def outcome(
     with_cause = [report for report in failed if not (silent and _lost_peer(report))]
     if with_cause:
         return next((report for report in with_cause if report.code != 1), with_cause[0])
-    if any(report.code == SAVED for report in exits) and not failed:
-        return next(report for report in exits if report.code == SAVED)
+    saved = [report for report in exits if report.code == SAVED]
+    if saved and not failed and not silent:  # torchrun stops the others politely when one is gone: that is no preemption
+        return saved[0]
     if status == 0 and not failed:
         return RankExit(rank=0, code=0)
     if stopped_by:

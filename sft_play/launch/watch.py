@@ -15,7 +15,7 @@ from sft_play.launch.ranks import SAVED, read_rank_exits
 from sft_play.runlog import RunDir
 
 POLL_S = 0.25
-FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to report
+FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to reportKILL_TIMEOUT_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -48,6 +48,7 @@ class Watch:
                 self._kill_all()
             time.sleep(POLL_S)
         self._kill_all()
+        psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
         return self._process.returncode
 
     @contextlib.contextmanager

@@ -15,42 +15,11 @@ TARGETS = dict(re.findall(r"^([a-zA-Z0-9][\w./-]*):(?!=)(.*)$", TEXT, re.MULTILI
 PHONY = re.findall(r"^\.PHONY: (\S+)$", TEXT, re.MULTILINE)
 KNOBS = {"IN": "in.jsonl", "OUT": "out.jsonl", "STYLE": "Be brief.", "CONFIRM": "1", "RUN": "name", "NGPU": "2"}
 WANTED = [
-    "help",
-    "install",
-    "train",
-    "train-distributed",
-    "train-deepspeed",
-    "train-tb",
-    "train-distributed-tb",
-    "train-deepspeed-tb",
-    "resume",
-    "tensorboard",
-    "tb-stop",
-    "setup-accelerate",
-    "gpu-info",
-    "memory-check",
-    "check",
-    "prepare",
-    "process",
-    "style",
-    "render",
-    "plan",
-    "probe",
-    "eval",
-    "infer",
-    "infer-batch",
-    "merge",
-    "merge-test",
-    "report",
-    "test",
-    "test-gpu",
-    "check-code",
-    "bench-sizing",
-    "bench-sizing-gpu",
-    "bench-gpu",
-    "clean",
-    "clean-all",
-]
+    "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
+    "train-deepspeed-tb", "resume", "tensorboard", "tb-stop", "setup-accelerate", "gpu-info", "memory-check", "check",
+    "prepare", "process", "style", "render", "plan", "probe", "eval", "infer", "infer-batch", "merge", "merge-test",
+    "report", "test", "test-gpu", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu", "clean", "clean-all",
+]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]
 
 

@@ -82,6 +82,7 @@ LOST = RankExit(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:4711"
         ([], 9, "ranks 0, 1 ended without a word"),
         ([RankExit(0, 75, "saved"), RankExit(1, 75, "saved")], 75, "saved"),
         ([RankExit(0, 75, "saved"), OOM], 4, "out of memory"),
+        ([RankExit(0, 75, "SIGTERM")], 9, "rank 1 ended without a word"),  # torchrun told the survivor to stop
     ],
 )
 def test_the_rank_that_was_the_cause_decides_the_outcome(exits, code, words):

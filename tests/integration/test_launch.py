@@ -1,0 +1,225 @@
+"""Real launches on the CPU: who listens, who is told of signals, who is left behind, and which exit code comes out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play.errors import ConfigError, DataError, Interrupted, LaunchError
+from sft_play.launch import tensorboard
+from sft_play.launch.accelerate import CONFIGS, launch_command, run_launcher
+from sft_play.launch.ports import LOOPBACK
+from sft_play.runlog import RunDir
+
+pytestmark = pytest.mark.integration
+
+# A rank without torch: what it does is its first argument, for rank 1 the second; the third is the folder of its notes.
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from sft_play.launch.guard import die_with_parent
+die_with_parent()
+from sft_play.errors import SftPlayError
+from sft_play.launch.ranks import check_world_size, finish_rank
+
+rank = int(os.environ.get("RANK", "0"))
+does, notes = sys.argv[1 + rank], Path(sys.argv[3])
+try:
+    check_world_size()
+except SftPlayError as error:
+    sys.exit(finish_rank(error.exit_code, str(error)))
+stopped = []
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, lambda number, frame: stopped.append(signal.Signals(number).name))
+note = {"pid": os.getpid(), "parent": os.getppid(), "address": os.environ.get("MASTER_ADDR")}
+(notes / f"rank{rank}").write_text(json.dumps(note))
+if does == "fail":
+    sys.exit(finish_rank(3, "rows.jsonl:7: content is null"))
+if does == "vanish":
+    os.kill(os.getpid(), signal.SIGKILL)
+while not stopped and does != "end":
+    time.sleep(0.05)
+if stopped:
+    time.sleep(0.5 * rank)  # the other one is still writing when the first has ended
+    sys.exit(finish_rank(75, stopped[0]))
+sys.exit(finish_rank(0))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Launches two ranks that do as told; `meanwhile` runs once both are up."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    run = RunDir(tmp_path)
+
+    def launch(first: str, second: str, meanwhile=None, config=None):
+        words = [str(script), first, second, str(tmp_path)]
+        command = launch_command(words, engine="ddp", device="cpu", processes=2, config=config)
+        if meanwhile:
+            threading.Thread(target=lambda: meanwhile(ranks_up(tmp_path)), daemon=True).start()
+        began = time.monotonic()
+        result = run_launcher(command, run, processes=2, timeout_s=60)
+        return result, time.monotonic() - began
+
+    return launch
+
+
+def ranks_up(folder: Path, count: int = 2, timeout_s: float = 40) -> list[dict]:
+    """The notes of all ranks, as soon as they are there."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        notes = [json.loads(path.read_text() or "null") for path in sorted(folder.glob("rank[0-9]"))]
+        if len(notes) == count and all(notes):
+            return notes
+        time.sleep(0.05)
+    raise AssertionError(f"{count} ranks were expected, found {notes}")
+
+
+def gone(pids: list[int], within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_two_ranks_come_up_and_end(start, tmp_path):
+    result, _ = start("end", "end")
+    assert result.code == 0
+    assert [note["address"] for note in ranks_up(tmp_path)] == [LOOPBACK] * 2
+    assert len({note["parent"] for note in ranks_up(tmp_path)}) == 1
+
+
+def test_the_rank_that_failed_gives_its_exit_code_and_its_words_and_ends_the_others(start, tmp_path):
+    result, seconds = start("wait", "fail")
+    assert (result.rank, result.code, result.message) == (1, DataError.exit_code, "rows.jsonl:7: content is null")
+    assert gone([note["pid"] for note in ranks_up(tmp_path)], 0) and seconds < 20
+
+
+def test_a_rank_that_is_killed_is_named(start, tmp_path):
+    result, _ = start("wait", "vanish")
+    assert result.code == LaunchError.exit_code and "rank 1 ended without a word" in result.message
+    assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_us_reaches_the_ranks_and_all_may_save(start, number):
+    result, _ = start("wait", "wait", lambda notes: os.kill(os.getpid(), number))
+    assert (result.code, result.message) == (Interrupted.exit_code, signal.Signals(number).name)
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(start, tmp_path):
+    def twice(notes):
+        for note in notes:  # they cannot act on the first one
+            os.kill(note["pid"], signal.SIGSTOP)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    result, _ = start("wait", "wait", twice)
+    assert result.code == LaunchError.exit_code and "stopped by SIGINT" in result.message
+    assert gone([note["pid"] for note in ranks_up(tmp_path)], 2)
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(start, tmp_path):
+    result, _ = start("wait", "wait", lambda notes: os.kill(notes[0]["parent"], signal.SIGKILL))
+    assert result.code == LaunchError.exit_code
+    assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
+
+
+def test_no_process_outlives_the_command_that_is_killed(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    script = f"""
+from pathlib import Path
+from sft_play.launch.accelerate import launch_command, run_launcher
+from sft_play.runlog import RunDir
+words = [{str(tmp_path / "rank.py")!r}, "wait", "wait", {str(tmp_path)!r}]
+run_launcher(launch_command(words, engine="ddp", device="cpu", processes=2), RunDir(Path({str(tmp_path)!r})), processes=2)
+"""
+    command = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        notes = ranks_up(tmp_path)
+        family = [command.pid, notes[0]["parent"], *(note["pid"] for note in notes)]
+        command.kill()
+        command.wait()
+        assert gone(family)
+    finally:
+        command.kill()
+
+
+def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(start, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text((CONFIGS / "ddp_cpu.yaml").read_text().replace("MULTI_GPU", "MULTI_CPU").replace("# ", "#"))
+    result, _ = start("end", "end", config=own)
+    assert result.code == ConfigError.exit_code
+    assert "2 processes were asked for, but the launcher started 1" in result.message
+
+
+LISTENERS = """
+import json, os, psutil, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from accelerate import PartialState
+
+state = PartialState(cpu=True)
+total = torch.ones(1)
+dist.all_reduce(total)
+pids = [os.getpid(), os.getppid()]
+found = [list(c.laddr) for pid in pids for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+note = {"world": state.num_processes, "sum": total.item(), "listening": found}
+Path(sys.argv[1], f"rank{state.process_index}").write_text(json.dumps(note))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_process_group_of_one_machine_listens_on_loopback_only(tmp_path):
+    (tmp_path / "listeners.py").write_text(LISTENERS)
+    command = launch_command([str(tmp_path / "listeners.py"), str(tmp_path)], engine="ddp", device="cpu", processes=2, cores=2)
+    assert run_launcher(command, RunDir(tmp_path), processes=2, timeout_s=90).code == 0
+    for note in ranks_up(tmp_path):
+        assert (note["world"], note["sum"]) == (2, 2.0)
+        assert len(note["listening"]) >= 2  # the store and gloo
+        assert {address for address, _ in note["listening"]} == {LOOPBACK}
+
+
+def test_accelerate_reads_every_shipped_config_as_it_is_meant():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    for path in CONFIGS.glob("*.yaml"):
+        config = load_config_from_file(str(path))
+        kind = "DEEPSPEED" if "zero2" in path.stem else "MULTI_GPU" if "ddp" in path.stem else "NO"
+        assert str(config.distributed_type).rpartition(".")[2] == kind, path
+        assert config.use_cpu == ("cpu" in path.stem)
+
+
+def test_tensorboard_serves_loopback_and_ends_with_the_training(tmp_path, capsys):
+    with tensorboard.while_training(tmp_path):
+        server = tensorboard.running(tmp_path)
+        assert tensorboard.start(tmp_path) == server  # the one that runs is found again
+        listening = [
+            connection.laddr.ip
+            for process in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert set(listening) == {LOOPBACK}
+    assert tensorboard.running(tmp_path) is None and gone([server.pid])
+    assert "ssh -L" in capsys.readouterr().out
+
+
+def test_a_pid_file_that_names_another_process_stops_nobody(tmp_path):
+    me = psutil.Process()
+    record = {"pid": me.pid, "started": me.create_time(), "port": 6006}
+    tensorboard.pid_file(tmp_path).write_text(json.dumps(record))
+    assert tensorboard.running(tmp_path) is None and tensorboard.stop(tmp_path) is False
+    assert not tensorboard.pid_file(tmp_path).exists()
