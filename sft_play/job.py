@@ -13,7 +13,7 @@ from sft_play.data.packing import pack
 from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError
 from sft_play.hardware import Machine, detect
-from sft_play.runlog import RunDir, open_run
+from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
 from sft_play.sizing.planner import Device, Plan, draft_plans
 from sft_play.sizing.search import choose_plan
 
@@ -106,7 +106,13 @@ def _check_vocabulary(model_config: "PretrainedConfig", data: PreparedData) -> N
         )
 
 
-def write_job(job: Job) -> None:
-    """Puts the resolved config and the plan into the run directory."""
+def begin_run(job: Job) -> None:
+    """Claims the run directory: moves an earlier run of the name aside and writes the config and the plan of this one.
+
+    Called on the main rank, right before the first step: whatever fails earlier leaves the earlier run as it is.
+    """
+    earlier = set_aside_earlier_run(job.run) if job.config.train.resume == "never" else None
+    if earlier:
+        console().print(f"  [dim]an earlier run of this name was moved to {earlier}[/]")
     job.run.config.write_text(dump_resolved(job.resolved), encoding="utf-8")
     job.run.write_json(job.run.plan, job.plan.to_json())

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -65,6 +66,11 @@ class RunDir:
     def plan(self) -> Path:
         """The plan that the run was started with."""
         return self.path / "plan.json"
+
+    @property
+    def next_plan(self) -> Path:
+        """The plan on its way to the ranks: until they train, plan.json is the earlier run's."""
+        return self.path / ".plan.json"
 
     @property
     def config(self) -> Path:
@@ -154,10 +160,12 @@ def hold_run(run: RunDir) -> Iterator[None]:
 def set_aside_earlier_run(run: RunDir) -> Path | None:
     """Moves the results of an earlier run of the same name to `<name>.<time it ended>`; returns where, None if there were none.
 
-    The lock file stays, since this process holds it.
+    What this process and its launcher have open stays: lock, launcher files, and the logs, whose lines go along.
     """
-    earlier = [path for path in run.path.iterdir() if path.name not in {".lock", "log.txt"}]
-    if not any(path.name in {"summary.json", "checkpoints", "metrics.jsonl"} for path in earlier):
+    logs = list(run.path.glob("log*.txt"))
+    stay = {*logs, run.path / "launcher.log", run.path / "ranks"}
+    earlier = [path for path in run.path.iterdir() if path not in stay and not path.name.startswith(".")]
+    if not (run.summary.exists() or run.metrics.exists() or any(run.checkpoints.glob("*"))):
         return None
     ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(path.stat().st_mtime for path in earlier)))
     target = run.path.with_name(f"{run.path.name}.{ended}")
@@ -166,8 +174,11 @@ def set_aside_earlier_run(run: RunDir) -> Path | None:
         count += 1
         target = run.path.with_name(f"{run.path.name}.{ended}-{count}")
     target.mkdir()
-    for path in earlier + [path for path in (run.path / "log.txt",) if path.exists()]:
+    for path in earlier:
         path.rename(target / path.name)
+    for log in logs:  # open for appending, here and in other ranks
+        shutil.copy2(log, target / log.name)
+        os.truncate(log, 0)
     return target
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from sft_play.config.load import ResolvedConfig
 from sft_play.hardware import detect
-from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size, write_job
+from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size
 from sft_play.report.tables import closing_screen
-from sft_play.runlog import console, hold_run, open_run, quiet_libraries, read_json, set_aside_earlier_run, update_summary
+from sft_play.runlog import console, hold_run, open_run, quiet_libraries, read_json, update_summary
 
 CPU_PROCESSES = 2  # what the distributed targets start on a machine without a GPU
 
@@ -28,17 +28,14 @@ def train_command(path: str, overrides: list[str], *, processes: int, engine: st
         resume: go on from the newest checkpoint.
     """
     extra = ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
-    resolved = load_job_config(path, [*overrides, *extra])
+    overrides = [*overrides, *extra]
+    resolved = load_job_config(path, overrides)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
-    with hold_run(run):
-        earlier = set_aside_earlier_run(run) if resolved.config.train.resume == "never" else None
-        with quiet_libraries(run.log):
-            if earlier:
-                console().print(f"[dim]an earlier run of this name was moved to {earlier}[/]")
-            job = open_job(resolved, processes or default_processes())
-            summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job)
-            comparison = compare(job)
-            console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
+    with hold_run(run), quiet_libraries(run.log):
+        job = open_job(resolved, processes or default_processes())
+        summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides])
+        comparison = compare(job)
+        console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
     return 0
 
 
@@ -48,7 +45,7 @@ def default_processes() -> int:
 
 
 def open_job(resolved: ResolvedConfig, processes: int) -> Job:
-    """Data and plan, shown as they are made and written into the run directory."""
+    """Data and plan, shown as they are made."""
     from sft_play.data import show
 
     console().print(f"[bold]{resolved.config.output.name}[/]  {resolved.path}")
@@ -56,7 +53,6 @@ def open_job(resolved: ResolvedConfig, processes: int) -> Job:
     console().print(show.table(job.data))
     for reason in job.plan.why:
         console().print(f"  - {reason}")
-    write_job(job)
     return job
 
 
@@ -67,19 +63,24 @@ def train_here(job: Job) -> dict[str, Any]:
     return train(job)
 
 
-def train_on_many(job: Job) -> dict[str, Any]:
+def train_on_many(job: Job, words: list[str]) -> dict[str, Any]:
     """Several processes, through `accelerate launch`; the ranks find the plan that was made here.
+
+    Args:
+        job: what they train.
+        words: config file and overrides, as given.
 
     Raises:
         SftPlayError: a rank failed; carries that rank's exit code.
     """
     from sft_play.launch.accelerate import launch
 
+    job.run.write_json(job.run.next_plan, job.plan.to_json())
     launch(
         job.plan,
-        script=["scripts/train_distributed.py", "--config", str(job.run.config)],
+        script=["scripts/train_distributed.py", "--config", *words],
         run=job.run,
-        environment={PLAN_VARIABLE: str(job.run.plan.absolute())},
+        environment={PLAN_VARIABLE: str(job.run.next_plan.absolute())},
     )
     return read_json(job.run.summary)
 
@@ -122,8 +123,6 @@ def run_rank(path: str, overrides: list[str]) -> None:
     alone = PLAN_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0"  # nobody above us speaks for this run
     with hold_run(run) if alone else nullcontext(), quiet_libraries(run.log):
         job = prepare_job(resolved, processes=world_size(), progress=False)
-        if alone:
-            write_job(job)
         summary = train_here(job)
         if alone:
             console().print(closing_screen(summary, None, places(job), next_commands(job)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -31,22 +32,22 @@ if TYPE_CHECKING:
 LEARNED_STYLE, GIVEN_STYLE = "bold green", "dim"
 
 
-def table(prepared: PreparedData) -> Table:
+def table(prepared: PreparedData) -> Group:
     """The counts of each split, with what was dropped and why; warnings below."""
     stats = prepared.stats
     splits = [split for split in SPLITS if stats[split]]
-    lines = [f"chat template: {stats['chat_template']}; max_seq_len {prepared.max_seq_len:,}; in {prepared.cache_path}"]
-    caption = Text("\n".join(lines))
+    notes = Text(f"  chat template: {stats['chat_template']}; max_seq_len {prepared.max_seq_len:,}\n")
+    notes.append(f"  kept in {prepared.cache_path}")
     for warning in stats["warnings"]:
-        caption.append(f"\nwarning: {warning}", style="yellow")
-    shown = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", caption_style="")
+        notes.append(f"\n  warning: {warning}", style="yellow")
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False)
     shown.add_column("data")
     for split in splits:
         shown.add_column(split, justify="right")
     columns = [_counts(stats[split]) for split in splits]
     for name in columns[0]:
         shown.add_row(name, *(column[name] for column in columns))
-    return shown
+    return Group(shown, notes)
 
 
 def _counts(split: dict[str, Any]) -> dict[str, str]:

@@ -30,9 +30,8 @@ class Reporter(TrainerCallback):
     def __init__(self, plan: Plan, rows: TrainingRows, run: RunDir) -> None:
         self.plan, self.rows, self.run = plan, rows, run
         self.training_seconds = 0.0
-        self.evaluations: dict[int, dict[str, float]] = {}  # by step
         self._step_began = self._window_seconds = 0.0
-        self._window_start = 0
+        self._window_start = self._began_at = 0
         self._first_step: int | None = None
         self._timed_tokens = 0
         self._progress = Progress(
@@ -57,7 +56,7 @@ class Reporter(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the bar where the run goes on."""
-        self._window_start = state.global_step
+        self._window_start = self._began_at = state.global_step
         self._task = self._progress.add_task("train", total=state.max_steps, completed=state.global_step)
         if is_main_rank() and console().is_terminal:
             self._progress.start()
@@ -111,7 +110,6 @@ class Reporter(TrainerCallback):
         """One record of evaluation."""
         metrics = metrics or {}
         scores = {"loss": metrics["eval_loss"], "token_accuracy": metrics["eval_token_accuracy"]}
-        self.evaluations[state.global_step] = scores
         if is_main_rank():
             append_metrics(self.run, {"step": state.global_step, **{f"eval/{name}": value for name, value in scores.items()}})
         self._print(
@@ -119,10 +117,15 @@ class Reporter(TrainerCallback):
             f"next-token accuracy {scores['token_accuracy']:.1%}"
         )
 
+    def end_bar(self) -> None:
+        """Takes the bar off the screen, which also gives the cursor back."""
+        if self._progress.live.is_started:
+            self._progress.stop()
+
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ends the bar."""
-        self._progress.stop()
-        self._print(f"  trained {state.global_step} steps in {format_duration(self.training_seconds)}")
+        self.end_bar()
+        self._print(f"  trained {state.global_step - self._began_at} steps in {format_duration(self.training_seconds)}")
 
 
 class EvaluateAtEnd(TrainerCallback):

@@ -1,6 +1,6 @@
 """THE main path: `train(job)` reads like what it does.
 
-data -> model -> trainer -> verify -> run -> save -> summary
+data -> model -> trainer -> verify -> begin -> steps -> save -> summary
 """
 
 import os
@@ -14,9 +14,9 @@ from trl import SFTTrainer
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, Interrupted
-from sft_play.job import Job
+from sft_play.job import Job, begin_run
 from sft_play.model import build_model
-from sft_play.runlog import console, is_main_rank, update_summary
+from sft_play.runlog import RunDir, console, is_main_rank, read_metrics, update_summary
 from sft_play.scoring import TokenScore, score_batch
 from sft_play.sizing.planner import Plan
 from sft_play.train.arguments import eval_batch_rows, sft_config
@@ -48,7 +48,12 @@ def train(job: Job) -> dict[str, Any]:
     reporter = Reporter(plan, rows, job.run)
     trainer = make_trainer(job, model, rows, reporter)
     verify(trainer, plan)
-    stopped = run_steps(trainer, job)
+    if is_main_rank():
+        begin_run(job)
+    try:
+        stopped = run_steps(trainer, job)
+    finally:
+        reporter.end_bar()
     save(trainer, job, stopped)
     return summarise(trainer, job, rows, reporter, stopped)
 
@@ -171,6 +176,15 @@ def best_step(state: TrainerState) -> int:
     return kept if kept is not None else state.global_step
 
 
+def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
+    """Step -> {"loss", "token_accuracy"} of the validation rows, from metrics.jsonl."""
+    return {
+        record["step"]: {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/")}
+        for record in read_metrics(run)
+        if "eval/loss" in record
+    }
+
+
 def summarise(trainer: SFTTrainer, job: Job, rows: TrainingRows, reporter: Reporter, stopped: bool) -> dict[str, Any]:
     """Writes summary.json on the main rank.
 
@@ -179,6 +193,7 @@ def summarise(trainer: SFTTrainer, job: Job, rows: TrainingRows, reporter: Repor
     """
     plan, state = job.plan, trainer.state
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    evaluations = evaluations_by_step(job.run)  # also those from before an interruption
     peak = torch.tensor(peak_memory_bytes(plan.device), device=trainer.args.device)
     summary = {
         "status": "interrupted" if stopped else "done",
@@ -194,7 +209,7 @@ def summarise(trainer: SFTTrainer, job: Job, rows: TrainingRows, reporter: Repor
         "predicted_peak_bytes": plan.memory.peak_bytes if plan.memory else None,
         "measured_peak_bytes": int(trainer.accelerator.gather(peak[None]).max()),
         "train_loss": losses[-1] if losses else None,
-        "eval": {"before": reporter.evaluations.get(0), "after": reporter.evaluations.get(best_step(state))},
+        "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
         "best_checkpoint": state.best_model_checkpoint,
     }
     if is_main_rank():

@@ -77,3 +77,17 @@ def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
     log = (tmp_path / "log.txt").read_text()
     for text in ("library print", "library stderr", "from C"):
         assert text in log
+
+
+def test_what_a_run_that_failed_early_left_is_not_set_aside_and_open_files_stay(tmp_path):
+    run = open_run(str(tmp_path), "one")
+    run.checkpoints.mkdir()
+    run.log.write_text("failed early")
+    assert set_aside_earlier_run(run) is None
+    update_summary(run, status="done")
+    (run.path / "launcher.log").write_text("launching")
+    with run.log.open("a") as log:
+        aside = set_aside_earlier_run(run)
+        log.write("new line")
+    assert (aside / "log.txt").read_text() == "failed early"
+    assert run.log.read_text() == "new line" and (run.path / "launcher.log").exists()
