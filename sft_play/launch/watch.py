@@ -15,7 +15,8 @@ from sft_play.launch.ranks import SAVED, read_rank_exits
 from sft_play.runlog import RunDir
 
 POLL_S = 0.25
-FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to reportKILL_TIMEOUT_S = 5.0
+FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to report
+KILL_TIMEOUT_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
