@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 from sft_play import demo
 from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.packing import pack
 from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError
-from sft_play.hardware import Machine, detect
+from sft_play.hardware import detect
 from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
-from sft_play.sizing.planner import Device, Plan, draft_plans
-from sft_play.sizing.search import choose_plan
+from sft_play.sizing.planner import Plan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -56,22 +54,10 @@ def world_size() -> int:
     return int(text)
 
 
-def training_device(machine: Machine) -> Device:
-    """What the planner needs to know of the devices; the least able one decides."""
-    if not machine.gpus:
-        return Device(kind="cpu", name="the CPU", bf16=True, free_bytes=machine.ram_free_bytes)
-    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
-    return Device(
-        kind="cuda",
-        name=machine.gpus[0].name,
-        bf16=all(bool(gpu.bf16) for gpu in machine.gpus),
-        free_bytes=min(free) if free else None,
-    )
-
-
 def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = True) -> Job:
     """Tokenises the data (or finds it in the cache) and makes the plan for so many processes."""
-    from sft_play.model import choose_attention, load_model_config, load_tokenizer, position_limit
+    from sft_play.model import load_model_config, load_tokenizer, position_limit
+    from sft_play.planning import DataFacts, plan_run
 
     config = resolved.config
     model_config = load_model_config(config.model)
@@ -83,17 +69,7 @@ def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = Tr
     if handed_over:
         plan = Plan.from_json(json.loads(Path(handed_over).read_text(encoding="utf-8")))
     else:
-        device = training_device(detect())
-        lengths = list(data.train["length"])
-        drafts = draft_plans(
-            config,
-            device=device,
-            world_size=processes,
-            rows=len(pack(lengths, data.max_seq_len)) if config.train.packing else len(lengths),
-            max_seq_len=data.max_seq_len,
-            attention=choose_attention(config.model.attention, model_config, device.kind),
-        )
-        plan = choose_plan(config, drafts, None, None)
+        plan = plan_run(config, model_config, DataFacts.of(data, config), detect(), processes)
     return Job(resolved, run, tokenizer, data, plan)
 
 

@@ -17,11 +17,12 @@ FLOORS = {
     "launch": 4, "check": 4,
     "attention": 5, "scoring": 5, "demo": 5, "answers": 5, "weights": 5,
     "model": 6,
-    "generation": 7, "job": 7, "sizing": 7,
-    "train": 8,
-    "evaluate": 9, "infer": 9, "merge": 9,
-    "training": 10,
-    "commands": 11, "cli": 12, "__main__": 13,
+    "generation": 7, "sizing": 7,
+    "planning": 8, "job": 9,
+    "train": 10,
+    "evaluate": 11, "infer": 11, "merge": 11,
+    "training": 12,
+    "commands": 13, "cli": 14, "__main__": 15,
 }  # fmt: skip
 TORCH_LINE = 5  # modules below this floor must not import these
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "datasets"}

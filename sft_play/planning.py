@@ -1,0 +1,151 @@
+"""The plan of a run: what the data, the model and the machine say, brought together for the search."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.packing import pack
+from sft_play.data.prepare import PreparedData
+from sft_play.errors import ConfigError, DataError, DoesNotFitError
+from sft_play.hardware import Machine
+from sft_play.model import choose_attention, position_limit
+from sft_play.sizing import memory
+from sft_play.sizing.estimator import clock, estimator
+from sft_play.sizing.planner import Device, Plan, draft_plans
+from sft_play.sizing.search import choose_plan
+from sft_play.sizing.throughput import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
+from sft_play.sizing.trace import UntraceableModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+UNSEEN_SEQ_LEN = 2048  # a plan without data is made for rows of this length, unless model.max_seq_len says another
+UNSEEN_ROWS = 10_000
+SCALES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a plan needs to know of the training rows."""
+
+    rows: int  # packed sequences when train.packing
+    max_seq_len: int
+    mean_tokens: float
+    supervised_share: float  # in the row that has the largest
+    seen: bool = True
+
+    @classmethod
+    def of(cls, data: PreparedData, config: RunConfig) -> "DataFacts":
+        """Measured on the tokenised rows."""
+        lengths = list(data.train["length"])
+        rows = len(pack(lengths, data.max_seq_len)) if config.train.packing else len(lengths)
+        most = max(sum(label != -100 for label in labels) for labels in data.train["labels"])
+        return cls(rows, data.max_seq_len, float(np.mean(lengths)), min(1.0, most / data.max_seq_len))
+
+    @classmethod
+    def unseen(cls, config: RunConfig, model_config: "PretrainedConfig") -> "DataFacts":
+        """Assumed where there is no data yet: full rows, every token supervised."""
+        asked = config.model.max_seq_len
+        length = min(UNSEEN_SEQ_LEN, position_limit(model_config) or UNSEEN_SEQ_LEN) if asked == "auto" else asked
+        return cls(UNSEEN_ROWS, length, length, 1.0, seen=False)
+
+
+def training_device(machine: Machine) -> Device:
+    """What the planner needs to know of the devices; the least able one decides."""
+    if not machine.gpus:
+        return Device(kind="cpu", name="the CPU", bf16=True, free_bytes=machine.ram_free_bytes)
+    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+    return Device(
+        kind="cuda",
+        name=machine.gpus[0].name,
+        bf16=all(bool(gpu.bf16) for gpu in machine.gpus),
+        free_bytes=min(free) if free else None,
+    )
+
+
+def device_speed(machine: Machine, processes: int) -> Speed:
+    """Data-sheet speed of the slowest GPU, or an assumption for a share of the CPU."""
+    if not machine.gpus:
+        share = (machine.host.cpu_cores or 1) / processes
+        return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
+    flops = [gpu.tflops for gpu in machine.gpus]
+    bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
+    if None in flops or None in bandwidths:
+        return Speed(flops=None, bandwidth=None)
+    return Speed(flops=1e12 * min(f for f in flops if f), bandwidth=1e9 * min(b for b in bandwidths if b))
+
+
+def memory_device(machine: Machine, processes: int) -> memory.DeviceBudget | None:
+    """The budget of each process; None if the free memory is not known."""
+    device = training_device(machine)
+    if device.free_bytes is None:
+        return None
+    if device.kind == "cpu":
+        return memory.device_budget("cpu", device.free_bytes // processes)
+    capability = machine.gpus[0].compute_capability
+    return memory.device_budget("cuda", device.free_bytes, world_size=processes, compute_capability=capability)
+
+
+def plan_run(config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine, processes: int) -> Plan:
+    """The fastest plan that fits.
+
+    Raises:
+        ConfigError: what is asked for contradicts itself or the machine.
+        DoesNotFitError: nothing fits.
+    """
+    device = training_device(machine)
+    drafts = draft_plans(
+        config,
+        device=device,
+        world_size=processes,
+        rows=facts.rows,
+        max_seq_len=facts.max_seq_len,
+        attention=choose_attention(config.model.attention, model_config, device.kind),
+    )
+    budget = memory_device(machine, processes)
+    notes: list[str] = []
+    if not facts.seen:
+        notes.append(f"no training rows at hand: planned for rows of {facts.max_seq_len} tokens, all of them supervised")
+    if budget and budget.assumed:
+        notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
+    if budget is None:
+        plan = choose_plan(config, drafts, None, None)
+        return replace(plan, why=(*plan.why, f"free memory of {device.name} is not known", *notes))
+    time = clock(model_config, device_speed(machine, processes), facts.mean_tokens)
+    try:
+        plan = choose_plan(config, drafts, estimator(model_config, budget, facts.supervised_share), time)
+    except UntraceableModel as error:
+        plan = choose_plan(config, drafts, None, None)
+        notes.insert(0, str(error).splitlines()[0])
+    return replace(plan, why=(*plan.why, *notes))
+
+
+def scaling(config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine) -> list[dict[str, Any]]:
+    """The plan on 1, 2, 4 and 8 processes of this machine's kind; `problem` where there is none."""
+    rows: list[dict[str, Any]] = []
+    base: float | None = None
+    for world in SCALES:
+        speed = device_speed(machine, world if not machine.gpus else 1)
+        try:
+            plan = plan_run(config, model_config, facts, machine, world)
+        except (ConfigError, DataError, DoesNotFitError) as error:
+            rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
+            continue
+        seconds = clock(model_config, speed, facts.mean_tokens)(config, plan)
+        per_sequence = seconds / plan.effective_batch_size if seconds else None
+        base = base or per_sequence
+        rows.append(
+            {
+                "world_size": world,
+                "micro_batch_size": plan.micro_batch_size,
+                "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+                "effective_batch_size": plan.effective_batch_size,
+                "steps_per_epoch": plan.steps_per_epoch,
+                "learning_rate": plan.learning_rate,
+                "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
+                "speed_up": base / per_sequence if base and per_sequence else None,
+            }
+        )
+    return rows
