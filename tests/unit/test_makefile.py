@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,23 @@ def test_the_lock_names_one_exact_version_of_everything_that_is_needed():
 
 def test_torch_has_the_same_version_in_the_makefile_and_the_lock():
     assert f"torch{lock()['torch'][0].specifier}" in TEXT
+
+
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_thin_and_explain_themselves(path):
+    assert len(path.read_text().splitlines()) < 30
+    done = subprocess.run([sys.executable, str(path), "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--config" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "rest"),
+    [([], "0", ""), (["2"], "2", ""), (["2", "a.b=c d"], "2", " a.b=c d"), (["a.b=c"], "0", " a.b=c")],
+)
+def test_the_shell_script_is_the_make_target(words, processes, rest):
+    script = [str(ROOT / "scripts" / "train_multi_gpu.sh"), *words]
+    done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "PYTHON": "echo", "CONFIG": "x.yaml"})
+    assert done.stdout == f"-m sft_play train --config x.yaml --processes {processes}{rest}\n"
