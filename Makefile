@@ -146,7 +146,7 @@ merge: $(READY) ## Add the adapter into its base; DTYPE=bfloat16 OUT=folder
 
 .PHONY: merge-test
 merge-test: $(READY) ## Compare the merged model with the adapter model
-	$(SFT) merge-test $(WITH_CONFIG)
+	$(SFT) merge-test $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
 
 .PHONY: report
 report: $(READY) ## Write report.html of a run
