@@ -139,6 +139,7 @@ def run_steps(trainer: SFTTrainer, job: Job) -> bool:
         console().print(f"  [yellow]{line}[/]")
     if checkpoint:
         console().print(f"  going on from {checkpoint}")
+        trainer.args.eval_on_start = False  # it was done then; once more would count against early stopping's patience
     stop = StopOnSignal(job.plan.world_size, trainer.args.device)
     trainer.add_callback(stop)
     try:

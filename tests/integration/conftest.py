@@ -1,0 +1,26 @@
+"""One finished run for all that comes after training."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from sft_play.runlog import RunDir
+from tests.integration.cli import Done, finish, make_workspace, start
+
+
+class Finished(NamedTuple):
+    config: Path
+    run: RunDir
+    done: Done
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_model, tmp_path_factory) -> Finished:
+    """`python -m sft_play train`, as a person runs it: LoRA, one process."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = make_workspace(folder, tiny_model)
+    cache = str(tmp_path_factory.getbasetemp() / "cache")
+    done = finish(start("train", "--config", config, SFT_PLAY_CACHE=cache))
+    assert done.code == 0, done.err
+    return Finished(config, RunDir(folder / "runs" / "one"), done)

@@ -1,0 +1,233 @@
+"""Every command from end to end on a tiny model: what it leaves, what it prints, and that interruptions cost nothing."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from sft_play.config.load import load_config
+from sft_play.runlog import RunDir, read_json, read_metrics
+from tests.integration.cli import finish, make_workspace, sft, snapshot, start, write_rows
+
+pytestmark = pytest.mark.integration
+
+SUMMARY_KEYS = {
+    "status", "world_size", "effective_batch_size", "micro_batch_size", "gradient_accumulation_steps", "optimizer_steps",
+    "supervised_tokens", "tokens_per_second", "predicted_peak_bytes", "measured_peak_bytes", "train_loss", "eval",
+}  # fmt: skip
+PLAN_KEYS = {
+    "micro_batch_size", "gradient_accumulation_steps", "effective_batch_size", "world_size", "packing",
+    "gradient_checkpointing", "mixed_precision", "learning_rate", "steps_per_epoch", "total_steps",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def workspace(tmp_path, tiny_model):
+    """A config of its own; returns the file and the run directory that it leads to."""
+    return make_workspace(tmp_path / "work", tiny_model), RunDir(tmp_path / "work" / "runs" / "one")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_config_plan_numbers_and_weights(finished):
+    run = finished.run
+    assert set(read_json(run.plan)) == {"plan", "memory", "why", "alternatives"}
+    assert set(read_json(run.plan)["plan"]) >= PLAN_KEYS
+    assert load_config(run.config).config == load_config(finished.config).config
+    assert (
+        f"train_path: {json.dumps(str(finished.config.parent / 'train.jsonl'))}  # {finished.config}" in run.config.read_text()
+    )
+    assert load_file(run.adapter / "adapter_model.safetensors") and (run.adapter / "tokenizer.json").is_file()
+    assert list(run.checkpoints.glob("checkpoint-8")) and list(run.tensorboard.glob("events.*"))
+
+
+def test_the_summary_says_what_was_trained(finished):
+    summary = read_json(finished.run.summary)
+    assert set(summary) >= SUMMARY_KEYS
+    assert summary["status"] == "done" and summary["optimizer_steps"] == 8
+    cut = [summary[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
+    assert cut == [4, 2, 1] and summary["effective_batch_size"] == 8
+    assert summary["tokens_per_second"] > 0 and summary["measured_peak_bytes"] > 2**26
+    before, after = summary["eval"]["before"], summary["eval"]["after"]
+    assert after["loss"] < before["loss"] and {"token_accuracy", "exact_match"} <= set(after)
+
+
+def test_metrics_have_a_line_for_each_logging_step_with_keys_of_group_and_unit(finished):
+    lines = [json.loads(line) for line in finished.run.metrics.read_text().splitlines()]
+    assert all(re.fullmatch(r"step|[a-z]+/[a-z_]+", key) for line in lines for key in line)
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 9))
+    evaluated = [line["step"] for line in lines if "eval/loss" in line]
+    assert evaluated[0] == 0 and evaluated[-1] == 8
+
+
+def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_log(finished):
+    out, log = finished.done.out, finished.run.log.read_text()
+    for text in (
+        "Distributed type: NO", "Number of processes: 1", "Mixed precision: no", "Process 0 using device: cpu (CPU)",
+        "Effective batch: 8 sequences = 4 x 2 x 1", "step 8/8  loss", "done: trained for", "held-out rows", "exact match",
+        f"make infer CONFIG={finished.config}", str(finished.run.adapter),
+    ):  # fmt: skip
+        assert text.replace(" ", "") in re.sub(r"\s", "", out), text
+    assert not re.search(r"Warning|WARNING|it/s|s/it|Loading|Writing|Setting accelerator|kernels", out)
+    assert finished.done.err == ""
+    assert "Loading weights" in log and "step 8/8" not in log
+
+
+def test_training_again_moves_the_earlier_run_aside_whole(finished, workspace):
+    config, run = workspace
+    shutil.copytree(finished.run.path, run.path)
+    before = snapshot(run.path)
+    done = sft("train", "--config", config, "train.max_steps=2", "eval.generate=false")
+    assert done.code == 0, done.err
+    (aside,) = (folder for folder in run.path.parent.iterdir() if folder != run.path)
+    assert snapshot(aside) == before and aside.name in done.out.replace("\n", "")
+    assert read_json(run.summary)["optimizer_steps"] == 2
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_every_mode_learns(workspace, mode, packing):
+    config, run = workspace
+    batch = ["model.max_seq_len=32", "train.batch_size=32", "train.effective_batch_size=64"] if packing else []
+    done = sft("train", "--config", config, f"tuning.mode={mode}", f"train.packing={packing}".lower(), *batch)
+    assert done.code == 0, done.err
+    summary = read_json(run.summary)
+    assert summary["packing"] is packing and summary["eval"]["after"]["loss"] < summary["eval"]["before"]["loss"] - 0.02
+    weights = run.model / "model.safetensors" if mode == "full" else run.adapter / "adapter_model.safetensors"
+    assert load_file(weights)
+
+
+# --- interruption -----------------------------------------------------------------------------------------------------
+
+
+def signal_at_step(run, step, pid, number, timeout_s=60):
+    """Waits for the metrics of a step and sends a signal to who is training."""
+    deadline = time.monotonic() + timeout_s
+    while max((line["step"] for line in read_metrics(run)), default=0) < step and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pid, number)
+
+
+def assert_interrupted(done, run, step):
+    assert done.code == 75, done.err
+    assert "make resume" in done.err and "Traceback" not in done.err + done.out
+    summary = read_json(run.summary)
+    assert summary["status"] == "interrupted" and step <= summary["optimizer_steps"] < 30
+    assert (run.checkpoints / f"checkpoint-{summary['optimizer_steps']}").is_dir() and not run.adapter.exists()
+
+
+def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
+    """By SIGTERM, then by Ctrl-C; the rest is trained at one go. Numbers and weights are the same to the last bit."""
+    config, run = workspace
+    long = ["train.max_steps=30", "train.batch_size=1", "train.effective_batch_size=8", "eval.generate=false"]
+    process = start("train", "--config", config, *long)
+    signal_at_step(run, 4, process.pid, signal.SIGTERM)
+    assert_interrupted(finish(process), run, 4)
+    threading.Thread(target=signal_at_step, args=(run, 12, os.getpid(), signal.SIGINT), daemon=True).start()
+    assert_interrupted(sft("train", "--config", config, *long, "--resume"), run, 12)
+    done = sft("train", "--config", config, *long, "--resume")
+    assert done.code == 0 and f"going on from {run.checkpoints}/checkpoint-" in done.out.replace("\n", ""), done.err
+    assert sft("train", "--config", config, *long, "output.name=whole").code == 0
+    whole = RunDir(run.path.with_name("whole"))
+    numbers = [[(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in read_metrics(one)] for one in (run, whole)]
+    assert sorted(map(str, numbers[0])) == sorted(map(str, numbers[1])) and len(numbers[1]) > 30
+    ours, theirs = (load_file(one.adapter / "adapter_model.safetensors") for one in (run, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ended = [read_json(one.summary) for one in (run, whole)]
+    for key in ("status", "optimizer_steps", "supervised_tokens", "train_loss", "eval"):
+        assert ended[0][key] == ended[1][key], key
+
+
+# --- after training ---------------------------------------------------------------------------------------------------
+
+
+def test_eval_gives_the_loss_that_training_ended_with(finished):
+    done = sft("eval", "--config", finished.config, "--split", "val", "--limit", "3", "--json")
+    assert done.code == 0, done.err
+    summary = read_json(finished.run.summary)
+    assert done.json["loss"] == pytest.approx(summary["eval"]["after"]["loss"], rel=1e-5)
+    assert done.json["answered_rows"] == 3 and done.json["rows"] == 7
+    assert sft("eval", "--config", finished.config, "--limit", "3").out.count("token accuracy") == 1
+
+
+def test_infer_answers_every_row_of_a_file(finished, tmp_path):
+    asked = write_rows(tmp_path / "in.jsonl", [{"question": "w1 w2"}, {"messages": [{"role": "user", "content": "w3"}]}])
+    done = sft("infer", "--config", finished.config, "--input", asked, "--output", tmp_path / "out.jsonl", "--json")
+    assert done.code == 0, done.err
+    assert done.json["answered"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in rows] == [1, 2] and all(isinstance(row["generated"], str) for row in rows)
+    assert rows[0]["question"] == "w1 w2" and rows[1]["messages"]
+
+
+def test_the_merged_model_has_the_logits_of_the_adapter(finished, tmp_path):
+    merged = sft("merge", "--config", finished.config, "--output", tmp_path / "merged", "--json")
+    assert merged.code == 0, merged.err
+    assert isinstance(merged.json, dict) and (tmp_path / "merged" / "model.safetensors").is_file()
+    tested = sft("merge-test", "--config", finished.config, "--output", tmp_path / "merged", "--json")
+    assert tested.code == 0 and tested.json["passed"] is True, tested.err
+
+
+# --- one object on standard output ------------------------------------------------------------------------------------
+
+
+def test_prepare_prints_what_was_counted(finished):
+    assert sft("prepare", "--config", finished.config, "--json").json["train"]["rows"] == 40
+    shown = sft("prepare", "--config", finished.config, "--show", "1")
+    assert shown.code == 0 and "supervised" in shown.out and "<eos>+}" in shown.out  # the end of a turn is learned
+
+
+def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
+    before = snapshot(finished.run.path)
+    tree = sft("plan", "--config", finished.config, "--gpus", "2", "--json").json
+    assert set(tree) == {"plan", "memory", "why", "alternatives"} and set(tree["plan"]) >= PLAN_KEYS
+    assert tree["plan"]["world_size"] == 2 and tree["plan"]["effective_batch_size"] == 8
+    assert snapshot(finished.run.path) == before
+
+
+def test_check_prints_its_findings(finished):
+    done = sft("check", "--config", finished.config, "--json")
+    assert done.json["exit_code"] == done.code and {f["topic"] for f in done.json["findings"]} >= {"config", "data", "model"}
+
+
+def test_the_schema_and_the_machine_are_json_too():
+    assert "properties" in sft("config-schema").json
+    assert "gpus" in sft("gpu-info", "--json").json
+    assert isinstance(sft("memory-check", "--json").json, dict)
+
+
+def test_the_three_steps_of_the_data_can_be_looked_at(workspace):
+    config, run = workspace
+    for command in (["process"], ["style", "--style", "w5 w6"], ["render"]):
+        done = sft(*command, "--config", config)
+        assert done.code == 0, done.err
+    rendered = (run.path / "data" / "rendered.jsonl").read_text().splitlines()
+    assert len(rendered) == 40 and "w5 w6" in rendered[0]
+
+
+def test_a_resolved_config_trains_the_same_run_again(finished, tmp_path):
+    """Also from within the run directory that is set aside."""
+    folder = tmp_path / "runs" / "one"
+    shutil.copytree(finished.run.path, folder)
+    done = sft("train", "--config", folder / "config.resolved.yaml", f"output.dir={tmp_path / 'runs'}", "eval.generate=false")
+    assert done.code == 0, done.err
+    assert yaml.safe_load((folder / "config.resolved.yaml").read_text())["eval"]["generate"] is False
+    ours, theirs = ([r.get("train/loss") for r in read_metrics(run)] for run in (RunDir(folder), finished.run))
+    assert ours == theirs
