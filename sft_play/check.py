@@ -16,6 +16,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.reading import SUFFIXES
 from sft_play.errors import ConfigError, DataError
 from sft_play.hardware import Machine, detect, process_text
+from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.default_config import stale_default_config
 from sft_play.runlog import console
 from sft_play.sizing.planner import Device, choose_precision
@@ -308,5 +309,5 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
 
 def accelerate_findings(machine: Machine) -> list[Finding]:
     """A default config of accelerate that says something else than this machine."""
-    stale = stale_default_config(max(1, len(machine.gpus)))
+    stale = stale_default_config(len(machine.gpus) or CPU_PROCESSES)
     return [Finding(WARNING, "accelerate", stale, "make setup-accelerate AUTO=1, or remove the file")] if stale else []

@@ -34,7 +34,7 @@ def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
-    console().print(f"{path}\n{text}", markup=False)
+    console().print(f"{path}\n{text}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -20,6 +20,7 @@ from sft_play.runlog import console
 PORT = 6006
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
+CLOCK_SLACK_S = 2.0  # start times are counted from the boot, whose time moves when the clock is set
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def running(runs: Path) -> Server | None:
     try:
         server = Server(**json.loads(pid_file(runs).read_text(encoding="utf-8")))
         process = psutil.Process(server.pid)
-        same = process.create_time() == server.started and "tensorboard.main" in process.cmdline()
+        words = process.cmdline()  # empty for a moment after the start
+        same = abs(process.create_time() - server.started) < CLOCK_SLACK_S and (not words or "tensorboard.main" in words)
         return server if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (OSError, ValueError, TypeError, psutil.Error):
         return None

@@ -240,7 +240,7 @@ def test_a_stale_file_of_accelerate_is_warned_of(tmp_path):
     path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("num_processes: 8\n")
-    assert "num_processes 8 instead of 1" in errors(check.accelerate_findings(CPU_ONLY), WARNING)
+    assert "num_processes 8 instead of 2" in errors(check.accelerate_findings(CPU_ONLY), WARNING)
 
 
 def test_errors_of_data_alone_have_a_code_of_their_own():
