@@ -1,6 +1,6 @@
 """Judges a trained model on held-out rows: the same as `sft-play eval`.
 
-    python scripts/eval.py --config configs/demo.yaml
+python scripts/eval.py --config configs/demo.yaml
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Chats with a trained model, or answers the prompts of a file: the same as `sft-play infer`.
 
-    python scripts/infer.py --config configs/demo.yaml
+python scripts/infer.py --config configs/demo.yaml
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Adds a LoRA adapter into its base model: the same as `sft-play merge`.
 
-    python scripts/merge_lora.py --config configs/demo.yaml
+python scripts/merge_lora.py --config configs/demo.yaml
 """
 
 import sys

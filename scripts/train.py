@@ -1,6 +1,6 @@
 """Trains: the same as `sft-play train`.
 
-    python scripts/train.py --config configs/demo.yaml
+python scripts/train.py --config configs/demo.yaml
 """
 
 import sys

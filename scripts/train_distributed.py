@@ -1,6 +1,6 @@
 """One process of a training run, for `accelerate launch`, `torchrun` or plain `python`.
 
-    torchrun --nproc_per_node=2 scripts/train_distributed.py --config configs/run_distributed.yaml
+torchrun --nproc_per_node=2 scripts/train_distributed.py --config configs/run_distributed.yaml
 """
 
 import sys
