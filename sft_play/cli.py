@@ -44,7 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("prepare", commands.prepare, as_json=True).add_argument(
         "--show", type=int, default=0, metavar="N", help="print N samples"
     )
-    add("plan", commands.plan, as_json=True).add_argument("--gpus", type=int, metavar="N", help="how many processes")
+    command = add("plan", commands.plan, as_json=True)
+    command.add_argument("--gpu", metavar="NAME", help='a GPU that is not here, e.g. "RTX 4090"')
+    command.add_argument("--gpus", type=int, metavar="N", help="how many (default: all visible ones, else one process)")
     command = add("train", commands.train)
     command.add_argument("--processes", type=int, default=1, help="how many processes; 0 means one for each visible GPU")
     command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help="how they share the work")

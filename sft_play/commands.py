@@ -141,15 +141,22 @@ def _earlier_step(folder: Path, name: str, target: str) -> Path:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Shows how the run would be carried out, without carrying it out."""
-    from sft_play.job import prepare_job
+    """Predicts memory and speed and chooses how to run, without running; for this machine or another (--gpu)."""
+    from sft_play.hardware import detect, what_if
+    from sft_play.model import load_model_config
+    from sft_play.planning import data_facts, plan_run, scaling
+    from sft_play.report.plan import plan_report
     from sft_play.runlog import console
 
-    job = prepare_job(_load(args), processes=args.gpus or 1, progress=not args.json)
+    config = _load(args).config
+    machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
+    model_config = load_model_config(config.model)
+    facts = data_facts(config, model_config, progress=not args.json)
+    chosen = plan_run(config, model_config, facts, machine, args.gpus or len(machine.gpus) or 1)
     if args.json:
-        _print_json(job.plan.to_json())
+        _print_json(chosen.to_json())
     else:
-        console().print("\n".join(f"  - {reason}" for reason in job.plan.why))
+        console().print(plan_report(chosen.to_json(), scaling(config, model_config, facts, machine)))
     return 0
 
 

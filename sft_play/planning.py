@@ -7,10 +7,11 @@ import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.packing import pack
-from sft_play.data.prepare import PreparedData
+from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError, DataError, DoesNotFitError
 from sft_play.hardware import Machine
-from sft_play.model import choose_attention, position_limit
+from sft_play.model import choose_attention, load_tokenizer, position_limit
+from sft_play.runlog import console
 from sft_play.sizing import memory
 from sft_play.sizing.estimator import clock, estimator
 from sft_play.sizing.planner import Device, Plan, draft_plans
@@ -50,6 +51,16 @@ class DataFacts:
         asked = config.model.max_seq_len
         length = min(UNSEEN_SEQ_LEN, position_limit(model_config) or UNSEEN_SEQ_LEN) if asked == "auto" else asked
         return cls(UNSEEN_ROWS, length, length, 1.0, seen=False)
+
+
+def data_facts(config: RunConfig, model_config: "PretrainedConfig", *, progress: bool) -> DataFacts:
+    """From the tokenised rows; assumed where there is no data or no tokenizer yet, since a plan needs config.json alone."""
+    try:
+        tokenizer = load_tokenizer(config.model)
+        return DataFacts.of(prepare(config, tokenizer, model_limit=position_limit(model_config), progress=progress), config)
+    except (ConfigError, DataError) as error:
+        console().print(f"  [yellow]planned without data:[/] {str(error).splitlines()[0]}")
+        return DataFacts.unseen(config, model_config)
 
 
 def training_device(machine: Machine) -> Device:
