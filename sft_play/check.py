@@ -1,7 +1,6 @@
 """`make check`: everything that can be known to be wrong before a run starts, each line ok, warning or error with its fix."""
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.reading import SUFFIXES
 from sft_play.errors import ConfigError, DataError
 from sft_play.hardware import Machine, detect, process_text
+from sft_play.host import missing_packages
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.default_config import stale_default_config
 from sft_play.runlog import console
@@ -240,15 +240,8 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding(OK, "method", choose_precision(config, device)[2])
     except ConfigError as error:
         yield Finding(ERROR, "method", str(error), "train.mixed_precision=auto takes what the device has")
-    needs = {
-        "bitsandbytes": ("tuning.mode=qlora", config.tuning.mode == "qlora"),
-        "deepspeed": ("parallel.engine=deepspeed_z2", config.parallel.engine == "deepspeed_z2"),
-    }
-    if config.train.optimizer == "adamw_8bit":
-        needs["bitsandbytes"] = ("train.optimizer=adamw_8bit", True)
-    for package, (key, needed) in needs.items():
-        if needed and importlib.util.find_spec(package) is None:
-            yield Finding(ERROR, "method", f"{key} needs {package}, which is not installed", "make install")
+    for text in missing_packages(config):
+        yield Finding(ERROR, "method", text, "make install")
 
 
 def disk_findings(output: Path) -> list[Finding]:

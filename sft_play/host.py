@@ -1,13 +1,18 @@
 """CPU and RAM of this machine, as far as this process may use them: affinity, cgroup v1 and v2 limits, /proc."""
 
+import importlib.util
 import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from sft_play.config.schema import RunConfig
 
 NO_LIMIT_FROM = 2**60  # cgroup v1 writes a huge number where there is no limit
 
@@ -112,3 +117,17 @@ def _usable_cores(root: Path) -> int:
         if quota and quota > 0:
             cores = min(cores, max(1, math.ceil(quota / period)))
     return cores
+
+
+def missing_packages(config: "RunConfig") -> list[str]:
+    """What a config asks for and Python does not find here, as sentences."""
+    needs = {
+        "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
+        "train.optimizer=adamw_8bit": ("bitsandbytes", config.train.optimizer == "adamw_8bit"),
+        "parallel.engine=deepspeed_z2": ("deepspeed", config.parallel.engine == "deepspeed_z2"),
+    }
+    return [
+        f"{key} needs {package}, which is not installed"
+        for key, (package, needed) in needs.items()
+        if needed and importlib.util.find_spec(package) is None
+    ]
