@@ -1,7 +1,6 @@
 """What happens around the steps: numbers for people and files, a clean stop on a signal, a halt at NaN."""
 
 import math
-import resource
 import signal
 import time
 from typing import Any
@@ -13,22 +12,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from sft_play.errors import NonFiniteError
 from sft_play.runlog import RunDir, append_metrics, console, is_main_rank
 from sft_play.sizing.planner import Plan
+from sft_play.train.meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
 from sft_play.units import GIB, format_duration
-
-
-def peak_memory_bytes(device: str) -> int:
-    """Highest use of this process so far: of the GPU's allocator, or on the CPU of resident memory."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Reporter(TrainerCallback):
     """Writes metrics.jsonl and, on the main rank, a bar and one line a logging step."""
 
-    def __init__(self, plan: Plan, rows: TrainingRows, run: RunDir) -> None:
-        self.plan, self.rows, self.run = plan, rows, run
+    def __init__(self, plan: Plan, rows: TrainingRows, run: RunDir, meter: MemoryMeter) -> None:
+        self.plan, self.rows, self.run, self.meter = plan, rows, run, meter
         self.training_seconds = 0.0
         self._step_began = self._window_seconds = 0.0
         self._window_start = self._began_at = 0
@@ -84,7 +77,7 @@ class Reporter(TrainerCallback):
         tokens = sum(self.rows.tokens_per_step[self._window_start : step])
         speed = tokens / self._window_seconds if self._window_seconds else 0.0
         self._window_start, self._window_seconds = step, 0.0
-        peak = peak_memory_bytes(self.plan.device)
+        peak = self.meter.peak_bytes()
         epoch = step / self.plan.steps_per_epoch
         if is_main_rank():
             record = {

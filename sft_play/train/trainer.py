@@ -3,7 +3,9 @@
 data -> model -> trainer -> verify -> begin -> steps -> save -> summary
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from sft_play.runlog import RunDir, console, is_main_rank, read_metrics, update_
 from sft_play.scoring import TokenScore, score_batch
 from sft_play.sizing.planner import Plan
 from sft_play.train.arguments import eval_batch_rows, sft_config
-from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, StopOnSignal, peak_memory_bytes
+from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, StopOnSignal
 from sft_play.train.checkpoints import find_checkpoint, step_of
+from sft_play.train.meter import MemoryMeter
 from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
 from sft_play.train.verify import verify
 from sft_play.units import format_bytes
@@ -37,6 +40,7 @@ def train(job: Job) -> dict[str, Any]:
         LaunchError: the ranks do not agree.
     """
     config, plan = job.config, job.plan
+    checkpoint = checkpoint_to_resume(job)
     rows = training_rows(
         job.data.train,
         plan,
@@ -44,16 +48,13 @@ def train(job: Job) -> dict[str, Any]:
         group_by_length=config.train.group_by_length,
         pad_id=job.tokenizer.pad_token_id,
     )
-    model = build_model(config, plan)
-    reporter = Reporter(plan, rows, job.run)
-    trainer = make_trainer(job, model, rows, reporter)
-    verify(trainer, plan)
-    if is_main_rank():
-        begin_run(job)
-    try:
-        stopped = run_steps(trainer, job)
-    finally:
-        reporter.end_bar()
+    reporter = Reporter(plan, rows, job.run, MemoryMeter.start(plan.device))
+    with memory_errors_explained(plan, reporter.meter):
+        trainer = make_trainer(job, build_model(config, plan), rows, reporter)
+        verify(trainer, plan)
+        if is_main_rank():
+            begin_run(job)
+        stopped = run_steps(trainer, job, reporter, checkpoint)
     save(trainer, job, stopped)
     return summarise(trainer, job, rows, reporter, stopped)
 
@@ -132,27 +133,44 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     return callbacks
 
 
-def run_steps(trainer: SFTTrainer, job: Job) -> bool:
-    """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
+def checkpoint_to_resume(job: Job) -> Path | None:
+    """The checkpoint that train.resume means, looked for before anything large is loaded."""
     checkpoint, passed_over = find_checkpoint(job.run, job.config.train.resume)
     for line in passed_over:
         console().print(f"  [yellow]{line}[/]")
     if checkpoint:
         console().print(f"  going on from {checkpoint}")
+    return checkpoint
+
+
+@contextlib.contextmanager
+def memory_errors_explained(plan: Plan, meter: MemoryMeter) -> Iterator[None]:
+    """Turns CUDA's out-of-memory error into ours, with what to change.
+
+    Raises:
+        DoesNotFitError: memory ran out in the block.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        smaller = "train.batch_size=1" if plan.rows_per_micro_batch > 1 else "tuning.mode=qlora or model.max_seq_len=<shorter>"
+        used = format_bytes(meter.peak_bytes())
+        raise DoesNotFitError(
+            f"memory ran out at micro-batch {plan.micro_batch_size} ({used} in use): {str(error).splitlines()[0]}\n"
+            f"Try train.gradient_checkpointing=true or {smaller}"
+        ) from error
+
+
+def run_steps(trainer: SFTTrainer, job: Job, reporter: Reporter, checkpoint: Path | None) -> bool:
+    """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
+    if checkpoint:
         trainer.args.eval_on_start = False  # it was done then; once more would count against early stopping's patience
     stop = StopOnSignal(job.plan.world_size, trainer.args.device)
     trainer.add_callback(stop)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except torch.OutOfMemoryError as error:
-        smaller = (
-            "train.batch_size=1" if job.plan.rows_per_micro_batch > 1 else "tuning.mode=qlora or model.max_seq_len=<shorter>"
-        )
-        used = format_bytes(peak_memory_bytes(job.plan.device))
-        raise DoesNotFitError(
-            f"memory ran out at micro-batch {job.plan.micro_batch_size} ({used} in use): {str(error).splitlines()[0]}\n"
-            f"Try train.gradient_checkpointing=true or {smaller}"
-        ) from error
+    finally:
+        reporter.end_bar()
     return stop.stopped
 
 
@@ -195,7 +213,7 @@ def summarise(trainer: SFTTrainer, job: Job, rows: TrainingRows, reporter: Repor
     plan, state = job.plan, trainer.state
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     evaluations = evaluations_by_step(job.run)  # also those from before an interruption
-    peak = torch.tensor(peak_memory_bytes(plan.device), device=trainer.args.device)
+    peak = torch.tensor(reporter.meter.peak_bytes(), device=trainer.args.device)
     summary = {
         "status": "interrupted" if stopped else "done",
         "world_size": plan.world_size,
