@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
@@ -166,7 +167,7 @@ def load_base(
     attention.register()
     torch_dtype = getattr(torch, dtype)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        with_info: Any = AutoModelForCausalLM.from_pretrained(
             model.name,
             dtype=torch_dtype,
             attn_implementation=attn_implementation,
@@ -174,15 +175,36 @@ def load_base(
             device_map={"": device},
             low_cpu_mem_usage=True,
             use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in words
             **_hub_arguments(model),
         )
     except ImportError as error:
-        package = "bitsandbytes" if quantize else attn_implementation
-        raise ConfigError(f"{package} is needed for this config and cannot be imported: {error}\nrun `make install`") from error
-    except (OSError, ValueError) as error:
+        key = "tuning.mode=qlora" if quantize else f"model.attention={attn_implementation}"
+        remedy = "run `make install`" if quantize else "model.attention=auto takes what is installed"
+        raise ConfigError(f"{key} needs a package that cannot be imported: {error}\n{remedy}") from error
+    except (OSError, ValueError, SafetensorError) as error:
         raise _not_loadable("weights", model, error) from error
+    loaded, info = with_info
+    _require_all_weights(model, info)
     keep_differentiable(loaded)
     return loaded
+
+
+def _require_all_weights(model: ModelConfig, info: dict[str, Any]) -> None:
+    """The library fills what it does not find with random numbers.
+
+    Raises:
+        ConfigError: weights are missing, or have another shape than config.json says.
+    """
+    missing = sorted(info["missing_keys"])
+    wrong = [f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in sorted(info["mismatched_keys"])]
+    if missing or wrong:
+        listed = "; ".join([*wrong, *(f"{name} missing" for name in missing)][:3])
+        raise ConfigError(
+            f"model.name: the weights of '{model.name}' are not those of its config.json: {listed}"
+            f"{' and more' if len(missing) + len(wrong) > 3 else ''}\ndownload or save the model again"
+        )
 
 
 def keep_differentiable(model: torch.nn.Module) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import ResolvedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
 from sft_play.hardware import detect
+from sft_play.host import missing_packages
 from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import console, hold_run, open_run, quiet_libraries, read_json, update_summary
@@ -30,6 +33,7 @@ def train_command(path: str, overrides: list[str], *, processes: int, engine: st
     extra = ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
     overrides = [*overrides, *extra]
     resolved = load_job_config(path, overrides)
+    require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run), quiet_libraries(run.log):
         job = open_job(resolved, processes or default_processes())
@@ -37,6 +41,17 @@ def train_command(path: str, overrides: list[str], *, processes: int, engine: st
         comparison = compare(job)
         console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
     return 0
+
+
+def require_packages(config: RunConfig) -> None:
+    """Looks for what the config needs before any work is done.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    missing = missing_packages(config)
+    if missing:
+        raise ConfigError("\n".join([*missing, "run `make install`, or change the setting"]))
 
 
 def default_processes() -> int:
@@ -119,6 +134,7 @@ def run_rank(path: str, overrides: list[str]) -> None:
     Every rank loads data and plan before any process group exists: the first to get there tokenises, the others wait on a file.
     """
     resolved = load_job_config(path, overrides)
+    require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     alone = PLAN_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0"  # nobody above us speaks for this run
     with hold_run(run) if alone else nullcontext(), quiet_libraries(run.log):

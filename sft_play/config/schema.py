@@ -96,7 +96,7 @@ class LoraSettings(Section):
     """Scale: the update is multiplied by alpha / r (rsLoRA: alpha / sqrt(r))."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
-    target_modules: Literal["auto"] | list[str] = "auto"
+    target_modules: Literal["auto"] | tuple[str, ...] = "auto"
     """Module names that get an adapter. auto: every linear layer but the output head."""
     use_rslora: bool = False
     """Rank-stabilised scale (arXiv 2312.03732)."""

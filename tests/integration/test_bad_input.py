@@ -1,0 +1,273 @@
+"""Bad input: one clear sentence, the right exit code, no traceback, and the finished run of the same name untouched."""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sft_play import cli, hardware
+from tests.integration.cli import Done, conversation, finish, sft, snapshot, start, write_rows
+
+pytestmark = pytest.mark.integration
+
+USER, ASSISTANT = {"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}
+GOOD = {"messages": [USER, ASSISTANT]}
+
+
+def assert_refused(done: Done, code: int, *words: str) -> None:
+    """The exit code, one error message with these words, and nothing that only a programmer could read."""
+    said = " ".join(done.err.split())
+    assert done.code == code, f"{done.code}: {done.err}"
+    assert done.err.startswith("error: ") and done.err.count("\nerror: ") == 0, done.err
+    for word in words:
+        assert word in said, f"{word!r} is not in: {said}"
+    assert "Traceback" not in done.out + done.err and len(done.err.splitlines()) <= 4, done.err
+
+
+@pytest.fixture
+def refuses(finished):
+    """Calls a command on the finished run's config, and asserts that the run is as it was."""
+
+    def call(words: list, code: int, *said: str, function=None) -> None:
+        before = snapshot(finished.run.path)
+        beside = sorted(finished.run.path.parent.iterdir())
+        command = [words[0], "--config", finished.config, *words[1:]] if function is None else words
+        assert_refused(sft(*command, function=function or cli.main), code, *said)
+        assert snapshot(finished.run.path) == before and sorted(finished.run.path.parent.iterdir()) == beside
+
+    return call
+
+
+# --- config, flags, environment: 2 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.learning_rat=1e-4"], ["train.learning_rat", "did you mean train.learning_rate?"]),
+        (["train.learning_rate=-1"], ["train.learning_rate", "greater than 0", "found -1"]),
+        (["train.learning_rate=1e30"], ["train.learning_rate", "less than or equal to 1"]),
+        (["train.learning_rate=fast"], ["train.learning_rate", "valid number", 'found "fast"']),
+        (["learning_rate=1"], ["section.key=value"]),
+        (["tuning.mode=adapter", "train.epochs=0"], ["2 problems", "tuning.mode", "train.epochs"]),
+        (["output.name=../../x"], ["output.name"]),
+        (["model.max_seq_len=100000"], ["model.max_seq_len=100000", "512"]),
+        (["train.mixed_precision=fp16"], ["train.mixed_precision=fp16", "auto, bf16 or no"]),
+        (["train.batch_size=3"], ["train.batch_size=3", "allowed: 1, 2, 4, 8"]),
+        (["--processes", "3"], ["8", "does not divide among 3 processes", "nearest: 6 or 9"]),
+        (["train.grad_accum=4"], ["contradicts", "remove one of the three"]),
+        (["train.save_steps=3", "train.eval_steps=2"], ["train.save_steps=3", "nearest: 2 or 4"]),
+        (["tuning.lora.target_modules=[nope]"], ["target_modules", "q_proj", "auto"]),
+        (["data.chat_template=none.jinja"], ["none.jinja"]),
+        (["model.attention=flash_attention_2"], ["model.attention=flash_attention_2", "model.attention=auto"]),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) and "=" in str(value[0]) else "",
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(refuses, words, said):
+    refuses(["train", *words], 2, *said)
+
+
+def test_a_config_that_is_not_there_or_not_yaml_is_named(refuses, finished, tmp_path):
+    refuses(["train", "--config", "none.yaml"], 2, "none.yaml does not exist", "CONFIG=", function=cli.main)
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model:\n  name: [a\n")
+    refuses(["train", "--config", broken], 2, "broken.yaml, line 3", "not valid YAML", function=cli.main)
+
+
+def test_bf16_where_the_gpu_has_none_is_refused(refuses, monkeypatch):
+    monkeypatch.setattr("sft_play.job.detect", lambda: hardware.what_if("Tesla T4"))
+    refuses(["plan", "train.mixed_precision=bf16"], 2, "train.mixed_precision=bf16", "T4", "use fp16, or auto")
+
+
+@pytest.mark.parametrize("size", ["two", "-1", "0", ""])
+def test_a_world_size_that_is_no_number_is_refused_by_each_rank(refuses, finished, monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    refuses(["--config", finished.config], 2, f"WORLD_SIZE={size}:", "whole number above 0", function=cli.run_rank)
+
+
+def test_a_rank_whose_launcher_started_too_few_is_refused(refuses, finished, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_PROCESSES", "2")
+    refuses(["--config", finished.config], 2, "2 processes were asked for", "started 1", function=cli.run_rank)
+
+
+WITHOUT_BITSANDBYTES = """
+import importlib.machinery
+find_spec = importlib.machinery.PathFinder.find_spec
+def without(cls, name, path=None, target=None):
+    return None if name.split(".")[0] == "bitsandbytes" else find_spec(name, path, target)
+importlib.machinery.PathFinder.find_spec = classmethod(without)
+"""
+
+
+def test_qlora_without_bitsandbytes_is_refused(finished, tmp_path):
+    """A process in which Python does not find the package, as where it is not installed."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_BITSANDBYTES)
+    before = snapshot(finished.run.path)
+    path = f"{tmp_path}{os.pathsep}{Path(cli.__file__).parents[1]}"
+    done = finish(start("train", "--config", finished.config, "tuning.mode=qlora", PYTHONPATH=path))
+    assert_refused(done, 2, "tuning.mode=qlora", "bitsandbytes", "make install")
+    assert snapshot(finished.run.path) == before
+
+
+# --- data: 3 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([GOOD, {"messages": [USER, {"role": "assistant"}]}], ["bad.jsonl:2", "messages[1]", "content"]),
+        ([GOOD, GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}], ["bad.jsonl:3", "content", "null"]),
+        ([GOOD, {"messages": [{"role": "wizard", "content": "w1"}, ASSISTANT]}], ["bad.jsonl:2", "messages[0].role", "wizard"]),
+        ([GOOD, {"messages": []}], ["bad.jsonl:2", "messages"]),
+        ([GOOD, {"question": "w1", "answer": "w2"}], ["bad.jsonl:2", "messages"]),
+        ([GOOD, '{"messages": [{"role"'], ["bad.jsonl:2", "JSON"]),
+        (["not json"], ["bad.jsonl:1", "JSON"]),
+        ([[1, 2]], ["bad.jsonl:1", "an object with named fields"]),
+        ([{"colour": "red"}], ["bad.jsonl:1", "colour"]),
+        ([{"messages": [USER]}] * 3, ["0 supervised tokens", "3 rows"]),
+        ([], ["empty"]),
+        ([""] * 3, ["no rows"]),
+    ],
+    ids=[
+        "no content",
+        "null",
+        "role",
+        "no messages",
+        "other keys",
+        "cut",
+        "no json",
+        "list",
+        "unknown",
+        "no answers",
+        "0 B",
+        "blank",
+    ],
+)
+def test_a_wrong_row_is_named_by_file_line_and_key(refuses, tmp_path, rows, said):
+    refuses(["train", f"data.train_path={write_rows(tmp_path / 'bad.jsonl', rows)}"], 3, *said)
+
+
+def test_data_that_is_not_there_or_of_no_known_kind_is_named(refuses, tmp_path):
+    refuses(["train", "data.train_path=none.jsonl"], 3, "data.train_path", "none.jsonl", "does not exist")
+    refuses(["train", f"data.val_path={tmp_path}"], 3, "data.val_path", "holds no data file", ".parquet")
+    (tmp_path / "rows.txt").write_text("w1")
+    refuses(["train", f"data.train_path={tmp_path / 'rows.txt'}"], 3, "rows.txt", ".jsonl")
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_rows_that_are_all_too_long_are_no_training(refuses, packing):
+    refuses(["train", "model.max_seq_len=4", f"train.packing={packing}"], 3, "0 supervised tokens", "40 rows", "max_seq_len")
+
+
+def test_prompts_that_cannot_be_answered_are_named_before_any_is(refuses, tmp_path):
+    refuses(["infer", "--input", "none.jsonl"], 3, "IN=none.jsonl", "does not exist")
+    asked = write_rows(tmp_path / "in.jsonl", [{"question": "w1"}, {"answer": "w1"}])
+    refuses(["infer", "--input", asked, "--output", tmp_path / "out.jsonl"], 3, "in.jsonl:2", "no prompt")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+# --- the model: 2 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (["config.json"], ["has no config.json"]),
+        (["model.safetensors"], ["no *.safetensors weights"]),
+        (["tokenizer.json", "tokenizer_config.json"], ["tokenizer"]),
+    ],
+    ids=lambda names: names[0],
+)
+def test_a_model_folder_that_is_not_whole_is_refused(refuses, tiny_model, tmp_path, missing, said):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for name in missing:
+        (folder / name).unlink()
+    refuses(["train", f"model.name={folder}"], 2, "model.name", str(folder), *said)
+
+
+def test_pickled_weights_are_not_loaded(refuses, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refuses(["train", f"model.name={folder}"], 2, "no *.safetensors weights", "pytorch_model.bin")
+
+
+def test_weights_that_are_cut_or_not_of_this_model_are_refused(refuses, tiny_model, tmp_path):
+    cut = shutil.copytree(tiny_model, tmp_path / "cut")
+    (cut / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes()[:5000])
+    refuses(["train", f"model.name={cut}"], 2, "model.name", str(cut))
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    weights = load_file(tiny_model / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:99].clone()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    refuses(["train", f"model.name={other}"], 2, str(other), "model.embed_tokens.weight (99, 64) instead of (256, 64)")
+    del weights["model.embed_tokens.weight"]
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    refuses(["train", f"model.name={other}"], 2, str(other), "model.embed_tokens.weight missing")
+
+
+def test_a_model_that_is_neither_here_nor_on_the_hub_is_named(refuses):
+    refuses(["train", "model.name=./models/none"], 2, "model.name", "./models/none")
+
+
+def test_code_that_comes_with_a_model_is_not_run_unasked(refuses, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    tree = json.loads((folder / "config.json").read_text())
+    tree |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(tree))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    refuses(["train", f"model.name={folder}"], 2, "model.name", "trust_remote_code=true")
+    assert not (tmp_path / "ran").exists()
+
+
+# --- run directory and checkpoints: 6, 7, 8 ---------------------------------------------------------------------------
+
+
+def test_a_run_directory_that_is_in_use_is_left_to_its_holder(refuses, finished):
+    with (finished.run.path / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refuses(["train"], 7, "is in use by", "output.name=")
+
+
+def test_a_folder_that_cannot_be_written_is_named(refuses, tmp_path):
+    (tmp_path / "file").write_text("")
+    refuses(["train", f"output.dir={tmp_path / 'file'}"], 6, "cannot be written", "output.dir=")
+    refuses(["train", "output.dir=/proc"], 6, "/proc", "output.dir=")
+
+
+@pytest.mark.parametrize("command", [["eval"], ["infer"], ["merge"], ["merge-test"]], ids=lambda words: words[0])
+def test_what_comes_after_training_says_so_when_nothing_was_trained(refuses, command):
+    refuses([*command, "output.name=never"], 8, "never", "make train")
+
+
+def test_a_finished_run_whose_weights_are_damaged_is_refused(finished, tmp_path):
+    folder = shutil.copytree(finished.run.path, tmp_path / "runs" / "one")
+    weights = folder / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = sft("eval", "--config", finished.config, f"output.dir={tmp_path / 'runs'}")
+    assert_refused(done, 8, "adapter_model.safetensors", "damaged or half written")
+
+
+def test_a_checkpoint_that_cannot_be_resumed_from_is_named(refuses, finished):
+    refuses(["train", "train.resume=none/checkpoint-3"], 8, "none/checkpoint-3", "train.resume=auto")
+
+
+def test_there_is_nothing_to_merge_after_full_fine_tuning(refuses):
+    refuses(["merge", "tuning.mode=full"], 2, "nothing to merge")
+
+
+def test_a_split_without_rows_cannot_be_judged(refuses):
+    refuses(["eval", "--split", "test", "data.test_path=null"], 2, "SPLIT=test", "SPLIT=val")
+
+
+def test_a_new_run_that_failed_before_training_is_started_again_in_place(finished, tmp_path):
+    """Nothing is set aside for it: there was nothing."""
+    runs = [f"output.dir={tmp_path / 'runs'}", "eval.generate=false", "train.max_steps=1"]
+    assert sft("train", "--config", finished.config, *runs, "tuning.lora.target_modules=[nope]").code == 2
+    rows = write_rows(tmp_path / "rows.jsonl", [conversation(random.Random(1)) for _ in range(9)])
+    assert sft("train", "--config", finished.config, *runs, f"data.train_path={rows}").code == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
