@@ -86,10 +86,6 @@ render: $(READY) ## Step 3: text as the model sees it
 plan: $(READY) ## Predict memory and speed, also for GPU="RTX 4090" NGPU=2
 	$(SFT) plan $(if $(GPU),--gpu "$(GPU)") $(if $(NGPU),--gpus "$(NGPU)") $(WITH_CONFIG)
 
-.PHONY: probe
-probe: $(READY) ## Take two real steps on the longest batch
-	$(SFT) probe $(SOME) $(WITH_CONFIG)
-
 .PHONY: train
 train: $(READY) ## Train on one GPU, or on the CPU (default: the demo)
 	$(SFT) train $(SOME) $(WITH_CONFIG)
@@ -148,10 +144,6 @@ merge: $(READY) ## Add the adapter into its base; DTYPE=bfloat16 OUT=folder
 merge-test: $(READY) ## Compare the merged model with the adapter model
 	$(SFT) merge-test $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
 
-.PHONY: report
-report: $(READY) ## Write report.html of a run
-	$(SFT) report $(WITH_CONFIG)
-
 ##@ Develop
 
 .PHONY: test
@@ -171,14 +163,6 @@ check-code: $(READY) ## Lint, format check, types
 .PHONY: bench-sizing
 bench-sizing: $(READY) ## Predicted against measured memory, on the CPU
 	$(PY) -m benchmarks.sizing $(ARGS)
-
-.PHONY: bench-sizing-gpu
-bench-sizing-gpu: $(READY) ## The same on a GPU
-	$(PY) -m benchmarks.sizing_gpu $(ARGS)
-
-.PHONY: bench-gpu
-bench-gpu: $(READY) ## Speed and memory of training on a GPU
-	$(PY) -m benchmarks.gpu $(ARGS)
 
 .PHONY: clean
 clean: ## Remove caches of the tools; data, runs and .venv stay

@@ -74,6 +74,7 @@ def _set_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # so that GPU numbers are those of nvidia-smi and gpu-info
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -14,10 +14,9 @@ from sft_play.errors import ConfigError
 from sft_play.hardware import detect
 from sft_play.host import missing_packages
 from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size
+from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import console, hold_run, open_run, quiet_libraries, read_json, update_summary
-
-CPU_PROCESSES = 2  # what the distributed targets start on a machine without a GPU
 
 
 def train_command(path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool) -> int:

@@ -56,7 +56,7 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UntraceableModel(
             f"the training step of {type(config).__name__} cannot be traced symbolically: {first_line}\n"
-            "Its memory is measured by the first real steps instead (`make probe`); set train.batch_size by hand"
+            "Its memory shows in the first real steps only; set train.batch_size by hand"
         ) from error
 
 
