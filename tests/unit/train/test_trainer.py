@@ -3,6 +3,7 @@ import torch
 
 from sft_play.errors import DoesNotFitError
 from sft_play.sizing.planner import Plan
+from sft_play.train.meter import MemoryMeter
 from sft_play.train.trainer import memory_errors_explained
 
 PLAN = Plan(
@@ -14,5 +15,5 @@ PLAN = Plan(
 
 def test_running_out_of_memory_says_what_to_change():
     with pytest.raises(DoesNotFitError, match=r"micro-batch 4 .*\n.*gradient_checkpointing=true or train.batch_size=1"):
-        with memory_errors_explained(PLAN):
+        with memory_errors_explained(PLAN, MemoryMeter("cpu")):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
