@@ -18,6 +18,7 @@ from sft_play.sizing.planner import Plan
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PLAN_VARIABLE = "SFT_PLAY_PLAN"  # a launcher that has made the plan hands its file to the ranks
 
 
@@ -46,11 +47,17 @@ def world_size() -> int:
     """How many processes the launcher started (WORLD_SIZE; one without a launcher).
 
     Raises:
-        ConfigError: the variable is not a number.
+        ConfigError: the variable is not a number, or its companions are missing.
     """
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"WORLD_SIZE={text}: expected a whole number above 0, as torchrun and accelerate set it")
+    missing = [name for name in LAUNCHER_VARIABLES if not os.environ.get(name)] if int(text) > 1 else []
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={text}, but {', '.join(missing)} not set: start all processes with torchrun or "
+            "`make train-distributed`, or unset WORLD_SIZE to train with one"
+        )
     return int(text)
 
 

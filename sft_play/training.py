@@ -16,7 +16,7 @@ from sft_play.host import missing_packages
 from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.report.tables import closing_screen
-from sft_play.runlog import console, hold_run, open_run, quiet_libraries, read_json, update_summary
+from sft_play.runlog import console, hold_run, is_main_rank, open_run, quiet_libraries, read_json, update_summary
 
 
 def train_command(path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool) -> int:
@@ -28,9 +28,17 @@ def train_command(path: str, overrides: list[str], *, processes: int, engine: st
         processes: how many; 0 means one for each visible GPU, without a GPU two on the CPU.
         engine: parallel.engine for this run.
         resume: go on from the newest checkpoint.
+
+    Raises:
+        ConfigError: settings, flags or environment are wrong; further errors as `train` and `launch` raise them.
     """
     extra = ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
     overrides = [*overrides, *extra]
+    if world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size()} is set, as by torchrun: this command starts its processes itself (--processes). "
+            "Launch scripts/train_distributed.py with torchrun, or unset WORLD_SIZE"
+        )
     resolved = load_job_config(path, overrides)
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
@@ -135,9 +143,13 @@ def run_rank(path: str, overrides: list[str]) -> None:
     resolved = load_job_config(path, overrides)
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
-    alone = PLAN_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0"  # nobody above us speaks for this run
+    launched_by_us = PLAN_VARIABLE in os.environ  # it holds the run directory, has made the plan, and speaks at the end
+    alone = not launched_by_us and is_main_rank()
     with hold_run(run) if alone else nullcontext(), quiet_libraries(run.log):
         job = prepare_job(resolved, processes=world_size(), progress=False)
-        summary = train_here(job)
+        from sft_play.train.group import agree_on_plan, process_group
+
+        with process_group(job):
+            summary = train_here(job if launched_by_us else agree_on_plan(job))
         if alone:
             console().print(closing_screen(summary, None, places(job), next_commands(job)))
