@@ -1,0 +1,156 @@
+"""Models small enough to be made on the spot: one that has read the shop's diary, and a random one of any vocabulary.
+
+Both are ordinary model folders: a Llama in safetensors with config.json and generation_config.json, and a byte-level BPE
+tokenizer with a chat template, so nothing later knows that they are special.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, UNKNOWN, END = "<|pad|>", "<|unk|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+DEMO_VOCABULARY, TINY_VOCABULARY = 1024, 4096
+DEMO_POSITIONS, TINY_POSITIONS = 512, 2048
+
+# Found by trial (docs/decisions.md): all six fields of an order are copied after about 250 steps, whatever the seed.
+DEMO_STEPS, DEMO_PAGES_PER_STEP, DEMO_LEARNING_RATE = 400, 32, 5e-3
+DEMO_THREADS = 2  # matrices this small do not profit from more, and many cores would mostly wait for each other
+
+
+def byte_level_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:
+    """BPE over bytes, learned from `texts`: no text is unknown to it, and decoding gives back what was encoded."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [PAD, UNKNOWN, END, *ROLES]
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def random_llama(
+    tokenizer: PreTrainedTokenizerBase, *, hidden: int, layers: int, heads: int, intermediate: int, positions: int, seed: int
+) -> LlamaForCausalLM:
+    """An untrained model for the tokenizer's vocabulary; the caller's random state is left as it was."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        # Llama's own 0.02 is meant for thousands of channels. At this width attention would start out flat, and the model
+        # would take many times longer to find that it can copy.
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _reading_order(pages: Sequence[Sequence[int]], pages_per_step: int, seed: int) -> list[list[Sequence[int]]]:
+    """Steps of pages of similar length, in random order."""
+    by_length = sorted(pages, key=len)
+    steps = [by_length[start : start + pages_per_step] for start in range(0, len(by_length), pages_per_step)]
+    random.Random(f"reading/{seed}").shuffle(steps)
+    return steps
+
+
+def read_pages(
+    model: LlamaForCausalLM, pages: Sequence[Sequence[int]], *, pages_per_step: int, seed: int, done: Callable[[int], None]
+) -> float:
+    """Ordinary language modelling: every page is read once, one page a row; returns the loss of the last step."""
+    steps = _reading_order(pages, pages_per_step, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=DEMO_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, DEMO_LEARNING_RATE, total_steps=len(steps) + 1, pct_start=0.1)
+    model.train()
+    loss = torch.zeros(())
+    for step in steps:
+        rows = [torch.tensor(page) for page in step]
+        # Padding stands on the right, where no token of the page can see it, so no attention mask is needed.
+        ids = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+        labels = pad_sequence(rows, batch_first=True, padding_value=-100)
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        done(len(step))
+    model.eval()
+    return loss.item()
+
+
+def make_demo_model(
+    folder: Path, pages: Sequence[str], letters: Iterable[str], *, seed: int, done: Callable[[int], None]
+) -> dict[str, float]:
+    """Writes the demo's base model: it has read `pages` and nothing else.
+
+    Args:
+        folder: where to.
+        pages: plain text, DEMO_STEPS x DEMO_PAGES_PER_STEP of them.
+        letters: texts whose words the tokenizer should know too; the model does not see them.
+        seed: of weights and reading order.
+        done: called with the number of pages read since the last call.
+
+    Returns:
+        parameters, loss (of the last step, nats per token) and seconds.
+    """
+    began = time.perf_counter()
+    tokenizer = byte_level_tokenizer([*pages, *letters], DEMO_VOCABULARY, DEMO_POSITIONS)
+    model = random_llama(tokenizer, hidden=96, layers=2, heads=4, intermediate=256, positions=DEMO_POSITIONS, seed=seed)
+    rows = [ids + [tokenizer.eos_token_id] for ids in tokenizer(list(pages))["input_ids"]]
+    with _threads(DEMO_THREADS):
+        loss = read_pages(model, rows, pages_per_step=DEMO_PAGES_PER_STEP, seed=seed, done=done)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {"parameters": model.num_parameters(), "loss": loss, "seconds": time.perf_counter() - began}
+
+
+def make_tiny_model(folder: Path, texts: Iterable[str], *, seed: int) -> dict[str, int]:
+    """Writes a model with random weights and a tokenizer learned from `texts`; returns its parameters."""
+    tokenizer = byte_level_tokenizer(texts, TINY_VOCABULARY, TINY_POSITIONS)
+    model = random_llama(tokenizer, hidden=192, layers=4, heads=6, intermediate=512, positions=TINY_POSITIONS, seed=seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {"parameters": model.num_parameters()}

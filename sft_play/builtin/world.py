@@ -1,0 +1,200 @@
+"""The demo's world: a shop, its diary (plain text for the base model) and its orders (the task for LoRA).
+
+The diary tells what happened: who bought what, where it went. A base model that read it knows people, cities and goods,
+repeats what was said before, and knows that eleven is 11. It has never seen an order, an answer or a chat.
+
+An order is a short letter; the answer is the same order as one line, as a program would want it:
+
+    user       Hi, my name is Leo. I would like nine white tables, delivered to Sydney on Monday.
+    assistant  name: Leo | city: Sydney | item: table | colour: white | count: 9 | day: Monday
+
+Some letters also name a colour, a city or a day that does not count ("the red ones were sold out"). Held-out orders are new by
+construction: a fifth of all pairs of item and colour is kept out of the training rows, and validation and test rows use only
+those. So no answer can be remembered; it has to be read from the letter.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+NAMES = [
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Felix",
+    "Grace",
+    "Henry",
+    "Irene",
+    "Jonas",
+    "Karin",
+    "Leo",
+    "Maria",
+    "Nils",
+    "Olga",
+    "Paul",
+    "Rosa",
+    "Simon",
+    "Tara",
+    "Viktor",
+]
+CITIES = [
+    "Athens",
+    "Berlin",
+    "Cairo",
+    "Dublin",
+    "Geneva",
+    "Hamburg",
+    "Istanbul",
+    "Kyoto",
+    "Lisbon",
+    "Madrid",
+    "Naples",
+    "Oslo",
+    "Paris",
+    "Quito",
+    "Rome",
+    "Sydney",
+    "Toronto",
+    "Vienna",
+    "Warsaw",
+    "Zurich",
+]
+ITEMS = [
+    "basket",
+    "blanket",
+    "bottle",
+    "bucket",
+    "candle",
+    "carpet",
+    "chair",
+    "clock",
+    "kettle",
+    "ladder",
+    "lamp",
+    "mirror",
+    "pillow",
+    "table",
+    "teapot",
+    "vase",
+]
+COLOURS = ["black", "blue", "green", "orange", "purple", "red", "white", "yellow"]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+NUMBERS = {
+    word: count
+    for count, word in enumerate(
+        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], start=2
+    )
+}
+
+NEWS = (
+    "On {day} {name} from {city} bought {word} {colour} {item}s.",
+    "We sold {word} {colour} {item}s to {name} on {day}, and the van took them to {city}.",
+    "A letter from {city} came on {day}: {name} asks for {word} {item}s, all of them {colour}.",
+    "There were {word} {colour} {item}s in the van to {city}, {name} had paid for them on {day}.",
+    "Our customer {name} lives in {city}, came into the shop on {day} and took {word} {item}s in {colour}.",
+    "In {city} it rained on {day}, but {name} was happy with the {word} {colour} {item}s.",
+)
+DETAILS = (
+    "The name of the customer is {name}, and {name} lives in {city}.",
+    "The city is {city} and the day was {day}.",
+    "The item is the {item}, and the colour of every {item} is {colour}.",
+    "The count of the {item}s for {name} is {count}.",
+    "On {day} all {count} {colour} {item}s were packed for {city}.",
+    "It had to be {colour} ones, for {name} likes {colour}.",
+    "In {city} people like {colour} {item}s.",
+    "The {colour} {item}s for {name} were {word}, that is {count}.",
+    "By {day} they had {count} {colour} {item}s in {city}.",
+    "On {day} it was far to {city}, but {day} is a good day.",
+    "For {word} {item}s we need {count} boxes, and {name} had {count}.",
+    "From {city} we heard on {day} that {name} likes the {item}s.",
+)
+NOTES = (
+    "Note the name: {name}.",
+    "Note the city: {city}.",
+    "Note the item: {item}.",
+    "Note the colour: {colour}.",
+    "Note the count: {count}.",
+    "Note the day: {day}.",
+    "In the book: {name} | {city}.",
+    "In the book: {day} | {count}.",
+    "In the book: {colour} | {item}.",
+)
+
+ORDERS = (
+    "Hello, this is {name} from {city}. Please send me {word} {colour} {item}s by {day}.",
+    "Hi, my name is {name}. I would like {word} {colour} {item}s, delivered to {city} on {day}.",
+    "Good morning! Could you bring {word} {colour} {item}s to {city} before {day}? The order is for {name}.",
+    "I need {word} {colour} {item}s on {day}. Please ship them to {name} in {city}.",
+    "Can {name} in {city} have {word} {colour} {item}s by {day}, please?",
+    "We have no {item}s left! Please send {word} {colour} ones to {city} on {day} and ask for {name}.",
+    "By {day} I need {word} {item}s in {city}, all of them {colour}. Thank you, {name}.",
+    "Dear shop, {word} {colour} {item}s for {name}, please. The address is in {city}, and {day} would be fine.",
+    "On {day} my friend {name} moves to {city}. Please send {word} {colour} {item}s as a present.",
+    "Last time the {other_colour} {item}s were sold out. Now I want {word} {colour} ones in {city} by {day}. Yours, {name}.",
+    "Not {other_colour}, please: I want {word} {colour} {item}s. Send them to {name} in {city} on {day}.",
+    "I no longer live in {other_city}. Please bring {word} {colour} {item}s to {city} on {day}. Best wishes, {name}.",
+    "I cannot be at home on {other_day}, so {day} is better. It is {word} {colour} {item}s for {name} in {city}.",
+)
+ANSWER = "name: {name} | city: {city} | item: {item} | colour: {colour} | count: {count} | day: {day}"
+
+PAIRS = tuple(itertools.product(ITEMS, COLOURS))
+HELD_OUT_SHARE = 5  # one pair of item and colour in so many is for held-out rows
+
+
+def _two(rng: random.Random, name: str, values: list[str]) -> dict[str, str]:
+    """A value and a different one."""
+    first, second = rng.sample(values, 2)
+    return {name: first, f"other_{name}": second}
+
+
+def _facts(rng: random.Random, pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """What a diary page or an order is about."""
+    item, colour = rng.choice(pairs)
+    word = rng.choice(list(NUMBERS))
+    others = {
+        "other_item": rng.choice([other for other in ITEMS if other != item]),
+        "other_colour": rng.choice([other for other in COLOURS if other != colour]),
+    }
+    places = _two(rng, "name", NAMES) | _two(rng, "city", CITIES) | _two(rng, "day", DAYS)
+    return {"item": item, "colour": colour, "word": word, "count": str(NUMBERS[word])} | others | places
+
+
+def diary_pages(seed: int, pages: int) -> list[str]:
+    """Plain text about the shop: each page is about one customer and one delivery, in four to seven sentences."""
+    rng = random.Random(f"diary/{seed}")
+    texts = []
+    for _ in range(pages):
+        rest = rng.sample(DETAILS, rng.randint(3, 5)) + rng.sample(NOTES, rng.randint(1, 3))
+        sentences = [rng.choice(NEWS), *rng.sample(rest, len(rest))]
+        facts = _facts(rng, list(PAIRS))
+        texts.append(" ".join(sentence.format(**facts) for sentence in sentences))
+    return texts
+
+
+def _orders(rng: random.Random, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Letters and answers without end, none twice."""
+    seen = set()
+    while True:
+        facts = _facts(rng, pairs)
+        letter, answer = rng.choice(ORDERS).format(**facts), ANSWER.format(**facts)
+        if answer not in seen:
+            seen.add(answer)
+            yield letter, answer
+
+
+def order_rows(seed: int, rows: dict[str, int]) -> dict[str, list[dict]]:
+    """Rows in `messages` form for each split ("train", or a held-out one), as many as asked for."""
+    rng = random.Random(f"orders/{seed}")
+    shuffled = rng.sample(PAIRS, len(PAIRS))
+    held_out = shuffled[: len(PAIRS) // HELD_OUT_SHARE]
+    train = _orders(rng, shuffled[len(held_out) :])
+    others = _orders(rng, held_out)  # one stream for all held-out splits, so that they share no row either
+    return {
+        split: [
+            {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": answer}]}
+            for letter, answer in itertools.islice(train if split == "train" else others, count)
+        ]
+        for split, count in rows.items()
+    }
