@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import ResolvedConfig
+from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
+from sft_play.demo import materialise
 from sft_play.errors import ConfigError
 from sft_play.hardware import detect
 from sft_play.host import missing_packages
@@ -39,11 +40,11 @@ def train_command(path: str, overrides: list[str], *, processes: int, engine: st
             f"WORLD_SIZE={world_size()} is set, as by torchrun: this command starts its processes itself (--processes). "
             "Launch scripts/train_distributed.py with torchrun, or unset WORLD_SIZE"
         )
-    resolved = load_job_config(path, overrides)
+    resolved = load_config(path, overrides)
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run), quiet_libraries(run.log):
-        job = open_job(resolved, processes or default_processes())
+        job = open_job(materialise(resolved), processes or default_processes())
         summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides])
         comparison = compare(job)
         console().print(closing_screen(summary, comparison, places(job), next_commands(job)))

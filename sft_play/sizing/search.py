@@ -107,7 +107,7 @@ def _reasons(chosen: Plan, able: list[Plan], seconds: float | None) -> tuple[str
     reasons.append(_checkpointing_reason(chosen, able))
     reasons.append(engine_sentence(chosen, able))
     unused = 1 - memory.peak_bytes / memory.budget_bytes
-    if unused > UNUSED_WORTH_A_WORD:
+    if larger and unused > UNUSED_WORTH_A_WORD:
         reasons.append(
             f"{unused:.0%} of the budget stays free: a larger micro-batch would not be faster"
         )

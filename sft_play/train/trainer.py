@@ -216,6 +216,7 @@ def summarise(trainer: SFTTrainer, job: Job, rows: TrainingRows, reporter: Repor
     peak = torch.tensor(reporter.meter.peak_bytes(), device=trainer.args.device)
     summary = {
         "status": "interrupted" if stopped else "done",
+        "device": plan.device,
         "world_size": plan.world_size,
         "packing": plan.packing,
         "effective_batch_size": plan.effective_batch_size,
