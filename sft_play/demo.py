@@ -1,6 +1,6 @@
 """What a config can name without a download: "builtin:demo" and "builtin:tiny", made once and kept in the cache folder.
 
-builtin:demo  data: letters to a shop and what they order; model: a small Llama that has read the shop's diary (builtin/world.py)
+builtin:demo  data: letters to a shop and what they order; model: a small Llama that has read its diary (builtin/world.py)
 builtin:tiny  model: random weights, and a tokenizer learned from the run's own training rows; for trying the tool on any data
               without a network, not for results
 

@@ -108,7 +108,7 @@ def read_pages(
     for step in steps:
         rows = [torch.tensor(page) for page in step]
         # Padding stands on the right, where no token of the page can see it, so no attention mask is needed.
-        ids = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+        ids = pad_sequence(rows, batch_first=True, padding_value=int(model.config.pad_token_id or 0))
         labels = pad_sequence(rows, batch_first=True, padding_value=-100)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()

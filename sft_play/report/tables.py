@@ -143,7 +143,8 @@ def memory_line(predicted: int | None, measured: int | None, device: str = "cuda
     On the CPU the two are not the same thing: tensors are predicted, resident memory is measured, with all that libraries keep.
     """
     if device == "cpu":
-        return f"predicted {_number(predicted, format_bytes)} of tensors; resident memory rose by {_number(measured, format_bytes)}"
+        tensors, resident = _number(predicted, format_bytes), _number(measured, format_bytes)
+        return f"predicted {tensors} of tensors; resident memory rose by {resident}"
     line = f"predicted {_number(predicted, format_bytes)}, measured {_number(measured, format_bytes)}"
     if not predicted or not measured:
         return line

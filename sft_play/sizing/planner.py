@@ -82,6 +82,7 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, str, str]:
         ConfigError: bf16 is asked for and the device does not have it.
     """
     asked, dtype = config.train.mixed_precision, config.model.dtype
+    chosen: str
     if (asked == "bf16" or dtype == "bfloat16") and not device.bf16:
         key = "train.mixed_precision=bf16" if asked == "bf16" else "model.dtype=bfloat16"
         raise ConfigError(f"{key}: {device.name} does not compute in bf16; use fp16, or auto, which picks what the device has")

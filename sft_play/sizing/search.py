@@ -108,9 +108,7 @@ def _reasons(chosen: Plan, able: list[Plan], seconds: float | None) -> tuple[str
     reasons.append(engine_sentence(chosen, able))
     unused = 1 - memory.peak_bytes / memory.budget_bytes
     if larger and unused > UNUSED_WORTH_A_WORD:
-        reasons.append(
-            f"{unused:.0%} of the budget stays free: a larger micro-batch would not be faster"
-        )
+        reasons.append(f"{unused:.0%} of the budget stays free: a larger micro-batch would not be faster")
     return (*reasons, *chosen.why)
 
 

@@ -70,7 +70,8 @@ def test_target_modules_that_match_nothing_list_those_that_exist(tiny_model):
 
 def test_a_model_that_also_sees_trains_only_the_part_that_reads(tmp_path):
     text = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=64,
     )  # fmt: skip
     vision = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14

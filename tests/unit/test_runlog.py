@@ -68,7 +68,8 @@ def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
     script = (
         "import os, sys, warnings\nfrom pathlib import Path\nfrom sft_play.runlog import console, quiet_libraries\n"
         f"with quiet_libraries(Path({str(tmp_path / 'log.txt')!r})):\n"
-        "    print('library print'); sys.stderr.write('library stderr\\n'); os.write(2, b'from C\\n'); warnings.warn('old name')\n"
+        "    print('library print'); sys.stderr.write('library stderr\\n')\n"
+        "    os.write(2, b'from C\\n'); warnings.warn('old name')\n"
         "    console().print('for people')\n"
         "print('after')\n"
     )
