@@ -8,16 +8,19 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play import cli
-from sft_play.runlog import set_console
+from sft_play.runlog import RunDir, read_metrics, set_console
 from tests.conftest import REPOSITORY
 
 # Libraries keep the stream that they find at their first import: these stay open, and write where the descriptors lead.
 STREAMS = [open(number, "w", closefd=False, buffering=1) for number in (1, 2)]
+
+TRAINED = 37  # rows: no batch of the tests divides them, and two processes do not either
 
 SETTINGS = """\
 model:
@@ -122,7 +125,7 @@ def make_workspace(folder: Path, model: Path) -> Path:
     """Data in two formats and a config that trains for 8 steps; returns the config file."""
     folder.mkdir(exist_ok=True)
     rng = random.Random(0)
-    write_rows(folder / "train.jsonl", [conversation(rng) for _ in range(40)])
+    write_rows(folder / "train.jsonl", [conversation(rng) for _ in range(TRAINED)])
     pairs = [[turn["content"] for turn in conversation(rng)["messages"]] for _ in range(7)]
     write_rows(folder / "val.jsonl", [{"question": question, "answer": answer} for question, answer in pairs])
     config = folder / "run.yaml"
@@ -137,3 +140,11 @@ def snapshot(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.name.startswith((".", "log", "launcher.log")) and path.parent.name != "ranks"
     }
+
+
+def signal_at_step(run: RunDir, step: int, pid: int, number: int, timeout_s: float = 90) -> None:
+    """Waits for the metrics of a step and sends a signal to who is training."""
+    deadline = time.monotonic() + timeout_s
+    while max((line["step"] for line in read_metrics(run)), default=0) < step and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pid, number)

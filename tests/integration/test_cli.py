@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from sft_play.config.load import load_config
 from sft_play.runlog import RunDir, read_json, read_metrics
-from tests.integration.cli import finish, make_workspace, sft, snapshot, start, write_rows
+from tests.integration.cli import TRAINED, finish, make_workspace, sft, signal_at_step, snapshot, start, write_rows
 
 pytestmark = pytest.mark.integration
 
@@ -117,14 +116,6 @@ def test_every_mode_learns(workspace, mode, packing):
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
-def signal_at_step(run, step, pid, number, timeout_s=60):
-    """Waits for the metrics of a step and sends a signal to who is training."""
-    deadline = time.monotonic() + timeout_s
-    while max((line["step"] for line in read_metrics(run)), default=0) < step and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(pid, number)
-
-
 def assert_interrupted(done, run, step):
     assert done.code == 75, done.err
     assert "make resume" in done.err and "Traceback" not in done.err + done.out
@@ -189,7 +180,7 @@ def test_the_merged_model_has_the_logits_of_the_adapter(finished, tmp_path):
 
 
 def test_prepare_prints_what_was_counted(finished):
-    assert sft("prepare", "--config", finished.config, "--json").json["train"]["rows"] == 40
+    assert sft("prepare", "--config", finished.config, "--json").json["train"]["rows"] == TRAINED
     shown = sft("prepare", "--config", finished.config, "--show", "1")
     assert shown.code == 0 and "supervised" in shown.out and "<eos>+}" in shown.out  # the end of a turn is learned
 
@@ -219,7 +210,7 @@ def test_the_three_steps_of_the_data_can_be_looked_at(workspace):
         done = sft(*command, "--config", config)
         assert done.code == 0, done.err
     rendered = (run.path / "data" / "rendered.jsonl").read_text().splitlines()
-    assert len(rendered) == 40 and "w5 w6" in rendered[0]
+    assert len(rendered) == TRAINED and "w5 w6" in rendered[0]
 
 
 def test_a_resolved_config_trains_the_same_run_again(finished, tmp_path):
