@@ -21,7 +21,7 @@ from sft_play.data import store
 from sft_play.data.reading import fingerprint, open_source, read_rows
 from sft_play.errors import ConfigError
 from sft_play.report.progress import progress_bar, spinner
-from sft_play.runlog import cache_dir, console
+from sft_play.runlog import cache_dir, console, quiet_libraries
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"
@@ -84,7 +84,8 @@ def _made_once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
     """Lets `make` fill the folder unless it is there; what it returns is kept in the folder as facts."""
     with store.building(folder, tell=True) as temporary:
         if temporary is not None:
-            store.finish(temporary, make(temporary))
+            with quiet_libraries(folder.with_suffix(".log")):
+                store.finish(temporary, make(temporary))
     return folder
 
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from sft_play.errors import RunInUseError, StorageError
 
 _console: Console | None = None
+_quiet = False  # whether a `quiet_libraries` block is running
 
 
 def console() -> Console:
@@ -219,9 +220,11 @@ def update_summary(run: RunDir, **values: Any) -> dict[str, Any]:
 def quiet_libraries(log: Path) -> Iterator[None]:
     """Sends everything that is not `console()` to `log` while the block runs; SFT_PLAY_VERBOSE=1 leaves it on the console.
 
-    Ranks above 0 get a console that prints nothing. A console that was set before (for --json) keeps its place.
+    Ranks above 0 get a console that prints nothing. A console that was set before (for --json) keeps its place. A block
+    within another one changes nothing: the outer one's log takes it all.
     """
-    if os.environ.get("SFT_PLAY_VERBOSE") == "1":
+    global _quiet
+    if os.environ.get("SFT_PLAY_VERBOSE") == "1" or _quiet:
         yield
         return
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -237,9 +240,11 @@ def quiet_libraries(log: Path) -> Iterator[None]:
         os.dup2(sink, fd)
     os.close(sink)
     logging.captureWarnings(True)
+    _quiet = True
     try:
         yield
     finally:
+        _quiet = False
         logging.captureWarnings(False)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -71,12 +71,14 @@ def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
         "    print('library print'); sys.stderr.write('library stderr\\n')\n"
         "    os.write(2, b'from C\\n'); warnings.warn('old name')\n"
         "    console().print('for people')\n"
+        f"    with quiet_libraries(Path({str(tmp_path / 'inner.txt')!r})):\n"
+        "        print('inner print'); console().print('for people too')\n"
         "print('after')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "for people\nafter\n" and done.stderr == ""
+    assert done.stdout == "for people\nfor people too\nafter\n" and done.stderr == ""
     log = (tmp_path / "log.txt").read_text()
-    for text in ("library print", "library stderr", "from C"):
+    for text in ("library print", "library stderr", "from C", "inner print"):
         assert text in log
 
 
