@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sft_play.errors import CheckpointError
 from sft_play.runlog import RunDir
+from sft_play.sizing.planner import Plan
 
 STATE, WEIGHTS = "trainer_state.json", ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 
@@ -29,6 +30,27 @@ def what_is_missing(checkpoint: Path) -> str | None:
     if not (checkpoint / "optimizer.pt").is_file() and not list(checkpoint.glob("global_step*")):
         return "there is no optimizer state"
     return None
+
+
+def require_same_split(checkpoint: Path, plan: Plan) -> None:
+    """Optimizer state of ZeRO-2 is split by process; DDP and one process have it whole. Neither is converted into the other.
+
+    Raises:
+        CheckpointError: the checkpoint is of another engine, or of ZeRO-2 on another number of processes; says how to go on.
+    """
+    shards = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    wanted = plan.world_size if plan.engine == "deepspeed_z2" else 0
+    if shards == wanted:
+        return
+    if shards:
+        raise CheckpointError(
+            f"{checkpoint} was saved with ZeRO-2 on {shards} processes, and its optimizer state cannot be read otherwise.\n"
+            f'Go on with: make train-deepspeed NGPU={shards} ARGS="train.resume=auto"'
+        )
+    raise CheckpointError(
+        f"{checkpoint} was saved without ZeRO-2, which cannot read its optimizer state.\n"
+        f'Go on with: make train-distributed NGPU={plan.world_size} ARGS="train.resume=auto"'
+    )
 
 
 def find_checkpoint(run: RunDir, resume: str) -> tuple[Path | None, list[str]]:

@@ -23,7 +23,7 @@ from sft_play.scoring import TokenScore, score_batch
 from sft_play.sizing.planner import Plan
 from sft_play.train.arguments import eval_batch_rows, sft_config
 from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, StopOnSignal
-from sft_play.train.checkpoints import find_checkpoint, step_of
+from sft_play.train.checkpoints import find_checkpoint, require_same_split, step_of
 from sft_play.train.meter import MemoryMeter
 from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
 from sft_play.train.verify import verify
@@ -139,6 +139,7 @@ def checkpoint_to_resume(job: Job) -> Path | None:
     for line in passed_over:
         console().print(f"  [yellow]{line}[/]")
     if checkpoint:
+        require_same_split(checkpoint, job.plan)
         console().print(f"  going on from {checkpoint}")
     return checkpoint
 

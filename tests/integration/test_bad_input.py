@@ -90,6 +90,17 @@ def test_a_world_size_that_is_no_number_is_refused_by_each_rank(refuses, finishe
     refuses(["--config", finished.config], 2, f"WORLD_SIZE={size}:", "whole number above 0", function=cli.run_rank)
 
 
+def test_half_a_launchers_environment_is_refused(refuses, finished, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    refuses(["--config", finished.config], 2, "RANK, LOCAL_RANK, MASTER_ADDR not set", "torchrun", function=cli.run_rank)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    refuses(["train"], 2, "WORLD_SIZE=2 is set", "scripts/train_distributed.py")
+
+
 def test_a_rank_whose_launcher_started_too_few_is_refused(refuses, finished, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_PROCESSES", "2")
     refuses(["--config", finished.config], 2, "2 processes were asked for", "started 1", function=cli.run_rank)
