@@ -98,10 +98,20 @@ def report_error(error: BaseException) -> int:
     return exit_code_of(error)
 
 
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parses; overrides may stand anywhere, before and after flags, which argparse alone does not allow."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _set_environment()
-    args = build_parser().parse_args(argv)
+    args = parse(build_parser(), argv)
     if args.json:
         from rich.console import Console
 
@@ -126,7 +136,7 @@ def run_rank(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="train_distributed.py", description="One process of a training run.")
     parser.add_argument("--config", required=True, help="YAML file under configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     from sft_play.launch.ranks import RANKS_VARIABLE, check_world_size, finish_rank
 
     try:

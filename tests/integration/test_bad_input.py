@@ -72,6 +72,14 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(refuses, words, said):
     refuses(["train", *words], 2, *said)
 
 
+def test_flags_that_do_not_exist_are_refused_and_overrides_stand_anywhere(finished):
+    for words in (["train", "--config", finished.config, "--fast"], ["gpu-info", "a.b=c"]):
+        done = sft(*words)
+        assert done.code == 2 and f"unrecognized arguments: {words[-1]}" in done.err
+    done = sft("plan", "output.name=a", "--config", finished.config, "train.epochs=2", "--json", "train.max_steps=3")
+    assert done.json["plan"]["total_steps"] == 3
+
+
 def test_a_config_that_is_not_there_or_not_yaml_is_named(refuses, finished, tmp_path):
     refuses(["train", "--config", "none.yaml"], 2, "none.yaml does not exist", "CONFIG=", function=cli.main)
     broken = tmp_path / "broken.yaml"
