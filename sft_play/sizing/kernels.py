@@ -85,8 +85,11 @@ class SymbolicLedger(Ledger):
             absmax = plain + 0  # noqa: F841
             if not self.cuda:
                 del plain
-        weight = torch.empty(tuple(shape), dtype=a.dtype)  # noqa: F841  alive while the product is made
-        return a.new_empty((*a.shape[:-1], shape[0]))
+        kept = [torch.empty(tuple(shape), dtype=a.dtype)]
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else a.dtype
+        if dtype != a.dtype:  # autocast reaches the product inside
+            kept += [torch.empty(tuple(shape), dtype=dtype), torch.empty(a.shape, dtype=dtype)]
+        return a.new_empty((*a.shape[:-1], shape[0]), dtype=dtype)
 
     def _is_mask(self, indices: Sequence[Any]) -> bool:
         return len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool

@@ -71,6 +71,7 @@ class Timeline:
     events: np.ndarray
     source: np.ndarray
     phases: np.ndarray  # of each event, index into PHASES
+    in_layers: np.ndarray  # of each event, whether a decoder layer was at work
     terms: np.ndarray  # of each recorded block
 
     @cached_property
@@ -99,13 +100,13 @@ class Step:
         """Bytes alive after each event."""
         return np.cumsum(self.timeline.changes(self.sizes, granularity))
 
-    def peaks(self, granularity: int = 1) -> dict[str, Peak]:
-        """The peak of each phase that the step has."""
+    def peaks(self, granularity: int = 1, *, in_layers: bool = False) -> dict[str, Peak]:
+        """The peak of each phase that the step has; with `in_layers` only while a decoder layer is at work."""
         changes = self.timeline.changes(self.sizes, granularity)
         live = np.cumsum(changes)
         peaks = {}
         for index, phase in enumerate(PHASES):
-            here = np.flatnonzero(self.timeline.phases == index)
+            here = np.flatnonzero((self.timeline.phases == index) & (self.timeline.in_layers | (not in_layers)))
             if here.size:
                 top = int(here[np.argmax(live[here])])
                 peaks[phase] = Peak(int(live[top]), self.timeline.terms_at(top, changes))
@@ -155,6 +156,7 @@ class _Expansion:
         self.alive: dict[tuple[int, int], int] = {}
         self.events: list[int] = []
         self.phases: list[int] = []
+        self.in_layers: list[bool] = []
         self.source: list[int] = []
 
     def _crossing_blocks(self) -> dict[tuple[int, int, int, int], list[int]]:
@@ -173,7 +175,7 @@ class _Expansion:
         born, died = self.trace.segments[self.lives.birth[block]], self.trace.segments[death]
         return PHASES.index(born.phase), PHASES.index(died.phase), died.layer - owner, owner
 
-    def emit(self, phase: str, layer: int, event: int) -> None:
+    def emit(self, segment: Segment, layer: int, event: int) -> None:
         block = abs(event) - 1
         key = (layer, block)
         if event > 0:
@@ -184,13 +186,14 @@ class _Expansion:
         else:
             raise LayersDiffer(f"block {block} of layer {layer} is freed twice")
         self.events.append(number)
-        self.phases.append(PHASES.index(phase))
+        self.phases.append(PHASES.index(segment.phase))
+        self.in_layers.append(segment.layer != WHOLE_MODEL)
 
     def whole_model_segment(self, segment: Segment) -> None:
         for event in self.trace.events[segment.start : segment.stop].tolist():
             owner = int(self.trace.owners[abs(event) - 1])
             for layer in [WHOLE_MODEL] if owner == WHOLE_MODEL else self.copies[owner]:
-                self.emit(segment.phase, layer, event)
+                self.emit(segment, layer, event)
 
     def layer_segment(self, segment: Segment, layer: int) -> None:
         """Writes the recorded segment as that of `layer`, which `segment.layer` stands for."""
@@ -198,10 +201,10 @@ class _Expansion:
             block = abs(event) - 1
             owner = int(self.trace.owners[block])
             if event > 0 or owner == segment.layer:
-                self.emit(segment.phase, layer, event)
+                self.emit(segment, layer, event)
             elif owner == WHOLE_MODEL:  # the first copy of the layer that frees it has done so
                 if (WHOLE_MODEL, block) in self.alive:
-                    self.emit(segment.phase, WHOLE_MODEL, event)
+                    self.emit(segment, WHOLE_MODEL, event)
             else:
                 self._free_neighbours_block(segment, layer, block)
 
@@ -216,7 +219,7 @@ class _Expansion:
         rank = self.crossing[key].index(block)
         if len(theirs) != len(self.crossing[key]):
             raise LayersDiffer(f"layers {owner} and {self.trace.stand_ins[neighbour]} leave different blocks to the next")
-        self.emit(segment.phase, neighbour, -(theirs[rank] + 1))
+        self.emit(segment, neighbour, -(theirs[rank] + 1))
 
 
 def expand(trace: StepTrace) -> Timeline:
@@ -243,5 +246,6 @@ def expand(trace: StepTrace) -> Timeline:
         events=np.array(expansion.events, dtype=np.int64),
         source=np.array(expansion.source, dtype=np.int64),
         phases=np.array(expansion.phases, dtype=np.int8),
+        in_layers=np.array(expansion.in_layers, dtype=bool),
         terms=trace.terms,
     )

@@ -1,0 +1,52 @@
+"""Recorded steps of one architecture: as few as it takes to know the step of every micro-batch."""
+
+from dataclasses import replace
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from sft_play.sizing.memory import Growth
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.timeline import Step, StepTrace
+from sft_play.sizing.trace import trace_step
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SMALLEST = 2  # a batch of one row takes turns of its own (nothing to expand or copy), so no line goes through it
+
+
+class Recordings:
+    """Records a step when it is asked for, until two recordings of its kind give all others."""
+
+    def __init__(self, config: "PretrainedConfig"):
+        self.config = config
+        self._traces: dict[str, dict[int, StepTrace]] = {}  # by everything but the rows
+        self._growth: dict[str, Growth] = {}
+
+    def step(self, spec: StepSpec) -> Step:
+        """The step of this micro-batch, recorded or derived.
+
+        Raises:
+            UntraceableModel: the architecture cannot be traced.
+        """
+        kind = repr((replace(spec, rows=0), spec.kinks))
+        traces = self._traces.setdefault(kind, {})
+        if spec.rows not in traces and spec.rows >= SMALLEST and kind in self._growth:
+            return self._growth[kind].at(spec.rows)
+        if spec.rows not in traces:
+            traces[spec.rows] = trace_step(self.config, spec)
+            self._fit(kind)
+        return traces[spec.rows].step
+
+    def _fit(self, kind: str) -> None:
+        traces = self._traces[kind]
+        for rows in combinations(sorted(r for r in traces if r >= SMALLEST), 2):
+            growth = Growth.between(rows, [traces[r] for r in rows])
+            if growth is not None:
+                self._growth[kind] = growth
+                return
+
+    @property
+    def count(self) -> int:
+        """How many steps were recorded."""
+        return sum(len(traces) for traces in self._traces.values())
