@@ -146,17 +146,19 @@ def plan(args: argparse.Namespace) -> int:
     from sft_play.model import load_model_config
     from sft_play.planning import data_facts, plan_run, scaling
     from sft_play.report.plan import plan_report
-    from sft_play.runlog import console
+    from sft_play.runlog import cache_dir, console, quiet_libraries
 
-    config = _load(args).config
     machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
-    model_config = load_model_config(config.model)
-    facts = data_facts(config, model_config, progress=not args.json)
-    chosen = plan_run(config, model_config, facts, machine, args.gpus or len(machine.gpus) or 1)
+    with quiet_libraries(cache_dir() / "plan.log"):
+        config = _load(args).config
+        model_config = load_model_config(config.model)
+        facts = data_facts(config, model_config, progress=not args.json)
+        chosen = plan_run(config, model_config, facts, machine, args.gpus or len(machine.gpus) or 1)
+        scales = [] if args.json else scaling(config, model_config, facts, machine)
     if args.json:
         _print_json(chosen.to_json())
     else:
-        console().print(plan_report(chosen.to_json(), scaling(config, model_config, facts, machine)))
+        console().print(plan_report(chosen.to_json(), scales))
     return 0
 
 

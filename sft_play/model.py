@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -60,6 +61,9 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     Raises:
         ConfigError: it cannot be loaded, or has no end-of-sequence token.
     """
+    folder = Path(model.name)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.name: {folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, **_hub_arguments(model))
     except (OSError, ValueError, KeyError) as error:

@@ -50,9 +50,8 @@ def alternatives_table(alternatives: Sequence[Mapping[str, Any]]) -> RenderableT
 
 def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The same run on other numbers of GPUs."""
-    table = _table(
-        "GPUs", "micro-batch", "accumulation", "effective batch", "steps per epoch", "learning rate", "peak", "speed-up"
-    )
+    table = _table("GPUs", "micro", "accum", "effective", "steps/epoch", "lr", "peak", "speed")
+    table.caption = "speed: without the exchange of gradients, whose link is not known"
     for row in rows:
         if "problem" in row:
             table.add_row(str(row["world_size"]), row["problem"], *[""] * 6)

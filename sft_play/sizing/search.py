@@ -43,7 +43,9 @@ def choose_plan(config: RunConfig, drafts: list[Plan], estimate: Estimator | Non
     if not able:
         raise DoesNotFitError(explain_misfit(config, min(sized, key=_peak), estimate))
     chosen, seconds = _fastest(config, able, clock)
-    return replace(chosen, why=_reasons(chosen, able, seconds), alternatives=_alternatives(config, chosen, sized, clock))
+    return replace(
+        chosen, why=_reasons(config, chosen, able, seconds), alternatives=_alternatives(config, chosen, sized, clock)
+    )
 
 
 def _peak(plan: Plan) -> int:
@@ -93,7 +95,7 @@ def batch_sentence(plan: Plan) -> str:
     )
 
 
-def _reasons(chosen: Plan, able: list[Plan], seconds: float | None) -> tuple[str, ...]:
+def _reasons(config: RunConfig, chosen: Plan, able: list[Plan], seconds: float | None) -> tuple[str, ...]:
     memory = chosen.memory
     assert memory
     reasons = [batch_sentence(chosen)]
@@ -104,7 +106,7 @@ def _reasons(chosen: Plan, able: list[Plan], seconds: float | None) -> tuple[str
         reasons.append(f"micro-batch {chosen.micro_batch_size}: {why}")
     else:
         reasons.append(f"micro-batch {chosen.micro_batch_size}: the largest that fits or divides the effective batch")
-    reasons.append(_checkpointing_reason(chosen, able))
+    reasons.append(_checkpointing_reason(config, chosen, able))
     reasons.append(engine_sentence(chosen, able))
     unused = 1 - memory.peak_bytes / memory.budget_bytes
     if larger and unused > UNUSED_WORTH_A_WORD:
@@ -112,7 +114,11 @@ def _reasons(chosen: Plan, able: list[Plan], seconds: float | None) -> tuple[str
     return (*reasons, *chosen.why)
 
 
-def _checkpointing_reason(chosen: Plan, able: list[Plan]) -> str:
+def _checkpointing_reason(config: RunConfig, chosen: Plan, able: list[Plan]) -> str:
+    if config.train.gradient_checkpointing != "auto":
+        return (
+            f"activations are {'recomputed (checkpointing)' if chosen.gradient_checkpointing else 'kept'}, as the config says"
+        )
     both = {plan.gradient_checkpointing for plan in able}
     if not chosen.gradient_checkpointing:
         return "activations are kept: they fit, and recomputing them would cost about a third more compute"

@@ -30,13 +30,19 @@ def verify(trainer: Trainer, plan: Plan) -> None:
             f"{plan.world_size} processes were asked for and {accelerator.num_processes} started; the effective batch would be "
             "wrong. Launch with `make train-distributed NGPU=<n>`, or see MULTI_GPU_GUIDE.md"
         )
+    sharded = accelerator.distributed_type.value == "DEEPSPEED"
+    if sharded != (plan.engine == "deepspeed_z2"):
+        raise LaunchError(
+            f"the launcher started {'DeepSpeed' if sharded else 'DDP'} and the plan is for engine {plan.engine}: add the override "
+            f"parallel.engine={'deepspeed_z2' if sharded else 'ddp'}, or launch with another file of configs/accelerate/"
+        )
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
     name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "CPU"
     members = gather_object([(accelerator.process_index, f"{accelerator.device} ({name})", digest)])
     if len({member[2] for member in members}) > 1:
         raise LaunchError("the processes made different plans; are config, data and GPUs the same on every machine?")
     if plan.packing:
-        check_isolation(trainer.model, accelerator.device)  # type: ignore[arg-type]  # not wrapped before train()
+        check_isolation(trainer.model, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
     print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
 
 
