@@ -11,6 +11,7 @@ from typing import Any
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.host import detect_host
 from sft_play.launch.default_config import stale_default_config
+from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.guard import LAUNCHER_VARIABLE
 from sft_play.launch.ports import LOOPBACK
 from sft_play.launch.ranks import (
@@ -151,6 +152,8 @@ def launch(
     """
     if config is None and (warning := stale_default_config(plan.world_size, plan.engine)):
         console().print(f"[yellow]{warning}[/]")
+    if plan.engine == "deepspeed_z2":
+        clear_abandoned_locks(extensions_folder())
     command = launch_command(
         [str(_find_script(script[0])), *script[1:]],
         engine=plan.engine,
