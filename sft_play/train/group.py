@@ -11,7 +11,9 @@ from torch import distributed
 
 from sft_play.errors import LaunchError
 from sft_play.job import Job
+from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.model import local_device
+from sft_play.runlog import is_main_rank
 from sft_play.sizing.planner import Plan
 
 
@@ -24,6 +26,8 @@ def process_group(job: Job) -> Iterator[None]:
     if job.plan.world_size == 1:
         yield
         return
+    if job.plan.engine == "deepspeed_z2" and is_main_rank():
+        clear_abandoned_locks(extensions_folder())
     on_gpu = job.plan.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(local_device("cuda"))

@@ -33,7 +33,7 @@ def verify(trainer: Trainer, plan: Plan) -> None:
     sharded = accelerator.distributed_type.value == "DEEPSPEED"
     if sharded != (plan.engine == "deepspeed_z2"):
         raise LaunchError(
-            f"the launcher started {'DeepSpeed' if sharded else 'DDP'} and the plan is for engine {plan.engine}: add the override "
+            f"the launcher started {'DeepSpeed' if sharded else 'DDP'}, the plan is for engine {plan.engine}: add the override "
             f"parallel.engine={'deepspeed_z2' if sharded else 'ddp'}, or launch with another file of configs/accelerate/"
         )
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()

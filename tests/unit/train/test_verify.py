@@ -1,10 +1,15 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sft_play import attention
-from sft_play.errors import ConfigError
-from sft_play.train.verify import check_isolation
+from sft_play.errors import ConfigError, LaunchError
+from sft_play.train.verify import check_isolation, verify
+from tests.unit.train.plans import PLAN
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
@@ -31,3 +36,17 @@ def test_an_architecture_that_loses_the_lengths_on_the_way_is_refused():
         layer.self_attn.forward = lambda *args, _inner=inner, sequence_lengths=None, **kwargs: _inner(*args, **kwargs)
     with pytest.raises(ConfigError, match="packed rows see each other"):
         check_isolation(model, CPU)
+
+
+@pytest.mark.parametrize(
+    ("processes", "started", "plan", "said"),
+    [
+        (1, DistributedType.NO, replace(PLAN, engine="ddp", world_size=2), "2 processes were asked for and 1 started"),
+        (2, DistributedType.DEEPSPEED, replace(PLAN, engine="ddp", world_size=2), "override parallel.engine=deepspeed_z2"),
+        (2, DistributedType.MULTI_GPU, replace(PLAN, engine="deepspeed_z2", world_size=2), "override parallel.engine=ddp"),
+    ],
+)
+def test_what_was_started_must_be_what_was_planned(processes, started, plan, said):
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes, distributed_type=started))
+    with pytest.raises(LaunchError, match=said):
+        verify(trainer, plan)
