@@ -122,8 +122,8 @@ def outcome(
     saved = [report for report in exits if report.code == SAVED]
     if saved and not failed and not silent:  # torchrun stops the others politely when one is gone: that is no preemption
         return saved[0]
-    if status == 0 and not failed:
-        return RankExit(rank=0, code=0)
+    if not failed and (status == 0 or not (silent or saved or stopped_by)):
+        return RankExit(rank=0, code=0)  # a process that breaks on its way out, after it said that all is written, lost nothing
     if stopped_by:
         text = f"stopped by {stopped_by} before a checkpoint could be saved"
     elif started and silent:

@@ -34,6 +34,7 @@ def process_group(job: Job) -> Iterator[None]:
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     yield
+    distributed.barrier()  # nobody leaves while another still waits for its last message
     distributed.destroy_process_group()
 
 

@@ -117,3 +117,9 @@ def test_a_bug_of_ours_keeps_exit_code_1_and_a_second_ctrl_c_stays_one():
     with pytest.raises(KeyboardInterrupt):
         raise_unless_done(RankExit(0, 130))
     raise_unless_done(RankExit(0, 0))
+
+
+def test_a_process_that_breaks_after_all_said_they_were_done_takes_nothing_back():
+    done = [RankExit(0, 0), RankExit(1, 0)]
+    assert result(done, status=1).code == 0
+    assert result(done[:1], status=1).code == LaunchError.exit_code
