@@ -29,7 +29,7 @@ DEMO_POSITIONS, TINY_POSITIONS = 512, 2048
 # Found by trial (docs/decisions.md): after about 250 of these steps all six fields of an order are copied, with any seed.
 DEMO_STEPS, DEMO_PAGES_PER_STEP = 400, 24
 DEMO_LEARNING_RATE, DEMO_MATRIX_LEARNING_RATE = 5e-3, 2e-2
-DEMO_THREADS = 1  # a second core saves less than half of the time, and costs many times that on a machine that is busy
+DEMO_THREADS = 1  # matrices this small gain little from a second thread, and lose much by it on a machine that is busy
 
 
 def byte_level_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:

@@ -1,7 +1,8 @@
 """The demo's world: a shop, its diary (plain text for the base model) and its orders (the task for LoRA).
 
-The diary tells what happened: who bought what, where it went. A base model that read it knows people, cities and goods,
-repeats what was said before, and knows that eleven is 11. It has never seen an order, an answer or a chat.
+The diary tells what happened: who bought what, and where it went. A page gives six facts once and then comes back to them, so a
+base model that reads it learns to copy facts from what was said before, and that eleven is 11. It has never seen a letter,
+a whole answer or a chat.
 
 An order is a short letter; the answer is the same order as one line, as a program would want it:
 
