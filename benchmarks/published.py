@@ -1,6 +1,6 @@
 """GPU measurements that others have published, beside our prediction, and why the two differ where they do.
 
-    python benchmarks/published.py          # also at the end of make bench-sizing
+    python -m benchmarks.published          # also at the end of make bench-sizing
 
 Nothing here was fitted to these figures. Peaks are predicted as torch.cuda.max_memory_allocated() counts them, with two cuBLAS
 workspaces. Where a source writes GB and its own arithmetic shows GiB, the table says GiB.
@@ -214,10 +214,8 @@ def litgpt_figures() -> list[Figure]:
     )
     one, two = (peak(LLAMA_2_7B, mode="lora", rows=rows, **common) for rows in (1, 2))
     logits = 12 * 32000 * 1304
-    why = (
-        "another model code (adapters on a joined qkv, rotary embedding and norms of its own) that keeps more for the backward"
-    )
-    note = f"{why}; whole logits in place of our loss head would add {logits / GB:.2f} GB a row"
+    why = "other model code (joined qkv, own norms) on PyTorch 2.1, not traced: explained in part"
+    note = f"their whole logits are {logits / GB:.2f} GB of it; {why}"
     return [
         Figure(LITGPT, "LitGPT Llama-2-7B LoRA, one more row", GB, (29.07 - 21.30) * GB, two - one, note),
         Figure(LITGPT, "LitGPT Llama-2-7B LoRA, 1 row", GB, 21.30 * GB, one, why),
@@ -229,7 +227,7 @@ def litgpt_figures() -> list[Figure]:
             GB,
             13.84 * GB,
             peak(LLAMA_2_7B, mode="qlora", rows=1, **common),
-            f"{why}, and dequantised copies of bitsandbytes 0.41",
+            f"{why}; bitsandbytes 0.41",
         ),
     ]
 

@@ -1,0 +1,69 @@
+"""The model of PyTorch's caching allocator."""
+
+import random
+
+import pytest
+
+from sft_play.sizing.allocator import replay
+from sft_play.units import MIB
+
+
+def allocate(*sizes):
+    return [(number, size) for number, size in enumerate(sizes, start=1)]
+
+
+def test_small_requests_share_segments_of_two_mebibytes():
+    result = replay(allocate(100, 100), expandable=False)
+    assert result.allocated == 2 * 512
+    assert result.reserved == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "segment"), [(MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (11 * MIB, 12 * MIB)]
+)
+def test_a_segment_is_as_large_as_the_request_class_says(request_bytes, segment):
+    assert replay(allocate(request_bytes), expandable=False).reserved == segment
+
+
+def test_what_was_freed_serves_the_next_request():
+    changes = [(1, 30 * MIB), (1, 0), (2, 30 * MIB), (2, 0), (3, 30 * MIB)]
+    assert replay(changes, expandable=False).reserved == 30 * MIB
+
+
+def test_a_block_too_large_by_less_than_a_mebibyte_is_given_whole():
+    changes = [(1, 30 * MIB), (1, 0), (2, 29 * MIB + 512)]
+    assert replay(changes, expandable=False).allocated == 30 * MIB
+
+
+def test_growing_requests_fragment_fixed_segments_but_not_expandable_ones():
+    """Each round asks for a little more than the last one freed: the case that a longer batch makes."""
+    changes = []
+    for number in range(1, 11):
+        changes += [(number, (20 + number) * MIB), (number, 0)]
+    assert replay(changes, expandable=False).reserved == sum(range(22, 32, 2)) * MIB
+    assert replay(changes, expandable=True).reserved == 40 * MIB
+
+
+def test_free_neighbours_merge():
+    changes = [(1, 10 * MIB), (2, 10 * MIB), (3, 10 * MIB), (1, 0), (2, 0), (4, 20 * MIB)]
+    assert replay(changes, expandable=True).reserved == 40 * MIB  # 30 in pages of 20, the first 20 reused
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_reserved_is_never_below_allocated_and_bookkeeping_survives_any_order(expandable):
+    rng = random.Random(0)
+    alive, changes, live, most = {}, [], 0, 0
+    for number in range(1, 3000):
+        if alive and rng.random() < 0.5:
+            gone = rng.choice(list(alive))
+            live -= alive.pop(gone)
+            changes.append((gone, 0))
+        else:
+            size = rng.choice([300, 70_000, 3 * MIB, 15 * MIB]) + rng.randrange(1000)
+            alive[number] = -(-size // 512) * 512
+            live += alive[number]
+            most = max(most, live)
+            changes.append((number, size))
+    result = replay(changes, expandable=expandable)
+    assert most <= result.allocated <= result.reserved
+    assert result.allocated < 1.1 * most

@@ -1,0 +1,165 @@
+"""Bytes that are kept for the backward pass, against closed forms: exact for each geometry.
+
+h hidden, I feed-forward, q and k the widths of all query and all key heads, n and nk their numbers, d head size, r rank.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
+
+from sft_play.config.schema import LoraSettings
+from sft_play.sizing.kernels import SymbolicLedger, few_tiles
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.timeline import TERMS, StepTrace
+from sft_play.sizing.trace import trace_step
+
+ROWS, ROW_TOKENS, RANK = 2, 128, 8
+TOKENS = ROWS * ROW_TOKENS
+GEOMETRIES = [
+    dict(h=64, I=160, n=4, nk=2, d=16),
+    dict(h=96, I=224, n=4, nk=2, d=40),
+]
+CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfig}
+
+FULL = dict(mode="full", dtype="bfloat16")
+MASTER = dict(mode="full", dtype="float32", mixed_precision="bf16")
+LORA_16 = dict(mode="lora", dtype="bfloat16", all_in_dtype=True)
+LORA_32 = dict(mode="lora", dtype="bfloat16")
+GPU = dict(device="cuda", mixed_precision="bf16")
+QLORA_16 = dict(mode="qlora", dtype="bfloat16", all_in_dtype=True)
+
+LLAMA = "4*q + 4*k + 4*n + 8"
+QWEN3_NORMS = "4*(q+k) + 4*(n+nk)"
+GEMMA3_LORA = "20*h + 8*I + 8*q + 8*k + 8*n + 4*nk + 16 + 14*r"
+GEMMA3_FULL = "36*h + 8*I + 12*q + 12*k + 8*n + 4*nk + 16"
+# Constant bytes a layer: Gemma's norms keep (1 + w) in fp32; autocast keeps 16-bit copies of the fp32 weights it uses.
+GEMMA3_ONE_PLUS_W = "4*(4*h + 2*d)"
+BASE_COPIES = "2*(2*h*q + 2*h*k + 3*h*I)"
+ADAPTER_COPIES = "2*r*(2*(h+q) + 2*(h+k) + 3*(h+I))"
+FLASH_SEED = "16"
+
+KEPT = [
+    ("llama", FULL, f"16*h + 8*I + {LLAMA}", "0"),
+    ("llama", MASTER, f"26*h + 8*I + {LLAMA}", BASE_COPIES),
+    ("llama", LORA_16, f"12*h + 8*I + {LLAMA} + 14*r", "0"),
+    ("llama", LORA_32 | GPU, f"18*h + 8*I + 2*q + {LLAMA} + 14*r", f"{ADAPTER_COPIES} + {FLASH_SEED}"),
+    ("llama", LORA_32, f"28*h + 10*I + 4*q + {LLAMA} + 28*r", "0"),
+    ("llama", QLORA_16, f"12*h + 8*I + {LLAMA} + 14*r", "0"),
+    # On CUDA PEFT leaves the input of a 4-bit layer to autocast, so that no fp32 copies of it are kept
+    ("llama", LORA_32 | GPU | dict(mode="qlora"), f"12*h + 8*I + {LLAMA} + 14*r", f"{ADAPTER_COPIES} + {FLASH_SEED}"),
+    ("qwen3", FULL, f"16*h + 8*I + {LLAMA} + {QWEN3_NORMS} + 2*(q+k)", "0"),
+    ("qwen3", MASTER, f"26*h + 8*I + {LLAMA} + {QWEN3_NORMS} + 2*(q+k)", BASE_COPIES),
+    ("qwen3", LORA_16, f"12*h + 8*I + {LLAMA} + 14*r + {QWEN3_NORMS}", "0"),
+    ("qwen3", LORA_32, f"28*h + 10*I + 4*q + {LLAMA} + 28*r + {QWEN3_NORMS}", "0"),
+    ("qwen3", QLORA_16, f"12*h + 8*I + {LLAMA} + 14*r + {QWEN3_NORMS}", "0"),
+    ("gemma3", FULL, GEMMA3_FULL, GEMMA3_ONE_PLUS_W),
+    ("gemma3", LORA_16, GEMMA3_LORA, GEMMA3_ONE_PLUS_W),
+    ("gemma3", QLORA_16, GEMMA3_LORA, GEMMA3_ONE_PLUS_W),
+]
+
+
+def small(name, g):
+    return CONFIGS[name](
+        hidden_size=g["h"],
+        intermediate_size=g["I"],
+        num_hidden_layers=3,
+        num_attention_heads=g["n"],
+        num_key_value_heads=g["nk"],
+        head_dim=g["d"],
+        vocab_size=512,
+    )
+
+
+def value(form: str, g) -> int:
+    names = g | dict(q=g["n"] * g["d"], k=g["nk"] * g["d"], r=RANK)
+    return eval(form, {"__builtins__": {}}, names)
+
+
+def record(name, g, **spec) -> StepTrace:
+    return trace_step(small(name, g), StepSpec(rows=ROWS, row_tokens=ROW_TOKENS, lora=LoraSettings(r=RANK), **spec))
+
+
+def kept_by_the_middle_layer(trace: StepTrace) -> int:
+    """What is born in its forward and still there when the backward begins."""
+    segment = next(s for s in trace.segments if s.phase == "forward" and s.layer == 1 and _is_computing(trace, s))
+    born = [event - 1 for event in trace.events[segment.start : segment.stop] if event > 0]
+    return int(sum(trace.sizes[block] for block in born if TERMS[trace.terms[block]] == "activations"))
+
+
+def _is_computing(trace, segment) -> bool:
+    """Not the stretch where gradients and optimizer states are put in place."""
+    return any(event < 0 for event in trace.events[segment.start : segment.stop])
+
+
+@pytest.mark.parametrize("g", GEOMETRIES, ids=lambda g: f"h{g['h']}")
+@pytest.mark.parametrize(("name", "spec", "per_token", "constant"), KEPT)
+def test_a_layer_keeps_what_the_closed_form_says(name, spec, per_token, constant, g):
+    assert kept_by_the_middle_layer(record(name, g, **spec)) == value(per_token, g) * TOKENS + value(constant, g)
+
+
+@pytest.mark.parametrize("g", GEOMETRIES, ids=lambda g: f"h{g['h']}")
+@pytest.mark.parametrize(
+    ("spec", "working_set"),
+    [
+        (LORA_16, "14*h + 12*I + 4*q + 4*k + 4*n + 4*d + 12*r + 16"),
+        (FULL, "18*h + 12*I + 4*q + 4*k + 4*n + 4*d + 16"),
+    ],
+)
+def test_a_recomputed_layer_needs_its_working_set_and_keeps_its_input(spec, working_set, g):
+    trace = record("llama", g, gradient_checkpointing=True, **spec)
+    random_state = torch.get_rng_state().numel()
+    assert kept_by_the_middle_layer(trace) == 2 * g["h"] * TOKENS + random_state
+    changes = np.sign(trace.events) * trace.sizes[np.abs(trace.events) - 1]
+    live = np.cumsum(changes)
+    layer = next(s for s in trace.segments if s.phase == "backward" and s.layer == 1)
+    rise = live[layer.start : layer.stop].max() - live[layer.start - 1]
+    # The gradient that comes in, the rotary tables and the position ids were there before.
+    assert rise == (value(working_set, g) - 2 * g["h"] - 4 * g["d"] - 8) * TOKENS
+
+
+def head_peaks(tokens, hidden, vocabulary, *, trained, whole) -> tuple[int, int]:
+    """Peaks of the forward and the backward of an output head in bf16, above its inputs."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    from sft_play.sizing.kernels import as_on_cuda
+
+    with FakeTensorMode(), few_tiles(), as_on_cuda(tokens, flash=False):
+        ledger = SymbolicLedger(cuda=True, supervised=tokens, eval_supervised=tokens)
+        with ledger:
+            weight = torch.empty((vocabulary, hidden), dtype=torch.bfloat16, requires_grad=trained)
+            states = torch.empty((tokens, hidden), dtype=torch.bfloat16, requires_grad=True)
+            labels = torch.zeros(tokens, dtype=torch.int64)
+            inputs = ledger.live
+            if whole:
+                logits = states @ weight.t()
+                loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+                del logits
+            else:
+                parts = ChunkedLogProbFunction.apply(states, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs",))
+                loss = parts[0].sum()
+                del parts
+            forward, ledger.peak = ledger.peak, ledger.live
+            loss.backward()
+    return forward - inputs, ledger.peak - inputs
+
+
+def test_whole_logits_cost_ten_bytes_each_forward_and_twelve_backward():
+    tokens, hidden, vocabulary = 512, 16, 4096
+    forward, backward = head_peaks(tokens, hidden, vocabulary, trained=False, whole=True)
+    logits = tokens * vocabulary
+    assert forward == pytest.approx(10 * logits, rel=1e-3)
+    assert backward == pytest.approx(12 * logits, rel=1e-3)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("tokens", [512, 4096, 20000])
+def test_the_tiled_head_costs_one_tile_and_its_gradients(trained, tokens):
+    """TRL 1.16 on CUDA: one tile of up to 4096 x 32768 logits, fp32 sums of the gradients, and their copies in bf16."""
+    hidden, vocabulary = 64, 100_000
+    tile = 2 * min(tokens, 4096) * 32768
+    forward, backward = head_peaks(tokens, hidden, vocabulary, trained=trained, whole=False)
+    gradients = 6 * hidden * tokens + (6 * hidden * vocabulary if trained else 0)
+    assert forward == tile + 9 * 4 * tokens  # seven running sums, the normaliser and the result
+    assert 0 <= backward - tile - gradients <= 20 * tokens  # log-probabilities, their gradient, the normaliser

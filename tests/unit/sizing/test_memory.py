@@ -1,0 +1,111 @@
+"""Micro-batches in between, engines and budgets."""
+
+import pytest
+
+from sft_play.sizing.memory import (
+    ASSUMED_COMMUNICATOR,
+    ASSUMED_CONTEXT,
+    Engine,
+    Growth,
+    ZeroBuckets,
+    device_budget,
+    estimate,
+    guard_bytes,
+    with_engine,
+)
+from sft_play.sizing.timeline import PHASES, TERMS, Peak
+from sft_play.units import GIB, MIB
+from tests.unit.sizing.recorded import step_of
+
+
+def peaks(**terms):
+    terms = dict.fromkeys(TERMS, 0) | terms
+    return {phase: Peak(sum(terms.values()), terms) for phase in PHASES}
+
+
+def test_a_phase_bends_where_another_moment_takes_over():
+    """The loss does not grow with the rows here, what layers keep does: no line goes through three micro-batches."""
+    recorded = {rows: step_of(3, (0, *[1] * 8, 2), saved=10 * rows) for rows in (2, 3, 40)}
+    growth = Growth.between((2, 3), (recorded[2], recorded[3]))
+    assert growth.at(40).peaks() == recorded[40].step.peaks()
+    assert growth.at(1).peaks() == step_of(3, (0, *[1] * 8, 2), saved=10).step.peaks()
+
+
+def test_recordings_that_did_different_things_give_no_line():
+    assert Growth.between((1, 2), (step_of(3, (0, 1, 2)), step_of(4, (0, 1, 2, 3)))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "measured_mib"),
+    [
+        (dict(elements=10_000_000), 21152 - 19284),
+        (dict(elements=100_000_000), 21152 - 19625),
+        (dict(overlap=False), 21152 - 20198),
+    ],
+)
+def test_zero2_buckets_cost_what_deepspeed_1302_measured(change, measured_mib):
+    """https://github.com/deepspeedai/DeepSpeed/issues/1302: 21152 MiB with 5e8 elements and overlap."""
+    trained = 10**10
+    saved = ZeroBuckets().bytes(trained, 2) - ZeroBuckets(**change).bytes(trained, 2)
+    assert saved / MIB == pytest.approx(measured_mib, abs=1.5)
+
+
+def test_buckets_are_no_larger_than_what_is_trained():
+    assert ZeroBuckets().bytes(40_000_000, 2) == 2 * 2 * 40_000_000
+
+
+def test_zero2_holds_a_share_of_the_states():
+    trained, world = 1000_000, 4
+    alone = peaks(weights=2 * trained, gradients=2 * trained, optimizer=4 * trained)
+    engine = Engine(name="deepspeed_z2", world_size=world, accumulates=True, buckets=ZeroBuckets(elements=1000, overlap=False))
+    shared = with_engine(alone, engine, trained, 2)
+    assert shared["forward"].terms["optimizer"] == 12 * trained // world
+    assert shared["forward"].terms["gradients"] == 2 * trained // world
+    assert shared["backward"].terms["engine"] == 2 * 1000
+    assert shared["evaluation"].terms["gradients"] == 0
+    assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
+
+
+def test_more_processes_with_zero2_never_need_more():
+    alone = peaks(weights=10**9, gradients=10**9, optimizer=2 * 10**9)
+    totals = []
+    for world in (1, 2, 4, 8):
+        shared = with_engine(alone, Engine(name="deepspeed_z2", world_size=world), 5 * 10**8, 2)
+        totals.append(max(peak.bytes for peak in shared.values()))
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_ddp_keeps_its_gradient_buckets_during_evaluation():
+    alone = peaks(weights=100, gradients=0)
+    shared = with_engine(alone, Engine(name="ddp", world_size=2), 10, 4)
+    assert shared["evaluation"].bytes == alone["evaluation"].bytes + 40
+    assert shared["backward"] == alone["backward"]
+
+
+def test_the_budget_leaves_room_for_context_communicator_and_guard():
+    free = 80 * GIB
+    one = device_budget("cuda", free, compute_capability=(9, 0))
+    two = device_budget("cuda", free, world_size=2, compute_capability=(8, 0))
+    assert one.budget_bytes == free - guard_bytes(free) - ASSUMED_CONTEXT
+    assert two.budget_bytes == one.budget_bytes - ASSUMED_COMMUNICATOR
+    assert one.workspace_bytes == 2 * 32 * MIB and two.workspace_bytes == 2 * (8 * MIB + 128 * 1024)
+    assert one.assumed == ("context",) and two.assumed == ("context", "communicator")
+
+
+def test_measured_overheads_are_not_called_assumed():
+    device = device_budget("cuda", GIB, context_bytes=300 * MIB, world_size=2, communicator_bytes=100 * MIB)
+    assert device.assumed == () and device.context_bytes == 300 * MIB
+
+
+def test_the_estimate_takes_the_highest_phase_and_its_terms_add_up():
+    device = device_budget("cuda", 10 * GIB)
+    memory = estimate(step_of(3, (0, 1, 2)).step, device)
+    assert memory.peak_bytes == max(memory.phases.values()) == memory.phases[memory.peak_phase]
+    assert sum(size for name, size in memory.terms.items() if name != "context") == memory.peak_bytes
+    assert memory.budget_bytes == device.budget_bytes
+
+
+def test_the_cpu_rounds_nothing_and_has_no_context():
+    memory = estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", 10 * GIB))
+    assert memory.peak_bytes == 1000 + 3 * 110 + 2 + 7 + 2  # the loss and its gradient, while the stream is there
+    assert memory.terms["context"] == 0

@@ -1,0 +1,164 @@
+"""The symbolic step: every architecture, and equal to the real one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
+
+from benchmarks.small_models import NAMES, TALL, WIDE, small_config
+from sft_play import attention
+from sft_play.config.schema import LoraSettings, ModelConfig
+from sft_play.model import attach_adapter, load_base
+from sft_play.sizing.measure import measure_step
+from sft_play.sizing.recordings import Recordings
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace import UntraceableModel, trace_step
+
+LORA = LoraSettings(r=4)
+SMALL = WIDE | {"layers": 5, "vocabulary": 300}
+
+
+def on_gpu(**changes) -> StepSpec:
+    return StepSpec(**{"dtype": "bfloat16", "mixed_precision": "bf16", "device": "cuda", "lora": LORA, "rows": 2, **changes})
+
+
+def assert_alike(few, full):
+    few, full = few.step.peaks(), full.step.peaks()
+    # The optimizer's list of gradient norms is one tensor, in which recorded layers alone are counted: some bytes.
+    assert few.pop("optimizer").bytes == pytest.approx(full.pop("optimizer").bytes, abs=1000)
+    assert few == full
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture_traces_and_three_layers_stand_for_all(name):
+    spec = on_gpu(mode="qlora", gradient_checkpointing=True)
+    config = small_config(name, SMALL)
+    few, full = trace_step(config, spec), trace_step(config, spec, all_layers=True)
+    assert len(few.stand_ins) == 5 and max(few.stand_ins) == 2
+    assert_alike(few, full)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma3_text", dict(sliding_window=64)),  # layers with and without a window, whose masks cost memory here
+        ("qwen3_moe", dict(mlp_only_layers=[1, 3])),  # layers with and without experts
+    ],
+)
+def test_layers_of_several_kinds_are_told_apart(name, changes):
+    spec = on_gpu(mode="lora", row_tokens=256)
+    config = small_config(name, SMALL | {"layers": 8}, **changes)
+    few, full = trace_step(config, spec), trace_step(config, spec, all_layers=True)
+    assert max(few.stand_ins) == 3
+    assert_alike(few, full)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_real_step_on_the_cpu_allocates_what_the_symbolic_one_says(tmp_path_factory, mode, checkpointing, packing):
+    geometry = TALL | {"layers": 4}
+    config = small_config("qwen3", geometry)
+    folder = tmp_path_factory.getbasetemp() / "small-qwen3"
+    if not folder.exists():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    spec = StepSpec(mode=mode, lora=LORA, gradient_checkpointing=checkpointing, packing=packing, rows=3, row_tokens=64)
+    model = load_base(
+        ModelConfig(name=str(folder)),
+        dtype="float32",
+        attn_implementation=attention.NAME,
+        device=torch.device("cpu"),
+        quantize=mode == "qlora",
+    )
+    model.config.use_cache = False
+    if mode != "full":
+        model = attach_adapter(model, LORA)
+    measured = measure_step(model, replace(spec, one_by_one=packing))
+    step = trace_step(config, spec).step
+    predicted, in_layers = step.peaks(), step.peaks(in_layers=True)
+    assert predicted["forward"].terms["weights"] + predicted["forward"].terms["adapters"] == measured.weights
+    for phase, size in measured.phases.items():
+        above = size - measured.weights
+        assert predicted[phase].bytes - measured.weights == pytest.approx(above, rel=2e-4, abs=2000), phase
+    for phase, size in measured.in_layers.items():
+        assert in_layers[phase].bytes - measured.weights == pytest.approx(size - measured.weights, rel=1e-3), phase
+
+
+def test_accumulation_keeps_the_gradients_alive_during_the_forward():
+    config = small_config("llama", SMALL)
+    once, again = (trace_step(config, on_gpu(mode="full", accumulates=a)).step.peaks() for a in (False, True))
+    gradients = again["forward"].terms["gradients"]
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert gradients == 2 * parameters
+    assert once["forward"].terms["gradients"] == 0
+    assert again["forward"].bytes - once["forward"].bytes == gradients
+    assert once["optimizer"].terms["gradients"] == gradients
+
+
+def test_eight_bit_states_are_a_quarter_of_those_in_fp32():
+    config = small_config("llama", WIDE)
+    plain, eight = (
+        trace_step(config, on_gpu(mode="lora", lora=LoraSettings(r=64), dtype="float32", optimizer=o)).step.peaks()["optimizer"]
+        for o in ("adamw", "adamw_8bit")
+    )
+    assert eight.terms["optimizer"] == pytest.approx(plain.terms["optimizer"] / 4, rel=0.02)
+
+
+def test_more_supervised_tokens_cost_more_on_a_gpu_and_nothing_on_the_cpu():
+    config = small_config("llama", SMALL)
+
+    def loss(share, device):
+        spec = on_gpu(mode="lora", device=device, supervised_share=share, row_tokens=256)
+        return trace_step(config, spec).step.peaks()["backward"].bytes
+
+    assert loss(0.1, "cuda") < loss(1.0, "cuda")
+    assert loss(0.1, "cpu") == loss(1.0, "cpu")
+
+
+def test_checkpointing_keeps_one_block_a_layer():
+    config = small_config("llama", SMALL)
+    kept, recomputed = (
+        trace_step(config, on_gpu(mode="lora", row_tokens=256, gradient_checkpointing=c)).step.peaks()["forward"].terms
+        for c in (False, True)
+    )
+    assert recomputed["activations"] < kept["activations"] / 4
+
+
+def test_deepspeed_holds_the_adapters_in_the_type_of_the_weights():
+    config = small_config("llama", SMALL)
+    plain = trace_step(config, on_gpu(mode="lora")).step.peaks()["load"].terms["adapters"]
+    cast = (
+        trace_step(config, on_gpu(mode="lora", mixed_precision="no", all_in_dtype=True)).step.peaks()["load"].terms["adapters"]
+    )
+    assert cast == plain / 2
+
+
+def test_an_architecture_that_cannot_be_traced_says_so_and_what_to_do():
+    with pytest.raises(UntraceableModel, match=r"(?s)MambaConfig cannot be traced.*train.batch_size"):
+        trace_step(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64), on_gpu(mode="full"))
+
+
+def test_few_recordings_give_every_micro_batch():
+    recordings = Recordings(small_config("llama", SMALL))
+    for rows in (2, 3, 4, 8, 16, 200, 300, 400):
+        recordings.step(on_gpu(mode="lora", rows=rows, row_tokens=64))
+    assert recordings.count == 4  # two with less than a tile of the loss, two with more
+    for rows in (16, 400):
+        spec = on_gpu(mode="lora", rows=rows, row_tokens=64)
+        assert recordings.step(spec).peaks(512) == trace_step(recordings.config, spec).step.peaks(512)
+
+
+def test_what_this_process_does_on_real_tensors_is_not_changed_by_tracing():
+    trace_step(small_config("llama", SMALL), on_gpu(mode="lora", gradient_checkpointing=True))
+    query = torch.randn(1, 2, 8, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    out, _ = attention.varlen_sdpa(torch.nn.Module(), query, query, query, None)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    assert not torch.is_autocast_enabled()
+
+
+def test_a_model_with_one_layer_traces():
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=100)
+    assert trace_step(config, on_gpu(mode="full")).stand_ins == (0,)
