@@ -1,8 +1,8 @@
 """The demo's world: a shop, its diary (plain text for the base model) and its orders (the task for LoRA).
 
 The diary tells what happened: who bought what, and where it went. A page gives six facts once and then comes back to them, so a
-base model that reads it learns to copy facts from what was said before, and that eleven is 11. It has never seen a letter,
-a whole answer or a chat.
+base model that reads it learns to copy facts from what was said before, and that eleven is 11. It has seen notes of one fact
+("Note the city: Oslo."), but never a letter, a whole answer or a chat.
 
 An order is a short letter; the answer is the same order as one line, as a program would want it:
 
@@ -16,84 +16,30 @@ those. So no answer can be remembered; it has to be read from the letter.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-NAMES = [
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Felix",
-    "Grace",
-    "Henry",
-    "Irene",
-    "Jonas",
-    "Karin",
-    "Leo",
-    "Maria",
-    "Nils",
-    "Olga",
-    "Paul",
-    "Rosa",
-    "Simon",
-    "Tara",
-    "Viktor",
-]
-CITIES = [
-    "Athens",
-    "Berlin",
-    "Cairo",
-    "Dublin",
-    "Geneva",
-    "Hamburg",
-    "Istanbul",
-    "Kyoto",
-    "Lisbon",
-    "Madrid",
-    "Naples",
-    "Oslo",
-    "Paris",
-    "Quito",
-    "Rome",
-    "Sydney",
-    "Toronto",
-    "Vienna",
-    "Warsaw",
-    "Zurich",
-]
-ITEMS = [
-    "basket",
-    "blanket",
-    "bottle",
-    "bucket",
-    "candle",
-    "carpet",
-    "chair",
-    "clock",
-    "kettle",
-    "ladder",
-    "lamp",
-    "mirror",
-    "pillow",
-    "table",
-    "teapot",
-    "vase",
-]
-COLOURS = ["black", "blue", "green", "orange", "purple", "red", "white", "yellow"]
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words("Anna Ben Clara David Emma Felix Grace Henry Irene Jonas Karin Leo Maria Nils Olga Paul Rosa Simon Tara Viktor")
+CITIES = _words(
+    "Athens Berlin Cairo Dublin Geneva Hamburg Istanbul Kyoto Lisbon Madrid Naples Oslo Paris Quito Rome "
+    "Sydney Toronto Vienna Warsaw Zurich"
+)
+ITEMS = _words("basket blanket bottle bucket candle carpet chair clock kettle ladder lamp mirror pillow table teapot vase")
+COLOURS = _words("black blue green orange purple red white yellow")
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 NUMBERS = {
-    word: count
-    for count, word in enumerate(
-        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], start=2
-    )
+    word: count for count, word in enumerate(_words("two three four five six seven eight nine ten eleven twelve"), start=2)
 }
 
 NEWS = (
     "On {day} {name} from {city} bought {word} {colour} {item}s.",
     "We sold {word} {colour} {item}s to {name} on {day}, and the van took them to {city}.",
     "A letter from {city} came on {day}: {name} asks for {word} {item}s, all of them {colour}.",
-    "There were {word} {colour} {item}s in the van to {city}, {name} had paid for them on {day}.",
+    "There were {word} {colour} {item}s in the van to {city}, which {name} had paid for on {day}.",
     "Our customer {name} lives in {city}, came into the shop on {day} and took {word} {item}s in {colour}.",
     "In {city} it rained on {day}, but {name} was happy with the {word} {colour} {item}s.",
 )
@@ -107,7 +53,7 @@ DETAILS = (
     "In {city} people like {colour} {item}s.",
     "The {colour} {item}s for {name} were {word}, that is {count}.",
     "By {day} they had {count} {colour} {item}s in {city}.",
-    "On {day} it was far to {city}, but {day} is a good day.",
+    "On {day} the road to {city} was free, and {day} is a good day for a van.",
     "For {word} {item}s we need {count} boxes, and {name} had {count}.",
     "From {city} we heard on {day} that {name} likes the {item}s.",
 )
@@ -144,37 +90,30 @@ PAIRS = tuple(itertools.product(ITEMS, COLOURS))
 HELD_OUT_SHARE = 5  # one pair of item and colour in so many is for held-out rows
 
 
-def _two(rng: random.Random, name: str, values: list[str]) -> dict[str, str]:
-    """A value and a different one."""
-    first, second = rng.sample(values, 2)
-    return {name: first, f"other_{name}": second}
-
-
-def _facts(rng: random.Random, pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """What a diary page or an order is about."""
+def _facts(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What a diary page or an order is about, and what a letter can name besides."""
     item, colour = rng.choice(pairs)
     word = rng.choice(list(NUMBERS))
-    others = {
-        "other_item": rng.choice([other for other in ITEMS if other != item]),
-        "other_colour": rng.choice([other for other in COLOURS if other != colour]),
-    }
-    places = _two(rng, "name", NAMES) | _two(rng, "city", CITIES) | _two(rng, "day", DAYS)
-    return {"item": item, "colour": colour, "word": word, "count": str(NUMBERS[word])} | others | places
+    city, other_city = rng.sample(CITIES, 2)
+    day, other_day = rng.sample(DAYS, 2)
+    facts = {"name": rng.choice(NAMES), "city": city, "item": item, "colour": colour, "count": str(NUMBERS[word]), "day": day}
+    other_colour = rng.choice([other for other in COLOURS if other != colour])
+    return facts | {"word": word, "other_city": other_city, "other_colour": other_colour, "other_day": other_day}
 
 
 def diary_pages(seed: int, pages: int) -> list[str]:
-    """Plain text about the shop: each page is about one customer and one delivery, in four to seven sentences."""
+    """Plain text about the shop: each page is about one customer and one delivery, in five to nine sentences."""
     rng = random.Random(f"diary/{seed}")
     texts = []
     for _ in range(pages):
         rest = rng.sample(DETAILS, rng.randint(3, 5)) + rng.sample(NOTES, rng.randint(1, 3))
         sentences = [rng.choice(NEWS), *rng.sample(rest, len(rest))]
-        facts = _facts(rng, list(PAIRS))
+        facts = _facts(rng, PAIRS)
         texts.append(" ".join(sentence.format(**facts) for sentence in sentences))
     return texts
 
 
-def _orders(rng: random.Random, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _orders(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Letters and answers without end, none twice."""
     seen = set()
     while True:
