@@ -6,7 +6,7 @@ mode); all others follow exactly. Answers are kept on disk by content, so that t
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,41 +15,20 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import RunConfig
+from sft_play.launch.accelerate import DEEPSPEED_CONFIG
+from sft_play.launch.deepspeed import read_deepspeed_config
 from sft_play.runlog import cache_dir
 from sft_play.sizing import memory
 from sft_play.sizing.planner import Memory, Plan
+from sft_play.sizing.recordings import Recordings
 from sft_play.sizing.search import Clock, Estimator
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.throughput import Speed, Workload, seconds_per_step
-from sft_play.sizing.timeline import Step, StepTrace
-from sft_play.sizing.trace import trace_step
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-RULES = 1  # raise when the same question must get another answer
-
-
-@dataclass
-class Recordings:
-    """Steps of one architecture, recorded when first asked for."""
-
-    config: "PretrainedConfig"
-    _traces: dict[StepSpec, StepTrace] = field(default_factory=dict)
-
-    def trace(self, spec: StepSpec) -> StepTrace:
-        """The recorded step."""
-        if spec not in self._traces:
-            self._traces[spec] = trace_step(self.config, spec)
-        return self._traces[spec]
-
-    def step(self, spec: StepSpec) -> Step:
-        """The step of any micro-batch: recorded up to two rows, beyond that from the recordings of two and three."""
-        if spec.rows <= 2:
-            return self.trace(spec).step
-        pair = [replace(spec, rows=rows) for rows in (2, 3)]
-        growth = memory.Growth.between((2, 3), [self.trace(one) for one in pair])
-        return growth.at(spec.rows) if growth else self.trace(spec).step
+RULES = 2  # raise when the same question must get another answer
 
 
 def estimator(
@@ -68,16 +47,27 @@ def estimator(
 
     def estimate(run: RunConfig, plan: Plan) -> Memory:
         spec = StepSpec.of(run, plan, supervised_share)
-        engine = memory.Engine(name=plan.engine, world_size=plan.world_size, accumulates=spec.accumulates)
+        engine = memory.Engine(
+            name=plan.engine,
+            world_size=plan.world_size,
+            accumulates=plan.gradient_accumulation_steps > 1,
+            buckets=zero_buckets(),
+        )
         file = folder / f"{_key(config, spec, device, engine)}.json"
         if file.is_file():
             return Memory(**json.loads(file.read_text(encoding="utf-8")))
-        answer = memory.estimate(recordings.step(spec), device, engine)
+        answer = memory.estimate(recordings.step(spec), device, engine, element_bytes=spec.trained_element_bytes)
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(answer)), encoding="utf-8")
         return answer
 
     return estimate
+
+
+def zero_buckets() -> memory.ZeroBuckets:
+    """ZeRO-2's buckets as the shipped DeepSpeed config has them."""
+    zero = read_deepspeed_config(DEEPSPEED_CONFIG)["zero_optimization"]
+    return memory.ZeroBuckets(elements=int(zero["reduce_bucket_size"]), overlap=bool(zero.get("overlap_comm")))
 
 
 def _key(config: "PretrainedConfig", *parts: object) -> str:

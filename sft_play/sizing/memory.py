@@ -203,23 +203,26 @@ def estimate(step: Step, device: DeviceBudget, engine: Engine | None = None, *, 
         peaks = with_engine(peaks, engine, trained_bytes(peaks) // element_bytes, element_bytes)
     peaks = {phase: peak if phase == "load" else _with(peak, engine=device.workspace_bytes) for phase, peak in peaks.items()}
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
+    gaps = replay_step(step) if device.kind == "cuda" else None
     return Memory(
         budget_bytes=device.budget_bytes,
         peak_bytes=peaks[top].bytes,
         peak_phase=top,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
         terms={**peaks[top].terms, "context": device.context_bytes + device.communicator_bytes},
+        reserved_bytes=peaks[top].bytes + gaps.reserved - gaps.allocated if gaps else None,
     )
 
 
 def replay_step(step: Step, *, expandable: bool = True) -> Replay:
-    """What PyTorch's caching allocator would reserve for the step, from the first weight to the evaluation."""
+    """What PyTorch's caching allocator reserves for two such steps: from the second on it finds what the first one left.
+
+    Args:
+        step: from the first weight to the evaluation.
+        expandable: as in `sft_play.sizing.allocator.replay`.
+    """
     sizes = step.sizes[step.timeline.source].tolist()
-    return replay(
-        (
-            (abs(event), sizes[event - 1] if event > 0 else 0)
-            for event in step.timeline.events.tolist()
-            if sizes[abs(event) - 1]
-        ),
-        expandable=expandable,
-    )
+    events = [event for event in step.timeline.events.tolist() if sizes[abs(event) - 1]]
+    passing = {-event for event in events if event < 0}
+    again = [event for event in events if abs(event) in passing]
+    return replay(((abs(event), sizes[event - 1] if event > 0 else 0) for event in events + again), expandable=expandable)

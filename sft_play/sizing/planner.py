@@ -17,6 +17,12 @@ class Memory:
     peak_phase: str
     phases: dict[str, int] = field(default_factory=dict)
     terms: dict[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None  # what PyTorch's allocator takes from the device to serve the peak, gaps included
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the device must have free."""
+        return max(self.peak_bytes, self.reserved_bytes or 0)
 
 
 @dataclass(frozen=True, kw_only=True)

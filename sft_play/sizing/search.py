@@ -20,8 +20,8 @@ UNUSED_WORTH_A_WORD = 0.2
 
 
 def fits(memory: Memory) -> bool:
-    """Whether the peak stays within the budget."""
-    return memory.peak_bytes <= memory.budget_bytes
+    """Whether the peak, with the allocator's gaps, stays within the budget."""
+    return memory.needed_bytes <= memory.budget_bytes
 
 
 def choose_plan(config: RunConfig, drafts: list[Plan], estimate: Estimator | None, clock: Clock | None) -> Plan:
@@ -50,7 +50,7 @@ def choose_plan(config: RunConfig, drafts: list[Plan], estimate: Estimator | Non
 
 def _peak(plan: Plan) -> int:
     assert plan.memory
-    return plan.memory.peak_bytes
+    return plan.memory.needed_bytes
 
 
 def _size_all(config: RunConfig, drafts: list[Plan], estimate: Estimator) -> list[Plan]:
@@ -210,10 +210,10 @@ def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> st
     """What is over by how much, and the single changes that would make it fit."""
     memory = smallest.memory
     assert memory
-    over = memory.peak_bytes - memory.budget_bytes
+    over = memory.needed_bytes - memory.budget_bytes
     lines = [
         f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}"
-        f"{', checkpointing' if smallest.gradient_checkpointing else ''}) needs {format_bytes(memory.peak_bytes)} "
+        f"{', checkpointing' if smallest.gradient_checkpointing else ''}) needs {format_bytes(memory.needed_bytes)} "
         f"in its {memory.peak_phase} phase, the budget is {format_bytes(memory.budget_bytes)}: {format_bytes(over)} too much",
     ]
     terms = sorted(memory.terms.items(), key=lambda item: -item[1])[:4]
@@ -222,8 +222,8 @@ def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> st
     partial: list[tuple[int, str]] = []
     for what, changed_config, changed_plan in remedies(config, smallest):
         after = estimate(changed_config, changed_plan)
-        line = f"  {what}: {format_bytes(after.peak_bytes - memory.peak_bytes)}, peak {format_bytes(after.peak_bytes)}"
-        (helps if fits(after) else partial).append((after.peak_bytes, line))
+        line = f"  {what}: {format_bytes(after.needed_bytes - memory.needed_bytes)}, peak {format_bytes(after.needed_bytes)}"
+        (helps if fits(after) else partial).append((after.needed_bytes, line))
     if helps:
         lines += ["each of these alone makes it fit:", *(line for _, line in helps)]
     else:

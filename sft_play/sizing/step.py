@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.sizing.planner import Plan
+from sft_play.units import BYTES_PER_ELEMENT
 
 LOSS_TILE = 4096  # TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob
 PADDED_TO = 8  # the padding collator rounds rows up to this
@@ -56,6 +57,11 @@ class StepSpec:
             eval_rows = eval_tokens // self.row_tokens
             heads = (self.tokens - (1 if self.packing else self.rows), eval_tokens - eval_rows)
         return heads[0] > LOSS_TILE, heads[1] > LOSS_TILE
+
+    @property
+    def trained_element_bytes(self) -> int:
+        """Of a trained parameter and its gradient: adapters are fp32 unless everything is cast."""
+        return BYTES_PER_ELEMENT[self.dtype] if self.mode == "full" or self.all_in_dtype else 4
 
     def supervised(self, tokens: int) -> int:
         """How many of the tokens carry loss."""

@@ -109,3 +109,9 @@ def test_the_cpu_rounds_nothing_and_has_no_context():
     memory = estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", 10 * GIB))
     assert memory.peak_bytes == 1000 + 3 * 110 + 2 + 7 + 2  # the loss and its gradient, while the stream is there
     assert memory.terms["context"] == 0
+
+
+def test_on_a_gpu_the_gaps_between_blocks_count():
+    memory = estimate(step_of(3, (0, 1, 2), saved=3 * MIB).step, device_budget("cuda", 10 * GIB))
+    assert memory.reserved_bytes > memory.peak_bytes and memory.needed_bytes == memory.reserved_bytes
+    assert estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", GIB)).needed_bytes < 2000
