@@ -34,6 +34,7 @@ CONFIGS = REPOSITORY / "configs" / "accelerate"
 DEEPSPEED_CONFIG = REPOSITORY / "configs" / "deepspeed_z2.json"
 
 CPU_PROCESSES = 2  # what the distributed targets start on a machine without a GPU
+RANK_FAILED = "Root Cause (first observed failure)"  # torchrun's words: a rank ran, also if it ended before we saw it
 SAVE_GRACE_S = 600  # a signal to torchrun itself: so long may its ranks save before it kills them (its default is 30)
 
 
@@ -208,7 +209,7 @@ def run_launcher(
         read_rank_exits(run),
         ranks,
         status,
-        started=watch.started,
+        started=watch.started or RANK_FAILED in _tail(log_path),
         stopped_by=watch.stopped_by,
         log_tail=_tail(log_path),
     )

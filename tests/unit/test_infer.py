@@ -3,6 +3,7 @@ import json
 import os
 import resource
 import signal
+import time
 
 import pytest
 from rich.console import Console
@@ -261,6 +262,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(finished, screen, monkeypat
             calls.append(value)
             if len(calls) == 4:  # the prompt and two words have come
                 signal.raise_signal(signal.SIGINT)
+                time.sleep(1)  # the main thread takes the signal; a busy machine may keep it waiting
             put(value)
 
         printer.put = counting_put
