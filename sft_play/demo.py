@@ -127,7 +127,7 @@ def tiny_model(train_path: str) -> Path:
     source = open_source(train_path, "train")
 
     def make(folder: Path) -> dict[str, Any]:
-        console().print(f"Making builtin:tiny (once): random weights, and a tokenizer learned from {train_path}")
+        console().print(f"Making builtin:tiny (once): random weights, and a tokenizer learned from {train_path}", markup=False)
         from sft_play.builtin import models
 
         texts = _within(TINY_CHARACTERS, (text for row in read_rows(source) for text in _texts(row.data)))
