@@ -133,6 +133,19 @@ def plan_run(config: RunConfig, model_config: "PretrainedConfig", facts: DataFac
     return replace(plan, why=(*plan.why, *notes))
 
 
+def _plan_at_scale(
+    config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine, world: int
+) -> Plan:
+    """The plan on that many processes; for adapters ZeRO-2, which has little to share then, only where DDP does not fit."""
+    if config.parallel.engine == "auto" and config.tuning.mode != "full":
+        ddp = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "ddp"})})
+        try:
+            return plan_run(ddp, model_config, facts, machine, world)
+        except DoesNotFitError:
+            pass
+    return plan_run(config, model_config, facts, machine, world)
+
+
 def scaling(config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine) -> list[dict[str, Any]]:
     """The plan on 1, 2, 4 and 8 processes of this machine's kind; `problem` where there is none."""
     rows: list[dict[str, Any]] = []
@@ -140,7 +153,7 @@ def scaling(config: RunConfig, model_config: "PretrainedConfig", facts: DataFact
     for world in SCALES:
         speed = device_speed(machine, world if not machine.gpus else 1)
         try:
-            plan = plan_run(config, model_config, facts, machine, world)
+            plan = _plan_at_scale(config, model_config, facts, machine, world)
         except (ConfigError, DataError, DoesNotFitError) as error:
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue

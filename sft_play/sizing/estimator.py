@@ -20,13 +20,15 @@ from sft_play.launch.deepspeed import read_deepspeed_config
 from sft_play.runlog import cache_dir
 from sft_play.sizing import memory
 from sft_play.sizing.planner import Memory, Plan
-from sft_play.sizing.recordings import Recordings
+from sft_play.sizing.recordings import shared_recordings
 from sft_play.sizing.search import Clock, Estimator
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.throughput import Speed, Workload, seconds_per_step
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_WORKLOADS: dict[str, Workload] = {}  # of this process: the skeleton of a large model takes a while
 
 RULES = 2  # raise when the same question must get another answer
 
@@ -42,7 +44,7 @@ def estimator(
         supervised_share: of the tokens of the worst row; a GPU's loss head works on these alone.
         cache: folder of earlier answers; default the project's cache folder.
     """
-    recordings = Recordings(config)
+    recordings = shared_recordings(config)
     folder = cache or cache_dir() / "sizing"
 
     def estimate(run: RunConfig, plan: Plan) -> Memory:
@@ -108,15 +110,14 @@ def clock(config: "PretrainedConfig", speed: Speed, mean_row_tokens: float) -> C
         speed: of one device.
         mean_row_tokens: of the rows that are trained on; a packed row is full.
     """
-    sizes: dict[str, Workload] = {}
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
-        mode = run.tuning.mode
-        if mode not in sizes:
-            sizes[mode] = workload(config, run, plan)
+        key = _key(config, run.tuning, plan.dtype, plan.mixed_precision)
+        if key not in _WORKLOADS:
+            _WORKLOADS[key] = workload(config, run, plan)
         row = plan.max_seq_len if plan.packing else mean_row_tokens
         return seconds_per_step(
-            sizes[mode],
+            _WORKLOADS[key],
             speed,
             tokens=round(plan.rows_per_micro_batch * row),
             sequence=round(mean_row_tokens),

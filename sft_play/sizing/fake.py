@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play import attention
 from sft_play.model import attach_adapter, keep_differentiable, nf4
+from sft_play.sizing.kernels import swapped
 from sft_play.sizing.ledger import Ledger
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL
@@ -29,7 +31,7 @@ def skeleton(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool) ->
     """
     attention.register()
     dtype = getattr(torch, spec.dtype)
-    with torch.device("meta"):
+    with torch.device("meta"), without_initialisation():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=_implementation(spec))
         stand_ins = (
             tuple(range(model.config.get_text_config().num_hidden_layers)) if all_layers else keep_one_of_each_kind(model)
@@ -40,6 +42,15 @@ def skeleton(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool) ->
             keep_differentiable(model)
     model.config.use_cache = False
     return model, stand_ins
+
+
+@contextmanager
+def without_initialisation() -> Iterator[None]:
+    """Within, layers do not draw their first weights, which on the meta device has no effect but takes half of the time."""
+    with ExitStack() as stack:
+        for name in ("kaiming_uniform_", "uniform_", "normal_", "trunc_normal_"):
+            stack.enter_context(swapped(torch.nn.init, name, lambda tensor, *_, **__: tensor))
+        yield
 
 
 def _implementation(spec: StepSpec) -> str:
@@ -114,7 +125,7 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
     """Adapters as the trainer has them: fp32, on the meta device."""
     if spec.mode == "full":
         return model
-    with torch.device("meta"):
+    with torch.device("meta"), without_initialisation():
         adapted = attach_adapter(model, spec.lora)
     if spec.all_in_dtype:
         for parameter in adapted.parameters():

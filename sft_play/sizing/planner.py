@@ -17,7 +17,7 @@ class Memory:
     peak_phase: str
     phases: dict[str, int] = field(default_factory=dict)
     terms: dict[str, int] = field(default_factory=dict)
-    reserved_bytes: int | None = None  # what PyTorch's allocator takes from the device to serve the peak, gaps included
+    reserved_bytes: int | None = None  # taken from the device to serve the peak, gaps included; where that could decide
 
     @property
     def needed_bytes(self) -> int:

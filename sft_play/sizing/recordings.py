@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 SMALLEST = 2  # a batch of one row takes turns of its own (nothing to expand or copy), so no line goes through it
 
+_SHARED: dict[str, "Recordings"] = {}
+
+
+def shared_recordings(config: "PretrainedConfig") -> "Recordings":
+    """The recordings of this architecture in this process, so that two questions about it cost one trace."""
+    return _SHARED.setdefault(config.to_json_string(use_diff=False), Recordings(config))
+
 
 class Recordings:
     """Records a step when it is asked for, until two recordings of its kind give all others."""
