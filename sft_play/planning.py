@@ -133,9 +133,7 @@ def plan_run(config: RunConfig, model_config: "PretrainedConfig", facts: DataFac
     return replace(plan, why=(*plan.why, *notes))
 
 
-def _plan_at_scale(
-    config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine, world: int
-) -> Plan:
+def _plan_at_scale(config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine, world: int) -> Plan:
     """The plan on that many processes; for adapters ZeRO-2, which has little to share then, only where DDP does not fit."""
     if config.parallel.engine == "auto" and config.tuning.mode != "full":
         ddp = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "ddp"})})
