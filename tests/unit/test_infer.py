@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import time
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
@@ -151,18 +152,20 @@ def test_after_an_interruption_only_the_missing_rows_are_answered(finished, tmp_
     assert output.read_text() == whole.read_text()
 
 
-@pytest.fixture
-def limit_file_size():
-    """Lets no file grow beyond so many bytes: writing fails as on a full disk."""
+@contextmanager
+def file_size_limit(size: int):
+    """Within, no file grows beyond so many bytes: writing fails as on a full disk. Also what pytest writes, so not longer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_write_that_fails_is_told_to_the_person_and_not_to_the_log(finished, tmp_path, limit_file_size, capfd):
+def test_a_write_that_fails_is_told_to_the_person_and_not_to_the_log(finished, tmp_path, capfd):
     source = write_rows(tmp_path / "in.jsonl", [{"question": "w1 " * 400} for _ in range(15)])
-    limit_file_size(12_000)
-    with pytest.raises(StorageError, match="cannot write OUT=.*File too large"):
+    with file_size_limit(12_000), pytest.raises(StorageError, match="cannot write OUT=.*File too large"):
         infer_batch(finished.config, finished.run, source, tmp_path / "out.jsonl")
     print("after the error")  # the screen is the person's again
     assert "after the error" in capfd.readouterr().out
