@@ -6,6 +6,7 @@
 #? ARGS="train.learning_rate=1e-4"  settings of it to change
 #? NGPU=2                           processes
 #? RUN=name                         name of the run directory
+#? PROBE=search                     time some plans, take the fastest
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/demo.yaml
@@ -20,7 +21,7 @@ export STYLE
 
 PY = "$(VENV)/bin/python"
 SFT = $(PY) -m sft_play
-OVERRIDES = $(if $(RUN),"output.name=$(RUN)") $(ARGS)
+OVERRIDES = $(if $(RUN),"output.name=$(RUN)")$(if $(PROBE), "train.probe=$(PROBE)") $(ARGS)
 WITH_CONFIG = --config "$(CONFIG)" $(OVERRIDES)
 SOME = $(if $(NGPU),--processes "$(NGPU)")
 ALL = --processes "$(if $(NGPU),$(NGPU),0)"
@@ -85,6 +86,10 @@ render: $(READY) ## Step 3: text as the model sees it
 .PHONY: plan
 plan: $(READY) ## Predict memory and speed, also for GPU="RTX 4090" NGPU=2
 	$(SFT) plan $(if $(GPU),--gpu "$(GPU)") $(if $(NGPU),--gpus "$(NGPU)") $(WITH_CONFIG)
+
+.PHONY: probe
+probe: $(READY) ## Measure the largest batch, beside the prediction
+	$(SFT) probe $(SOME) $(WITH_CONFIG)
 
 .PHONY: train
 train: $(READY) ## Train on one GPU, or on the CPU (default: the demo)

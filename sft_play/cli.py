@@ -31,6 +31,10 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print one JSON object on standard output")
         return command
 
+    def add_processes(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--processes", type=int, default=1, help="how many processes; 0 means one for each visible GPU")
+        command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help="how they share the work")
+
     add("gpu-info", commands.gpu_info, config=False, as_json=True)
     add("memory-check", commands.memory_check, config=False, as_json=True)
     add("setup-accelerate", commands.setup_accelerate, config=False).add_argument(
@@ -47,9 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     command = add("plan", commands.plan, as_json=True)
     command.add_argument("--gpu", metavar="NAME", help='a GPU that is not here, e.g. "RTX 4090"')
     command.add_argument("--gpus", type=int, metavar="N", help="how many (default: all visible ones, else one process)")
+    add_processes(add("probe", commands.probe, as_json=True))
     command = add("train", commands.train)
-    command.add_argument("--processes", type=int, default=1, help="how many processes; 0 means one for each visible GPU")
-    command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help="how they share the work")
+    add_processes(command)
     command.add_argument("--tensorboard", action="store_true", help="serve TensorBoard while training")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command = add("tensorboard", commands.tensorboard, config=False)
@@ -135,6 +139,7 @@ def run_rank(argv: list[str]) -> int:
     _set_environment()
     parser = argparse.ArgumentParser(prog="train_distributed.py", description="One process of a training run.")
     parser.add_argument("--config", required=True, help="YAML file under configs/")
+    parser.add_argument("--probe", action="store_true", help="measure the largest batch and end")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parse(parser, argv)
     from sft_play.launch.ranks import RANKS_VARIABLE, check_world_size, finish_rank
@@ -143,7 +148,7 @@ def run_rank(argv: list[str]) -> int:
         check_world_size()
         from sft_play.training import run_rank as train_rank
 
-        train_rank(args.config, args.overrides)
+        train_rank(args.config, args.overrides, probe_only=args.probe)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the edge of this process
         code = exit_code_of(error)
         if RANKS_VARIABLE not in os.environ:

@@ -162,6 +162,20 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def probe(args: argparse.Namespace) -> int:
+    """Runs two steps and an evaluation at the largest batch: measured memory against predicted."""
+    from sft_play.report.probe import probe_report
+    from sft_play.runlog import console
+    from sft_play.training import probe_command
+
+    result = probe_command(args.config, args.overrides, processes=args.processes, engine=args.engine)
+    if args.json:
+        _print_json(result)
+    else:
+        console().print(probe_report(result["plan"], result["probe"]))
+    return 0
+
+
 def train(args: argparse.Namespace) -> int:
     """Trains, on one process here or on several through accelerate."""
     from sft_play.launch.tensorboard import while_training

@@ -1,6 +1,8 @@
 """The plan of a run: what the data, the model and the machine say, brought together for the search."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,12 +11,13 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.packing import pack
 from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError, DataError, DoesNotFitError
-from sft_play.hardware import Machine
-from sft_play.model import choose_attention, load_tokenizer, position_limit
+from sft_play.hardware import Machine, detect
+from sft_play.model import choose_attention, load_model_config, load_tokenizer, position_limit
 from sft_play.runlog import console
 from sft_play.sizing import memory
 from sft_play.sizing.estimator import clock, estimator
 from sft_play.sizing.planner import Device, Plan, draft_plans
+from sft_play.sizing.records import corrected_estimator, correction_sentence, read_ratios, record_path
 from sft_play.sizing.search import choose_plan
 from sft_play.sizing.throughput import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
 from sft_play.sizing.trace import UntraceableModel
@@ -32,18 +35,25 @@ class DataFacts:
     """What a plan needs to know of the training rows."""
 
     rows: int  # packed sequences when train.packing
-    max_seq_len: int
+    longest_row: int  # tokens that a row of the collator may have; packed, what a sequence is filled up to
     mean_tokens: float
-    supervised_share: float  # in the row that has the largest
+    supervised_share: float  # of a micro-batch's tokens, at most
+    longest_eval_row: int | None = None
     seen: bool = True
 
     @classmethod
     def of(cls, data: PreparedData, config: RunConfig) -> "DataFacts":
         """Measured on the tokenised rows."""
-        lengths = list(data.train["length"])
-        rows = len(pack(lengths, data.max_seq_len)) if config.train.packing else len(lengths)
-        most = max(sum(label != -100 for label in labels) for labels in data.train["labels"])
-        return cls(rows, data.max_seq_len, float(np.mean(lengths)), min(1.0, most / data.max_seq_len))
+        lengths = np.asarray(data.train["length"])
+        supervised = np.array([sum(label != -100 for label in labels) for labels in data.train["labels"]])
+        packing, longest = config.train.packing, int(lengths.max())
+        return cls(
+            rows=len(pack(lengths.tolist(), data.max_seq_len)) if packing else len(lengths),
+            longest_row=data.max_seq_len if packing else longest,
+            mean_tokens=float(lengths.mean()),
+            supervised_share=float((supervised / lengths).max() if packing else supervised.max() / longest),
+            longest_eval_row=max(data.val["length"]) if data.val is not None else None,
+        )
 
     @classmethod
     def unseen(cls, config: RunConfig, model_config: "PretrainedConfig") -> "DataFacts":
@@ -99,38 +109,97 @@ def memory_device(machine: Machine, processes: int) -> memory.DeviceBudget | Non
     return memory.device_budget("cuda", device.free_bytes, world_size=processes, compute_capability=capability)
 
 
-def plan_run(config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine, processes: int) -> Plan:
+def plan_run(
+    config: RunConfig,
+    model_config: "PretrainedConfig",
+    facts: DataFacts,
+    machine: Machine,
+    processes: int,
+    *,
+    accept: Callable[[Plan], bool] = lambda draft: True,
+    budget_bytes: int | None = None,
+) -> Plan:
     """The fastest plan that fits.
+
+    Args:
+        config: the run.
+        model_config: the architecture.
+        facts: of the training rows.
+        machine: what it runs on.
+        processes: how many.
+        accept: which of the plans that the config allows are looked at.
+        budget_bytes: of each process; default from the machine's free memory.
 
     Raises:
         ConfigError: what is asked for contradicts itself or the machine.
         DoesNotFitError: nothing fits.
     """
     device = training_device(machine)
-    drafts = draft_plans(
+    allowed = draft_plans(
         config,
         device=device,
         world_size=processes,
         rows=facts.rows,
-        max_seq_len=facts.max_seq_len,
+        max_seq_len=facts.longest_row,
         attention=choose_attention(config.model.attention, model_config, device.kind),
     )
+    drafts = [draft for draft in allowed if accept(draft)]
+    if not drafts:
+        raise DoesNotFitError("the config allows no other plan")
     budget = memory_device(machine, processes)
-    notes: list[str] = []
-    if not facts.seen:
-        notes.append(f"no training rows at hand: planned for rows of {facts.max_seq_len} tokens, all of them supervised")
-    if budget and budget.assumed:
-        notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
     if budget is None:
         plan = choose_plan(config, drafts, None, None)
-        return replace(plan, why=(*plan.why, f"free memory of {device.name} is not known", *notes))
+        return replace(plan, why=(*plan.why, f"free memory of {device.name} is not known", *_assumptions(facts, budget)))
+    if budget_bytes is not None:
+        budget = replace(budget, budget_bytes=budget_bytes)
     time = clock(model_config, device_speed(machine, processes), facts.mean_tokens)
+
+    def record(run: RunConfig, plan: Plan) -> Path:
+        return record_path(model_config.to_json_string(use_diff=False), device.name, run, plan)
+
+    estimate = estimator(model_config, budget, facts.supervised_share, facts.longest_eval_row)
     try:
-        plan = choose_plan(config, drafts, estimator(model_config, budget, facts.supervised_share), time)
+        plan = choose_plan(config, drafts, corrected_estimator(estimate, record), time)
     except UntraceableModel as error:
         plan = choose_plan(config, drafts, None, None)
-        notes.insert(0, str(error).splitlines()[0])
-    return replace(plan, why=(*plan.why, *notes))
+        return replace(plan, why=(*plan.why, str(error).splitlines()[0], *_assumptions(facts, budget)))
+    assert plan.memory
+    correction = correction_sentence(read_ratios(record(config, plan)), plan.memory.peak_phase)
+    return replace(plan, why=(*plan.why, *correction, *_assumptions(facts, budget)))
+
+
+def _assumptions(facts: DataFacts, budget: memory.DeviceBudget | None) -> list[str]:
+    """What a plan takes for granted."""
+    notes = []
+    if not facts.seen:
+        notes.append(f"no training rows at hand: planned for rows of {facts.longest_row} tokens, all of them supervised")
+    if budget and budget.assumed:
+        notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
+    return notes
+
+
+def plan_again(config: RunConfig, data: PreparedData, earlier: Plan, accept: Callable[[Plan], bool]) -> Plan:
+    """The fastest plan that `accept` takes, with the engine, the processes and the budget of an earlier one.
+
+    Raises:
+        DoesNotFitError: there is none.
+    """
+    return plan_run(
+        config,
+        load_model_config(config.model),
+        DataFacts.of(data, config),
+        detect(),
+        earlier.world_size,
+        accept=lambda draft: draft.engine == earlier.engine and accept(draft),
+        budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
+    )
+
+
+def record_of(config: RunConfig, plan: Plan) -> tuple[Path, str]:
+    """Where a probe of this plan is kept, and the name of this machine's device."""
+    device = training_device(detect()).name
+    architecture = load_model_config(config.model).to_json_string(use_diff=False)
+    return record_path(architecture, device, config, plan), device
 
 
 def _plan_at_scale(config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine, world: int) -> Plan:

@@ -74,6 +74,11 @@ class RunDir:
         return self.path / ".plan.json"
 
     @property
+    def probe(self) -> Path:
+        """What `make probe` found."""
+        return self.path / "probe.json"
+
+    @property
     def config(self) -> Path:
         """The config as resolved, with origins."""
         return self.path / "config.resolved.yaml"

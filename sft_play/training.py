@@ -4,7 +4,9 @@ config -> data -> plan -> train (here, or through accelerate launch) -> answers 
 """
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,44 @@ def train_command(path: str, overrides: list[str], *, processes: int, engine: st
     Raises:
         ConfigError: settings, flags or environment are wrong; further errors as `train` and `launch` raise them.
     """
-    extra = ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
-    overrides = [*overrides, *extra]
+    overrides = [*overrides, *_as_overrides(engine, resume)]
+    with opened_job(path, overrides, processes) as job:
+        summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides])
+        comparison = compare(job)
+        console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
+    return 0
+
+
+def probe_command(path: str, overrides: list[str], *, processes: int, engine: str | None) -> dict[str, Any]:
+    """Prepares, plans and probes, and leaves an earlier run of the name as it is.
+
+    Returns:
+        {"plan": as `sft-play plan --json`, "probe": the fields of a Proof}.
+
+    Raises:
+        DoesNotFitError: it does not fit, or as `train_command`.
+    """
+    overrides = [*overrides, *_as_overrides(engine, resume=False)]
+    with opened_job(path, overrides, processes) as job:
+        if job.config.train.probe is False:
+            raise ConfigError("train.probe=false leaves nothing to measure; drop it, or add ARGS=train.probe=true")
+        if job.plan.world_size == 1:
+            return probe_here(job)
+        launch_ranks(job, [path, *overrides, "--probe"])
+        return read_json(job.run.probe)
+
+
+def _as_overrides(engine: str | None, resume: bool) -> list[str]:
+    return ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
+
+
+@contextmanager
+def opened_job(path: str, overrides: list[str], processes: int) -> Iterator[Job]:
+    """The job of a config, with its run directory held; 0 processes means one for each visible GPU, on the CPU two.
+
+    Raises:
+        ConfigError: settings or environment are wrong; further errors as `prepare_job` raises them.
+    """
     if world_size() > 1:
         raise ConfigError(
             f"WORLD_SIZE={world_size()} is set, as by torchrun: this command starts its processes itself (--processes). "
@@ -44,11 +82,7 @@ def train_command(path: str, overrides: list[str], *, processes: int, engine: st
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run), quiet_libraries(run.log):
-        job = open_job(materialise(resolved), processes or default_processes())
-        summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides])
-        comparison = compare(job)
-        console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
-    return 0
+        yield open_job(materialise(resolved), processes or default_processes())
 
 
 def require_packages(config: RunConfig) -> None:
@@ -86,8 +120,19 @@ def train_here(job: Job) -> dict[str, Any]:
     return train(job)
 
 
+def probe_here(job: Job) -> dict[str, Any]:
+    """The probe in this process; on the main rank also written into the run directory."""
+    from sft_play.train.probe import prove
+
+    session, proof = prove(job)
+    result = {"plan": session.job.plan.to_json(), "probe": asdict(proof) if proof else None}
+    if is_main_rank():
+        job.run.write_json(job.run.probe, result)
+    return result
+
+
 def train_on_many(job: Job, words: list[str]) -> dict[str, Any]:
-    """Several processes, through `accelerate launch`; the ranks find the plan that was made here.
+    """Several processes, through `accelerate launch`; returns the summary that they wrote.
 
     Args:
         job: what they train.
@@ -96,6 +141,12 @@ def train_on_many(job: Job, words: list[str]) -> dict[str, Any]:
     Raises:
         SftPlayError: a rank failed; carries that rank's exit code.
     """
+    launch_ranks(job, words)
+    return read_json(job.run.summary)
+
+
+def launch_ranks(job: Job, words: list[str]) -> None:
+    """Starts the ranks, which find the plan that was made here, and waits for them; errors as `train_on_many`."""
     from sft_play.launch.accelerate import launch
 
     job.run.write_json(job.run.next_plan, job.plan.to_json())
@@ -105,7 +156,6 @@ def train_on_many(job: Job, words: list[str]) -> dict[str, Any]:
         run=job.run,
         environment={PLAN_VARIABLE: str(job.run.next_plan.absolute())},
     )
-    return read_json(job.run.summary)
 
 
 def compare(job: Job) -> dict[str, Any] | None:
@@ -136,7 +186,7 @@ def next_commands(job: Job) -> list[str]:
     return [f"make infer {config}", f"make eval {config}", f"make merge {config}"]
 
 
-def run_rank(path: str, overrides: list[str]) -> None:
+def run_rank(path: str, overrides: list[str], *, probe_only: bool = False) -> None:
     """One rank of a run that accelerate, torchrun or plain python started; rank 0 holds the run directory if no one does yet.
 
     Every rank loads data and plan before any process group exists: the first to get there tokenises, the others wait on a file.
@@ -151,6 +201,7 @@ def run_rank(path: str, overrides: list[str]) -> None:
         from sft_play.train.group import agree_on_plan, process_group
 
         with process_group(job):
-            summary = train_here(job if launched_by_us else agree_on_plan(job))
-        if alone:
+            job = job if launched_by_us else agree_on_plan(job)
+            summary = probe_here(job) if probe_only else train_here(job)
+        if alone and not probe_only:
             console().print(closing_screen(summary, None, places(job), next_commands(job)))

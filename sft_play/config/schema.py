@@ -162,6 +162,9 @@ class TrainConfig(Section):
     """Stop after so many evaluations without a lower validation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seeds data order, split, adapter initialisation and dropout."""
+    probe: bool | Literal["search"] = True
+    """Before training, two steps and an evaluation batch at the largest batch: measured memory against predicted. search: also
+    time the plan's alternatives, for at most a minute, and take the fastest."""
     resume: str = "never"
     """never: start anew (an earlier run of the name is moved aside). auto: from the newest complete checkpoint if there
     is one. Or the path of a checkpoint."""

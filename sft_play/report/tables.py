@@ -129,26 +129,19 @@ def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("plan", f"{micro} (micro-batch) x {accumulated} (accumulation) x {world} ({processes}) = {effective} {words}"),
         ("learned", learned),
         ("speed", _number(summary.get("tokens_per_second"), "{:,.0f} tokens/s, padding not counted".format)),
-        (
-            "memory",
-            memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"), summary.get("device", "")),
-        ),
+        ("memory", memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"))),
         ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
     ]
 
 
-def memory_line(predicted: int | None, measured: int | None, device: str = "cuda") -> str:
-    """`memory_line(100 * GIB, 101 * GIB)` is "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0 % too low)".
-
-    On the CPU the two are not the same thing: tensors are predicted, resident memory is measured, with all that libraries keep.
-    """
-    if device == "cpu":
-        tensors, resident = _number(predicted, format_bytes), _number(measured, format_bytes)
-        return f"predicted {tensors} of tensors; resident memory rose by {resident}"
+def memory_line(predicted: int | None, measured: int | None) -> str:
+    """`memory_line(100 * GIB, 101 * GIB)` is "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0 % too low)"."""
     line = f"predicted {_number(predicted, format_bytes)}, measured {_number(measured, format_bytes)}"
     if not predicted or not measured:
         return line
     error = 100 * (measured - predicted) / measured
+    if abs(error) < 0.05:
+        return f"{line} (prediction right within 0.05 %)"
     return f"{line} (prediction {abs(error):.1f} % too {'low' if error > 0 else 'high'})"
 
 

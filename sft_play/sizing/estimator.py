@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 _WORKLOADS: dict[str, Workload] = {}  # of this process: the skeleton of a large model takes a while
 
-RULES = 2  # raise when the same question must get another answer
+RULES = 3  # raise when the same question must get another answer
 
 
 def estimator(
-    config: "PretrainedConfig", device: memory.DeviceBudget, supervised_share: float, cache: Path | None = None
+    config: "PretrainedConfig",
+    device: memory.DeviceBudget,
+    supervised_share: float,
+    eval_row_tokens: int | None = None,
+    cache: Path | None = None,
 ) -> Estimator:
     """The function that tells the memory of a plan.
 
@@ -42,13 +46,14 @@ def estimator(
         config: the architecture.
         device: of each process.
         supervised_share: of the tokens of the worst row; a GPU's loss head works on these alone.
+        eval_row_tokens: of the longest row that is evaluated; default the plan's max_seq_len.
         cache: folder of earlier answers; default the project's cache folder.
     """
     recordings = shared_recordings(config)
     folder = cache or cache_dir() / "sizing"
 
     def estimate(run: RunConfig, plan: Plan) -> Memory:
-        spec = StepSpec.of(run, plan, supervised_share)
+        spec = StepSpec.of(run, plan, supervised_share, eval_row_tokens)
         engine = memory.Engine(
             name=plan.engine,
             world_size=plan.world_size,

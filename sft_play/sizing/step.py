@@ -11,6 +11,11 @@ PADDED_TO = 8  # the padding collator rounds rows up to this
 SIXTEEN_BIT = {"bf16": "bfloat16", "fp16": "float16"}
 
 
+def padded(tokens: int) -> int:
+    """What the padding collator makes of a longest row."""
+    return -(-tokens // PADDED_TO) * PADDED_TO
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
     """One micro-batch of a run, and what is done with it."""
@@ -29,6 +34,7 @@ class StepSpec:
     optimizer: str = "adamw"
     supervised_share: float = 1.0  # of the tokens: a GPU's loss head works on these alone
     eval_rows: int | None = None  # rows of an evaluation batch, always padded; default `rows`
+    eval_row_tokens: int | None = None  # of the longest row there; default `row_tokens`
     all_in_dtype: bool = False  # adapters too: DeepSpeed casts the whole model instead of computing under autocast
     one_by_one: bool = False  # packed rows are attended in pieces of row_tokens, for models whose attention has a window
 
@@ -36,6 +42,11 @@ class StepSpec:
     def tokens(self) -> int:
         """Tokens in the micro-batch, padding counted."""
         return self.rows * self.row_tokens
+
+    @property
+    def eval_shape(self) -> tuple[int, int]:
+        """Rows and tokens of an evaluation batch."""
+        return self.eval_rows or self.rows, self.eval_row_tokens or self.row_tokens
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
@@ -50,11 +61,11 @@ class StepSpec:
     @property
     def kinks(self) -> tuple[int, int]:
         """Equal for steps whose sizes are lines in the rows: which side of a tile of TRL's loss head their tokens are on."""
-        eval_tokens = (self.rows if self.eval_rows is None else self.eval_rows) * self.row_tokens
+        eval_rows, eval_row_tokens = self.eval_shape
+        eval_tokens = eval_rows * eval_row_tokens
         if self.device == "cuda":
             heads = (self.supervised(self.tokens), self.supervised(eval_tokens))
         else:
-            eval_rows = eval_tokens // self.row_tokens
             heads = (self.tokens - (1 if self.packing else self.rows), eval_tokens - eval_rows)
         return heads[0] > LOSS_TILE, heads[1] > LOSS_TILE
 
@@ -68,8 +79,15 @@ class StepSpec:
         return max(1, round(self.supervised_share * tokens))
 
     @classmethod
-    def of(cls, config: RunConfig, plan: Plan, supervised_share: float = 1.0) -> "StepSpec":
-        """The step that `plan` describes, at its largest: every row has max_seq_len tokens."""
+    def of(cls, config: RunConfig, plan: Plan, supervised_share: float = 1.0, eval_row_tokens: int | None = None) -> "StepSpec":
+        """The step that `plan` describes, at its largest: every row has max_seq_len tokens.
+
+        Args:
+            config: the run.
+            plan: how it is carried out.
+            supervised_share: of the tokens, at most.
+            eval_row_tokens: of the longest row that is evaluated; default max_seq_len.
+        """
         spec = cls(
             mode=config.tuning.mode,
             lora=config.tuning.lora,
@@ -79,13 +97,14 @@ class StepSpec:
             gradient_checkpointing=plan.gradient_checkpointing,
             packing=plan.packing,
             rows=plan.rows_per_micro_batch,
-            row_tokens=plan.max_seq_len if plan.packing else -(-plan.max_seq_len // PADDED_TO) * PADDED_TO,
+            row_tokens=plan.max_seq_len if plan.packing else padded(plan.max_seq_len),
             # On several processes gradients live in the engine's buffers from the start.
             accumulates=plan.gradient_accumulation_steps > 1 or plan.engine != "none",
             device=plan.device,
             optimizer=config.train.optimizer,
             supervised_share=supervised_share,
             eval_rows=None if config.eval.batch_size == "auto" else config.eval.batch_size,
+            eval_row_tokens=padded(eval_row_tokens or plan.max_seq_len),
         )
         if plan.engine == "deepspeed_z2" and plan.mixed_precision in SIXTEEN_BIT:
             return replace(spec, dtype=SIXTEEN_BIT[plan.mixed_precision], mixed_precision="no", all_in_dtype=True)

@@ -84,7 +84,7 @@ def _record(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Ste
     prepare_for_training(model, spec)
     layers = decoder_layers(base)[2]
     spec = replace(spec, one_by_one=spec.packing and has_window(config, spec.row_tokens) and not is_flash(spec))
-    eval_tokens = (spec.eval_rows or spec.rows) * spec.row_tokens
+    eval_tokens = spec.eval_shape[0] * spec.eval_shape[1]
     with FakeTensorMode(allow_non_fake_inputs=True), few_tiles(), _costed_as(spec):
         ledger = SymbolicLedger(
             cuda=spec.device == "cuda",
@@ -196,8 +196,7 @@ def marked_layers(layers: torch.nn.ModuleList, ledger: Ledger) -> Iterator[None]
 
 def make_batch(spec: StepSpec, *, evaluation: bool = False) -> dict[str, Any]:
     """A micro-batch at its largest, as the collators make it; its tokens are all alike, which changes no size."""
-    rows, lengths = (spec.eval_rows or spec.rows) if evaluation else spec.rows, {}
-    shape = (rows, spec.row_tokens)
+    shape, lengths = spec.eval_shape if evaluation else (spec.rows, spec.row_tokens), {}
     if spec.packing and not evaluation:
         shape, lengths = (1, spec.tokens), {"sequence_lengths": list(spec.sequence_lengths)}
     return {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")} | lengths

@@ -15,8 +15,8 @@ ISOLATION_TOKENS = 8
 ISOLATION_TOLERANCE = 1e-2  # of the largest logit: rounding of 16-bit kernels stays far below, a leak far above
 
 
-def verify(trainer: Trainer, plan: Plan) -> None:
-    """All ranks hold the same plan and the world is as large as was asked for; then says who takes part.
+def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
+    """All ranks hold the same plan and the world is as large as was asked for; then says who takes part, if told to.
 
     Raises:
         LaunchError: they differ, or processes are missing.
@@ -43,7 +43,8 @@ def verify(trainer: Trainer, plan: Plan) -> None:
         raise LaunchError("the processes made different plans; are config, data and GPUs the same on every machine?")
     if plan.packing:
         check_isolation(trainer.model, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
-    print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
+    if announce:
+        print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
 
 
 def print_banner(accelerator: Any, plan: Plan, members: list[tuple[int, str]]) -> None:

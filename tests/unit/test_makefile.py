@@ -19,7 +19,7 @@ KNOBS = {"IN": "in.jsonl", "OUT": "out.jsonl", "STYLE": "Be brief.", "CONFIRM": 
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "resume", "tensorboard", "tb-stop", "setup-accelerate", "gpu-info", "memory-check", "check",
-    "prepare", "process", "style", "render", "plan", "eval", "infer", "infer-batch", "merge", "merge-test",
+    "prepare", "process", "style", "render", "plan", "probe", "eval", "infer", "infer-batch", "merge", "merge-test",
     "test", "test-gpu", "check-code", "bench-sizing", "clean", "clean-all",
 ]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]

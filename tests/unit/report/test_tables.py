@@ -83,8 +83,8 @@ def test_a_metric_that_was_not_measured_reads_as_not_available():
 def test_memory_line_says_in_which_direction_the_prediction_was_off():
     assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0 % too low)")
     assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0 % too high)")
+    assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction right within 0.05 %)")
     assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
-    assert memory_line(GIB, 2 * GIB, "cpu") == "predicted 1.00 GiB of tensors; resident memory rose by 2.00 GiB"
 
 
 def test_long_texts_are_cut_with_a_note_of_what_is_missing():

@@ -2,12 +2,11 @@ import pytest
 import torch
 
 from sft_play.errors import DoesNotFitError
-from sft_play.train.meter import MemoryMeter
 from sft_play.train.trainer import memory_errors_explained
 from tests.unit.train.plans import PLAN
 
 
 def test_running_out_of_memory_says_what_to_change():
-    with pytest.raises(DoesNotFitError, match=r"micro-batch 4 .*\n.*gradient_checkpointing=true or train.batch_size=1"):
-        with memory_errors_explained(PLAN, MemoryMeter("cpu")):
+    with pytest.raises(DoesNotFitError, match=r"micro-batch 4: .*\n.*gradient_checkpointing=true or train.batch_size=1"):
+        with memory_errors_explained(PLAN):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")

@@ -1,0 +1,155 @@
+"""Peak memory of each phase of real steps: of the GPU's allocator, or on the CPU from the allocator's own events."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch.profiler import record_function
+from typing_extensions import Self
+
+from sft_play.units import KIB
+
+MARK, MEMORY = "sft-play ", "[memory]"
+LOST, LOST_BYTES = 0.01, 64 * KIB  # of the peak, and at least: more than this may not be missing from the events
+
+Event = tuple[int, int, str]  # time in ns, bytes (negative when freed), name
+
+
+def storage_bytes(model: torch.nn.Module) -> int:
+    """Bytes of parameters, buffers and the tables of 4-bit weights, each storage once."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        while state is not None:
+            tensors += [t for t in (state.absmax, state.code, state.offset) if t is not None]
+            state = state.state2
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def mark(name: str) -> None:
+    """Leaves a mark with the time in the profile."""
+    with record_function(MARK + name):
+        pass
+
+
+@contextmanager
+def allocator_events() -> Iterator[list[Event]]:
+    """Collects what the CPU allocator gives and takes, and our marks, in the order of time; filled when the block ends.
+
+    torch.profiler would record every operation as well, which takes longer than the step.
+    """
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
+    activities = {ProfilerActivity.CPU}
+    found: list[Event] = []
+    enable: Any = torch.autograd._enable_profiler  # its type stub lacks the scopes: marks alone, not every operation
+    torch.autograd._prepare_profiler(config, activities)
+    enable(config, activities, {RecordScope.USER_SCOPE})
+    try:
+        yield found
+    finally:
+        result: Any = torch.autograd._disable_profiler()
+        found += sorted((event.start_ns(), event.nbytes(), event.name()) for event in result.events())
+
+
+def peaks_by_mark(events: list[Event], *, of_last_half: bool = False) -> dict[str, int]:
+    """The most bytes that were alive, of those given since the start, between each kind of mark and the next mark.
+
+    Args:
+        events: as `allocator_events` collects them.
+        of_last_half: look at the second half of the marks alone, for two rounds that leave the same marks.
+    """
+    changes = [(start, size) for start, size, name in events if name == MEMORY]
+    marks = [(start, name) for start, _, name in events if name.startswith(MARK)]
+    first = len(marks) // 2 + 1 if of_last_half else 1
+    peaks: dict[str, int] = {}
+    live = position = 0
+    for number, ((_, name), (stop, _)) in enumerate(pairwise([(0, ""), *marks, (2**63, "")])):
+        peak = live
+        while position < len(changes) and changes[position][0] < stop:
+            live += changes[position][1]
+            peak = max(peak, live)
+            position += 1
+        if number >= first:
+            kind = name.removeprefix(MARK)
+            peaks[kind] = max(peak, peaks.get(kind, 0))
+    return peaks
+
+
+class PhaseMeter:
+    """Measures the phases that `begin` names while it is entered, `load` first. Results are there when it is left.
+
+    What is allocated within must be freed within, but for what the model itself holds: on the CPU that is how lost events show.
+    """
+
+    def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
+        self.peaks: dict[str, int] | None = None  # bytes, the model's weights included; None if events were lost
+        self.reserved_bytes: int | None = None  # that the GPU's allocator took from the device at most
+        self.retries = 0  # how often it found the device full and had to give cached blocks back
+        self._meter = _CudaMeter(device) if device.type == "cuda" else _CpuMeter(model)
+
+    def __enter__(self) -> Self:
+        gc.collect()  # what was thrown away earlier must not be given back within
+        self._meter.start()
+        self.begin("load")
+        return self
+
+    @property
+    def begin(self) -> Callable[[str], None]:
+        """From here on memory belongs to this phase."""
+        return self._meter.begin
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.peaks, self.reserved_bytes, self.retries = self._meter.stop()
+
+
+class _CudaMeter:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peaks: dict[str, int] = {}
+        self.reserved = 0
+        self.phase: str | None = None
+
+    def start(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.retries_before = self._retries()
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def begin(self, phase: str | None) -> None:
+        if self.phase is not None:
+            peak = torch.cuda.max_memory_allocated(self.device)
+            self.peaks[self.phase] = max(peak, self.peaks.get(self.phase, 0))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.phase = phase
+
+    def stop(self) -> tuple[dict[str, int], int, int]:
+        self.begin(None)
+        return self.peaks, self.reserved, self._retries() - self.retries_before
+
+
+class _CpuMeter:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = storage_bytes(model)
+        self.begin = mark
+
+    def start(self) -> None:
+        self.block = allocator_events()
+        self.events = self.block.__enter__()
+
+    def stop(self) -> tuple[dict[str, int] | None, None, int]:
+        self.block.__exit__(None, None, None)
+        peaks = peaks_by_mark(self.events)
+        left_over = sum(size for _, size, name in self.events if name == MEMORY)
+        # DDP sends the weights to all ranks as it wraps the model; gloo's own thread frees that copy, out of our sight.
+        sent = min(max(left_over, 0), self.weights) if torch.distributed.is_initialized() else 0
+        if abs(left_over - sent) > max(LOST_BYTES, LOST * max(peaks.values())):
+            return None, None, 0
+        return {phase: self.weights + peak - (sent if phase != "load" else 0) for phase, peak in peaks.items()}, None, 0

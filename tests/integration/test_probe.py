@@ -1,0 +1,119 @@
+"""The probe: it measures what was predicted, changes nothing, and makes a smaller plan where the prediction was wrong."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.errors import DoesNotFitError
+from sft_play.hardware import detect
+from sft_play.model import load_model_config
+from sft_play.planning import DataFacts, plan_run, record_of
+from sft_play.runlog import read_json
+from sft_play.train.probe import largest_batch, prove
+from sft_play.train.rows import training_rows
+from sft_play.train.trainer import train
+from tests.conftest import token_rows
+from tests.integration.jobs import losses, make_job
+
+ROWS = token_rows(96, longest=64)
+
+
+@pytest.fixture(autouse=True)
+def _no_record_of_another_test(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
+def sized(job, **changes):
+    """The job with a plan that knows its memory."""
+    facts = DataFacts.of(job.data, job.config)
+    return replace(job, plan=plan_run(job.config, load_model_config(job.config.model), facts, detect(), 1, **changes))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "lora"},
+        {"mode": "full", "gradient_checkpointing": True, "mixed_precision": "bf16"},
+        {"mode": "qlora", "packing": True, "effective_batch_size": 8 * 64},
+    ],
+    ids=lambda s: s["mode"],
+)
+def test_the_probe_measures_what_was_predicted(tiny_model, tmp_path, settings):
+    """Through the real trainer; 64 KiB are batches that wait and single numbers. Real packs leave some tokens free."""
+    job = sized(make_job(tiny_model, tmp_path, "probe", rows=ROWS, **settings))
+    session, proof = prove(job)
+    assert set(proof.phases) == {"load", "forward", "backward", "optimizer", "evaluation"}
+    for phase in ("forward", "backward", "evaluation"):
+        share = 0.03 if job.plan.packing else 0.005
+        assert proof.phases[phase] == pytest.approx(job.plan.memory.phases[phase], rel=share, abs=64 * 1024), phase
+    assert proof.step_seconds > 0
+
+
+@pytest.mark.parametrize("settings", [{"mode": "full"}, {"mode": "lora", "mixed_precision": "bf16"}], ids=["full", "bf16"])
+def test_a_run_with_a_probe_is_the_run_without_one_bit_for_bit(tiny_model, tmp_path, settings):
+    weights, curves = [], []
+    for probe in (False, True):
+        job = make_job(tiny_model, tmp_path, f"probe-{probe}", batch_size=4, probe=probe, weight_decay=0.1, **settings)
+        torch.manual_seed(5)
+        summary = train(job)
+        assert (summary["measured_peak_bytes"] is not None) == probe
+        folder = job.run.model if settings["mode"] == "full" else job.run.adapter
+        weights.append(load_file(next(folder.glob("*.safetensors"))))
+        curves.append(losses(job))
+    assert curves[0] == curves[1]
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
+def overconfident(job, share: float):
+    """The job planned by a record that promises too little, with a budget that is `share` of the largest plan's peak."""
+    whole = sized(job)
+    path, device = record_of(job.config, whole.plan)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), 0.05)}))
+    return sized(job, budget_bytes=int(share * whole.plan.memory.peak_bytes)), whole
+
+
+def test_over_budget_a_smaller_plan_trains_the_same_effective_batch(tiny_model, tmp_path, capsys):
+    settings = dict(rows=ROWS, gradient_checkpointing=False)
+    job, whole = overconfident(make_job(tiny_model, tmp_path, "wrong", **settings), 0.6)
+    assert job.plan.micro_batch_size == whole.plan.micro_batch_size  # the record promised that it fits
+    summary = train(job)
+    assert summary["micro_batch_size"] < job.plan.micro_batch_size
+    assert summary["effective_batch_size"] == job.plan.effective_batch_size == 16
+    assert summary["measured_peak_bytes"] <= job.plan.memory.budget_bytes
+    assert "planned again" in capsys.readouterr().out
+    assert any("did not fit" in w or "does not fit" in w for w in read_json(job.run.plan)["why"])
+    plain = make_job(tiny_model, tmp_path, "plain", **settings, batch_size=summary["micro_batch_size"])
+    train(plain)
+    assert losses(job) == losses(plain)
+
+
+def test_where_the_config_leaves_nothing_smaller_the_run_ends_before_it_begins(tiny_model, tmp_path):
+    settings = dict(rows=ROWS, gradient_checkpointing=False, batch_size=16)
+    job, _ = overconfident(make_job(tiny_model, tmp_path, "fixed", **settings), 0.6)
+    with pytest.raises(DoesNotFitError, match="the probe measured .* the budget is .*leaves nothing smaller"):
+        train(job)
+    assert not job.run.plan.exists()
+
+
+def test_search_times_the_alternatives_and_takes_the_fastest(tiny_model, tmp_path, capsys):
+    job = sized(make_job(tiny_model, tmp_path, "search", rows=ROWS, probe="search"))
+    assert job.plan.alternatives
+    session, proof = prove(job)
+    tried = capsys.readouterr().out.count("tried micro-batch")
+    assert 1 <= tried <= len(job.plan.alternatives)
+    assert session.job.plan.effective_batch_size == job.plan.effective_batch_size
+    assert proof.step_seconds > 0
+
+
+def test_the_largest_batch_is_the_one_with_most_tokens_as_laid_out(tiny_model, tmp_path):
+    job = make_job(tiny_model, tmp_path, "largest", rows=ROWS, batch_size=4)
+    rows = training_rows(job.data.train, job.plan, seed=0, group_by_length=True, pad_id=0).dataset
+    batch, whole = largest_batch(rows, job.plan)
+    longest = [max(rows["length"][at : at + 4]) for at in range(0, len(rows), 4)]
+    assert max(batch["length"]) == max(longest)
+    assert whole == (max(longest) >= job.plan.max_seq_len)

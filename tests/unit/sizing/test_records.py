@@ -1,0 +1,103 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.sizing.planner import Memory
+from sft_play.sizing.records import (
+    Proof,
+    corrected,
+    corrected_estimator,
+    correction_sentence,
+    ratios_of,
+    read_ratios,
+    record_path,
+    write_record,
+)
+from tests.unit.train.plans import PLAN
+
+CONFIG = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
+MEMORY = Memory(
+    budget_bytes=1000,
+    peak_bytes=300,
+    peak_phase="backward",
+    phases={"load": 100, "forward": 200, "backward": 300, "evaluation": 250},
+    terms={"weights": 100, "activations": 150, "temporaries": 50},
+    reserved_bytes=320,
+)
+MEASURED = {"load": 101, "forward": 210, "backward": 340, "evaluation": 220}
+
+
+def test_a_correction_makes_the_prediction_what_was_measured():
+    after = corrected(MEMORY, ratios_of(MEMORY, MEASURED, {}))
+    assert {phase: after.phases[phase] for phase in ("forward", "backward", "evaluation")} == {
+        "forward": 210, "backward": 340, "evaluation": 220,
+    }  # fmt: skip
+    assert (after.peak_bytes, after.peak_phase, after.reserved_bytes) == (340, "backward", 360)
+    assert sum(after.terms.values()) == 340
+    assert corrected(MEMORY, {}) is MEMORY
+
+
+def test_the_weights_are_not_stretched():
+    assert corrected(MEMORY, {"forward": 2.0}).phases == {"load": 100, "forward": 300, "backward": 300, "evaluation": 250}
+
+
+def test_a_correction_of_a_corrected_prediction_starts_from_the_plain_one():
+    first = ratios_of(MEMORY, MEASURED, {})
+    again = ratios_of(corrected(MEMORY, first), MEASURED, first)
+    assert again == pytest.approx(first)
+
+
+def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tmp_path):
+    plan = replace(PLAN, memory=MEMORY)
+    path = record_path("{}", "card", CONFIG, plan, tmp_path)
+    write_record(path, plan, Proof(phases=MEASURED), "card", whole=True)
+    assert json.loads(path.read_text())["measured"] == MEASURED
+    ask = corrected_estimator(lambda run, p: MEMORY, lambda run, p: record_path("{}", "card", run, p, tmp_path))
+    assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
+    assert ask(CONFIG, replace(plan, gradient_checkpointing=not plan.gradient_checkpointing)).peak_bytes == 300
+    assert record_path("{}", "another card", CONFIG, plan, tmp_path) != path
+    assert record_path('{"layers": 2}', "card", CONFIG, plan, tmp_path) != path
+
+
+def test_a_batch_below_the_largest_only_ever_corrects_upwards(tmp_path):
+    plan = replace(PLAN, memory=MEMORY)
+    path = record_path("{}", "card", CONFIG, plan, tmp_path)
+    write_record(path, plan, Proof(phases={**MEASURED, "backward": 150}), "card", whole=False)
+    assert read_ratios(path)["backward"] == 1.0
+    assert read_ratios(path)["forward"] == pytest.approx(1.1)
+
+
+def test_without_a_prediction_or_a_measurement_nothing_is_kept(tmp_path):
+    write_record(tmp_path / "a.json", replace(PLAN, memory=None), Proof(phases=MEASURED), "card", whole=True)
+    write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), Proof(ran_out=True), "card", whole=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"ratios": {"forward": "x"}}', '{"ratios": 3}', '{"ratios": {"forward": -1}}']
+)
+def test_a_record_that_cannot_be_read_corrects_nothing(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    assert read_ratios(tmp_path / "r.json") == {}
+
+
+def test_the_highest_rank_counts():
+    ranks = [Proof(phases={"forward": 1, "backward": 5}, step_seconds=1.0), Proof(phases={"forward": 2}, step_seconds=3.0)]
+    whole = Proof.of_all(ranks)
+    assert (whole.phases, whole.step_seconds, whole.ran_out) == ({"forward": 2}, 3.0, False)
+    assert Proof.of_all([*ranks, Proof(ran_out=True)]).ran_out
+
+
+def test_a_plan_fits_if_the_peak_is_within_the_budget_and_memory_did_not_run_out():
+    plan = replace(PLAN, memory=MEMORY)
+    assert Proof(phases={"forward": 1000}).fits(plan)
+    assert not Proof(phases={"forward": 1001}).fits(plan)
+    assert not Proof(ran_out=True).fits(plan)
+    assert Proof(phases={"forward": 10**12}).fits(replace(plan, memory=None))
+
+
+def test_a_small_correction_is_not_talked_about():
+    assert correction_sentence({"forward": 1.004}, "forward") == []
+    assert "x 1.100" in correction_sentence({"forward": 1.1}, "forward")[0]
