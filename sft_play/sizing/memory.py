@@ -205,15 +205,20 @@ def estimate(step: Step, device: DeviceBudget, engine: Engine | None = None, *, 
     peaks = {phase: peak if phase == "load" else _with(peak, engine=device.workspace_bytes) for phase, peak in peaks.items()}
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
     tight = device.kind == "cuda" and GAPS_MATTER * device.budget_bytes < peaks[top].bytes <= device.budget_bytes
-    gaps = replay_step(step) if tight else None
     return Memory(
         budget_bytes=device.budget_bytes,
         peak_bytes=peaks[top].bytes,
         peak_phase=top,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
         terms={**peaks[top].terms, "context": device.context_bytes + device.communicator_bytes},
-        reserved_bytes=peaks[top].bytes + gaps.reserved - gaps.allocated if gaps else None,
+        reserved_bytes=reserved_bytes(step, peaks[top].bytes) if tight else None,
     )
+
+
+def reserved_bytes(step: Step, peak_bytes: int) -> int:
+    """What the caching allocator takes from the device for a peak: the gaps of the replayed step come on top."""
+    gaps = replay_step(step)
+    return peak_bytes + gaps.reserved - gaps.allocated
 
 
 def replay_step(step: Step, *, expandable: bool = True) -> Replay:
