@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from sft_play.errors import SftPlayError
 from sft_play.sizing.fake import decoder_layers
 from sft_play.sizing.ledger import Ledger
 from sft_play.sizing.measure import measure_step
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL
 from sft_play.sizing.trace import forward, make_batch, marked_layers, prepare_for_training, run_step, trained_parameters
+
+# How a step that cannot be run ends (out of memory is one of them): other cases may still be measured.
+BREAKS = (RuntimeError, TypeError, ValueError, ImportError, SftPlayError)
 
 
 @dataclass
@@ -134,7 +138,7 @@ def measure(build: Callable[[], Any], spec: StepSpec, device: torch.device, *, a
         found.out_of_memory = device.type == "cpu" and allowed_bytes is not None and found.peak > allowed_bytes
     except torch.OutOfMemoryError as error:
         found = Measured(problem=str(error).partition("\n")[0], out_of_memory=True)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except BREAKS as error:
         found = Measured(problem=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     found.seconds = round(time.perf_counter() - started, 2)
     if device.type == "cuda" and found.problem is None:

@@ -9,29 +9,34 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play import attention
+from sft_play.config.schema import TuningConfig
 from sft_play.model import attach_adapter, freeze_all_but_text, keep_differentiable, nf4
+from sft_play.sizing.planner import Plan
 from sft_play.sizing.step import StepSpec
 
 
-def random_model(config: PretrainedConfig, spec: StepSpec, device: torch.device) -> Any:
-    """The model that the trainer would build for this step, adapters included.
-
-    Args:
-        config: the architecture.
-        spec: mode, type of the weights and attention are taken from it.
-        device: where it is made.
-    """
+def random_base(config: PretrainedConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool) -> Any:
+    """What `sft_play.model.load_base` would load, had somebody trained it."""
     attention.register()
-    dtype = getattr(torch, spec.dtype)
     with device:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=spec.attention)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+        )
     model.config.use_cache = False
-    if spec.mode == "qlora":
-        quantise(model, dtype)
-    if spec.mode == "full":
+    if quantize:
+        quantise(model, getattr(torch, dtype))
+    return model
+
+
+def random_model(config: PretrainedConfig, spec: StepSpec | Plan, tuning: TuningConfig, device: torch.device) -> Any:
+    """The model that the trainer would build for this step or plan, adapters included."""
+    model = random_base(
+        config, dtype=spec.dtype, attn_implementation=spec.attention, device=device, quantize=tuning.mode == "qlora"
+    )
+    if tuning.mode == "full":
         freeze_all_but_text(model)
         return model
-    return attach_adapter(model, spec.lora)
+    return attach_adapter(model, tuning.lora)
 
 
 def quantise(model: Any, dtype: torch.dtype) -> None:

@@ -45,6 +45,7 @@ from benchmarks.gpu_cases import (
 from benchmarks.lines import RESULTS, Lines, write_result
 from benchmarks.random_models import random_model
 from benchmarks.sizing import spread
+from sft_play.config.schema import TuningConfig
 from sft_play.runlog import console
 from sft_play.units import format_bytes
 
@@ -72,8 +73,9 @@ def run_case(case: Case, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     # The real packed batch has one sequence for each row, the traced one two halves.
     spec = replace(case.spec, one_by_one=case.spec.packing)
+    tuning = TuningConfig(mode=spec.mode, lora=spec.lora)
     found = measure(
-        lambda: random_model(architecture(case.model), case.spec, device), spec, device, allowed_bytes=case.allowed_bytes
+        lambda: random_model(architecture(case.model), spec, tuning, device), spec, device, allowed_bytes=case.allowed_bytes
     )
     return asdict(case) | {"spec": spec_to_json(case.spec), "measured": asdict(found) | {"peak": found.peak}}
 

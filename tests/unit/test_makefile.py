@@ -20,7 +20,7 @@ WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "resume", "tensorboard", "tb-stop", "setup-accelerate", "gpu-info", "memory-check", "check",
     "prepare", "process", "style", "render", "plan", "eval", "infer", "infer-batch", "merge", "merge-test",
-    "test", "test-gpu", "check-code", "bench-sizing", "bench-sizing-gpu",
+    "test", "test-gpu", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu",
     "clean", "clean-all",
 ]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]

@@ -20,7 +20,7 @@ from benchmarks.gpu_cases import (
 from benchmarks.lines import Lines
 from benchmarks.random_models import random_model
 from benchmarks.sizing_gpu import figures, missed_targets, run_case, with_errors
-from sft_play.config.schema import LoraSettings
+from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.sizing.ledger import Ledger
 from sft_play.sizing.measure import storage_bytes
 from sft_play.sizing.step import StepSpec
@@ -31,6 +31,10 @@ HERE = Target("cpu", "the CPU")
 
 def small_spec(**changes) -> StepSpec:
     return StepSpec(**{"mode": "lora", "lora": LoraSettings(r=4), "rows": 2, "row_tokens": 32, **changes})
+
+
+def tuning(spec: StepSpec) -> TuningConfig:
+    return TuningConfig(mode=spec.mode, lora=spec.lora if spec.mode != "full" else LoraSettings())
 
 
 def test_the_grid_is_the_issues_and_any_first_part_of_it_has_every_model_and_mode():
@@ -52,13 +56,16 @@ def test_a_spec_survives_json():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_random_model_is_the_predicted_one(mode):
     spec = small_spec(mode=mode)
-    assert storage_bytes(random_model(architecture("small-qwen3"), spec, CPU)) == predict("small-qwen3", spec, HERE)["weights"]
+    assert (
+        storage_bytes(random_model(architecture("small-qwen3"), spec, tuning(spec), CPU))
+        == predict("small-qwen3", spec, HERE)["weights"]
+    )
 
 
 def test_the_meter_books_each_phase_of_the_second_step_by_the_allocators_counters():
     """The counters of a GPU are played by a ledger that counts the real tensors of this CPU."""
     spec = small_spec(mode="full")
-    model = random_model(architecture("small-llama"), spec, CPU)
+    model = random_model(architecture("small-llama"), spec, tuning(spec), CPU)
     ledger = Ledger()
     for tensor in (*model.parameters(), *model.buffers()):
         ledger.add(tensor, "weights")
