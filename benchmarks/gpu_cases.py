@@ -16,6 +16,7 @@ from sft_play.config.schema import DataConfig, LoraSettings, ModelConfig, RunCon
 from sft_play.model import choose_attention
 from sft_play.sizing import memory
 from sft_play.sizing.estimator import estimator
+from sft_play.sizing.guard import guard
 from sft_play.sizing.planner import Device, Plan, draft_plans
 from sft_play.sizing.recordings import shared_recordings
 from sft_play.sizing.search import choose_plan
@@ -150,7 +151,7 @@ def planned_cases(model: str, mode: str, row_tokens: int, packing: bool, target:
             budget = round(low + draw.random() * (high - low))
             limited = replace(target.budget, budget_bytes=budget)
             plan = choose_plan(config, drafts, estimator(architecture_, limited, 1.0, Path(cache)), _largest)
-            cases.append(_planned(model, mode, config, plan, drafts, budget))
+            cases.append(_planned(model, mode, target, config, plan, drafts, budget))
     return cases
 
 
@@ -165,14 +166,14 @@ def _largest(config: RunConfig, plan: Plan) -> float:
     return 1 / plan.micro_batch_size
 
 
-def _planned(model: str, mode: str, config: RunConfig, plan: Plan, drafts: list[Plan], budget: int) -> Case:
+def _planned(model: str, mode: str, target: Target, config: RunConfig, plan: Plan, drafts: list[Plan], budget: int) -> Case:
     words = f"{plan.micro_batch_size} {'tokens packed' if plan.packing else f'rows of {plan.max_seq_len}'}"
     return Case(
         key=f"planned {model} {mode} {budget / 2**30:.2f} GiB: {words}",
         model=model,
         spec=StepSpec.of(config, plan),
         budget_bytes=budget,
-        allowed_bytes=budget + memory.guard_bytes(budget),
+        allowed_bytes=budget + guard(target.kind, budget).bytes,
         memory_is_limit=plan.micro_batch_size < max(draft.micro_batch_size for draft in drafts),
     )
 

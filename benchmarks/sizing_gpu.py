@@ -233,6 +233,9 @@ def main(words: list[str] | None = None) -> int:
         rows = predicted_rows(lines, target, pool)
     found = figures(rows, of)
     console().print(result_table(found, target))
+    console().print(
+        f"worst under-prediction of reserved memory: {found['worst_under_prediction_of_reserved']}, for sizing/guard.py"
+    )
     if not args.quick:
         path = RESULTS / "sizing_gpu.json"
         head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "targets": TARGETS, **found}

@@ -18,6 +18,7 @@ from sft_play.sizing.planner import Device, Plan, draft_plans
 from sft_play.sizing.search import choose_plan
 from sft_play.sizing.throughput import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
 from sft_play.sizing.trace import UntraceableModel
+from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -119,6 +120,8 @@ def plan_run(config: RunConfig, model_config: "PretrainedConfig", facts: DataFac
     notes: list[str] = []
     if not facts.seen:
         notes.append(f"no training rows at hand: planned for rows of {facts.max_seq_len} tokens, all of them supervised")
+    if budget:
+        notes.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
     if budget and budget.assumed:
         notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
     if budget is None:
