@@ -169,6 +169,14 @@ check-code: $(READY) ## Lint, format check, types
 bench-sizing: $(READY) ## Predicted against measured memory, on the CPU
 	$(PY) -m benchmarks.sizing $(ARGS)
 
+.PHONY: bench-sizing-gpu
+bench-sizing-gpu: $(READY) ## The same on a GPU, planned runs too; nine minutes
+	$(PY) -m benchmarks.sizing_gpu $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(READY) ## Speed on a GPU, beside plain TRL; nine minutes
+	$(PY) -m benchmarks.throughput $(ARGS)
+
 .PHONY: clean
 clean: ## Remove caches of the tools; data, runs and .venv stay
 	rm -rf $(TOOL_CACHES)

@@ -14,8 +14,17 @@ from pathlib import Path
 import torch
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig
 
+from benchmarks.geometries import (
+    GEMMA_3_270M,
+    LLAMA_2_7B,
+    LLAMA_2_13B,
+    LLAMA_3_2_1B,
+    LLAMA_3_2_3B,
+    QWEN3_8B,
+    QWEN3_600M,
+)
 from sft_play.config.schema import LoraSettings
 from sft_play.runlog import console
 from sft_play.sizing.kernels import SymbolicLedger
@@ -32,48 +41,6 @@ TRL_LOSS = "https://github.com/huggingface/trl/pull/6858"
 TORCHTUNE = "https://github.com/pytorch/torchtune#optimization-flags"
 LITGPT = "https://github.com/Lightning-AI/litgpt/blob/main/tutorials/resource-tables.md"
 DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/issues/1302"
-
-
-def _llama(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, *, tied: bool) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
-
-
-def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
-    return Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=tied,
-    )
-
-
-LLAMA_2_7B = _llama(4096, 11008, 32, 32, 32, 32000, tied=False)
-LLAMA_2_13B = _llama(5120, 13824, 40, 40, 40, 32000, tied=False)
-LLAMA_3_2_1B = _llama(2048, 8192, 16, 32, 8, 128256, tied=True)
-LLAMA_3_2_3B = _llama(3072, 8192, 28, 24, 8, 128256, tied=True)
-QWEN3_8B, QWEN3_600M = _qwen3(4096, 12288, 36, 32, tied=False), _qwen3(1024, 3072, 28, 16, tied=True)
-GEMMA_3_270M = Gemma3TextConfig(
-    hidden_size=640,
-    intermediate_size=2048,
-    num_hidden_layers=18,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=256,
-    vocab_size=262144,
-    sliding_window=512,
-)
 
 
 @dataclass(frozen=True)

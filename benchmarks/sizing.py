@@ -8,7 +8,6 @@ measured by the allocator's own events while the model takes real optimizer step
 """
 
 import argparse
-import json
 import math
 import platform
 import statistics
@@ -18,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.lines import RESULTS, versions, write_result
 from benchmarks.published import figures, published_table
 from benchmarks.published import write as write_published
-from benchmarks.small_models import GEOMETRIES, NAMES, small_config
+from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from sft_play import attention
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model import attach_adapter, load_base
@@ -40,7 +40,6 @@ from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import Step
 from sft_play.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results"
 TARGETS = {"median": 0.0005, "p95": 0.005, "worst": 0.01}
 CPU = torch.device("cpu")
 
@@ -50,13 +49,14 @@ class Shape:
     """A geometry of the model and a micro-batch."""
 
     name: str
-    geometry: str
+    geometry: dict[str, int]
     rows: int
     row_tokens: int
     mixed_precision: str
+    lora_rank: int = 8
 
 
-SHAPES = (Shape("wide", "wide", 4, 96, "no"), Shape("tall", "tall", 5, 64, "bf16"))
+SHAPES = (Shape("wide", WIDE, 4, 96, "no"), Shape("tall", TALL, 5, 64, "bf16"))
 
 
 @dataclass(frozen=True)
@@ -94,27 +94,31 @@ class Result:
 
 def specs(shape: Shape) -> Iterator[StepSpec]:
     """The training steps of a shape."""
-    for mode in ("full", "lora", "qlora"):
-        for checkpointing in (False, True):
-            for packing in (False, True):
-                yield StepSpec(
-                    mode=mode,
-                    lora=LoraSettings(r=8),
-                    mixed_precision=shape.mixed_precision,
-                    gradient_checkpointing=checkpointing,
-                    packing=packing,
-                    rows=shape.rows,
-                    row_tokens=shape.row_tokens,
-                )
+    for mode, checkpointing, packing in product(("full", "lora", "qlora"), (False, True), (False, True)):
+        yield spec_of(shape, mode, checkpointing, packing)
 
 
-def build(folder: Path, mode: str) -> Any:
+def spec_of(shape: Shape, mode: str, checkpointing: bool, packing: bool) -> StepSpec:
+    """One of them."""
+    return StepSpec(
+        mode=mode,
+        lora=LoraSettings(r=shape.lora_rank),
+        mixed_precision=shape.mixed_precision,
+        gradient_checkpointing=checkpointing,
+        packing=packing,
+        rows=shape.rows,
+        row_tokens=shape.row_tokens,
+    )
+
+
+def build(folder: Path, spec: StepSpec) -> Any:
     """The model as the trainer builds it."""
+    quantize = spec.mode == "qlora"
     model = load_base(
-        ModelConfig(name=str(folder)), dtype="float32", attn_implementation=attention.NAME, device=CPU, quantize=mode == "qlora"
+        ModelConfig(name=str(folder)), dtype="float32", attn_implementation=attention.NAME, device=CPU, quantize=quantize
     )
     model.config.use_cache = False
-    return model if mode == "full" else attach_adapter(model, LoraSettings(r=8))
+    return model if spec.mode == "full" else attach_adapter(model, spec.lora)
 
 
 def predict(recordings: Recordings, spec: StepSpec) -> Step:
@@ -132,7 +136,7 @@ def run_shape(name: str, config: PretrainedConfig, shape: Shape, folder: Path, q
     for spec in list(specs(shape))[:: 5 if quick else 1]:
         step = predict(recordings, spec)
         # The real packed batch has one sequence for each row, the traced one two halves.
-        measured: Measurement = measure_step(build(folder, spec.mode), replace(spec, one_by_one=spec.packing))
+        measured: Measurement = measure_step(build(folder, spec), replace(spec, one_by_one=spec.packing))
         yield Result(
             architecture=name,
             mode=spec.mode,
@@ -153,7 +157,7 @@ def grid(quick: bool) -> list[Result]:
     for shape in SHAPES:
         for name in NAMES:
             with tempfile.TemporaryDirectory() as folder:
-                config = small_config(name, GEOMETRIES[shape.geometry])
+                config = small_config(name, shape.geometry)
                 for result in run_shape(name, config, shape, Path(folder), quick):
                     results.append(result)
                     console().print(line(result), highlight=False, soft_wrap=True)
@@ -204,21 +208,18 @@ def summary_table(results: list[Result]) -> Table:
 
 def write(results: list[Result], seconds: float) -> Path:
     """All numbers, with what they were made on."""
-    packages = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
-    record = {
+    head = {
         "what": "Peak memory of real training steps on the CPU, predicted from fake tensors and measured by the allocator",
         "made_on": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "seconds": seconds},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": versions(),
         "targets": TARGETS,
         "errors": {name: spread([getattr(r, attribute) for r in results]) for name, attribute in MEASURES.items()},
         "outliers": OUTLIERS,
+        "shapes": [asdict(shape) for shape in SHAPES],
     }
     rows = [asdict(result) | {attribute: getattr(result, attribute) for attribute in MEASURES.values()} for result in results]
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "sizing_cpu.json"
-    text = json.dumps(record, indent=1).removesuffix("\n}")
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    path.write_text(f'{text},\n "configurations": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    write_result(path, head, {"configurations": rows})
     return path
 
 

@@ -11,7 +11,6 @@ NAMES = (
 # Two geometries that share no ratio: hidden, feed-forward, heads, key and value heads, head size, vocabulary, layers
 WIDE = dict(hidden=256, inner=704, heads=8, groups=2, head_dim=32, vocabulary=4000, layers=4)
 TALL = dict(hidden=160, inner=576, heads=5, groups=5, head_dim=32, vocabulary=1000, layers=7)
-GEOMETRIES = {"wide": WIDE, "tall": TALL}
 
 
 def small_config(name: str, geometry: dict[str, int], **changes: Any) -> PretrainedConfig:

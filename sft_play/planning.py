@@ -21,6 +21,7 @@ from sft_play.sizing.records import corrected_estimator, correction_sentence, re
 from sft_play.sizing.search import choose_plan
 from sft_play.sizing.throughput import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
 from sft_play.sizing.trace import UntraceableModel
+from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -173,6 +174,8 @@ def _assumptions(facts: DataFacts, budget: memory.DeviceBudget | None) -> list[s
     notes = []
     if not facts.seen:
         notes.append(f"no training rows at hand: planned for rows of {facts.longest_row} tokens, all of them supervised")
+    if budget:
+        notes.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
     if budget and budget.assumed:
         notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
     return notes

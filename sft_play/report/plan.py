@@ -33,7 +33,8 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
             terms.add_row(name, format_bytes(size))
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(phases, terms)
-    return Group(Text(f"memory of one process, predicted; budget {format_bytes(memory['budget_bytes'])}"), side_by_side)
+    title = f"memory of one process, predicted; budget {format_bytes(memory['budget_bytes'])}, guard beside it"
+    return Group(Text(f"{title} {format_bytes(memory.get('guard_bytes', 0))}"), side_by_side)
 
 
 def alternatives_table(alternatives: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft_play.sizing.allocator import Replay, replay
+from sft_play.sizing.guard import Guard, guard
 from sft_play.sizing.planner import Memory
 from sft_play.sizing.timeline import Peak, Step, StepTrace
 from sft_play.units import MIB
@@ -50,6 +51,7 @@ class DeviceBudget:
     workspace_bytes: int = 0  # cuBLAS, inside the allocator
     context_bytes: int = 0
     communicator_bytes: int = 0
+    guard: Guard = Guard(0, "")
     assumed: tuple[str, ...] = ()
 
     @property
@@ -85,8 +87,9 @@ def device_budget(
         context_bytes: as measured; None for the assumption.
         communicator_bytes: as measured; None for the assumption.
     """
+    kept = guard(kind, free_bytes)
     if kind == "cpu":
-        return DeviceBudget(kind=kind, budget_bytes=free_bytes - guard_bytes(free_bytes))
+        return DeviceBudget(kind=kind, budget_bytes=free_bytes - kept.bytes, guard=kept)
     assumed = [name for name, value in (("context", context_bytes), ("communicator", communicator_bytes)) if value is None]
     context = ASSUMED_CONTEXT if context_bytes is None else context_bytes
     communicator = ASSUMED_COMMUNICATOR if communicator_bytes is None else communicator_bytes
@@ -94,24 +97,13 @@ def device_budget(
     hopper = compute_capability is not None and compute_capability[0] == 9
     return DeviceBudget(
         kind=kind,
-        budget_bytes=free_bytes - guard_bytes(free_bytes) - context - communicator,
+        budget_bytes=free_bytes - kept.bytes - context - communicator,
         workspace_bytes=HANDLES * (HOPPER_WORKSPACE if hopper else OTHER_WORKSPACE),
         context_bytes=context,
         communicator_bytes=communicator,
+        guard=kept,
         assumed=tuple(name for name in assumed if name == "context" or world_size > 1),
     )
-
-
-GUARD_SHARE, GUARD_LEAST = 0.03, 256 * MIB
-
-
-def guard_bytes(free_bytes: int) -> int:
-    """What is never planned with: 3% of the free memory, at least 256 MiB.
-
-    On the CPU the worst error of the benchmark (benchmarks/results/sizing_cpu.json) is a thirtieth of that; the rest is for
-    what kernels of a GPU allocate unseen, until recorded errors of GPUs say how much that is.
-    """
-    return max(GUARD_LEAST, int(GUARD_SHARE * free_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,15 +197,21 @@ def estimate(step: Step, device: DeviceBudget, engine: Engine | None = None, *, 
     peaks = {phase: peak if phase == "load" else _with(peak, engine=device.workspace_bytes) for phase, peak in peaks.items()}
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
     tight = device.kind == "cuda" and GAPS_MATTER * device.budget_bytes < peaks[top].bytes <= device.budget_bytes
-    gaps = replay_step(step) if tight else None
     return Memory(
         budget_bytes=device.budget_bytes,
         peak_bytes=peaks[top].bytes,
         peak_phase=top,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
         terms={**peaks[top].terms, "context": device.context_bytes + device.communicator_bytes},
-        reserved_bytes=peaks[top].bytes + gaps.reserved - gaps.allocated if gaps else None,
+        reserved_bytes=reserved_bytes(step, peaks[top].bytes) if tight else None,
+        guard_bytes=device.guard.bytes,
     )
+
+
+def reserved_bytes(step: Step, peak_bytes: int) -> int:
+    """What the caching allocator takes from the device for a peak: the gaps of the replayed step come on top."""
+    gaps = replay_step(step)
+    return peak_bytes + gaps.reserved - gaps.allocated
 
 
 def replay_step(step: Step, *, expandable: bool = True) -> Replay:

@@ -17,6 +17,7 @@ class Memory:
     peak_phase: str
     phases: dict[str, int] = field(default_factory=dict)
     terms: dict[str, int] = field(default_factory=dict)
+    guard_bytes: int = 0  # kept free beside the budget
     reserved_bytes: int | None = None  # taken from the device to serve the peak, gaps included; where that could decide
 
     @property

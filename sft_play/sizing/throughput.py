@@ -35,6 +35,18 @@ class Speed:
     link_bandwidth: float | None = None  # bytes per second between two processes
 
 
+def flops_per_token(work: Workload, sequence: int, *, passes: int = 2) -> int:
+    """Arithmetic of a training step for one token: products with weights, attention to half of `sequence`, weight gradients.
+
+    Args:
+        work: of the model.
+        sequence: tokens that one token can attend to at most.
+        passes: forward and backward; 3 where the forward is computed twice, which model FLOPs utilisation does not count.
+    """
+    forward = 2 * work.matmul_parameters + 2 * sequence * work.attention_width * work.layers
+    return passes * forward + 2 * work.trained_parameters
+
+
 def seconds_per_step(
     work: Workload,
     speed: Speed,
@@ -61,10 +73,8 @@ def seconds_per_step(
     """
     if not speed.flops or not speed.bandwidth:
         return None
-    forward = 2 * work.matmul_parameters + 2 * sequence * work.attention_width * work.layers
-    weight_gradients = 2 * work.trained_parameters
     passes = 3 if checkpointing else 2
-    flops = tokens * (forward * passes + weight_gradients)
+    flops = tokens * flops_per_token(work, sequence, passes=passes)
     reading = passes * work.weight_bytes / speed.bandwidth
     unpacking = passes * work.quantised_parameters * NF4_UNPACK_BYTES / speed.bandwidth
     micro = max(flops / (speed.flops * UTILISATION), reading) + unpacking

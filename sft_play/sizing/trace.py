@@ -194,25 +194,27 @@ def marked_layers(layers: torch.nn.ModuleList, ledger: Ledger) -> Iterator[None]
             handle.remove()
 
 
-def make_batch(spec: StepSpec, *, evaluation: bool = False) -> dict[str, Any]:
+def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu") -> dict[str, Any]:
     """A micro-batch at its largest, as the collators make it; its tokens are all alike, which changes no size."""
     shape, lengths = spec.eval_shape if evaluation else (spec.rows, spec.row_tokens), {}
     if spec.packing and not evaluation:
         shape, lengths = (1, spec.tokens), {"sequence_lengths": list(spec.sequence_lengths)}
-    return {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")} | lengths
+    names = ("input_ids", "labels", "position_ids")
+    return {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names} | lengths
 
 
 def run_step(model: Any, optimizer: torch.optim.Optimizer, spec: StepSpec, ledger: Ledger) -> None:
     """The last micro-batch of an optimizer step, the step, and an evaluation batch."""
     ledger.begin("forward")
-    waiting = [make_batch(spec) for _ in range(SPARE_BATCHES)]  # noqa: F841
-    loss = forward(model, make_batch(spec), spec)
+    parameters = trained_parameters(model)
+    device = parameters[0].device
+    waiting = [make_batch(spec, device=device) for _ in range(SPARE_BATCHES)]  # noqa: F841
+    loss = forward(model, make_batch(spec, device=device), spec)
     ledger.retag((b for b in ledger.blocks_alive() if ledger.terms[b] == "temporaries"), "activations")
     ledger.begin("backward")
     loss.backward()
     del loss
     ledger.begin("optimizer")
-    parameters = trained_parameters(model)
     ledger.retag(ledger.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=spec.device == "cuda")  # its own choice on each device
     if spec.optimizer == "adamw":  # the 8-bit one updates in place
@@ -221,15 +223,14 @@ def run_step(model: Any, optimizer: torch.optim.Optimizer, spec: StepSpec, ledge
     ledger.begin("evaluation")
     model.eval()
     with torch.no_grad():
-        forward(model, make_batch(spec, evaluation=True), spec)
+        forward(model, make_batch(spec, evaluation=True, device=device), spec)
     model.train()
 
 
 def forward(model: Any, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
     """The loss of a micro-batch, with autocast around the model as accelerate puts it, reduced as TRL does."""
-    autocast = (
-        torch.autocast("cpu", dtype=AUTOCAST[spec.mixed_precision]) if spec.mixed_precision in AUTOCAST else nullcontext()
-    )
+    device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.mixed_precision)
+    autocast = torch.autocast(device, dtype=dtype) if dtype else nullcontext()
     with autocast:
         outputs = model(**batch, use_cache=False, fused_lm_head=True)
     return -outputs.log_probs.sum() / outputs.label_mask.sum().clamp(min=1)

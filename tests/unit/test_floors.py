@@ -13,7 +13,7 @@ FLOORS = {
     "errors": 0, "units": 0, "__init__": 0,
     "config": 1, "runlog": 1, "host": 1,
     "hardware": 2, "data": 2, "report": 2,
-    "sizing.memory": 3, "sizing.planner": 3, "sizing.throughput": 3, "sizing.search": 3, "sizing.batch": 3,
+    "sizing.memory": 3, "sizing.guard": 3, "sizing.planner": 3, "sizing.throughput": 3, "sizing.search": 3, "sizing.batch": 3,
     "launch": 4,
     "check": 5, "attention": 5, "scoring": 5, "builtin": 5, "answers": 5, "weights": 5,
     "model": 6, "demo": 6,

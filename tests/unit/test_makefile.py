@@ -20,7 +20,8 @@ WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "resume", "tensorboard", "tb-stop", "setup-accelerate", "gpu-info", "memory-check", "check",
     "prepare", "process", "style", "render", "plan", "probe", "eval", "infer", "infer-batch", "merge", "merge-test",
-    "test", "test-gpu", "check-code", "bench-sizing", "clean", "clean-all",
+    "test", "test-gpu", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu",
+    "clean", "clean-all",
 ]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]
 

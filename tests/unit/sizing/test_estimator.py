@@ -40,7 +40,7 @@ PLAN = Plan(
 
 @pytest.fixture
 def estimate(tmp_path):
-    return estimator(small_config("llama", WIDE), device_budget("cuda", 10 * GIB), 1.0, tmp_path)
+    return estimator(small_config("llama", WIDE), device_budget("cuda", 10 * GIB), 1.0, cache=tmp_path)
 
 
 def test_a_plan_is_answered_from_disk_the_second_time(estimate, monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sft_play.sizing.guard import guard
 from sft_play.sizing.memory import (
     ASSUMED_COMMUNICATOR,
     ASSUMED_CONTEXT,
@@ -11,7 +12,6 @@ from sft_play.sizing.memory import (
     ZeroBuckets,
     device_budget,
     estimate,
-    guard_bytes,
     with_engine,
 )
 from sft_play.sizing.timeline import PHASES, TERMS, Peak
@@ -87,7 +87,7 @@ def test_the_budget_leaves_room_for_context_communicator_and_guard():
     free = 80 * GIB
     one = device_budget("cuda", free, compute_capability=(9, 0))
     two = device_budget("cuda", free, world_size=2, compute_capability=(8, 0))
-    assert one.budget_bytes == free - guard_bytes(free) - ASSUMED_CONTEXT
+    assert one.budget_bytes == free - guard("cuda", free).bytes - ASSUMED_CONTEXT
     assert two.budget_bytes == one.budget_bytes - ASSUMED_COMMUNICATOR
     assert one.workspace_bytes == 2 * 32 * MIB and two.workspace_bytes == 2 * (8 * MIB + 128 * 1024)
     assert one.assumed == ("context",) and two.assumed == ("context", "communicator")

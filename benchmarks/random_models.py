@@ -1,0 +1,55 @@
+"""Models with random weights, made on the device from a config alone: no files, no hub, as many parameters as memory holds."""
+
+import copy
+from typing import Any
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from sft_play import attention
+from sft_play.config.schema import TuningConfig
+from sft_play.model import attach_adapter, freeze_all_but_text, keep_differentiable, nf4
+from sft_play.sizing.planner import Plan
+from sft_play.sizing.step import StepSpec
+
+
+def random_base(config: PretrainedConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool) -> Any:
+    """What `sft_play.model.load_base` would load, had somebody trained it."""
+    attention.register()
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+        )
+    model.config.use_cache = False
+    if quantize:
+        quantise(model, getattr(torch, dtype))
+    return model
+
+
+def random_model(config: PretrainedConfig, spec: StepSpec | Plan, tuning: TuningConfig, device: torch.device) -> Any:
+    """The model that the trainer would build for this step or plan, adapters included."""
+    model = random_base(
+        config, dtype=spec.dtype, attn_implementation=spec.attention, device=device, quantize=tuning.mode == "qlora"
+    )
+    if tuning.mode == "full":
+        freeze_all_but_text(model)
+        return model
+    return attach_adapter(model, tuning.lora)
+
+
+def quantise(model: Any, dtype: torch.dtype) -> None:
+    """Packs the linear layers into 4 bits, one after the other, as they are when they are loaded so."""
+    dense = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    quantizer = AutoHfQuantizer.from_config(nf4(dtype))
+    quantizer._process_model_before_weight_loading(model, device_map=None)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear4bit):
+            plain = dense.pop(name)
+            weight = Params4bit(plain.weight.data, requires_grad=False, **module.weight.__dict__)
+            module.weight = weight.to(plain.weight.device)
+            if plain.bias is not None:
+                module.bias = torch.nn.Parameter(plain.bias.data, requires_grad=False)
+    quantizer._process_model_after_weight_loading(model)
+    keep_differentiable(model)

@@ -1,0 +1,319 @@
+"""How fast training is, beside the same training as one would write it with TRL: tokens a second, MFU and peak memory.
+
+    make bench-gpu                               # on a CUDA machine: under nine minutes, into benchmarks/results/
+    make bench-gpu ARGS="--device cpu --quick"     # the same program over a tiny model, nothing written
+
+A run is a few optimizer steps over rows of mixed lengths. "sft-play" is our main path with the plan that the planner makes for
+the device; "trl" is SFTTrainer as it comes (its precision, checkpointing, padding and attention), with the same weights,
+adapters, rows, effective batch and longest row. Both sides take turns; the first step of each is not counted, nor is padding.
+Weights are random and made on the device. MFU counts the arithmetic of one forward and one backward pass against the dense
+16-bit peak of the data sheet (configs/hardware.yaml). What was measured is kept line by line: a run that is cut off goes on
+when it is called again.
+
+No result of a GPU exists until benchmarks/results/throughput_gpu.json does.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in training, for both sides
+
+import numpy as np
+import torch
+from datasets import Dataset
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from benchmarks.device_meter import BREAKS, empty_device
+from benchmarks.gpu_cases import architecture
+from benchmarks.lines import RESULTS, Lines, write_result
+from benchmarks.random_models import random_base, random_model
+from benchmarks.sizing_gpu import arguments, local_device
+from sft_play.builtin.models import byte_level_tokenizer
+from sft_play.config.load import ResolvedConfig
+from sft_play.config.schema import DataConfig, LoraSettings, ModelConfig, OutputConfig, RunConfig, TrainConfig, TuningConfig
+from sft_play.data.prepare import PreparedData
+from sft_play.hardware import detect
+from sft_play.job import Job
+from sft_play.planning import DataFacts, device_speed, plan_run, training_device
+from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.sizing.estimator import workload
+from sft_play.sizing.planner import Plan, draft_plans
+from sft_play.sizing.throughput import flops_per_token
+from sft_play.train.callbacks import Reporter
+from sft_play.train.meter import MemoryMeter
+from sft_play.train.rows import training_rows
+from sft_play.train.trainer import make_trainer
+from sft_play.units import format_bytes
+
+SIDES = ("sft-play", "trl")
+BASELINE_ROWS = 2  # micro-batch of the other side, as examples have it
+RANK = 16
+FINISHING_S = 15
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training that both sides do."""
+
+    name: str
+    model: str
+    mode: str
+    packing: bool  # ours; the other side pads
+    max_seq_len: int = 2048
+    rows: int = 16  # of an optimizer step
+    steps: int = 5
+    median_tokens: int = 350  # of a row; lengths are log-normal
+
+
+COURSES = (
+    Course("LoRA 8B, padded", "Llama-3.1-8B", "lora", False),
+    Course("LoRA 8B, packed", "Llama-3.1-8B", "lora", True),
+    Course("QLoRA 8B, packed", "Llama-3.1-8B", "qlora", True),
+    Course("full 0.5B, padded", "Qwen2.5-0.5B", "full", False),
+    Course("full 1.5B, packed", "Qwen2.5-1.5B", "full", True),
+)
+ROUNDS = 3
+QUICK = tuple(
+    Course(f"{mode} tiny", "small-llama", mode, mode == "lora", max_seq_len=64, rows=4, steps=3, median_tokens=24)
+    for mode in ("lora", "qlora", "full")
+)
+
+
+def make_rows(course: Course, vocabulary: int) -> Dataset:
+    """Random tokens, as many rows as the training takes; the same for both sides and in each round."""
+    draw = np.random.default_rng(0)
+    count = course.rows * course.steps
+    lengths = np.clip(draw.lognormal(np.log(course.median_tokens), 0.8, count), 16, course.max_seq_len).astype(int)
+    ids = [draw.integers(0, vocabulary, length).tolist() for length in lengths]
+    return Dataset.from_dict({"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids], "length": lengths.tolist()})
+
+
+class StepClock(TrainerCallback):
+    """Seconds of each optimizer step, with the device's queue empty at both ends."""
+
+    def __init__(self, device: torch.device):
+        self.seconds: list[float] = []
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._began = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts."""
+        self._wait()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stops."""
+        self._wait()
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A side that is ready to train."""
+
+    trainer: Any
+    tokens_per_step: list[int]  # padding not counted
+    settings: dict[str, Any]
+
+
+def run_config(course: Course, rows: Dataset, folder: Path) -> RunConfig:
+    """What a user would write. A packed step has as many tokens as a padded one has on average, in whole sequences."""
+    mean = sum(rows["length"]) / len(rows)
+    packed = max(1, round(course.rows * mean / course.max_seq_len)) * course.max_seq_len
+    return RunConfig(
+        model=ModelConfig(name=course.model, max_seq_len=course.max_seq_len),
+        data=DataConfig(train_path="none"),
+        tuning=_tuning(course),
+        train=TrainConfig(
+            effective_batch_size=packed if course.packing else course.rows,
+            packing=course.packing,
+            max_steps=course.steps,
+            report_to=[],
+        ),
+        output=OutputConfig(dir=str(folder)),
+    )
+
+
+def _tuning(course: Course) -> TuningConfig:
+    return TuningConfig(mode=course.mode, lora=LoraSettings() if course.mode == "full" else LoraSettings(r=RANK))
+
+
+def our_plan(course: Course, config: RunConfig, data: PreparedData) -> Plan:
+    """What the planner chooses for this machine."""
+    return plan_run(config, architecture(course.model), DataFacts.of(data, config), detect(), 1)
+
+
+def prepared(course: Course, rows: Dataset, folder: Path) -> PreparedData:
+    """The rows as the trainer takes them."""
+    return PreparedData(train=rows, val=None, test=None, max_seq_len=course.max_seq_len, stats={}, cache_path=folder)
+
+
+def our_side(course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path, device: torch.device) -> Started:
+    """Our trainer with the plan for this machine."""
+    config, data = run_config(course, rows, folder), prepared(course, rows, folder)
+    plan = our_plan(course, config, data)
+    job = Job(ResolvedConfig(config, {}, folder), open_run(str(folder), "ours"), tokenizer, data, plan)
+    chosen = training_rows(rows, plan, seed=0, group_by_length=True, pad_id=tokenizer.pad_token_id)
+    model = random_model(architecture(course.model), plan, config.tuning, device)
+    trainer = make_trainer(job, model, chosen, Reporter(plan, chosen, job.run, MemoryMeter.start(plan.device)))
+    return Started(trainer, chosen.tokens_per_step, plan.to_json()["plan"])
+
+
+def trl_side(course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path, device: torch.device) -> Started:
+    """TRL's trainer as it comes; rows are in no order, so taking them one after the other changes nothing."""
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    settings = dict(
+        per_device_train_batch_size=BASELINE_ROWS,
+        gradient_accumulation_steps=course.rows // BASELINE_ROWS,
+        max_steps=course.steps,
+        max_length=course.max_seq_len,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        use_cpu=device.type == "cpu",
+    )
+    dtype = "float32" if course.mode == "full" or device.type == "cpu" else "bfloat16"
+    model = random_base(
+        architecture(course.model), dtype=dtype, attn_implementation="sdpa", device=device, quantize=course.mode == "qlora"
+    )
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = SFTTrainer(
+        model,
+        args=SFTConfig(output_dir=str(folder), **settings),
+        train_dataset=rows.select_columns(["input_ids"]),
+        processing_class=tokenizer,
+        peft_config=None if course.mode == "full" else lora,
+    )
+    tokens = np.array(rows["length"]).reshape(course.steps, -1).sum(axis=1)
+    used = {name: getattr(trainer.args, name) for name in ("bf16", "gradient_checkpointing", "optim", "loss_type", "packing")}
+    return Started(trainer, tokens.tolist(), settings | {"dtype": dtype, "attention": "sdpa"} | used)
+
+
+def measure_side(course: Course, side: str, device: torch.device) -> dict[str, Any]:
+    """Trains one side once."""
+    start: Callable[..., Started] = {"sft-play": our_side, "trl": trl_side}[side]
+    empty_device(device)
+    tokenizer = byte_level_tokenizer([], 300, course.max_seq_len)
+    rows = make_rows(course, architecture(course.model).vocab_size)
+    with tempfile.TemporaryDirectory() as folder, quiet_libraries(Path(folder) / "log.txt"):
+        meter, clock = MemoryMeter.start(device.type), StepClock(device)
+        try:
+            started = start(course, rows, tokenizer, Path(folder), device)
+            started.trainer.add_callback(clock)
+            started.trainer.train()
+        except BREAKS as error:
+            return {"problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    seconds, tokens = sum(clock.seconds[1:]), sum(started.tokens_per_step[1:])
+    return {
+        "problem": None,
+        "tokens": tokens,
+        "step_seconds": [round(one, 4) for one in clock.seconds],
+        "tokens_per_second": tokens / seconds,
+        "mfu": _mfu(course, rows, tokens / seconds, device),
+        "peak_bytes": meter.peak_bytes() if device.type == "cuda" else None,  # a CPU process keeps what the other side used
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
+        "settings": started.settings,
+    }
+
+
+def _mfu(course: Course, rows: Dataset, tokens_per_second: float, device: torch.device) -> float | None:
+    """Model FLOPs utilisation; None where the peak is not known."""
+    peak = device_speed(detect(), 1).flops if device.type == "cuda" else None
+    if peak is None:
+        return None
+    config = run_config(course, rows, Path())
+    draft = draft_plans(
+        config,
+        device=training_device(detect()),
+        world_size=1,
+        rows=len(rows),
+        max_seq_len=course.max_seq_len,
+        attention="sdpa",
+    )[0]
+    work = workload(architecture(course.model), config, draft)
+    return tokens_per_second * flops_per_token(work, round(sum(rows["length"]) / len(rows))) / peak
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each course the medians of its rounds, and ours over theirs."""
+    found = []
+    for name in dict.fromkeys(row["course"] for row in rows):
+        entry: dict[str, Any] = {"course": name}
+        for side in SIDES:
+            done = [row for row in rows if (row["course"], row["side"]) == (name, side) and not row["problem"]]
+            entry[side] = {"rounds": len(done)} | {
+                key: statistics.median(row[key] for row in done) if done and done[0][key] is not None else None
+                for key in ("tokens_per_second", "mfu", "peak_bytes")
+            }
+        ours, theirs = (entry[side]["tokens_per_second"] for side in SIDES)
+        found.append(entry | {"times_as_fast": ours / theirs if ours and theirs else None})
+    return found
+
+
+def result_table(found: list[dict[str, Any]], where: str) -> Table:
+    """The medians for people."""
+    table = Table(title=f"Tokens a second without padding, MFU and peak memory on {where}")
+    for name in ("run", "sft-play", "MFU", "peak", "trl", "MFU", "peak", "times as fast"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for entry in found:
+        cells = []
+        for side in SIDES:
+            values = entry[side]
+            cells += [
+                "n/a" if values["tokens_per_second"] is None else f"{values['tokens_per_second']:,.0f}",
+                "n/a" if values["mfu"] is None else f"{values['mfu']:.0%}",
+                "n/a" if values["peak_bytes"] is None else format_bytes(values["peak_bytes"]),
+            ]
+        table.add_row(entry["course"], *cells, "n/a" if entry["times_as_fast"] is None else f"{entry['times_as_fast']:.2f}")
+    return table
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measures, prints and writes."""
+    started = time.monotonic()
+    args = arguments(__doc__, 9.0).parse_args(words)
+    device = local_device(args.device)
+    warnings.simplefilter("ignore")
+    lines = Lines(args.lines or RESULTS / f"throughput_{device.type}{'_quick' if args.quick else ''}.lines.jsonl", device)
+    turns = list(product(range(1 if args.quick else ROUNDS), QUICK if args.quick else COURSES, SIDES))
+    done = {(line["round"], line["course"], line["side"]) for line in lines.read()}
+    slowest = 10.0
+    for number, course, side in turns:
+        if (number, course.name, side) in done or time.monotonic() + 2 * slowest > started + 60 * args.minutes - FINISHING_S:
+            continue
+        began = time.monotonic()
+        line = {"round": number, "course": course.name, "side": side, **measure_side(course, side, device)}
+        slowest = max(slowest, time.monotonic() - began)
+        lines.add(line)
+        peak = f", peak {format_bytes(line['peak_bytes'])}" if line.get("peak_bytes") else ""
+        said = line["problem"] or f"{line['tokens_per_second']:,.0f} tokens/s{peak}"
+        console().print(f"round {number} {course.name:20} {side:9} {said}", highlight=False, markup=False)
+    rows = lines.read()
+    found = summary(rows)
+    console().print(result_table(found, lines.made["made_on"].get("gpu", "the CPU")))
+    if not args.quick:
+        path = RESULTS / "throughput_gpu.json"
+        write_result(path, {"what": (__doc__ or "").splitlines()[0], **lines.made, "summary": found}, {"turns": rows})
+        console().print(f"written: {path}")
+    if len(rows) < len(turns):
+        console().print(f"{len(rows)} of {len(turns)} turns are done: the same command goes on from here")
+        return 0
+    lines.path.unlink()
+    return 1 if any(row["problem"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
