@@ -17,7 +17,7 @@ from sft_play.runlog import console
 from sft_play.sizing import memory
 from sft_play.sizing.estimator import clock, estimator
 from sft_play.sizing.planner import Device, Plan, draft_plans
-from sft_play.sizing.records import corrected_estimator, correction_sentence, read_ratios, record_path
+from sft_play.sizing.records import corrected_estimator, correction_sentence, read_overhead, read_ratios, record_path
 from sft_play.sizing.search import choose_plan
 from sft_play.sizing.throughput import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
 from sft_play.sizing.trace import UntraceableModel
@@ -107,7 +107,15 @@ def memory_device(machine: Machine, processes: int) -> memory.DeviceBudget | Non
     if device.kind == "cpu":
         return memory.device_budget("cpu", device.free_bytes // processes)
     capability = machine.gpus[0].compute_capability
-    return memory.device_budget("cuda", device.free_bytes, world_size=processes, compute_capability=capability)
+    overhead = read_overhead(device.name, processes)
+    return memory.device_budget(
+        "cuda",
+        device.free_bytes,
+        world_size=processes,
+        compute_capability=capability,
+        context_bytes=overhead,
+        communicator_bytes=None if overhead is None else 0,  # it was measured with the context
+    )
 
 
 def plan_run(

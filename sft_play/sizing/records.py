@@ -26,6 +26,7 @@ class Proof:
 
     phases: dict[str, int] = field(default_factory=dict)  # peak bytes; empty where they could not be measured
     reserved_bytes: int | None = None
+    overhead_bytes: int | None = None  # of a GPU, beside the allocator's: context, kernels, communicator
     step_seconds: float | None = None  # of an optimizer step at the largest batch
     ran_out: bool = False  # memory ran out, or the device was full and cached blocks had to be given back
 
@@ -43,12 +44,15 @@ class Proof:
     def of_all(cls, ranks: list["Proof"]) -> "Proof":
         """The highest of every number; a phase counts if each rank measured it."""
         shared = set.intersection(*(set(proof.phases) for proof in ranks))
-        seconds = [proof.step_seconds for proof in ranks if proof.step_seconds is not None]
-        reserved = [proof.reserved_bytes for proof in ranks if proof.reserved_bytes is not None]
+
+        def highest(name: str) -> Any:
+            return max((value for proof in ranks if (value := getattr(proof, name)) is not None), default=None)
+
         return cls(
             phases={phase: max(proof.phases[phase] for proof in ranks) for phase in ranks[0].phases if phase in shared},
-            reserved_bytes=max(reserved, default=None),
-            step_seconds=max(seconds, default=None),
+            reserved_bytes=highest("reserved_bytes"),
+            overhead_bytes=highest("overhead_bytes"),
+            step_seconds=highest("step_seconds"),
             ran_out=any(proof.ran_out for proof in ranks),
         )
 
@@ -125,10 +129,35 @@ def write_record(path: Path, plan: Plan, proof: Proof, device: str, *, whole: bo
         "reserved_bytes": proof.reserved_bytes,
         "ratios": ratios,
     }
+    _write(path, record)
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """The file is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
     partial.replace(path)
+
+
+def _overhead_path(device: str, world_size: int) -> Path:
+    text = f"{device} {'several' if world_size > 1 else 'one'} {json.dumps(installed_versions())}"
+    return cache_dir() / "probes" / f"overhead-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def write_overhead(device: str, world_size: int, size: int) -> None:
+    """Keeps what a process took of this GPU beside its tensors; the highest that was seen counts."""
+    earlier = read_overhead(device, world_size) or 0
+    _write(_overhead_path(device, world_size), {"device": device, "overhead_bytes": max(size, earlier)})
+
+
+def read_overhead(device: str, world_size: int) -> int | None:
+    """Context, kernels and communicator in bytes, as an earlier probe on this kind of GPU measured them."""
+    try:
+        size = json.loads(_overhead_path(device, world_size).read_text(encoding="utf-8"))["overhead_bytes"]
+        return size if isinstance(size, int) and size > 0 else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def corrected(memory: Memory, ratios: Ratios) -> Memory:

@@ -6,6 +6,7 @@ weight, so that the run begins from the weights it loaded. Optimizer states are 
 
 import copy
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from sft_play.errors import DoesNotFitError
+from sft_play.hardware import detect
 from sft_play.job import Job
 from sft_play.planning import plan_again, record_of
 from sft_play.report.probe import proof_line
@@ -28,7 +30,7 @@ from sft_play.report.progress import spinner
 from sft_play.runlog import console, is_main_rank
 from sft_play.sizing.phases import PhaseMeter
 from sft_play.sizing.planner import Plan
-from sft_play.sizing.records import Proof, write_record
+from sft_play.sizing.records import Proof, write_overhead, write_record
 from sft_play.train.arguments import eval_batch_rows
 from sft_play.train.callbacks import NonFiniteGuard
 from sft_play.train.session import Session, TokenWeightedTrainer, open_session
@@ -98,6 +100,8 @@ def probe(session: Session) -> Proof:
     if is_main_rank():
         path, device = record_of(session.job.config, plan)
         write_record(path, plan, proof, device, whole=whole)
+        if proof.overhead_bytes:
+            write_overhead(device, plan.world_size, proof.overhead_bytes)
     trainer.accelerator.wait_for_everyone()
     return proof
 
@@ -162,12 +166,13 @@ class _Clock(TrainerCallback):
 def _measure(session: Session, rows: Dataset) -> Proof:
     """Runs the steps; out of memory is an answer where no other rank waits."""
     trainer, plan = session.trainer, session.job.plan
-    ran_out = False
+    ran_out, overhead = False, None
     model: Any = trainer.model
     with PhaseMeter(trainer.args.device, model) as meter:
         clock = _Clock(meter.begin, trainer.args.device)
         try:
             _run(session, rows, clock)
+            overhead = _overhead(trainer.args.device)
         except torch.OutOfMemoryError as error:
             if plan.world_size > 1:
                 raise DoesNotFitError(
@@ -181,9 +186,18 @@ def _measure(session: Session, rows: Dataset) -> Proof:
     return Proof(
         phases={} if ran_out else meter.peaks or {},
         reserved_bytes=meter.reserved_bytes,
+        overhead_bytes=overhead,
         step_seconds=step,
         ran_out=ran_out or meter.retries > 0,
     )
+
+
+def _overhead(device: torch.device) -> int | None:
+    """What this process takes of its GPU beside what PyTorch's allocator holds, as far as the driver tells."""
+    if device.type != "cuda":
+        return None
+    used = [p.used_bytes for gpu in detect().gpus for p in gpu.processes if p.pid == os.getpid() and p.used_bytes]
+    return used[0] - torch.cuda.memory_reserved(device) if used else None
 
 
 def _accumulation(plan: Plan) -> int:

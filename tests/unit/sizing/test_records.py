@@ -11,8 +11,10 @@ from sft_play.sizing.records import (
     corrected_estimator,
     correction_sentence,
     ratios_of,
+    read_overhead,
     read_ratios,
     record_path,
+    write_overhead,
     write_record,
 )
 from tests.unit.train.plans import PLAN
@@ -27,6 +29,11 @@ MEMORY = Memory(
     reserved_bytes=320,
 )
 MEASURED = {"load": 101, "forward": 210, "backward": 340, "evaluation": 220}
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
 
 def test_a_correction_makes_the_prediction_what_was_measured():
@@ -72,7 +79,7 @@ def test_a_batch_below_the_largest_only_ever_corrects_upwards(tmp_path):
 def test_without_a_prediction_or_a_measurement_nothing_is_kept(tmp_path):
     write_record(tmp_path / "a.json", replace(PLAN, memory=None), Proof(phases=MEASURED), "card", whole=True)
     write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), Proof(ran_out=True), "card", whole=True)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -101,3 +108,12 @@ def test_a_plan_fits_if_the_peak_is_within_the_budget_and_memory_did_not_run_out
 def test_a_small_correction_is_not_talked_about():
     assert correction_sentence({"forward": 1.004}, "forward") == []
     assert "x 1.100" in correction_sentence({"forward": 1.1}, "forward")[0]
+
+
+def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_and_by_whether_there_is_a_communicator():
+    assert read_overhead("card", 1) is None
+    write_overhead("card", 1, 500)
+    write_overhead("card", 1, 400)
+    assert (read_overhead("card", 1), read_overhead("card", 2), read_overhead("other", 1)) == (500, None, None)
+    write_overhead("card", 8, 900)
+    assert read_overhead("card", 2) == 900
