@@ -22,7 +22,7 @@ def proof_line(plan: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
     if not proof["phases"]:
         return "probe: memory ran out" if proof["ran_out"] else "probe: the steps ran; their memory could not be measured"
     predicted = (plan["memory"] or {}).get("peak_bytes")
-    line = f"probe at the largest batch: {memory_line(predicted, max(proof['phases'].values()))}"
+    line = f"probe at the largest batch: {memory_line(predicted, max(proof['phases'].values()), proof['batch_share'])}"
     return f"{line}; {_time(plan, proof)}" if proof["step_seconds"] else line
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from sft_play.units import format_bytes, format_count, format_duration
 
 MISSING = "n/a"
+LARGE_BATCH = 0.98  # of the tokens that a batch may have: below, a difference to the prediction is to be expected
 SAMPLE_CHARACTERS = 400  # of each text on the screen; the files hold them whole
 
 Format = Callable[[Any], str]
@@ -129,19 +130,31 @@ def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("plan", f"{micro} (micro-batch) x {accumulated} (accumulation) x {world} ({processes}) = {effective} {words}"),
         ("learned", learned),
         ("speed", _number(summary.get("tokens_per_second"), "{:,.0f} tokens/s, padding not counted".format)),
-        ("memory", memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"))),
+        (
+            "memory",
+            memory_line(
+                summary.get("predicted_peak_bytes"),
+                summary.get("measured_peak_bytes"),
+                (summary.get("probe") or {}).get("batch_share", 1.0),
+            ),
+        ),
         ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
     ]
 
 
-def memory_line(predicted: int | None, measured: int | None) -> str:
-    """`memory_line(100 * GIB, 101 * GIB)` is "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0 % too low)"."""
+def memory_line(predicted: int | None, measured: int | None, batch_share: float = 1.0) -> str:
+    """`memory_line(100 * GIB, 101 * GIB)` is "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0 % too low)".
+
+    `batch_share` is how many of the tokens that a batch may have the largest one had, which is said where it explains a lot.
+    """
     line = f"predicted {_number(predicted, format_bytes)}, measured {_number(measured, format_bytes)}"
     if not predicted or not measured:
         return line
     error = 100 * (measured - predicted) / measured
     if abs(error) < 0.05:
         return f"{line} (prediction right within 0.05 %)"
+    if batch_share < LARGE_BATCH:
+        return f"{line} (its largest batch has {batch_share:.0%} of the tokens that are planned for)"
     return f"{line} (prediction {abs(error):.1f} % too {'low' if error > 0 else 'high'})"
 
 

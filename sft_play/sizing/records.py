@@ -28,6 +28,7 @@ class Proof:
     reserved_bytes: int | None = None
     overhead_bytes: int | None = None  # of a GPU, beside the allocator's: context, kernels, communicator
     step_seconds: float | None = None  # of an optimizer step at the largest batch
+    batch_share: float = 1.0  # tokens of the measured batch, of those that the plan allows for
     ran_out: bool = False  # memory ran out, or the device was full and cached blocks had to be given back
 
     @property
@@ -53,6 +54,7 @@ class Proof:
             reserved_bytes=highest("reserved_bytes"),
             overhead_bytes=highest("overhead_bytes"),
             step_seconds=highest("step_seconds"),
+            batch_share=highest("batch_share"),
             ran_out=any(proof.ran_out for proof in ranks),
         )
 
@@ -106,20 +108,15 @@ def ratios_of(predicted: Memory, measured: Mapping[str, int], earlier: Ratios) -
     }
 
 
-def write_record(path: Path, plan: Plan, proof: Proof, device: str, *, whole: bool) -> None:
-    """Keeps what was measured beside what was predicted. Where nothing was predicted or measured, nothing is kept.
+def write_record(path: Path, plan: Plan, proof: Proof, device: str) -> None:
+    """Keeps what was measured beside what was predicted, where both exist, in the file that `record_path` names.
 
-    Args:
-        path: from `record_path`.
-        plan: with the prediction.
-        proof: the measurement.
-        device: its name.
-        whole: whether the measured batch was as large as the plan allows; a smaller one only ever corrects upwards.
+    A batch that was smaller than the plan allows only ever corrects upwards.
     """
     if plan.memory is None or not proof.phases:
         return
     ratios = ratios_of(plan.memory, proof.phases, read_ratios(path))
-    ratios = ratios if whole else {phase: max(ratio, 1.0) for phase, ratio in ratios.items()}
+    ratios = ratios if proof.batch_share >= 1 else {phase: max(ratio, 1.0) for phase, ratio in ratios.items()}
     record: dict[str, Any] = {
         "device": device,
         "versions": installed_versions(),

@@ -89,34 +89,35 @@ def _close(session: Session, plan: Plan) -> Job:
 def probe(session: Session) -> Proof:
     """What the largest batch of the run takes, over all ranks; the session is afterwards as it was."""
     trainer, plan = session.trainer, session.job.plan
-    rows, whole = largest_batch(session.rows.dataset, plan)
+    rows, share = largest_batch(session.rows.dataset, plan)
     with _as_it_was(trainer):
         alone = _fits_alone(trainer, rows) if plan.world_size > 1 else True
         if not _all_agree(trainer, alone):
             return Proof(ran_out=True)
         with spinner("  probe: two steps and an evaluation at the largest batch"):
-            proof = _measure(session, rows)
+            proof = replace(_measure(session, rows), batch_share=share)
     proof = Proof.of_all(gather_object([proof]))
     if is_main_rank():
         path, device = record_of(session.job.config, plan)
-        write_record(path, plan, proof, device, whole=whole)
+        write_record(path, plan, proof, device)
         if proof.overhead_bytes:
             write_overhead(device, plan.world_size, proof.overhead_bytes)
     trainer.accelerator.wait_for_everyone()
     return proof
 
 
-def largest_batch(dataset: Dataset, plan: Plan) -> tuple[Dataset, bool]:
-    """The rows of the micro-batch that has the most tokens as the collator lays them out, and whether none could have more."""
-    return _largest(dataset, plan.rows_per_micro_batch, packed=plan.packing, limit=plan.max_seq_len)
+def largest_batch(dataset: Dataset, plan: Plan) -> tuple[Dataset, float]:
+    """The rows of the micro-batch with the most tokens as the collator lays them out; these of those the plan allows for."""
+    batch, tokens = _largest(dataset, plan.rows_per_micro_batch, packed=plan.packing)
+    return batch, tokens / (plan.rows_per_micro_batch * plan.max_seq_len)
 
 
-def _largest(dataset: Dataset, rows: int, *, packed: bool, limit: int) -> tuple[Dataset, bool]:
+def _largest(dataset: Dataset, rows: int, *, packed: bool) -> tuple[Dataset, int]:
     lengths = np.asarray(dataset.with_format("numpy")["length"])
     lengths = lengths[: len(lengths) // rows * rows].reshape(-1, rows)
     sizes = lengths.sum(axis=1) if packed else lengths.max(axis=1) * rows
     at = int(sizes.argmax())
-    return dataset.select(range(at * rows, (at + 1) * rows)), int(sizes[at]) >= rows * limit
+    return dataset.select(range(at * rows, (at + 1) * rows)), int(sizes[at])
 
 
 def _repeated(rows: Dataset, times: int) -> Dataset:
@@ -218,7 +219,7 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     trainer.begin_phase = clock.begin_phase
     trainer.train()
     if trainer.eval_dataset is not None:
-        batch, _ = _largest(trainer.eval_dataset, eval_batch_rows(config, plan), packed=False, limit=plan.max_seq_len)
+        batch, _ = _largest(trainer.eval_dataset, eval_batch_rows(config, plan), packed=False)
         trainer.evaluate(_repeated(batch, plan.world_size))
 
 

@@ -113,7 +113,7 @@ def test_search_times_the_alternatives_and_takes_the_fastest(tiny_model, tmp_pat
 def test_the_largest_batch_is_the_one_with_most_tokens_as_laid_out(tiny_model, tmp_path):
     job = make_job(tiny_model, tmp_path, "largest", rows=ROWS, batch_size=4)
     rows = training_rows(job.data.train, job.plan, seed=0, group_by_length=True, pad_id=0).dataset
-    batch, whole = largest_batch(rows, job.plan)
+    batch, share = largest_batch(rows, job.plan)
     longest = [max(rows["length"][at : at + 4]) for at in range(0, len(rows), 4)]
     assert max(batch["length"]) == max(longest)
-    assert whole == (max(longest) >= job.plan.max_seq_len)
+    assert share == max(longest) / job.plan.max_seq_len

@@ -84,6 +84,7 @@ def test_memory_line_says_in_which_direction_the_prediction_was_off():
     assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0 % too low)")
     assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0 % too high)")
     assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction right within 0.05 %)")
+    assert memory_line(2 * GIB, GIB, 0.5).endswith("(its largest batch has 50% of the tokens that are planned for)")
     assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
 
 

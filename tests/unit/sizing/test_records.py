@@ -59,7 +59,7 @@ def test_a_correction_of_a_corrected_prediction_starts_from_the_plain_one():
 def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tmp_path):
     plan = replace(PLAN, memory=MEMORY)
     path = record_path("{}", "card", CONFIG, plan, tmp_path)
-    write_record(path, plan, Proof(phases=MEASURED), "card", whole=True)
+    write_record(path, plan, Proof(phases=MEASURED), "card")
     assert json.loads(path.read_text())["measured"] == MEASURED
     ask = corrected_estimator(lambda run, p: MEMORY, lambda run, p: record_path("{}", "card", run, p, tmp_path))
     assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
@@ -71,14 +71,14 @@ def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tm
 def test_a_batch_below_the_largest_only_ever_corrects_upwards(tmp_path):
     plan = replace(PLAN, memory=MEMORY)
     path = record_path("{}", "card", CONFIG, plan, tmp_path)
-    write_record(path, plan, Proof(phases={**MEASURED, "backward": 150}), "card", whole=False)
+    write_record(path, plan, Proof(phases={**MEASURED, "backward": 150}, batch_share=0.9), "card")
     assert read_ratios(path)["backward"] == 1.0
     assert read_ratios(path)["forward"] == pytest.approx(1.1)
 
 
 def test_without_a_prediction_or_a_measurement_nothing_is_kept(tmp_path):
-    write_record(tmp_path / "a.json", replace(PLAN, memory=None), Proof(phases=MEASURED), "card", whole=True)
-    write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), Proof(ran_out=True), "card", whole=True)
+    write_record(tmp_path / "a.json", replace(PLAN, memory=None), Proof(phases=MEASURED), "card")
+    write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), Proof(ran_out=True), "card")
     assert not list(tmp_path.glob("*.json"))
 
 
