@@ -23,7 +23,8 @@ from sft_play.scoring import TokenScore, score_batch
 from sft_play.sizing.planner import Plan
 from sft_play.train.arguments import eval_batch_rows, sft_config
 from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, StopOnSignal
-from sft_play.train.checkpoints import find_checkpoint, require_same_split, step_of
+from sft_play.train.checkpoints import find_checkpoint, is_split_as, require_movable, step_of
+from sft_play.train.convert import load_moved
 from sft_play.train.meter import MemoryMeter
 from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
 from sft_play.train.verify import verify
@@ -88,6 +89,21 @@ class TokenWeightedTrainer(SFTTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """Wraps model and optimizer, and loads a checkpoint also if it is split in another way than this run's will be."""
+        engine = "deepspeed_z2" if self.is_deepspeed_enabled else "ddp"
+        if not resume_from_checkpoint or is_split_as(Path(resume_from_checkpoint), engine, self.args.world_size):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        load_moved(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_best_model(self) -> None:
+        """The best weights alone, as every engine saves them: they may be from before the run was moved to this one."""
+        sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
+        super()._load_best_model()
+        self.is_deepspeed_enabled = sharded
+
 
 def make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> TokenWeightedTrainer:
     """TRL's trainer over our rows, with our callbacks."""
@@ -139,8 +155,8 @@ def checkpoint_to_resume(job: Job) -> Path | None:
     for line in passed_over:
         console().print(f"  [yellow]{line}[/]")
     if checkpoint:
-        require_same_split(checkpoint, job.plan)
-        console().print(f"  going on from {checkpoint}")
+        moved = require_movable(checkpoint, job.config, job.plan)
+        console().print(f"  going on from {checkpoint}{', converted for these processes while it is read' if moved else ''}")
     return checkpoint
 
 

@@ -21,7 +21,6 @@ PACKED = ("train.packing=true", "model.max_seq_len=32", "train.batch_size=32", "
 SETTINGS = {
     "lora": ("train.batch_size=2",),
     "packed": PACKED,
-    "full": ("train.batch_size=2", "tuning.mode=full", "train.learning_rate=1e-3"),
     "long": ("train.max_steps=30", "train.batch_size=1"),  # so that a signal finds it training
 }
 SAME = ("optimizer_steps", "supervised_tokens", "effective_batch_size")
@@ -64,7 +63,7 @@ def assert_same_result(run: RunDir, alone: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "engine", "banner"),
-    [("packed", "ddp", "MULTI_CPU"), ("full", "ddp", "MULTI_CPU"), ("lora", "deepspeed_z2", "DEEPSPEED")],
+    [("packed", "ddp", "MULTI_CPU"), ("lora", "deepspeed_z2", "DEEPSPEED")],
 )
 def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):
     name = f"{kind}-{engine}"
