@@ -25,6 +25,7 @@ from sft_play.train.arguments import eval_batch_rows, sft_config
 from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, StopOnSignal
 from sft_play.train.checkpoints import find_checkpoint, is_split_as, require_movable, step_of
 from sft_play.train.convert import load_moved
+from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.meter import MemoryMeter
 from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
 from sft_play.train.verify import verify
@@ -141,6 +142,8 @@ def _validation_rows(val: Dataset | None, config: RunConfig, plan: Plan, pad_id:
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = [reporter, NonFiniteGuard()]
+    if job.plan.world_size > 1:
+        callbacks.append(Heartbeat(job.run, int(os.environ["RANK"]), job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
     patience = job.config.train.early_stopping_patience

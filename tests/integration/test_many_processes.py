@@ -114,6 +114,8 @@ def ddp(zero2, launch, folder):
     for kind in ("lora-padded", "full-padded"):
         jobs[f"zero2-to-ddp-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"zero2-{kind}")}
     jobs["one-to-ddp-full-padded"] = {**KINDS["full-padded"], "resume": saved_by(folder, "one-full-padded")}
+    for mode in ("lora", "full"):
+        jobs[f"recomputed-{mode}-padded"] = {**KINDS[f"{mode}-padded"], "gradient_checkpointing": True}
     jobs["looked"] = {"only_look": True, "rows": token_rows(EPOCH_ROWS, seed=5), "max_steps": 3}
     launch("ddp", 2, jobs)
     return folder
@@ -201,8 +203,21 @@ def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp):
         assert len(list(run.tensorboard.glob("events*"))) <= 1
 
 
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_checkpointing_needs_no_static_graph(ddp, mode):
+    assert_same_curve(ddp, f"recomputed-{mode}-padded", f"{mode}-padded")
+
+
+def test_ddp_looks_for_no_unused_parameters_and_keeps_gradients_once(ddp):
+    found = json.loads((ddp / "looked" / "seen.0.json").read_text())["ddp"]
+    assert found == {
+        "find_unused_parameters": False, "broadcast_buffers": False, "gradient_as_bucket_view": True, "static_graph": False,
+        "bucket_bytes_cap": 2**20,
+    }  # fmt: skip
+
+
 def test_each_row_reaches_one_rank_once_an_epoch(ddp):
-    seen = [json.loads((ddp / "looked" / f"seen.{rank}.json").read_text()) for rank in range(2)]
+    seen = [json.loads((ddp / "looked" / f"seen.{rank}.json").read_text())["rows"] for rank in range(2)]
     assert [len(batches) for batches in seen] == [9, 9]  # 3 steps x 3 micro-batches
     rows = [tuple(token for token in row if token) for batches in seen for batch in batches for row in batch]
     real = sorted(row for row in rows if row)

@@ -29,11 +29,16 @@ def job_of(spec: dict[str, Any], world_size: int) -> Job:
     return make_job(Path(spec["model"]), Path(spec["output"]), spec["name"], world_size=world_size, **spec["settings"])
 
 
-def rows_seen(job: Job) -> list[list[list[int]]]:
-    """The rows of each micro-batch that this rank would learn from."""
+def look(job: Job) -> dict[str, Any]:
+    """The rows of each micro-batch that this rank would learn from, and how DDP is set up."""
     rows = training_rows(job.data.train, job.plan, seed=0, group_by_length=True, pad_id=0)
     trainer = make_trainer(job, build_model(job.config, job.plan), rows, Reporter(job.plan, rows, job.run, MemoryMeter("cpu")))
-    return [batch["input_ids"].tolist() for batch in trainer.get_train_dataloader()]
+    ddp = trainer.accelerator.prepare(trainer.model)
+    kept = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap")
+    return {
+        "rows": [batch["input_ids"].tolist() for batch in trainer.get_train_dataloader()],
+        "ddp": {name: getattr(ddp, name) for name in kept},
+    }
 
 
 def main(path: Path) -> int:
@@ -43,7 +48,7 @@ def main(path: Path) -> int:
     with quiet_libraries(path.with_name(f"{path.stem}.{rank}.log")), process_group(jobs[0]):
         for job, spec in zip(jobs, specs, strict=True):
             if spec.get("only_look"):
-                (job.run.path / f"seen.{rank}.json").write_text(json.dumps(rows_seen(job)))
+                (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
             else:
                 train(job)
     return finish_rank(0)
