@@ -12,6 +12,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError
 from sft_play.hardware import detect
+from sft_play.launch.accelerate import DEEPSPEED_CONFIG
+from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
 from sft_play.sizing.planner import Plan
 
@@ -77,6 +79,8 @@ def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = Tr
         plan = Plan.from_json(json.loads(Path(handed_over).read_text(encoding="utf-8")))
     else:
         plan = plan_run(config, model_config, DataFacts.of(data, config), detect(), processes)
+    if plan.engine == "deepspeed_z2":
+        deepspeed_config(DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm)  # before anything is launched
     return Job(resolved, run, tokenizer, data, plan)
 
 

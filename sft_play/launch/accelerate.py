@@ -10,6 +10,7 @@ from typing import Any
 
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.host import detect_host
+from sft_play.launch.beats import forget as forget_beats
 from sft_play.launch.default_config import stale_default_config
 from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.guard import LAUNCHER_VARIABLE
@@ -190,6 +191,7 @@ def run_launcher(
     local = processes // nodes.count
     ranks = range(nodes.rank * local, (nodes.rank + 1) * local)
     clear_rank_exits(run, ranks)
+    forget_beats(run, ranks)
     values = {**os.environ, **_unset(command.environment), **(environment or {})}
     values |= {RANKS_VARIABLE: str(reports_folder(run).absolute()), LAUNCHER_VARIABLE: str(os.getpid())}
     log_path = run.path / "launcher.log"
@@ -212,6 +214,7 @@ def run_launcher(
         started=watch.started or RANK_FAILED in _tail(log_path),
         stopped_by=watch.stopped_by,
         log_tail=_tail(log_path),
+        hung=watch.hung,
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -100,7 +100,14 @@ def clear_rank_exits(run: RunDir, ranks: Sequence[int]) -> None:
 
 
 def outcome(
-    exits: Sequence[RankExit], ranks: Sequence[int], status: int, *, started: bool, stopped_by: str | None, log_tail: str
+    exits: Sequence[RankExit],
+    ranks: Sequence[int],
+    status: int,
+    *,
+    started: bool,
+    stopped_by: str | None,
+    log_tail: str,
+    hung: Mapping[int, str] | None = None,
 ) -> RankExit:
     """What a launched run came to, from the ranks' own words and the launcher's exit status.
 
@@ -113,12 +120,15 @@ def outcome(
         started: whether a rank was ever seen.
         stopped_by: name of the signal that the run was stopped with, if it was.
         log_tail: the last lines that the launcher wrote.
+        hung: ranks that stood still when the wait of the others timed out, and what is known of each.
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
     with_cause = [report for report in failed if not (silent and _lost_peer(report))]
     if with_cause:
         return next((report for report in with_cause if report.code != 1), with_cause[0])
+    if hung:
+        return RankExit(min(hung), LaunchError.exit_code, "\n".join(hung.values()))
     saved = [report for report in exits if report.code == SAVED]
     if saved and not failed and not silent:  # torchrun stops the others politely when one is gone: that is no preemption
         return saved[0]

@@ -11,11 +11,13 @@ from typing import Any
 
 import psutil
 
+from sft_play.launch.beats import STACKS_SIGNAL, hanging, read_beats, read_stack, stands_still
 from sft_play.launch.ranks import SAVED, read_rank_exits
 from sft_play.runlog import RunDir
 
 POLL_S = 0.25
 FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to report
+STACKS_WITHIN_S = 1.0
 KILL_TIMEOUT_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -28,6 +30,7 @@ class Watch:
 
     def __init__(self, process: subprocess.Popen, script: str, ranks: range, run: RunDir) -> None:
         self.stopped_by: str | None = None
+        self.hung: dict[int, str] = {}  # rank -> what to tell about it
         self._process, self._script, self._numbers, self._run = process, script, ranks, run
         self._ranks: dict[int, psutil.Process] = {}
 
@@ -40,14 +43,19 @@ class Watch:
         """Waits for the launcher and returns its exit status; nothing of the run is left behind then."""
         began = time.monotonic()
         failed_at: float | None = None
+        stood_still = False  # when the first rank failed: it had waited in vain
         while self._process.poll() is None:
             now = time.monotonic()
             if failed_at is None and self._a_rank_failed():
-                failed_at = now
+                failed_at, stood_still = now, stands_still(read_beats(self._run, self._numbers))
             late = failed_at is not None and now - failed_at > FAILURE_GRACE_S
             if late or (timeout_s is not None and now - began > timeout_s):
+                if stood_still and not self.hung:
+                    self.hung = self._who_hangs()
                 self._kill_all()
             time.sleep(POLL_S)
+        if stood_still and not self.hung:
+            self.hung = self._who_hangs()
         self._kill_all()
         psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
         return self._process.returncode
@@ -94,6 +102,19 @@ class Watch:
             return False
         reports = [report for report in read_rank_exits(self._run) if report.rank in self._numbers]
         return len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
+
+    def _who_hangs(self) -> dict[int, str]:
+        """Of the ranks that said nothing, asked for their stacks while they live: those that do not only wait."""
+        beats = read_beats(self._run, self._numbers)
+        said = {report.rank for report in read_rank_exits(self._run)}
+        silent = [beat for beat in beats if beat.rank not in said]
+        for beat in silent:
+            if beat.pid in self._ranks and _alive(self._ranks[beat.pid]):
+                _send(beat.pid, STACKS_SIGNAL)
+        deadline = time.monotonic() + STACKS_WITHIN_S
+        while time.monotonic() < deadline and not all(read_stack(self._run, beat.rank) for beat in silent):
+            time.sleep(POLL_S / 5)
+        return hanging(self._run, silent)
 
     def _kill_all(self) -> None:
         alive = [pid for pid, rank in self._ranks.items() if _alive(rank)]

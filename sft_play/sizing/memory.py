@@ -114,8 +114,12 @@ class ZeroBuckets:
     overlap: bool = True
 
     def bytes(self, trained_parameters: int, element_bytes: int) -> int:
-        """Buffers that gradients are collected in during the backward pass; overlapping needs a second one."""
-        return (2 if self.overlap else 1) * element_bytes * min(self.elements, trained_parameters)
+        """Buffers that gradients are collected in during the backward pass; overlapping needs a second one.
+
+        What fits into one bucket is exchanged at its end, with nothing left to overlap: launch/deepspeed.py switches it off.
+        """
+        overlaps = self.overlap and self.elements < trained_parameters
+        return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,13 @@ from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.runlog import RunDir
 from sft_play.sizing.planner import Plan
+from sft_play.sizing.step import StepSpec
+from sft_play.units import MIB
 
 EVALUATIONS_PER_RUN = 10
 EVALUATED_PER_TRAINED_ROW = 0.25  # at most, by default: a forward pass is a third of a step, so evaluation stays below a tenth
+
+BUCKETS = 16  # of gradients in a backward pass, at least
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -77,6 +81,8 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         deepspeed=_deepspeed(config, plan, trained_parameters),
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
+        # no static graph: checkpointing that is not reentrant runs each gradient hook once, so DDP needs no promise
+        ddp_bucket_cap_mb=ddp_bucket_mib(trained_parameters * StepSpec.of(config, plan, 1.0).trained_element_bytes),
         ddp_timeout=config.parallel.timeout_s,
         use_cpu=plan.device == "cpu",
         eval_strategy="steps" if evaluates else "no",
@@ -96,6 +102,15 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         data_seed=train.seed,
         disable_tqdm=True,
     )
+
+
+def ddp_bucket_mib(gradient_bytes: int) -> int:
+    """MiB of gradients that DDP exchanges at once.
+
+    The last bucket of a backward pass is sent with nothing left to hide it, so it is kept to a sixteenth of all; within 1 MiB,
+    below which an exchange costs its start more than its bytes, and 100 MiB, above which nothing is gained.
+    """
+    return min(100, max(1, gradient_bytes // BUCKETS // MIB))
 
 
 def _deepspeed(config: RunConfig, plan: Plan, trained_parameters: int) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.runlog import RunDir
 from sft_play.sizing.planner import Plan
@@ -32,24 +33,33 @@ def what_is_missing(checkpoint: Path) -> str | None:
     return None
 
 
-def require_same_split(checkpoint: Path, plan: Plan) -> None:
-    """Optimizer state of ZeRO-2 is split by process; DDP and one process have it whole. Neither is converted into the other.
+def shards_of(checkpoint: Path) -> list[Path]:
+    """The files of ZeRO-2's optimizer state, one for each rank that saved it, in their order; none where it is whole."""
+    files = checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")
+    return sorted(files, key=lambda path: int(re.search(r"zero_pp_rank_(\d+)", path.name)[1]))  # type: ignore[index]
+
+
+def is_split_as(checkpoint: Path, engine: str, world_size: int) -> bool:
+    """Whether a run on this engine finds the optimizer state as it would have saved it: ZeRO-2 splits it by process."""
+    return len(shards_of(checkpoint)) == (world_size if engine == "deepspeed_z2" else 0)
+
+
+def require_movable(checkpoint: Path, config: RunConfig, plan: Plan) -> bool:
+    """Whether a checkpoint is converted while it is loaded (see convert.py), since another engine or world size saved it.
 
     Raises:
-        CheckpointError: the checkpoint is of another engine, or of ZeRO-2 on another number of processes; says how to go on.
+        CheckpointError: its optimizer state cannot be converted; says how to go on.
     """
-    shards = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
-    wanted = plan.world_size if plan.engine == "deepspeed_z2" else 0
-    if shards == wanted:
-        return
-    if shards:
-        raise CheckpointError(
-            f"{checkpoint} was saved with ZeRO-2 on {shards} processes, and its optimizer state cannot be read otherwise.\n"
-            f'Go on with: make train-deepspeed NGPU={shards} ARGS="train.resume=auto"'
-        )
+    if is_split_as(checkpoint, plan.engine, plan.world_size):
+        return False
+    if config.train.optimizer == "adamw":
+        return True
+    shards = len(shards_of(checkpoint))
+    found = f"with ZeRO-2 on {shards} processes" if shards else "without ZeRO-2"
+    command = f"train-deepspeed NGPU={shards}" if shards else f"train-distributed NGPU={plan.world_size}"
     raise CheckpointError(
-        f"{checkpoint} was saved without ZeRO-2, which cannot read its optimizer state.\n"
-        f'Go on with: make train-distributed NGPU={plan.world_size} ARGS="train.resume=auto"'
+        f"{checkpoint} was saved {found}, and the 8-bit state of train.optimizer={config.train.optimizer} cannot be split or "
+        f'joined.\nGo on with: make {command} ARGS="train.resume=auto"'
     )
 
 

@@ -11,7 +11,9 @@ from torch import distributed
 
 from sft_play.errors import LaunchError
 from sft_play.job import Job
+from sft_play.launch.beats import read_beats
 from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
+from sft_play.launch.ranks import reports_folder
 from sft_play.model import local_device
 from sft_play.runlog import is_main_rank
 from sft_play.sizing.planner import Plan
@@ -33,9 +35,27 @@ def process_group(job: Job) -> Iterator[None]:
         torch.cuda.set_device(local_device("cuda"))
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
-    yield
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).lower().count("timed out"):
+            raise
+        raise LaunchError(_standstill(job, error)) from error
     distributed.barrier()  # nobody leaves while another still waits for its last message
     distributed.destroy_process_group()
+
+
+def _standstill(job: Job, error: RuntimeError) -> str:
+    """What a rank says that has waited for the others in vain; our launcher then looks for the one that hangs."""
+    beats = read_beats(job.run, range(job.plan.world_size))
+    return "\n".join(
+        [
+            f"the wait for the other processes timed out after {job.config.parallel.timeout_s} s (parallel.timeout_s): "
+            f"{str(error).splitlines()[0]}",
+            *(f"  rank {beat.rank} was last seen {beat.age_s:.0f} s ago in {beat.where}" for beat in beats),
+            f"The one that hangs writes where it is to {reports_folder(job.run)} as <rank>.stack",
+        ]
+    )
 
 
 def agree_on_plan(job: Job) -> Job:

@@ -33,6 +33,7 @@ from sft_play.sizing.planner import Plan
 from sft_play.sizing.records import Proof, write_overhead, write_record
 from sft_play.train.arguments import eval_batch_rows
 from sft_play.train.callbacks import NonFiniteGuard
+from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.session import Session, TokenWeightedTrainer, open_session
 from sft_play.train.verify import verify
 from sft_play.units import format_bytes
@@ -214,7 +215,8 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     settings.eval_strategy, settings.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     trainer.args = settings
     trainer.train_dataset = _repeated(rows, STEPS * _accumulation(plan) * plan.world_size)
-    callbacks = [DefaultFlowCallback, clock, NonFiniteGuard()]
+    beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
+    callbacks = [DefaultFlowCallback, clock, NonFiniteGuard(), *beats]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
     trainer.begin_phase = clock.begin_phase
     trainer.train()

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from sft_play.scoring import TokenScore, score_batch
 from sft_play.sizing.planner import Plan
 from sft_play.train.arguments import eval_batch_rows, sft_config
 from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter
+from sft_play.train.checkpoints import is_split_as
+from sft_play.train.convert import load_moved
+from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.meter import MemoryMeter
 from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
 
@@ -62,6 +66,21 @@ class TokenWeightedTrainer(SFTTrainer):
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """Wraps model and optimizer, and loads a checkpoint also if it is split in another way than this run's will be."""
+        engine = "deepspeed_z2" if self.is_deepspeed_enabled else "ddp"
+        if not resume_from_checkpoint or is_split_as(Path(resume_from_checkpoint), engine, self.args.world_size):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        load_moved(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_best_model(self) -> None:
+        """The best weights alone, as every engine saves them: they may be from before the run was moved to this one."""
+        sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
+        super()._load_best_model()
+        self.is_deepspeed_enabled = sharded
 
 
 @dataclass(frozen=True)
@@ -124,6 +143,8 @@ def _validation_rows(val: Dataset | None, config: RunConfig, plan: Plan, pad_id:
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = [reporter, NonFiniteGuard()]
+    if job.plan.world_size > 1:
+        callbacks.append(Heartbeat(job.run, int(os.environ["RANK"]), job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
     patience = job.config.train.early_stopping_patience

@@ -18,7 +18,7 @@ from sft_play.runlog import RunDir, console, is_main_rank, read_metrics, update_
 from sft_play.sizing.planner import Plan
 from sft_play.sizing.records import Proof
 from sft_play.train.callbacks import StopOnSignal
-from sft_play.train.checkpoints import find_checkpoint, require_same_split, step_of
+from sft_play.train.checkpoints import find_checkpoint, require_movable, step_of
 from sft_play.train.probe import prove, remedies
 from sft_play.train.session import Session
 
@@ -48,8 +48,8 @@ def checkpoint_to_resume(job: Job) -> Path | None:
     for line in passed_over:
         console().print(f"  [yellow]{line}[/]")
     if checkpoint:
-        require_same_split(checkpoint, job.plan)
-        console().print(f"  going on from {checkpoint}")
+        moved = require_movable(checkpoint, job.config, job.plan)
+        console().print(f"  going on from {checkpoint}{', converted for these processes while it is read' if moved else ''}")
     return checkpoint
 
 

@@ -19,7 +19,16 @@ SEQ = 64
 
 
 def make_job(
-    model: Path, output: Path, name: str, *, mode: str = "lora", rows=None, val=None, world_size: int = 1, **train
+    model: Path,
+    output: Path,
+    name: str,
+    *,
+    mode: str = "lora",
+    rows=None,
+    val=None,
+    world_size: int = 1,
+    engine: str = "auto",
+    **train,
 ) -> Job:
     """A job of a few steps; `train` are settings of the config's train section."""
     settings = {"logging_steps": 1, "effective_batch_size": 16, "max_steps": 5, "learning_rate": 5e-3, "report_to": [], **train}
@@ -29,6 +38,7 @@ def make_job(
             "data": {"train_path": "generated"},
             "tuning": {"mode": mode},
             "train": settings,
+            "parallel": {"engine": engine},
             "output": {"name": name, "dir": str(output)},
         }
     )

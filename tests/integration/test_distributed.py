@@ -1,6 +1,7 @@
 """Two processes on the CPU, really launched, learn what one does: fp32, no dropout, rows that do not divide."""
 
 import functools
+import json
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +22,6 @@ PACKED = ("train.packing=true", "model.max_seq_len=32", "train.batch_size=32", "
 SETTINGS = {
     "lora": ("train.batch_size=2",),
     "packed": PACKED,
-    "full": ("train.batch_size=2", "tuning.mode=full", "train.learning_rate=1e-3"),
     "long": ("train.max_steps=30", "train.batch_size=1"),  # so that a signal finds it training
 }
 SAME = ("optimizer_steps", "supervised_tokens", "effective_batch_size")
@@ -64,7 +64,7 @@ def assert_same_result(run: RunDir, alone: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "engine", "banner"),
-    [("packed", "ddp", "MULTI_CPU"), ("full", "ddp", "MULTI_CPU"), ("lora", "deepspeed_z2", "DEEPSPEED")],
+    [("packed", "ddp", "MULTI_CPU"), ("lora", "deepspeed_z2", "DEEPSPEED")],
 )
 def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):
     name = f"{kind}-{engine}"
@@ -79,6 +79,15 @@ def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):
     run = RunDir(config.parent / "runs" / name)
     assert read_json(run.summary)["world_size"] == read_json(run.plan)["plan"]["world_size"] == 2
     assert_same_result(run, alone(kind))
+
+
+def test_a_deepspeed_file_that_contradicts_the_run_is_refused_before_anything_is_launched(config, monkeypatch, tmp_path):
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 6, "gradient_clipping": "1.0"}))
+    monkeypatch.setattr("sft_play.job.DEEPSPEED_CONFIG", own)
+    done = sft("train", "--processes", "2", "--engine", "deepspeed_z2", "--config", config, "output.name=refused")
+    assert done.code == 2 and "train_batch_size is 6, but must be 8 (4 x 1 x 2 processes)" in done.err, done.err
+    assert 'gradient_clipping: "1.0" is text' in done.err and not (config.parent / "runs" / "refused" / "launcher.log").exists()
 
 
 def test_torchrun_needs_no_launcher_of_ours(config, alone):

@@ -50,3 +50,22 @@ def test_no_rows_is_an_error():
 def test_evaluation_rows_are_filled_up_to_a_multiple():
     assert padded_rows(5, 4) == [0, 1, 2, 3, 4, FILLER, FILLER, FILLER]
     assert padded_rows(4, 4) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize(("micro", "accumulation"), [(1, 1), (3, 1), (2, 5), (4, 3)])
+@pytest.mark.parametrize("rows", [1, 23, 96, 101])
+def test_every_row_reaches_one_process_once_an_epoch_whatever_their_number(world_size, micro, accumulation, rows):
+    """Micro-batches are dealt in turn, as accelerate does; the remainder of an epoch need not divide anything."""
+    per_step = micro * accumulation * world_size
+    epochs = 2
+    steps = epochs * steps_per_epoch(rows, per_step)
+    flat = schedule(LENGTHS[:rows], per_step, steps, seed=3, group_by_length=True)
+    batches = [flat[i : i + micro] for i in range(0, len(flat), micro)]
+    dealt = [batches[rank::world_size] for rank in range(world_size)]
+    assert {len(own) for own in dealt} == {steps * accumulation}  # nobody waits for a rank that has run out
+    per_epoch = steps // epochs * accumulation
+    for epoch in range(epochs):
+        seen = [row for own in dealt for batch in own[epoch * per_epoch : (epoch + 1) * per_epoch] for row in batch]
+        assert sorted(row for row in seen if row != FILLER) == list(range(rows))
+        assert seen.count(FILLER) == -rows % per_step

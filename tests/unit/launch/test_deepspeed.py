@@ -60,7 +60,8 @@ def test_buckets_are_no_larger_than_what_is_trained():
     zero = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=1000)["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"], zero["stage"]) == (1000, 1000, 2)
     whole = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=10**12)["zero_optimization"]
-    assert whole == json.loads(DEEPSPEED_CONFIG.read_text())["zero_optimization"]
+    assert whole == json.loads(DEEPSPEED_CONFIG.read_text())["zero_optimization"] and whole["overlap_comm"]
+    assert not zero["overlap_comm"]  # there is nothing to overlap with, and it would cost a second bucket
 
 
 @pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("{", "not valid JSON"), ("[]", "expected an object")])

@@ -51,8 +51,9 @@ def test_zero2_buckets_cost_what_deepspeed_1302_measured(change, measured_mib):
     assert saved / MIB == pytest.approx(measured_mib, abs=1.5)
 
 
-def test_buckets_are_no_larger_than_what_is_trained():
-    assert ZeroBuckets().bytes(40_000_000, 2) == 2 * 2 * 40_000_000
+def test_one_bucket_that_holds_all_needs_no_second_one():
+    assert ZeroBuckets().bytes(40_000_000, 2) == 2 * 40_000_000
+    assert ZeroBuckets(elements=10_000_000).bytes(40_000_000, 2) == 2 * 2 * 10_000_000
 
 
 def test_zero2_holds_a_share_of_the_states():

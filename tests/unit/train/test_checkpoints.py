@@ -3,9 +3,10 @@ from dataclasses import replace
 
 import pytest
 
+from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.runlog import RunDir
-from sft_play.train.checkpoints import find_checkpoint, require_same_split
+from sft_play.train.checkpoints import find_checkpoint, require_movable, shards_of
 from tests.unit.train.plans import PLAN
 
 
@@ -16,6 +17,11 @@ def make(run: RunDir, step: int, **changes) -> None:
     for name, text in (files | changes).items():
         if text is not None:
             (folder / name).write_text(text)
+
+
+def config(optimizer: str) -> RunConfig:
+    tree = {"model": {"name": "m"}, "data": {"train_path": "d"}, "train": {"optimizer": optimizer}}
+    return RunConfig.model_validate(tree)
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_the_others_are_named(tmp_path):
@@ -46,24 +52,32 @@ def test_a_checkpoint_that_was_asked_for_and_is_not_whole_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shards", "engine", "world", "said"),
+    ("shards", "engine", "world", "moves"),
     [
-        (2, "deepspeed_z2", 2, None),
-        (0, "ddp", 4, None),
-        (0, "none", 1, None),
+        (2, "deepspeed_z2", 2, False),
+        (0, "ddp", 4, False),
+        (0, "none", 1, False),
         (2, "ddp", 2, "make train-deepspeed NGPU=2"),
         (2, "none", 1, "make train-deepspeed NGPU=2"),
         (4, "deepspeed_z2", 2, "make train-deepspeed NGPU=4"),
         (0, "deepspeed_z2", 2, "make train-distributed NGPU=2"),
     ],
 )
-def test_optimizer_state_goes_on_as_it_was_split_or_not_at_all(tmp_path, shards, engine, world, said):
+def test_optimizer_state_that_was_split_otherwise_is_converted_if_it_is_adamws(tmp_path, shards, engine, world, moves):
     (tmp_path / "global_step3").mkdir()
     for rank in range(shards):
         (tmp_path / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     plan = replace(PLAN, engine=engine, world_size=world)
-    if said is None:
-        require_same_split(tmp_path, plan)
+    assert require_movable(tmp_path, config("adamw"), plan) == bool(moves)
+    if not moves:
+        assert not require_movable(tmp_path, config("adamw_8bit"), plan)
         return
-    with pytest.raises(CheckpointError, match=said):
-        require_same_split(tmp_path, plan)
+    with pytest.raises(CheckpointError, match=moves):
+        require_movable(tmp_path, config("adamw_8bit"), plan)
+
+
+def test_parts_of_many_ranks_come_in_their_order(tmp_path):
+    (tmp_path / "global_step3").mkdir()
+    for rank in range(12):
+        (tmp_path / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    assert [path.name.split("_")[4] for path in shards_of(tmp_path)] == [str(rank) for rank in range(12)]

@@ -1,0 +1,55 @@
+"""A rank of the tests: trains one job after another in one process group, so that a launch costs its start only once.
+
+accelerate launch ... worker.py <specs.json>     each spec: the arguments of jobs.make_job, and what else is asked for
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sft_play.launch.guard import die_with_parent
+
+die_with_parent()
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
+
+from sft_play.job import Job  # noqa: E402
+from sft_play.launch.ranks import finish_rank  # noqa: E402
+from sft_play.runlog import quiet_libraries  # noqa: E402
+from sft_play.train.group import process_group  # noqa: E402
+from sft_play.train.session import open_session  # noqa: E402
+from sft_play.train.trainer import train  # noqa: E402
+from tests.integration.jobs import make_job  # noqa: E402
+
+
+def job_of(spec: dict[str, Any], world_size: int) -> Job:
+    return make_job(Path(spec["model"]), Path(spec["output"]), spec["name"], world_size=world_size, **spec["settings"])
+
+
+def look(job: Job) -> dict[str, Any]:
+    """The rows of each micro-batch that this rank would learn from, and how DDP is set up."""
+    trainer = open_session(job).trainer
+    ddp = trainer.accelerator.prepare(trainer.model)
+    kept = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap")
+    return {
+        "rows": [batch["input_ids"].tolist() for batch in trainer.get_train_dataloader()],
+        "ddp": {name: getattr(ddp, name) for name in kept},
+    }
+
+
+def main(path: Path) -> int:
+    specs = json.loads(path.read_text())
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    jobs = [job_of(spec, world_size) for spec in specs]
+    with quiet_libraries(path.with_name(f"{path.stem}.{rank}.log")), process_group(jobs[0]):
+        for job, spec in zip(jobs, specs, strict=True):
+            if spec.get("only_look"):
+                (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
+            else:
+                train(job)
+    return finish_rank(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
