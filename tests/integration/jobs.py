@@ -30,8 +30,16 @@ def make_job(
     engine: str = "auto",
     **train,
 ) -> Job:
-    """A job of a few steps; `train` are settings of the config's train section."""
-    settings = {"logging_steps": 1, "effective_batch_size": 16, "max_steps": 5, "learning_rate": 5e-3, "report_to": [], **train}
+    """A job of a few steps; `train` are settings of the config's train section. Without a probe, which would take longest."""
+    settings = {
+        "probe": False,
+        "logging_steps": 1,
+        "effective_batch_size": 16,
+        "max_steps": 5,
+        "learning_rate": 5e-3,
+        "report_to": [],
+        **train,
+    }
     config = RunConfig.model_validate(
         {
             "model": {"name": str(model)},

@@ -31,10 +31,10 @@ COMMON = {
 }  # fmt: skip
 PACKED = {"packing": True, "effective_batch_size": 12 * SEQ, "batch_size": 2 * SEQ}
 KINDS = {
-    "lora-padded": {"mode": "lora"},
+    "lora-padded": {"mode": "lora", "probe": True},
     "lora-packed": {"mode": "lora", **PACKED},
     "full-padded": {"mode": "full", "learning_rate": 1e-3},
-    "full-packed": {"mode": "full", "learning_rate": 1e-3, **PACKED},
+    "full-packed": {"mode": "full", "learning_rate": 1e-3, "probe": True, **PACKED},
 }
 EPOCH_ROWS = 31  # no batch divides them
 

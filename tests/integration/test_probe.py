@@ -43,7 +43,7 @@ def sized(job, **changes):
 )
 def test_the_probe_measures_what_was_predicted(tiny_model, tmp_path, settings):
     """Through the real trainer; 64 KiB are batches that wait and single numbers. Real packs leave some tokens free."""
-    job = sized(make_job(tiny_model, tmp_path, "probe", rows=ROWS, **settings))
+    job = sized(make_job(tiny_model, tmp_path, "probe", rows=ROWS, probe=True, **settings))
     session, proof = prove(job)
     assert set(proof.phases) == {"load", "forward", "backward", "optimizer", "evaluation"}
     for phase in ("forward", "backward", "evaluation"):
@@ -78,7 +78,7 @@ def overconfident(job, share: float):
 
 
 def test_over_budget_a_smaller_plan_trains_the_same_effective_batch(tiny_model, tmp_path, capsys):
-    settings = dict(rows=ROWS, gradient_checkpointing=False)
+    settings = dict(rows=ROWS, probe=True, gradient_checkpointing=False)
     job, whole = overconfident(make_job(tiny_model, tmp_path, "wrong", **settings), 0.6)
     assert job.plan.micro_batch_size == whole.plan.micro_batch_size  # the record promised that it fits
     summary = train(job)
@@ -93,7 +93,7 @@ def test_over_budget_a_smaller_plan_trains_the_same_effective_batch(tiny_model, 
 
 
 def test_where_the_config_leaves_nothing_smaller_the_run_ends_before_it_begins(tiny_model, tmp_path):
-    settings = dict(rows=ROWS, gradient_checkpointing=False, batch_size=16)
+    settings = dict(rows=ROWS, probe=True, gradient_checkpointing=False, batch_size=16)
     job, _ = overconfident(make_job(tiny_model, tmp_path, "fixed", **settings), 0.6)
     with pytest.raises(DoesNotFitError, match="the probe measured .* the budget is .*leaves nothing smaller"):
         train(job)
