@@ -2,7 +2,10 @@
 
 import os
 import random
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,17 @@ def tiny_model(tmp_path_factory) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Within, no file grows beyond so many bytes: writing fails as on a full disk. Also what pytest writes, so not longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def token_rows(count: int, seed: int = 0, longest: int = 60) -> list[dict]:

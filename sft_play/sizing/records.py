@@ -1,7 +1,9 @@
 """What real steps measured, kept so that the next prediction of the same kind of step is corrected by it."""
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -130,11 +132,12 @@ def write_record(path: Path, plan: Plan, proof: Proof, device: str) -> None:
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    """The file is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    partial.replace(path)
+    """The file is there whole or not at all; a run does not end because it could not be written."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        partial.replace(path)
 
 
 def _overhead_path(device: str, world_size: int) -> Path:

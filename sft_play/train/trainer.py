@@ -19,6 +19,7 @@ from sft_play.sizing.planner import Plan
 from sft_play.sizing.records import Proof
 from sft_play.train.callbacks import StopOnSignal
 from sft_play.train.checkpoints import find_checkpoint, require_movable, step_of
+from sft_play.train.disk import disk_errors_explained
 from sft_play.train.probe import prove, remedies
 from sft_play.train.session import Session
 
@@ -30,15 +31,16 @@ def train(job: Job) -> dict[str, Any]:
         Interrupted: a signal stopped it after a checkpoint was saved.
         NonFiniteError: loss or gradients became NaN.
         DoesNotFitError: memory ran out.
+        StorageError: the disk is full.
         LaunchError: the ranks do not agree.
     """
     checkpoint = checkpoint_to_resume(job)
-    with memory_errors_explained(job.plan):
+    with memory_errors_explained(job.plan), disk_errors_explained(job.run):
         session, proof = prove(job)
         if is_main_rank():
             begin_run(session.job)
         stopped = run_steps(session, checkpoint)
-    save(session, stopped)
+        save(session, stopped)
     return summarise(session, proof, stopped)
 
 

@@ -1,10 +1,8 @@
 import io
 import json
 import os
-import resource
 import signal
 import time
-from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
@@ -14,6 +12,7 @@ from sft_play.data.reading import Row
 from sft_play.errors import CheckpointError, ConfigError, DataError, StorageError
 from sft_play.infer import Chat, answered_rows, chat, fit_history, infer_batch, obey, prompt_of, read_prompts
 from sft_play.runlog import RunDir, set_console
+from tests.conftest import file_size_limit
 from tests.unit.finished_run import make_config, question_rows, train_by_heart, write_rows
 
 
@@ -150,17 +149,6 @@ def test_after_an_interruption_only_the_missing_rows_are_answered(finished, tmp_
     assert infer_batch(finished.config, finished.run, source, output)["answered"] == 0
     assert not asked
     assert output.read_text() == whole.read_text()
-
-
-@contextmanager
-def file_size_limit(size: int):
-    """Within, no file grows beyond so many bytes: writing fails as on a full disk. Also what pytest writes, so not longer."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_write_that_fails_is_told_to_the_person_and_not_to_the_log(finished, tmp_path, capfd):
