@@ -193,7 +193,8 @@ class StopOnSignal(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
             console().print(f"  stopping after step {state.global_step}: saving a checkpoint")
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Gives the signals back."""
+    def give_signals_back(self) -> None:
+        """To whoever had them before training; also after an error, when no callback is called."""
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
+        self._earlier = {}

@@ -80,6 +80,7 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
+        stop.give_signals_back()
         session.reporter.end_bar()
     return stop.stopped
 
