@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _WORKLOADS: dict[str, Workload] = {}  # of this process: the skeleton of a large model takes a while
 
-RULES = 3  # raise when the same question must get another answer
+RULES = 4  # raise when the same question must get another answer
 
 
 def estimator(

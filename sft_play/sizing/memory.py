@@ -181,6 +181,18 @@ def _with_zero2(peaks: dict[str, Peak], engine: Engine, trained: int, element_by
     return shared
 
 
+def between_steps(forward: Peak, *, keeps_gradients: bool) -> Peak:
+    """What is there while a checkpoint is saved, tensor by tensor through main memory: weights and optimizer states.
+
+    Args:
+        forward: the phase that finds them as well.
+        keeps_gradients: whether gradients live in buffers that stay (DDP).
+    """
+    kept = ("weights", "adapters", "optimizer", *(["gradients"] if keeps_gradients else []))
+    terms = {name: size if name in kept else 0 for name, size in forward.terms.items()}
+    return Peak(sum(terms.values()), terms)
+
+
 def trained_bytes(peaks: dict[str, Peak]) -> int:
     """Bytes of all gradients, from a step that was recorded with them alive."""
     return peaks["forward"].terms["gradients"]
@@ -198,6 +210,7 @@ def estimate(step: Step, device: DeviceBudget, engine: Engine | None = None, *, 
     peaks = step.peaks(device.granularity)
     if engine is not None:
         peaks = with_engine(peaks, engine, trained_bytes(peaks) // element_bytes, element_bytes)
+    peaks["save"] = between_steps(peaks["forward"], keeps_gradients=engine is not None and engine.name == "ddp")
     peaks = {phase: peak if phase == "load" else _with(peak, engine=device.workspace_bytes) for phase, peak in peaks.items()}
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
     tight = device.kind == "cuda" and GAPS_MATTER * device.budget_bytes < peaks[top].bytes <= device.budget_bytes

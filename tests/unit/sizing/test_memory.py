@@ -10,6 +10,7 @@ from sft_play.sizing.memory import (
     Engine,
     Growth,
     ZeroBuckets,
+    between_steps,
     device_budget,
     estimate,
     with_engine,
@@ -121,3 +122,10 @@ def test_on_a_gpu_the_gaps_between_blocks_count():
     roomy = estimate(step, device_budget("cuda", 80 * GIB))
     assert roomy.needed_bytes == roomy.peak_bytes  # they cannot decide
     assert estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", GIB)).needed_bytes < 2000
+
+
+def test_a_checkpoint_finds_weights_and_states_and_under_ddp_the_gradients_too():
+    forward = Peak(1000, {"weights": 400, "adapters": 50, "optimizer": 100, "gradients": 50, "activations": 400})
+    assert between_steps(forward, keeps_gradients=False).bytes == 550
+    assert between_steps(forward, keeps_gradients=True).bytes == 600
+    assert estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", 10 * GIB)).phases["save"] > 0
