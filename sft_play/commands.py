@@ -154,9 +154,9 @@ def plan(args: argparse.Namespace) -> int:
         model_config = load_model_config(config.model)
         facts = data_facts(config, model_config, progress=not args.json)
         chosen = plan_run(config, model_config, facts, machine, args.gpus or len(machine.gpus) or 1)
-        scales = [] if args.json else scaling(config, model_config, facts, machine)
+        scales = scaling(config, model_config, facts, machine)
     if args.json:
-        _print_json(chosen.to_json())
+        _print_json(chosen.to_json() | {"scaling": scales})
     else:
         console().print(plan_report(chosen.to_json(), scales))
     return 0

@@ -57,6 +57,11 @@ class Gpu:
     bandwidth_gb_s: float | None = None
 
     @property
+    def link_gb_s(self) -> float | None:
+        """10^9 bytes a second to another GPU over `link`, one way; None where that is not known."""
+        return link_speed(self.link, self.compute_capability)
+
+    @property
     def bf16(self) -> bool | None:
         """Whether it computes in bf16 natively."""
         return None if self.compute_capability is None else self.compute_capability >= BF16_SINCE
@@ -192,6 +197,18 @@ def _speed(facts: dict[str, Any]) -> dict[str, Any]:
     return {"tflops": facts.get("bf16_tflops") or facts.get("fp16_tflops"), "bandwidth_gb_s": facts.get("bandwidth_gb_s")}
 
 
+def link_speed(link: str | None, compute_capability: tuple[int, int] | None) -> float | None:
+    """`link_speed("PCIe 4.0 x 16", None)` is 32: 10^9 bytes a second one way."""
+    match = re.fullmatch(r"(NVLink|PCIe (\d+)\.0) x (\d+)", link or "")
+    if match is None:
+        return None
+    if match[2]:
+        one = _file()["links"]["pcie_lane_gb_s"].get(match[2])
+    else:
+        one = _file()["links"]["nvlink_gb_s"].get(".".join(map(str, compute_capability or ())))
+    return int(match[3]) * one if one else None
+
+
 def _link(nvml: Any, handle: Any) -> str | None:
     """The fastest way to another GPU that this one has: "NVLink x 18" or "PCIe 4.0 x 16"."""
     active = sum(_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MOST_NVLINKS))
@@ -226,17 +243,21 @@ def model_words(name: str) -> frozenset[str]:
 
 
 @functools.cache
-def _facts() -> dict[frozenset[str], dict[str, Any]]:
+def _file() -> dict[str, Any]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where libyaml is there
     try:
-        entries = yaml.load(FACTS_FILE.read_text(encoding="utf-8"), Loader=loader)["gpus"]  # noqa: S506 - both are safe
+        return yaml.load(FACTS_FILE.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
     except OSError as error:
         raise ConfigError(
             f"{FACTS_FILE} cannot be read ({error.strerror}); run sft-play from a clone of its repository"
         ) from None
-    return {model_words(name): entry for entry in entries for name in (entry["name"], *entry.get("aliases", ()))}
+
+
+@functools.cache
+def _facts() -> dict[frozenset[str], dict[str, Any]]:
+    return {model_words(name): entry for entry in _file()["gpus"] for name in (entry["name"], *entry.get("aliases", ()))}
 
 
 def find_facts(name: str) -> dict[str, Any] | None:
@@ -275,6 +296,7 @@ def what_if(name: str, count: int = 1) -> Machine:
             total_bytes=memory,
             free_bytes=memory,
             compute_capability=(int(major), int(minor)),
+            link=facts.get("link"),
             **_speed(facts),
         )
         for index in range(count)

@@ -1,5 +1,6 @@
 """The plan of a run: what the data, the model and the machine say, brought together for the search."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +16,14 @@ from sft_play.hardware import Machine, detect
 from sft_play.model import choose_attention, load_model_config, load_tokenizer, position_limit
 from sft_play.runlog import console
 from sft_play.sizing import memory
-from sft_play.sizing.estimator import clock, estimator
+from sft_play.sizing.batch import learning_rates
+from sft_play.sizing.estimator import clock, estimator, exchanged_bytes, known_workload
 from sft_play.sizing.planner import Device, Plan, draft_plans
 from sft_play.sizing.records import corrected_estimator, correction_sentence, read_overhead, read_ratios, record_path
 from sft_play.sizing.search import choose_plan
 from sft_play.sizing.throughput import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
 from sft_play.sizing.trace import UntraceableModel
-from sft_play.units import format_bytes
+from sft_play.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,6 +89,13 @@ def training_device(machine: Machine) -> Device:
     )
 
 
+def smallest_total(machine: Machine) -> int | None:
+    """Bytes of the smallest GPU, or of the RAM; None if that is not known."""
+    totals = [gpu.total_bytes for gpu in machine.gpus] or [machine.host.ram_total_bytes]
+    known = [total for total in totals if total is not None]
+    return min(known) if known else None
+
+
 def device_speed(machine: Machine, processes: int) -> Speed:
     """Data-sheet speed of the slowest GPU, or an assumption for a share of the CPU."""
     if not machine.gpus:
@@ -94,28 +103,67 @@ def device_speed(machine: Machine, processes: int) -> Speed:
         return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
     flops = [gpu.tflops for gpu in machine.gpus]
     bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
+    links = [gpu.link_gb_s for gpu in machine.gpus]
     if None in flops or None in bandwidths:
         return Speed(flops=None, bandwidth=None)
-    return Speed(flops=1e12 * min(f for f in flops if f), bandwidth=1e9 * min(b for b in bandwidths if b))
+    return Speed(
+        flops=1e12 * min(f for f in flops if f),
+        bandwidth=1e9 * min(b for b in bandwidths if b),
+        link_bandwidth=None if None in links else 1e9 * min(link for link in links if link),
+    )
 
 
-def memory_device(machine: Machine, processes: int) -> memory.DeviceBudget | None:
+def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> int | None:
+    """What a process may take: what is free, at most parallel.memory_gib; None if that is not known.
+
+    Raises:
+        ConfigError: parallel.memory_gib is more than there is.
+    """
+    device, asked = training_device(machine), config.parallel.memory_gib
+    free, total = device.free_bytes, smallest_total(machine)
+    if device.kind == "cpu":  # processes share the RAM
+        free, total = (None if size is None else size // processes for size in (free, total))
+    if asked == "auto":
+        return free
+    if total is not None and asked * GIB > total:
+        has = f"{device.name} has" if device.kind == "cuda" else f"the RAM has for each of {processes} process(es)"
+        raise ConfigError(
+            f"parallel.memory_gib={asked:g}: {has} {format_bytes(total)}, of which {format_bytes(free or 0)} are free; "
+            f"allowed: up to {math.floor(100 * total / GIB) / 100:g}, or auto, which takes what is free"
+        )
+    return int(asked * GIB) if free is None else min(free, int(asked * GIB))
+
+
+def memory_device(config: RunConfig, machine: Machine, processes: int) -> memory.DeviceBudget | None:
     """The budget of each process; None if the free memory is not known."""
-    device = training_device(machine)
-    if device.free_bytes is None:
+    usable = memory_of_a_process(config, machine, processes)
+    if usable is None:
         return None
-    if device.kind == "cpu":
-        return memory.device_budget("cpu", device.free_bytes // processes)
+    if not machine.gpus:
+        return memory.device_budget("cpu", usable)
     capability = machine.gpus[0].compute_capability
-    overhead = read_overhead(device.name, processes)
+    overhead = read_overhead(training_device(machine).name, processes)
     return memory.device_budget(
         "cuda",
-        device.free_bytes,
+        usable,
         world_size=processes,
         compute_capability=capability,
         context_bytes=overhead,
         communicator_bytes=None if overhead is None else 0,  # it was measured with the context
     )
+
+
+def memory_notes(config: RunConfig, machine: Machine, processes: int, budget: memory.DeviceBudget) -> list[str]:
+    """Where the budget comes from, in sentences."""
+    notes, asked = [], config.parallel.memory_gib
+    if asked != "auto":
+        usable = memory_of_a_process(config, machine, processes) or 0
+        less = f", but only {format_bytes(usable)} are free" if usable < int(asked * GIB) else ""
+        notes.append(f"each process may take {asked:g} GiB (parallel.memory_gib){less}")
+    notes.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
+    if budget.assumed:
+        notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
+    return notes
 
 
 def plan_run(
@@ -155,12 +203,13 @@ def plan_run(
     drafts = [draft for draft in allowed if accept(draft)]
     if not drafts:
         raise DoesNotFitError("the config allows no other plan")
-    budget = memory_device(machine, processes)
+    budget = memory_device(config, machine, processes)
     if budget is None:
         plan = choose_plan(config, drafts, None, None)
-        return replace(plan, why=(*plan.why, f"free memory of {device.name} is not known", *_assumptions(facts, budget)))
+        return replace(plan, why=(*plan.why, f"free memory of {device.name} is not known", *_assumptions(facts)))
     if budget_bytes is not None:
         budget = replace(budget, budget_bytes=budget_bytes)
+    notes = [*_assumptions(facts), *memory_notes(config, machine, processes, budget)]
     time = clock(model_config, device_speed(machine, processes), facts.mean_tokens)
 
     def record(run: RunConfig, plan: Plan) -> Path:
@@ -171,22 +220,17 @@ def plan_run(
         plan = choose_plan(config, drafts, corrected_estimator(estimate, record), time)
     except UntraceableModel as error:
         plan = choose_plan(config, drafts, None, None)
-        return replace(plan, why=(*plan.why, str(error).splitlines()[0], *_assumptions(facts, budget)))
+        return replace(plan, why=(*plan.why, str(error).splitlines()[0], *notes))
     assert plan.memory
     correction = correction_sentence(read_ratios(record(config, plan)), plan.memory.peak_phase)
-    return replace(plan, why=(*plan.why, *correction, *_assumptions(facts, budget)))
+    return replace(plan, why=(*plan.why, *correction, *notes))
 
 
-def _assumptions(facts: DataFacts, budget: memory.DeviceBudget | None) -> list[str]:
-    """What a plan takes for granted."""
-    notes = []
-    if not facts.seen:
-        notes.append(f"no training rows at hand: planned for rows of {facts.longest_row} tokens, all of them supervised")
-    if budget:
-        notes.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
-    if budget and budget.assumed:
-        notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
-    return notes
+def _assumptions(facts: DataFacts) -> list[str]:
+    """What a plan takes for granted of the data."""
+    if facts.seen:
+        return []
+    return [f"no training rows at hand: planned for rows of {facts.longest_row} tokens, all of them supervised"]
 
 
 def plan_again(config: RunConfig, data: PreparedData, earlier: Plan, accept: Callable[[Plan], bool]) -> Plan:
@@ -225,29 +269,50 @@ def _plan_at_scale(config: RunConfig, model_config: "PretrainedConfig", facts: D
 
 
 def scaling(config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine) -> list[dict[str, Any]]:
-    """The plan on 1, 2, 4 and 8 processes of this machine's kind; `problem` where there is none."""
+    """The plan on 1, 2, 4 and 8 processes of this machine's kind; `problem` where there is none.
+
+    `speed_up` is None where the link between devices is not known: then `speed_up_at_most` leaves the exchange out.
+    """
     rows: list[dict[str, Any]] = []
-    base: float | None = None
+    base: float | None = None  # seconds of a sequence on the fewest devices
+    reference: int | None = config.train.reference_batch_size
     for world in SCALES:
-        speed = device_speed(machine, world if not machine.gpus else 1)
         try:
             plan = _plan_at_scale(config, model_config, facts, machine, world)
         except (ConfigError, DataError, DoesNotFitError) as error:
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue
-        seconds = clock(model_config, speed, facts.mean_tokens)(config, plan)
-        per_sequence = seconds / plan.effective_batch_size if seconds else None
-        base = base or per_sequence
+        reference = reference or plan.effective_batch_size
+        speed = device_speed(machine, world if not machine.gpus else 1)
+        link_known = world == 1 or speed.link_bandwidth is not None
+        alone = _seconds_per_sequence(config, model_config, facts, replace(speed, link_bandwidth=None), plan)
+        whole = _seconds_per_sequence(config, model_config, facts, speed, plan) if link_known else None
+        base = base or whole or alone
+        work = known_workload(model_config, config, plan)
         rows.append(
             {
                 "world_size": world,
+                "engine": plan.engine,
                 "micro_batch_size": plan.micro_batch_size,
                 "gradient_accumulation_steps": plan.gradient_accumulation_steps,
                 "effective_batch_size": plan.effective_batch_size,
                 "steps_per_epoch": plan.steps_per_epoch,
                 "learning_rate": plan.learning_rate,
+                "learning_rates": learning_rates(config.train, plan.effective_batch_size, reference),
+                "lr_scaling": config.train.lr_scaling,
+                "reference_batch_size": reference,
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-                "speed_up": base / per_sequence if base and per_sequence else None,
+                "exchanged_bytes": exchanged_bytes(work, config, plan) if work else None,
+                "link_bytes_per_second": speed.link_bandwidth,
+                "speed_up": base / whole if base and whole else None,
+                "speed_up_at_most": base / alone if base and alone else None,
             }
         )
     return rows
+
+
+def _seconds_per_sequence(
+    config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, speed: Speed, plan: Plan
+) -> float | None:
+    seconds = clock(model_config, speed, facts.mean_tokens)(config, plan)
+    return seconds / plan.effective_batch_size if seconds else None

@@ -16,11 +16,18 @@ def _no_number_from_bool(value: object) -> object:
     return value
 
 
+def _above_zero(value: object) -> object:
+    if isinstance(value, (int, float)) and not value > 0:
+        raise ValueError("expected a number above 0, or 'auto'")
+    return value
+
+
 def _text_of_switch(value: object) -> object:
     return {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
 
 
 AutoOrCount = Annotated[PositiveInt | Auto, BeforeValidator(_no_number_from_bool)]
+AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_above_zero), BeforeValidator(_no_number_from_bool)]
 
 
 class Section(BaseModel):
@@ -185,6 +192,8 @@ class ParallelConfig(Section):
 
     engine: Literal["auto", "ddp", "deepspeed_z2"] = "auto"
     """auto: DDP, or ZeRO-2 where it saves memory that the plan needs."""
+    memory_gib: AutoOrAmount = "auto"
+    """What each process may take of its GPU (without GPUs: of the RAM), in GiB, CUDA context included. auto: what is free."""
     timeout_s: PositiveInt = 600
     """Seconds after which a collective that does not complete ends the run."""
 

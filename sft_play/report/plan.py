@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.units import format_bytes
+from sft_play.units import GIB, format_bytes
 
 ENGINES = {"none": "one process", "ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
@@ -50,24 +50,48 @@ def alternatives_table(alternatives: Sequence[Mapping[str, Any]]) -> RenderableT
 
 
 def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The same run on other numbers of GPUs."""
-    table = _table("GPUs", "micro", "accum", "effective", "steps/epoch", "lr", "peak", "speed")
-    table.caption = "speed: without the exchange of gradients, whose link is not known"
-    for row in rows:
-        if "problem" in row:
-            table.add_row(str(row["world_size"]), row["problem"], *[""] * 6)
-            continue
+    """The same run on other numbers of GPUs; within 80 columns."""
+    rules = [f"lr {rule}" if rule == "none" else rule for rule in ("none", "sqrt", "linear")]
+    table = _table("GPUs", "micro", "accum", "batch", "steps/\nepoch", *rules, "peak\nGiB", "speed")
+    table.pad_edge, table.padding = False, (0, 0)
+    planned = [row for row in rows if "problem" not in row]
+    for row in planned:
         table.add_row(
             str(row["world_size"]),
             f"{row['micro_batch_size']:,}",
             str(row["gradient_accumulation_steps"]),
             f"{row['effective_batch_size']:,}",
             f"{row['steps_per_epoch']:,}",
-            f"{row['learning_rate']:.2e}",
-            "n/a" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
-            "n/a" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
+            *(f"{rate:.2e}" for rate in row["learning_rates"].values()),
+            "n/a" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.2f}",
+            _speed_up(row),
         )
-    return table
+    problems = [Text(f"{row['world_size']} GPUs: {row['problem']}") for row in rows if "problem" in row]
+    return Group(table, *problems, *(Text(line, style="dim") for line in _scaling_notes(planned)))
+
+
+def _speed_up(row: Mapping[str, Any]) -> str:
+    if row["speed_up"] is not None:
+        return f"{row['speed_up']:.2f}x"
+    return "n/a" if row["speed_up_at_most"] is None else f"<{row['speed_up_at_most']:.2f}x"
+
+
+def _scaling_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the columns assume, in short lines."""
+    if not rows:
+        return []
+    last = rows[-1]
+    in_use = f"by each rule of train.lr_scaling (in use: {last['lr_scaling']})"
+    notes = [f"lr: at batch {last['reference_batch_size']:,} as given, {in_use}"]
+    if last["exchanged_bytes"] and last["link_bytes_per_second"]:
+        sent, link = format_bytes(last["exchanged_bytes"]), f"{last['link_bytes_per_second'] / 1e9:g} GB/s"
+        notes += [
+            f"speed: with {sent} that each of {last['world_size']} GPUs sends in a step (ring) at {link},",
+            "       none of it hidden behind computing: a lower bound",
+        ]
+    elif last["speed_up_at_most"]:
+        notes.append("speed: at most (<), without what is exchanged in a step: the link is not known")
+    return notes
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
@@ -81,8 +105,8 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
         f"{plan['total_steps']:,} in all",
     )
     parts: list[RenderableType] = [chosen, *(Text(f"  - {reason}") for reason in tree["why"])]
-    if tree["memory"]:
-        parts.append(Padding(memory_tables(tree["memory"]), (1, 0, 0, 0)))
+    memory = memory_tables(tree["memory"]) if tree["memory"] else Text("memory: not predicted; the reasons above say why")
+    parts.append(Padding(memory, (1, 0, 0, 0)))
     if tree["alternatives"]:
         parts.append(Padding(alternatives_table(tree["alternatives"]), (1, 0, 0, 0)))
     if scaling:

@@ -86,13 +86,18 @@ def batch_choices(train: TrainConfig, world_size: int, row_tokens: int | None) -
     return [BatchCut(d, per_process // d, world_size) for d in divisors(per_process)]
 
 
+def learning_rates(train: TrainConfig, effective: int, reference: int) -> dict[str, float]:
+    """The learning rate at this effective batch under each rule, if the config's was found at `reference`."""
+    ratio = effective / reference
+    return {name: train.learning_rate * factor for name, factor in (("none", 1.0), ("sqrt", ratio**0.5), ("linear", ratio))}
+
+
 def scaled_learning_rate(train: TrainConfig, effective: int) -> tuple[float, str]:
     """The learning rate at this effective batch, and how it came about."""
     if train.lr_scaling == "none" or train.reference_batch_size is None:
         return train.learning_rate, f"learning rate {train.learning_rate:g} as given, not scaled"
-    ratio = effective / train.reference_batch_size
-    factor = ratio if train.lr_scaling == "linear" else ratio**0.5
-    rate = train.learning_rate * factor
+    rate = learning_rates(train, effective, train.reference_batch_size)[train.lr_scaling]
+    factor = rate / train.learning_rate
     return rate, (
         f"learning rate {train.learning_rate:g} x {factor:.3g} = {rate:.3g}: {train.lr_scaling} scaling from batch "
         f"{train.reference_batch_size} to {effective}"

@@ -23,12 +23,12 @@ from sft_play.sizing.planner import Memory, Plan
 from sft_play.sizing.recordings import shared_recordings
 from sft_play.sizing.search import Clock, Estimator
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.throughput import Speed, Workload, seconds_per_step
+from sft_play.sizing.throughput import Speed, Workload, exchange, seconds_per_step
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_WORKLOADS: dict[str, Workload] = {}  # of this process: the skeleton of a large model takes a while
+_WORKLOADS: dict[str, Workload | None] = {}  # of this process: the skeleton of a large model takes a while
 
 RULES = 4  # raise when the same question must get another answer
 
@@ -107,6 +107,23 @@ def workload(config: "PretrainedConfig", run: RunConfig, plan: Plan) -> Workload
     )
 
 
+def known_workload(config: "PretrainedConfig", run: RunConfig, plan: Plan) -> Workload | None:
+    """The workload, looked up once a process; None for an architecture that does not show its parts."""
+    key = _key(config, run.tuning, plan.dtype, plan.mixed_precision)
+    if key not in _WORKLOADS:
+        try:
+            _WORKLOADS[key] = workload(config, run, plan)
+        except (AttributeError, TypeError, ValueError):  # any library's code runs here
+            _WORKLOADS[key] = None
+    return _WORKLOADS[key]
+
+
+def exchanged_bytes(work: Workload, run: RunConfig, plan: Plan) -> int:
+    """What each process sends to others in an optimizer step of the plan."""
+    element = StepSpec.of(run, plan).trained_element_bytes
+    return exchange(plan.engine, plan.world_size, work.trained_parameters, element, plan.gradient_accumulation_steps)
+
+
 def clock(config: "PretrainedConfig", speed: Speed, mean_row_tokens: float) -> Clock:
     """The function that tells the seconds of an optimizer step of a plan.
 
@@ -117,18 +134,18 @@ def clock(config: "PretrainedConfig", speed: Speed, mean_row_tokens: float) -> C
     """
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
-        key = _key(config, run.tuning, plan.dtype, plan.mixed_precision)
-        if key not in _WORKLOADS:
-            _WORKLOADS[key] = workload(config, run, plan)
+        work = known_workload(config, run, plan)
+        if work is None:
+            return None
         row = plan.max_seq_len if plan.packing else mean_row_tokens
         return seconds_per_step(
-            _WORKLOADS[key],
+            work,
             speed,
             tokens=round(plan.rows_per_micro_batch * row),
             sequence=round(mean_row_tokens),
             accumulation=plan.gradient_accumulation_steps,
             checkpointing=plan.gradient_checkpointing,
-            world_size=plan.world_size,
+            exchanged_bytes=exchanged_bytes(work, run, plan),
         )
 
     return seconds

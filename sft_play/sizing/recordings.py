@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sft_play.sizing.memory import Growth
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import Step, StepTrace
-from sft_play.sizing.trace import trace_step
+from sft_play.sizing.trace import UntraceableModel, trace_step
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +29,7 @@ class Recordings:
         self.config = config
         self._traces: dict[str, dict[int, StepTrace]] = {}  # by everything but the rows
         self._growth: dict[str, Growth] = {}
+        self._untraceable: UntraceableModel | None = None  # asked once: finding out may take a while
 
     def step(self, spec: StepSpec) -> Step:
         """The step of this micro-batch, recorded or derived.
@@ -36,12 +37,18 @@ class Recordings:
         Raises:
             UntraceableModel: the architecture cannot be traced.
         """
+        if self._untraceable:
+            raise self._untraceable
         kind = repr((replace(spec, rows=0), spec.kinks))
         traces = self._traces.setdefault(kind, {})
         if spec.rows not in traces and spec.rows >= SMALLEST and kind in self._growth:
             return self._growth[kind].at(spec.rows)
         if spec.rows not in traces:
-            traces[spec.rows] = trace_step(self.config, spec)
+            try:
+                traces[spec.rows] = trace_step(self.config, spec)
+            except UntraceableModel as error:
+                self._untraceable = error
+                raise
             self._fit(kind)
         return traces[spec.rows].step
 

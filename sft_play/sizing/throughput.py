@@ -1,7 +1,9 @@
 """How fast a plan would run: a roofline with stated assumptions, good for ranking plans, not a promise.
 
 A micro-batch takes as long as its arithmetic or its reading of weights, whichever is longer, plus what launching the
-kernels costs. Nothing here is measured; every number that is assumed is a constant below. Units: seconds, bytes, FLOP.
+kernels costs. What processes exchange comes on top in full, as if nothing of it were hidden behind computing, so that the
+speed-up by more processes is a lower bound. Nothing here is measured; every number that is assumed is a constant below.
+Units: seconds, bytes, FLOP.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ class Speed:
 
     flops: float | None
     bandwidth: float | None
-    link_bandwidth: float | None = None  # bytes per second between two processes
+    link_bandwidth: float | None = None  # bytes per second from one device to another, one way
 
 
 def flops_per_token(work: Workload, sequence: int, *, passes: int = 2) -> int:
@@ -55,7 +57,7 @@ def seconds_per_step(
     sequence: int,
     accumulation: int,
     checkpointing: bool,
-    world_size: int,
+    exchanged_bytes: int = 0,
 ) -> float | None:
     """Time of one optimizer step.
 
@@ -66,7 +68,7 @@ def seconds_per_step(
         sequence: tokens that one token can attend to at most.
         accumulation: micro-batches per step on each device.
         checkpointing: whether the forward pass is computed twice.
-        world_size: devices.
+        exchanged_bytes: that a process sends to others (`exchange`); over an unknown link they take no time.
 
     Returns:
         seconds, or None if the device's speed is not known.
@@ -80,11 +82,21 @@ def seconds_per_step(
     micro = max(flops / (speed.flops * UTILISATION), reading) + unpacking
     micro += LAUNCH_S_PER_LAYER * work.layers * passes / 2
     update = work.trained_parameters * OPTIMIZER_BYTES / speed.bandwidth
-    return accumulation * micro + update + _exchange(work, speed, world_size)
+    return accumulation * micro + update + exchanged_bytes / (speed.link_bandwidth or float("inf"))
 
 
-def _exchange(work: Workload, speed: Speed, world_size: int) -> float:
-    """Ring all-reduce of fp32 gradients, not overlapped with the backward pass; unknown links are left out."""
-    if world_size == 1 or not speed.link_bandwidth:
-        return 0.0
-    return 2 * (world_size - 1) / world_size * 4 * work.trained_parameters / speed.link_bandwidth
+def exchange(engine: str, world_size: int, trained: int, element_bytes: int, accumulation: int) -> int:
+    """Bytes that each process sends to others in an optimizer step, by ring algorithms.
+
+    DDP reduces all gradients to all processes once a step, in two rounds over the ring. ZeRO-2 reduces the gradients of each
+    micro-batch to the process that owns them, and collects the updated weights once (DeepSpeed's stage_1_and_2.py).
+
+    Args:
+        engine: none, ddp or deepspeed_z2.
+        world_size: processes.
+        trained: parameters that have a gradient.
+        element_bytes: of a gradient.
+        accumulation: micro-batches per step.
+    """
+    rounds = {"none": 0, "ddp": 2, "deepspeed_z2": accumulation + 1}[engine]
+    return rounds * trained * element_bytes * (world_size - 1) // world_size

@@ -92,6 +92,26 @@ def test_a_gpu_that_cannot_do_what_is_asked_is_named(refuses):
     refuses(["plan", "--gpu", "RTX 9999"], 2, "RTX 9999", "RTX 4090")
 
 
+def test_more_memory_than_the_device_has_is_refused(refuses):
+    limit = "parallel.memory_gib=30"
+    refuses(["plan", "--gpu", "RTX 4090", limit], 2, limit, "RTX 4090 has 23.99 GiB", "allowed: up to 23.98, or auto")
+    refuses(["plan", "parallel.memory_gib=1e6"], 2, "parallel.memory_gib=1e+06", "the RAM has", "allowed: up to")
+    refuses(["train", "parallel.memory_gib=1e6"], 2, "parallel.memory_gib=1e+06", "the RAM has")
+    refuses(["plan", "parallel.memory_gib=0"], 2, "parallel.memory_gib", "a number above 0, or 'auto'", "found 0")
+
+
+def test_less_memory_than_a_run_needs_is_a_misfit_with_what_would_help(finished):
+    done = sft("plan", "--config", finished.config, "--gpu", "RTX 4090", "parallel.memory_gib=0.75")
+    said = " ".join(done.err.split())
+    assert done.code == 4 and said.startswith("error: this run does not fit") and "the budget is 12.00 MiB" in said
+    assert "train.batch_size=1: -" in said and "Traceback" not in done.err
+
+
+def test_an_effective_batch_that_the_gpus_do_not_divide_names_the_nearest(refuses):
+    words = ["plan", "--gpu", "H100", "--gpus", "3", "train.batch_size=auto"]
+    refuses(words, 2, "train.effective_batch_size=8 does not divide among 3 processes", "nearest: 6 or 9")
+
+
 @pytest.mark.parametrize("size", ["two", "-1", "0", ""])
 def test_a_world_size_that_is_no_number_is_refused_by_each_rank(refuses, finished, monkeypatch, size):
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -209,6 +229,25 @@ def test_a_model_folder_that_is_not_whole_is_refused(refuses, tiny_model, tmp_pa
     for name in missing:
         (folder / name).unlink()
     refuses(["train", f"model.name={folder}"], 2, "model.name", str(folder), *said)
+
+
+def test_a_plan_needs_config_json_and_nothing_else_of_the_model(refuses, finished, tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    refuses(["plan", "--gpu", "H100", f"model.name={folder}"], 2, "model.name", "has no config.json")
+    shutil.copy(tiny_model / "config.json", folder)
+    done = sft("plan", "--config", finished.config, "--gpu", "H100", f"model.name={folder}", "--json")
+    assert done.code == 0 and done.json["memory"]["peak_bytes"] > 0 and len(done.json["scaling"]) == 4
+
+
+def test_an_architecture_that_cannot_be_traced_is_planned_without_a_prediction(finished, tmp_path):
+    tree = {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    words = ["plan", "--config", finished.config, "--gpu", "H100", f"model.name={tmp_path}", "tuning.mode=full"]
+    done = sft(*words, "train.gradient_checkpointing=true")
+    assert done.code == 0 and "Traceback" not in done.out + done.err, done.err
+    said = " ".join(done.out.split())
+    assert "OpenAIGPTConfig cannot be traced symbolically" in said and "memory: not predicted" in said
 
 
 def test_pickled_weights_are_not_loaded(refuses, tiny_model, tmp_path):

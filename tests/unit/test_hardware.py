@@ -15,7 +15,7 @@ from sft_play.errors import ConfigError
 from sft_play.units import MIB
 
 ENTRIES = yaml.safe_load(hardware.FACTS_FILE.read_text())["gpus"]
-NUMBERS = ("memory_mib", "compute_capability", "bf16_tflops", "fp16_tflops", "bandwidth_gb_s")
+NUMBERS = ("memory_mib", "compute_capability", "bf16_tflops", "fp16_tflops", "bandwidth_gb_s", "link")
 
 
 def test_there_are_facts_about_more_than_thirty_gpus_with_memory():
@@ -259,3 +259,29 @@ def test_gpu_info_answers_within_half_a_second():
         return time.perf_counter() - began
 
     assert min(seconds() for _ in range(4)) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("link", "capability", "speed"),
+    [
+        ("NVLink x 18", (9, 0), 450),
+        ("NVLink x 18", (10, 0), 900),
+        ("NVLink x 12", (8, 0), 300),
+        ("NVLink x 4", (8, 6), 56.25),
+        ("NVLink x 4", (12, 9), None),
+        ("PCIe 4.0 x 16", (8, 9), 32),
+        ("PCIe 5.0 x 8", None, 32),
+        ("PCIe 9.0 x 16", (8, 9), None),
+        (None, (9, 0), None),
+    ],
+)
+def test_the_speed_of_a_link_follows_from_what_it_is(link, capability, speed):
+    assert hardware.link_speed(link, capability) == speed
+
+
+def test_machines_that_are_not_here_know_their_link_where_it_is_sourced():
+    assert hardware.what_if("H100").gpus[0].link_gb_s == 450
+    assert hardware.what_if("RTX 4090", 2).gpus[1].link == "PCIe 4.0 x 16"
+    assert hardware.what_if("A10").gpus[0].link_gb_s is None
+    links = yaml.safe_load(hardware.FACTS_FILE.read_text())["links"]
+    assert set(links["sources"]) == set(links) - {"sources"}

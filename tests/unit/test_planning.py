@@ -1,15 +1,40 @@
-"""What the data, the model and the machine say, brought together."""
+"""What data, model and machine say, brought together: facts of the rows, budgets of a process, the same run on more of them."""
+
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset
 
+from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
-from sft_play.hardware import what_if
-from sft_play.planning import DataFacts, memory_device, record_of
+from sft_play.errors import ConfigError
+from sft_play.hardware import Machine, what_if
+from sft_play.host import Host
+from sft_play.planning import DataFacts, memory_device, memory_of_a_process, plan_run, record_of, scaling
+from sft_play.sizing.guard import guard
 from sft_play.sizing.records import write_overhead
 from sft_play.units import GIB, MIB
 from tests.unit.train.plans import PLAN
+
+HOST = Host(
+    cpu_model=None, cpu_cores=2, cpu_bf16=None, ram_total_bytes=24 * GIB, ram_free_bytes=16 * GIB, ram_limited=False
+)  # fmt: skip
+CPU = Machine(gpus=(), note="", host=HOST)
+FACTS = DataFacts(rows=1000, longest_row=64, mean_tokens=50.0, supervised_share=1.0)
+MODEL = small_config("llama", WIDE)
+
+
+def run(mode="lora", memory_gib="auto", **train) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name": "some/model"},
+            "data": {"train_path": "x"},
+            "tuning": {"mode": mode},
+            "train": train,
+            "parallel": {"memory_gib": memory_gib},
+        }
+    )
 
 
 def facts(rows: list[tuple[int, int]], tmp_path, *, packing: bool = False, val: list[int] | None = None) -> DataFacts:
@@ -38,13 +63,13 @@ def test_packed_sequences_are_full_and_may_hold_only_rows_with_the_largest_share
 def test_what_an_earlier_probe_saw_beside_tensors_replaces_the_assumption(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     machine = what_if("A100 80GB", 2)
-    assumed = memory_device(machine, 2)
+    assumed = memory_device(run(), machine, 2)
     assert assumed.assumed == ("context", "communicator")
     write_overhead(machine.gpus[0].name, 2, 800 * MIB)
-    measured = memory_device(machine, 2)
+    measured = memory_device(run(), machine, 2)
     assert measured.assumed == ()
     assert measured.budget_bytes - assumed.budget_bytes == assumed.context_bytes + assumed.communicator_bytes - 800 * MIB
-    assert memory_device(machine, 1).assumed == ("context",)
+    assert memory_device(run(), machine, 1).assumed == ("context",)
     assert measured.budget_bytes < 80 * GIB
 
 
@@ -54,3 +79,83 @@ def test_a_record_belongs_to_a_model_and_a_kind_of_step(tiny_model):
     assert path.suffix == ".json" and device
     other = RunConfig.model_validate({**config.model_dump(), "tuning": {"mode": "full"}})
     assert record_of(other, PLAN)[0] != path
+
+
+def test_a_process_may_take_what_is_free_or_less_if_the_config_says_so():
+    assert memory_of_a_process(run(), CPU, 1) == 16 * GIB
+    assert memory_of_a_process(run(), CPU, 4) == 4 * GIB
+    assert memory_of_a_process(run(memory_gib=3), CPU, 4) == 3 * GIB
+    assert memory_of_a_process(run(memory_gib=20), CPU, 1) == 16 * GIB  # it is there, but somebody else has it
+    machine = what_if("RTX 4090", 2)
+    assert memory_of_a_process(run(), machine, 2) == machine.gpus[0].free_bytes
+    assert memory_of_a_process(run(memory_gib=0.5), machine, 2) == GIB // 2
+
+
+def test_the_fullest_gpu_decides():
+    machine = what_if("RTX 4090", 2)
+    second = replace(machine.gpus[1], free_bytes=5 * GIB)
+    assert memory_of_a_process(run(), replace(machine, gpus=(machine.gpus[0], second)), 2) == 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("machine", "processes", "asked", "words"),
+    [
+        (what_if("RTX 4090"), 1, 24, r"memory_gib=24: NVIDIA GeForce RTX 4090 has 23.99 GiB.*allowed: up to 23.98, or auto"),
+        (CPU, 1, 25, r"memory_gib=25: the RAM has .* 24.00 GiB, of which 16.00 GiB are free; allowed: up to 24, or auto"),
+        (CPU, 2, 13, r"each of 2 process\(es\) 12.00 GiB"),
+    ],
+)
+def test_more_than_there_is_cannot_be_asked_for(machine, processes, asked, words):
+    with pytest.raises(ConfigError, match=words):
+        memory_of_a_process(run(memory_gib=asked), machine, processes)
+
+
+def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
+    machine = what_if("RTX 4090")
+    budget = memory_device(run(memory_gib=2), machine, 1)
+    assert budget.budget_bytes == 2 * GIB - budget.context_bytes - guard("cuda", 2 * GIB).bytes
+    plan = plan_run(run(memory_gib=2), MODEL, FACTS, machine, 1)
+    assert plan.memory.budget_bytes == budget.budget_bytes and plan.memory.guard_bytes == budget.guard.bytes
+    assert "each process may take 2 GiB (parallel.memory_gib)" in plan.why
+    assert any(reason.startswith("guard 256.00 MiB: ") for reason in plan.why)
+
+
+def test_a_limit_above_what_is_free_says_what_is_free():
+    plan = plan_run(run(memory_gib=20), MODEL, FACTS, CPU, 1)
+    assert "each process may take 20 GiB (parallel.memory_gib), but only 16.00 GiB are free" in plan.why
+
+
+def test_more_processes_keep_the_effective_batch_and_the_rate_unless_told_otherwise():
+    rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("H100"))
+    assert [row["world_size"] for row in rows] == [1, 2, 4, 8]
+    assert {row["effective_batch_size"] for row in rows} == {16}
+    assert all(row["learning_rates"] == dict.fromkeys(("none", "sqrt", "linear"), 2e-4) for row in rows)
+    assert rows[0]["speed_up"] == 1 and rows[0]["exchanged_bytes"] == 0
+    sent = [row["exchanged_bytes"] for row in rows[1:]]
+    assert sent == sorted(sent) and sent[0] > 0
+    for row in rows[1:]:
+        assert 0 < row["speed_up"] < row["speed_up_at_most"]  # what is exchanged costs time
+
+
+def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_their_rules():
+    rows = scaling(run(batch_size=2, grad_accum=2), MODEL, FACTS, what_if("H100"))
+    assert [row["effective_batch_size"] for row in rows] == [4, 8, 16, 32]
+    assert [row["steps_per_epoch"] for row in rows] == [250, 125, 63, 32]
+    last = rows[-1]["learning_rates"]
+    assert last == {"none": 2e-4, "sqrt": pytest.approx(2e-4 * 8**0.5), "linear": pytest.approx(16e-4)}
+    assert rows[-1]["learning_rate"] == 2e-4 and rows[-1]["reference_batch_size"] == 4
+    scaled = scaling(
+        run(batch_size=2, grad_accum=2, lr_scaling="linear", reference_batch_size=8), MODEL, FACTS, what_if("H100")
+    )
+    assert all(row["learning_rate"] == pytest.approx(row["learning_rates"]["linear"]) for row in scaled)
+
+
+def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
+    rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("A10"))
+    assert rows[0]["speed_up"] == 1
+    assert all(row["speed_up"] is None and row["speed_up_at_most"] > 1 for row in rows[1:])
+
+
+def test_numbers_of_processes_that_cannot_be_say_why():
+    rows = scaling(run(effective_batch_size=6), MODEL, FACTS, what_if("H100"))
+    assert "does not divide among 4 processes; nearest: 4 or 8" in rows[2]["problem"]

@@ -1,6 +1,6 @@
 import pytest
 
-from sft_play.sizing.throughput import UTILISATION, Speed, Workload, seconds_per_step
+from sft_play.sizing.throughput import UTILISATION, Speed, Workload, exchange, seconds_per_step
 
 LORA_8B = Workload(
     matmul_parameters=8_000_000_000, trained_parameters=40_000_000, weight_bytes=16_000_000_000, quantised_parameters=0,
@@ -10,7 +10,7 @@ H100 = Speed(flops=989e12, bandwidth=3.35e12)
 
 
 def step(work=LORA_8B, speed=H100, **changes):
-    values = dict(tokens=8192, sequence=4096, accumulation=1, checkpointing=False, world_size=1) | changes
+    values = dict(tokens=8192, sequence=4096, accumulation=1, checkpointing=False) | changes
     return seconds_per_step(work, speed, **values)
 
 
@@ -38,9 +38,26 @@ def test_four_bit_weights_are_unpacked_in_each_pass():
     assert step(work=packed) > step()
 
 
-def test_processes_exchange_gradients_over_a_known_link():
+def test_what_is_exchanged_comes_on_top_where_the_link_is_known():
     slow = Speed(flops=989e12, bandwidth=3.35e12, link_bandwidth=10e9)
-    assert step(speed=slow, world_size=2) - step(speed=slow) == pytest.approx(4 * 40e6 / 10e9)
+    assert step(speed=slow, exchanged_bytes=10**9) - step(speed=slow) == pytest.approx(0.1)
+    assert step(exchanged_bytes=10**9) == step()
+
+
+@pytest.mark.parametrize(
+    ("engine", "world", "accumulation", "expected"),
+    [
+        ("none", 1, 8, 0),
+        ("ddp", 2, 1, 4000),  # 2 (n - 1) / n of 4000 bytes of gradients
+        ("ddp", 2, 8, 4000),  # once a step, however many micro-batches
+        ("ddp", 8, 1, 7000),
+        ("deepspeed_z2", 2, 1, 4000),  # half is sent while gradients are reduced, half while weights are collected
+        ("deepspeed_z2", 2, 8, 18000),
+        ("deepspeed_z2", 1, 8, 0),
+    ],
+)
+def test_each_engine_exchanges_what_its_algorithm_says(engine, world, accumulation, expected):
+    assert exchange(engine, world, 1000, 4, accumulation) == expected
 
 
 def test_an_unknown_device_has_no_time():

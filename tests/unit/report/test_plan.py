@@ -1,0 +1,79 @@
+"""A plan on the screen: nothing is cut off at 80 columns, what is not known is said."""
+
+from io import StringIO
+
+from rich.console import Console
+
+from sft_play.report.plan import plan_report, scaling_table
+from sft_play.units import GIB
+
+
+def screen(renderable) -> str:
+    console = Console(file=StringIO(), width=80)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def row(world=8, **changes):
+    return {
+        "world_size": world,
+        "micro_batch_size": 131_072,
+        "gradient_accumulation_steps": 16,
+        "effective_batch_size": 16_777_216,
+        "steps_per_epoch": 12_500,
+        "learning_rates": {"none": 2e-4, "sqrt": 5.657e-4, "linear": 1.6e-3},
+        "lr_scaling": "sqrt",
+        "reference_batch_size": 16,
+        "peak_bytes": 123 * GIB,
+        "exchanged_bytes": 7 * GIB,
+        "link_bytes_per_second": 450e9,
+        "speed_up": 7.5,
+        "speed_up_at_most": 8.0,
+    } | changes
+
+
+def test_the_largest_numbers_fit_into_80_columns():
+    text = screen(scaling_table([row(1, speed_up=1.0), row()]))
+    for word in ("131,072", "16,777,216", "12,500", "2.00e-04", "5.66e-04", "1.60e-03", "123.00", "7.50x", "lr none", "linear"):
+        assert word in text, word
+    assert "…" not in text and "in use: sqrt" in text
+    said = " ".join(text.split())
+    assert "7.00 GiB that each of 8 GPUs sends in a step (ring) at 450 GB/s" in said and "a lower bound" in said
+
+
+def test_an_unknown_link_gives_a_bound_and_says_so():
+    text = screen(scaling_table([row(2, speed_up=None, link_bytes_per_second=None)]))
+    assert "<8.00x" in text and "the link is not known" in text
+    nothing = screen(scaling_table([row(2, speed_up=None, speed_up_at_most=None, peak_bytes=None, exchanged_bytes=None)]))
+    assert nothing.count("n/a") == 2 and "speed:" not in nothing
+
+
+def test_a_problem_takes_a_line_of_its_own():
+    problem = "train.effective_batch_size=6 does not divide among 4 processes; nearest: 4 or 8"
+    text = " ".join(screen(scaling_table([row(1), {"world_size": 4, "problem": problem}])).split())
+    assert f"4 GPUs: {problem}" in text
+
+
+PLAN = {
+    "plan": {
+        "packing": False, "micro_batch_size": 1, "gradient_accumulation_steps": 8, "world_size": 1,
+        "effective_batch_size": 8, "steps_per_epoch": 2, "total_steps": 2,
+    },
+    "why": ["a reason"], "alternatives": [],
+}  # fmt: skip
+
+
+def test_a_plan_without_a_prediction_says_so():
+    assert "memory: not predicted" in screen(plan_report(PLAN | {"memory": None}))
+
+
+def test_the_guard_stands_beside_the_budget():
+    phases = {"forward": GIB, "backward": 2 * GIB}
+    memory = {
+        "phases": phases,
+        "terms": {"weights": GIB},
+        "peak_phase": "backward",
+        "budget_bytes": 4 * GIB,
+        "guard_bytes": GIB,
+    }
+    assert "budget 4.00 GiB, guard beside it 1.00 GiB" in screen(plan_report(PLAN | {"memory": memory}))
