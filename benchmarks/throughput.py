@@ -52,7 +52,7 @@ from sft_play.sizing.throughput import flops_per_token
 from sft_play.train.callbacks import Reporter
 from sft_play.train.meter import MemoryMeter
 from sft_play.train.rows import training_rows
-from sft_play.train.trainer import make_trainer
+from sft_play.train.session import make_trainer
 from sft_play.units import format_bytes
 
 SIDES = ("sft-play", "trl")
