@@ -10,10 +10,10 @@ import torch
 
 from sft_play.errors import SftPlayError
 from sft_play.sizing.fake import decoder_layers
-from sft_play.sizing.ledger import Ledger
-from sft_play.sizing.measure import measure_step
+from sft_play.sizing.measure import LAYER, PhaseMarks, measure_step
+from sft_play.sizing.phases import CudaMeter
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.timeline import WHOLE_MODEL
+from sft_play.sizing.timeline import PHASES, WHOLE_MODEL
 from sft_play.sizing.trace import forward, make_batch, marked_layers, prepare_for_training, run_step, trained_parameters
 
 # How a step that cannot be run ends (out of memory is one of them): other cases may still be measured.
@@ -41,56 +41,23 @@ class Measured:
         return max(self.phases.values(), default=0)
 
 
-@dataclass(frozen=True)
-class Counters:
-    """The allocator's statistics, as functions."""
+class MeteredPhases(PhaseMarks):
+    """A ledger that counts nothing itself: where a phase or a layer begins it tells a meter."""
 
-    peaks: Callable[[], tuple[int, int]]  # most bytes allocated and reserved since the last reset
-    reset: Callable[[], None]
-
-
-CUDA_COUNTERS = Counters(
-    lambda: (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()), lambda: torch.cuda.reset_peak_memory_stats()
-)
-
-
-class AllocatorPeaks(Ledger):
-    """A ledger that counts nothing itself: where a stretch ends it asks the allocator for the peak. It is not made a mode."""
-
-    def __init__(self, counters: Counters):
+    def __init__(self, meter: CudaMeter):
         super().__init__()
-        self.counters = counters
-        self.phases: dict[str, int] = {}
-        self.in_layers: dict[str, int] = {}
-        self.reserved = 0
-        counters.reset()
+        self._meter = meter
 
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
-        """Books the stretch that ends here."""
-        self.end()
-        self._phase, self._layer = phase, layer
-
-    def leave_layer(self) -> None:
-        """The next stretch belongs to no layer."""
-        self.begin(self.phase)
-
-    def add(self, tensor: torch.Tensor, term: str, owner: int | None = None) -> None:
-        """Counts nothing."""
-
-    def end(self) -> None:
-        """Books the last stretch."""
-        allocated, reserved = self.counters.peaks()
-        self.counters.reset()
-        self.reserved = max(self.reserved, reserved)
-        self.phases[self._phase] = max(allocated, self.phases.get(self._phase, 0))
-        if self._layer != WHOLE_MODEL:
-            self.in_layers[self._phase] = max(allocated, self.in_layers.get(self._phase, 0))
+        """Books what came before."""
+        self._phase = phase
+        self._meter.begin(phase + (LAYER if layer != WHOLE_MODEL else ""))
 
 
-def two_steps(model: Any, spec: StepSpec, counters: Counters) -> AllocatorPeaks:
-    """Two optimizer steps, of two micro-batches if the step accumulates, each with an evaluation batch; the second is booked.
+def two_steps(model: Any, spec: StepSpec, device: torch.device) -> Measured:
+    """Two optimizer steps, of two micro-batches if the step accumulates, each with an evaluation batch.
 
-    `reserved` is the most of both.
+    Peaks are those of the second step: it finds optimizer states, which the first one lacks until its end.
     """
     from trl.trainer.utils import add_fused_lm_head
 
@@ -99,17 +66,19 @@ def two_steps(model: Any, spec: StepSpec, counters: Counters) -> AllocatorPeaks:
     prepare_for_training(model, spec)
     parameters = trained_parameters(model)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    reserved = 0
+    meter = CudaMeter(device)
+    meter.start()
+    ledger = MeteredPhases(meter)
     for _ in range(2):
+        meter.begin("accumulated")
         if spec.accumulates:
             forward(model, make_batch(spec, device=parameters[0].device), spec).backward()
-        peaks = AllocatorPeaks(counters)
-        with marked_layers(decoder_layers(base)[2], peaks):
-            run_step(model, optimizer, spec, peaks)
-        peaks.end()
-        peaks.phases.pop("load")  # what came before the step
-        reserved = peaks.reserved = max(reserved, peaks.reserved)
-    return peaks
+        with marked_layers(decoder_layers(base)[2], ledger):
+            run_step(model, optimizer, spec, ledger)
+    stretches, reserved, retries = meter.stop()
+    in_layers = {phase: stretches[phase + LAYER] for phase in PHASES if phase + LAYER in stretches}
+    whole = {phase: max(stretches[phase], in_layers.get(phase, 0)) for phase in PHASES if phase in stretches}
+    return Measured(phases=whole, in_layers=in_layers, reserved=reserved, retries=retries)
 
 
 def empty_device(device: torch.device) -> None:
@@ -159,16 +128,10 @@ def _on_cuda(build: Callable[[], Any], spec: StepSpec, device: torch.device, all
     torch.cuda.set_per_process_memory_fraction(min(1.0, (allowed_bytes or total) / total))
     weights = torch.cuda.memory_allocated()
     try:
-        peaks = two_steps(model, spec, CUDA_COUNTERS)
+        found = two_steps(model, spec, device)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    return Measured(
-        weights=weights,
-        phases=peaks.phases,
-        in_layers=peaks.in_layers,
-        reserved=peaks.reserved,
-        outside_allocator=total - free - torch.cuda.memory_reserved(),
-        retries=torch.cuda.memory_stats()["num_alloc_retries"],
-    )
+    found.weights, found.outside_allocator = weights, total - free - torch.cuda.memory_reserved()
+    return found

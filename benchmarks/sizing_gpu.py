@@ -209,22 +209,24 @@ def arguments(description: str | None, minutes: float) -> argparse.ArgumentParse
     return parser
 
 
-def local_device(name: str) -> torch.device:
+def local_device(args: argparse.Namespace) -> torch.device:
     """The device that is measured.
 
     Raises:
-        SystemExit: there is no GPU.
+        SystemExit: there is no GPU, or a result of the CPU would be written as one of a GPU.
     """
-    if name == "cuda" and not torch.cuda.is_available():
+    if args.device == "cpu" and not args.quick:
+        raise SystemExit("--device cpu is for trying the program out: add --quick")
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit('no CUDA device here; ARGS="--device cpu --quick" runs the same program over tiny models')
-    return torch.device(name)
+    return torch.device(args.device)
 
 
 def main(words: list[str] | None = None) -> int:
     """Measures, predicts, prints and writes; 1 if a target is missed."""
     started = time.monotonic()
     args = arguments(__doc__, 9.0).parse_args(words)
-    device = local_device(args.device)
+    device = local_device(args)
     warnings.simplefilter("ignore")
     target = local_target(device)
     lines = Lines(args.lines or RESULTS / f"sizing_{device.type}{'_quick' if args.quick else ''}.lines.jsonl", device)
@@ -233,9 +235,9 @@ def main(words: list[str] | None = None) -> int:
         rows = predicted_rows(lines, target, pool)
     found = figures(rows, of)
     console().print(result_table(found, target))
-    console().print(
-        f"worst under-prediction of reserved memory: {found['worst_under_prediction_of_reserved']}, for sizing/guard.py"
-    )
+    worst = found["worst_under_prediction_of_reserved"]
+    if worst is not None:
+        console().print(f"reserved memory is under-predicted by {worst:.4%} at most: RECORDED in sft_play/sizing/guard.py")
     if not args.quick:
         path = RESULTS / "sizing_gpu.json"
         head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "targets": TARGETS, **found}

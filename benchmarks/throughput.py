@@ -285,7 +285,7 @@ def main(words: list[str] | None = None) -> int:
     """Measures, prints and writes."""
     started = time.monotonic()
     args = arguments(__doc__, 9.0).parse_args(words)
-    device = local_device(args.device)
+    device = local_device(args)
     warnings.simplefilter("ignore")
     lines = Lines(args.lines or RESULTS / f"throughput_{device.type}{'_quick' if args.quick else ''}.lines.jsonl", device)
     turns = list(product(range(1 if args.quick else ROUNDS), QUICK if args.quick else COURSES, SIDES))

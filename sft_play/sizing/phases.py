@@ -90,7 +90,7 @@ class PhaseMeter:
         self.peaks: dict[str, int] | None = None  # bytes, the model's weights included; None if events were lost
         self.reserved_bytes: int | None = None  # that the GPU's allocator took from the device at most
         self.retries = 0  # how often it found the device full and had to give cached blocks back
-        self._meter = _CudaMeter(device) if device.type == "cuda" else _CpuMeter(model)
+        self._meter = CudaMeter(device) if device.type == "cuda" else _CpuMeter(model)
 
     def __enter__(self) -> Self:
         gc.collect()  # what was thrown away earlier must not be given back within
@@ -107,7 +107,9 @@ class PhaseMeter:
         self.peaks, self.reserved_bytes, self.retries = self._meter.stop()
 
 
-class _CudaMeter:
+class CudaMeter:
+    """The most that the allocator held in each phase, from its own statistics."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peaks: dict[str, int] = {}
@@ -115,6 +117,7 @@ class _CudaMeter:
         self.phase: str | None = None
 
     def start(self) -> None:
+        """Forgets earlier peaks."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.retries_before = self._retries()
@@ -123,6 +126,7 @@ class _CudaMeter:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def begin(self, phase: str | None) -> None:
+        """From here on peaks belong to this phase."""
         if self.phase is not None:
             peak = torch.cuda.max_memory_allocated(self.device)
             self.peaks[self.phase] = max(peak, self.peaks.get(self.phase, 0))
@@ -131,6 +135,7 @@ class _CudaMeter:
         self.phase = phase
 
     def stop(self) -> tuple[dict[str, int], int, int]:
+        """Peaks by phase, the most that was reserved, and how often cached blocks had to be given back."""
         self.begin(None)
         return self.peaks, self.reserved, self._retries() - self.retries_before
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.device_meter import Counters, measure, two_steps
+from benchmarks.device_meter import measure, two_steps
 from benchmarks.gpu_cases import (
     MODES,
     Target,
@@ -22,7 +22,7 @@ from benchmarks.random_models import random_model
 from benchmarks.sizing_gpu import figures, missed_targets, run_case, with_errors
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.sizing.ledger import Ledger
-from sft_play.sizing.measure import storage_bytes
+from sft_play.sizing.phases import storage_bytes
 from sft_play.sizing.step import StepSpec
 
 CPU, H200 = torch.device("cpu"), Target("cuda", "NVIDIA H200", (9, 0))
@@ -62,7 +62,7 @@ def test_a_random_model_is_the_predicted_one(mode):
     )
 
 
-def test_the_meter_books_each_phase_of_the_second_step_by_the_allocators_counters():
+def test_the_meter_books_each_phase_of_the_second_step_by_the_allocators_counters(monkeypatch):
     """The counters of a GPU are played by a ledger that counts the real tensors of this CPU."""
     spec = small_spec(mode="full")
     model = random_model(architecture("small-llama"), spec, tuning(spec), CPU)
@@ -70,18 +70,18 @@ def test_the_meter_books_each_phase_of_the_second_step_by_the_allocators_counter
     for tensor in (*model.parameters(), *model.buffers()):
         ledger.add(tensor, "weights")
     assert ledger.live == storage_bytes(model)
-
-    def reset() -> None:
-        ledger.peak = ledger.live
-
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: ledger.peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: ledger.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(ledger, "peak", ledger.live))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 0})
     with ledger:
-        peaks = two_steps(model, spec, Counters(lambda: (ledger.peak, ledger.peak), reset))
+        found = two_steps(model, spec, CPU)
     predicted = predict("small-llama", spec, HERE)
-    assert set(peaks.phases) == {"forward", "backward", "optimizer", "evaluation"}
-    for phase, size in peaks.phases.items():
+    assert set(found.phases) == {"forward", "backward", "optimizer", "evaluation"}
+    for phase, size in found.phases.items():
         assert size == pytest.approx(predicted["phases"][phase], rel=1e-3), phase
-    assert peaks.in_layers["backward"] == pytest.approx(predicted["in_layers"]["backward"], rel=1e-3)
-    assert peaks.reserved == max(peaks.phases.values())
+    assert found.in_layers["backward"] == pytest.approx(predicted["in_layers"]["backward"], rel=1e-3)
+    assert found.reserved == max(found.phases.values()) and found.retries == 0
 
 
 def test_a_case_is_measured_and_its_line_predicts_it_again(tmp_path):
