@@ -38,7 +38,7 @@ def choose_plan(config: RunConfig, drafts: list[Plan], estimate: Estimator | Non
     """
     if estimate is None:
         return _without_estimate(drafts)
-    sized = _size_all(config, drafts, estimate)
+    sized = _size_all(config, drafts, estimate, clock)
     able = [plan for plan in sized if plan.memory and fits(plan.memory)]
     if not able:
         raise DoesNotFitError(explain_misfit(config, min(sized, key=_peak), estimate))
@@ -53,18 +53,43 @@ def _peak(plan: Plan) -> int:
     return plan.memory.needed_bytes
 
 
-def _size_all(config: RunConfig, drafts: list[Plan], estimate: Estimator) -> list[Plan]:
-    """Drafts with their memory. Once a micro-batch does not fit, larger ones of the same kind are not looked at."""
+def _size_all(config: RunConfig, drafts: list[Plan], estimate: Estimator, clock: Clock | None) -> list[Plan]:
+    """Drafts with their memory. Where no more memory is of use, the engines that come later only show what they would save."""
     sized: list[Plan] = []
-    full: set[tuple[str, bool]] = set()
+    for engine in dict.fromkeys(draft.engine for draft in drafts):
+        best = _unbeaten(config, drafts, sized, clock)
+        candidates = [draft for draft in drafts if draft.engine == engine and (best is None or _cut_alike(draft, best))]
+        sized += _size_engine(config, candidates, estimate)
+    return sized
+
+
+def _size_engine(config: RunConfig, drafts: list[Plan], estimate: Estimator) -> list[Plan]:
+    """Once a micro-batch does not fit, larger ones of the same kind are not looked at."""
+    sized: list[Plan] = []
+    full: set[bool] = set()
     for draft in drafts:
-        kind = (draft.engine, draft.gradient_checkpointing)
-        if kind not in full:
+        if draft.gradient_checkpointing not in full:
             memory = estimate(config, draft)
             sized.append(replace(draft, memory=memory))
             if not fits(memory):
-                full.add(kind)
+                full.add(draft.gradient_checkpointing)
     return sized
+
+
+def _cut_alike(one: Plan, other: Plan) -> bool:
+    return (one.micro_batch_size, one.gradient_checkpointing) == (other.micro_batch_size, other.gradient_checkpointing)
+
+
+def _unbeaten(config: RunConfig, drafts: list[Plan], sized: list[Plan], clock: Clock | None) -> Plan | None:
+    """The fastest that fits so far, if more memory would not make it faster: engines that save some need no search then."""
+    able = [plan for plan in sized if plan.memory and fits(plan.memory)]
+    if not able or clock is None:
+        return None
+    best, seconds = _fastest(config, able, clock)
+    on_plateau = any(plan.micro_batch_size > best.micro_batch_size for plan in able)
+    largest = best.micro_batch_size == max(draft.micro_batch_size for draft in drafts)
+    could_keep = best.gradient_checkpointing and not all(draft.gradient_checkpointing for draft in drafts)
+    return best if seconds and (on_plateau or largest) and not could_keep else None
 
 
 def _without_estimate(drafts: list[Plan]) -> Plan:
@@ -131,13 +156,7 @@ def engine_sentence(chosen: Plan, sized: Iterable[Plan]) -> str:
     """What the engine does for this run's memory, against the other one where both were looked at."""
     if chosen.world_size == 1:
         return "one process: nothing to share"
-    other = [
-        plan
-        for plan in sized
-        if plan.engine != chosen.engine
-        and plan.micro_batch_size == chosen.micro_batch_size
-        and plan.gradient_checkpointing == chosen.gradient_checkpointing
-    ]
+    other = [plan for plan in sized if plan.engine != chosen.engine and _cut_alike(plan, chosen)]
     name = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
     if not other:
         return f"{name[chosen.engine]} over {chosen.world_size} processes"

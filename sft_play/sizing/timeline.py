@@ -150,6 +150,7 @@ class _Expansion:
 
     def __init__(self, trace: StepTrace):
         self.trace = trace
+        self.owners: list[int] = trace.owners.tolist()  # plain numbers: each is looked at for each layer of the model
         self.lives = _lives(trace)
         self.copies = [[j for j, s in enumerate(trace.stand_ins) if s == k] for k in range(max(trace.stand_ins) + 1)]
         self.crossing = self._crossing_blocks()
@@ -169,13 +170,13 @@ class _Expansion:
         return crossing
 
     def _crossing_key(self, block: int) -> tuple[int, int, int, int] | None:
-        owner, death = int(self.trace.owners[block]), int(self.lives.death[block])
+        owner, death = self.owners[block], int(self.lives.death[block])
         if owner == WHOLE_MODEL or death < 0 or self.trace.segments[death].layer in (WHOLE_MODEL, owner):
             return None
         born, died = self.trace.segments[self.lives.birth[block]], self.trace.segments[death]
         return PHASES.index(born.phase), PHASES.index(died.phase), died.layer - owner, owner
 
-    def emit(self, segment: Segment, layer: int, event: int) -> None:
+    def emit(self, layer: int, event: int) -> None:
         block = abs(event) - 1
         key = (layer, block)
         if event > 0:
@@ -186,27 +187,33 @@ class _Expansion:
         else:
             raise LayersDiffer(f"block {block} of layer {layer} is freed twice")
         self.events.append(number)
-        self.phases.append(PHASES.index(segment.phase))
-        self.in_layers.append(segment.layer != WHOLE_MODEL)
 
     def whole_model_segment(self, segment: Segment) -> None:
         for event in self.trace.events[segment.start : segment.stop].tolist():
-            owner = int(self.trace.owners[abs(event) - 1])
+            owner = self.owners[abs(event) - 1]
             for layer in [WHOLE_MODEL] if owner == WHOLE_MODEL else self.copies[owner]:
-                self.emit(segment, layer, event)
+                self.emit(layer, event)
+        self._close(segment)
+
+    def _close(self, segment: Segment) -> None:
+        """Notes what the events since the last call belong to."""
+        new = len(self.events) - len(self.phases)
+        self.phases += [PHASES.index(segment.phase)] * new
+        self.in_layers += [segment.layer != WHOLE_MODEL] * new
 
     def layer_segment(self, segment: Segment, layer: int) -> None:
         """Writes the recorded segment as that of `layer`, which `segment.layer` stands for."""
         for event in self.trace.events[segment.start : segment.stop].tolist():
             block = abs(event) - 1
-            owner = int(self.trace.owners[block])
+            owner = self.owners[block]
             if event > 0 or owner == segment.layer:
-                self.emit(segment, layer, event)
+                self.emit(layer, event)
             elif owner == WHOLE_MODEL:  # the first copy of the layer that frees it has done so
                 if (WHOLE_MODEL, block) in self.alive:
-                    self.emit(segment, WHOLE_MODEL, event)
+                    self.emit(WHOLE_MODEL, event)
             else:
                 self._free_neighbours_block(segment, layer, block)
+        self._close(segment)
 
     def _free_neighbours_block(self, segment: Segment, layer: int, block: int) -> None:
         key = self._crossing_key(block)
@@ -219,7 +226,7 @@ class _Expansion:
         rank = self.crossing[key].index(block)
         if len(theirs) != len(self.crossing[key]):
             raise LayersDiffer(f"layers {owner} and {self.trace.stand_ins[neighbour]} leave different blocks to the next")
-        self.emit(segment, neighbour, -(theirs[rank] + 1))
+        self.emit(neighbour, -(theirs[rank] + 1))
 
 
 def expand(trace: StepTrace) -> Timeline:

@@ -145,3 +145,24 @@ def test_candidates_beyond_the_first_that_does_not_fit_are_not_sized():
     choose(config(gradient_checkpointing=True), counting, clock(0.1))
     assert [plan.micro_batch_size for plan in asked] == [1, 2, 4, 8]
     assert replace(asked[0], micro_batch_size=1) == asked[0]
+
+
+@pytest.mark.parametrize(
+    ("budget", "train", "looked_at"),
+    [
+        (100, dict(gradient_checkpointing=True), 1),  # all 16 rows fit: nothing is left to win
+        (13, dict(gradient_checkpointing=True), 4),  # two rows fit; with more memory there could be four
+        (15, {}, 6),  # activations are recomputed for want of memory
+    ],
+)
+def test_the_other_engine_is_searched_only_where_its_memory_could_help(budget, train, looked_at):
+    asked = []
+    inner = memory_of(budget)
+
+    def counting(run, plan):
+        asked.append(plan)
+        return inner(run, plan)
+
+    plan = choose(config(**train), counting, clock(2.0), world_size=2)
+    assert sum(other.engine == "deepspeed_z2" for other in asked) == looked_at
+    assert any("ZeRO-2" in reason for reason in plan.why)
