@@ -54,6 +54,8 @@ class Watch:
                     self.hung = self._who_hangs()
                 self._kill_all()
             time.sleep(POLL_S)
+        if failed_at is None:
+            stood_still = stands_still(read_beats(self._run, self._numbers))
         if stood_still and not self.hung:
             self.hung = self._who_hangs()
         self._kill_all()
@@ -96,10 +98,9 @@ class Watch:
                         self._ranks[child.pid] = child
 
     def _a_rank_failed(self) -> bool:
+        """A rank has said so, even if it still takes leave, or is gone without a word."""
         self._look_for_ranks()
         ended = sum(not _alive(rank) for rank in self._ranks.values())
-        if not ended:
-            return False
         reports = [report for report in read_rank_exits(self._run) if report.rank in self._numbers]
         return len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
 
