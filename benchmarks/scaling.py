@@ -170,6 +170,7 @@ def main() -> None:
     """Measures what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", default="1 2 4 8", help="numbers of processes")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="what is trained")
     parser.add_argument("--quick", action="store_true", help="one step of each kind, nothing written")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
@@ -190,7 +191,7 @@ def main() -> None:
     if not counts:
         sys.exit(f"error: {args.processes!r} names no number of processes from 1 to {there} that divides {MICRO_BATCHES}")
     steps = 1 if args.quick else None
-    modes = {mode: summarise([measure(mode, count, device, steps) for count in counts]) for mode in MODES}
+    modes = {mode: summarise([measure(mode, count, device, steps) for count in counts]) for mode in args.modes}
     for mode, rows in modes.items():
         console().print(table(mode, rows))
     if args.quick:

@@ -33,6 +33,7 @@ class Watch:
         self.hung: dict[int, str] = {}  # rank -> what to tell about it
         self._process, self._script, self._numbers, self._run = process, script, ranks, run
         self._ranks: dict[int, psutil.Process] = {}
+        self._killed = False  # the launcher, by us
 
     @property
     def started(self) -> bool:
@@ -60,7 +61,7 @@ class Watch:
             self.hung = self._who_hangs()
         self._kill_all()
         psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
-        return self._process.returncode
+        return 1 if self._killed else self._process.returncode
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
@@ -119,6 +120,7 @@ class Watch:
 
     def _kill_all(self) -> None:
         alive = [pid for pid, rank in self._ranks.items() if _alive(rank)]
+        self._killed = self._killed or self._process.poll() is None
         for pid in alive if self._process.poll() is not None else [self._process.pid, *alive]:
             with contextlib.suppress(OSError):  # torchrun gives each rank a group of its own: its helpers go with it
                 os.killpg(pid, signal.SIGKILL)
