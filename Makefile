@@ -177,6 +177,14 @@ bench-sizing-gpu: $(READY) ## The same on a GPU, planned runs too; nine minutes
 bench-gpu: $(READY) ## Speed on a GPU, beside plain TRL; nine minutes
 	$(PY) -m benchmarks.throughput $(ARGS)
 
+.PHONY: bench-scaling
+bench-scaling: $(READY) ## Speed-up and communication on NGPU="1 2 4 8" processes
+	$(PY) -m benchmarks.scaling $(if $(NGPU),--processes "$(NGPU)") $(ARGS)
+
+.PHONY: bench-faults
+bench-faults: $(READY) ## How fast a run ends after each kind of fault
+	$(PY) -m benchmarks.faults $(ARGS)
+
 .PHONY: clean
 clean: ## Remove caches of the tools; data, runs and .venv stay
 	rm -rf $(TOOL_CACHES)

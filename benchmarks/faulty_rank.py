@@ -21,7 +21,8 @@ def _raise() -> None:
 
 
 def _spin() -> None:
-    ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter's lock: no other thread of this process runs
+    while True:  # a signal ends sleep(3)
+        ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter's lock: no other thread of this process runs
 
 
 FAULTS = {

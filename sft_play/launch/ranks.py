@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -136,12 +138,31 @@ def outcome(
         return RankExit(rank=0, code=0)  # a process that breaks on its way out, after it said that all is written, lost nothing
     if stopped_by:
         text = f"stopped by {stopped_by} before a checkpoint could be saved"
+    elif status < 0:
+        text = f"accelerate launch was killed by {signal_name(-status)}, and its ranks with it"
     elif started and silent:
         names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-        text = f"{names} ended without a word: crashed, or killed (by the system, for memory?)"
+        text = f"{names} ended without a word: {_how_it_ended(silent[0], log_tail)}"
     else:
         text = f"accelerate launch ended with status {status}{'' if started else ' before it started a rank'}"
     return RankExit(silent[0] if silent else 0, LaunchError.exit_code, f"{text}\n{log_tail}".strip())
+
+
+def _how_it_ended(rank: int, log_tail: str) -> str:
+    """From what torchrun writes about the first rank that failed, if it means this one."""
+    found = re.search(rf"rank\s*: {rank} .*\s*exitcode\s*: (-?\d+)", log_tail)
+    if found and int(found[1]) < 0:
+        name = signal_name(-int(found[1]))
+        return f"killed by {name}{' (by the system, for memory?)' if name == 'SIGKILL' else ''}"
+    return "crashed, or killed (by the system, for memory?)"
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _lost_peer(report: RankExit) -> bool:

@@ -33,6 +33,7 @@ class Watch:
         self.hung: dict[int, str] = {}  # rank -> what to tell about it
         self._process, self._script, self._numbers, self._run = process, script, ranks, run
         self._ranks: dict[int, psutil.Process] = {}
+        self._killed = False  # the launcher, by us
 
     @property
     def started(self) -> bool:
@@ -54,11 +55,13 @@ class Watch:
                     self.hung = self._who_hangs()
                 self._kill_all()
             time.sleep(POLL_S)
+        if failed_at is None:
+            stood_still = stands_still(read_beats(self._run, self._numbers))
         if stood_still and not self.hung:
             self.hung = self._who_hangs()
         self._kill_all()
         psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
-        return self._process.returncode
+        return 1 if self._killed else self._process.returncode
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
@@ -96,10 +99,9 @@ class Watch:
                         self._ranks[child.pid] = child
 
     def _a_rank_failed(self) -> bool:
+        """A rank has said so, even if it still takes leave, or is gone without a word."""
         self._look_for_ranks()
         ended = sum(not _alive(rank) for rank in self._ranks.values())
-        if not ended:
-            return False
         reports = [report for report in read_rank_exits(self._run) if report.rank in self._numbers]
         return len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
 
@@ -118,6 +120,7 @@ class Watch:
 
     def _kill_all(self) -> None:
         alive = [pid for pid, rank in self._ranks.items() if _alive(rank)]
+        self._killed = self._killed or self._process.poll() is None
         for pid in alive if self._process.poll() is not None else [self._process.pid, *alive]:
             with contextlib.suppress(OSError):  # torchrun gives each rank a group of its own: its helpers go with it
                 os.killpg(pid, signal.SIGKILL)

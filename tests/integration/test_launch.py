@@ -1,8 +1,10 @@
 """Real launches on the CPU: who listens, who is told of signals, who is left behind, and which exit code comes out."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -190,6 +192,40 @@ def test_the_process_group_of_one_machine_listens_on_loopback_only(tmp_path):
         assert (note["world"], note["sum"]) == (2, 2.0)
         assert len(note["listening"]) >= 2  # the store and gloo
         assert {address for address, _ in note["listening"]} == {LOOPBACK}
+
+
+MEETS = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+met = [None] * dist.get_world_size()
+dist.all_gather_object(met, sys.argv[1])
+Path(sys.argv[1], f"met{dist.get_rank()}").write_text(" ".join(met))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_five_runs_started_at_once_do_not_meet_nor_mind_that_the_usual_port_is_taken(tmp_path):
+    script = tmp_path / "meets.py"
+    script.write_text(MEETS)
+    folders = [tmp_path / str(number) for number in range(5)]
+
+    def run(folder: Path) -> None:
+        folder.mkdir()
+        command = launch_command([str(script), str(folder)], engine="ddp", device="cpu", processes=2, cores=2)
+        run_launcher(command, RunDir(folder), processes=2, timeout_s=120)
+
+    with contextlib.suppress(OSError), socket.create_server((LOOPBACK, 29500)):  # or somebody else has it
+        threads = [threading.Thread(target=run, args=(folder,)) for folder in folders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for folder in folders:
+        assert [(folder / f"met{rank}").read_text() for rank in range(2)] == [f"{folder} {folder}"] * 2
 
 
 def test_accelerate_reads_every_shipped_config_as_it_is_meant():

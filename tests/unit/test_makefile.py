@@ -20,7 +20,7 @@ WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "resume", "tensorboard", "tb-stop", "setup-accelerate", "gpu-info", "memory-check", "check",
     "prepare", "process", "style", "render", "plan", "probe", "eval", "infer", "infer-batch", "merge", "merge-test",
-    "test", "test-gpu", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu",
+    "test", "test-gpu", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu", "bench-scaling", "bench-faults",
     "clean", "clean-all",
 ]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]
@@ -101,6 +101,7 @@ def test_a_new_lock_installs_again(ready):
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, 'eval --split "test" --limit "10"'),
         ("setup-accelerate", {"AUTO": "1"}, "setup-accelerate --auto"),
         ("prepare", {"SHOW": "3"}, 'prepare --show "3"'),
+        ("bench-scaling", {"NGPU": "1 2"}, '-m benchmarks.scaling --processes "1 2"'),
         ("tb-stop", {}, 'tensorboard --runs "runs" --stop'),
     ],
 )

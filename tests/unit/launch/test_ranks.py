@@ -123,3 +123,34 @@ def test_a_process_that_breaks_after_all_said_they_were_done_takes_nothing_back(
     done = [RankExit(0, 0), RankExit(1, 0)]
     assert result(done, status=1).code == 0
     assert result(done[:1], status=1).code == LaunchError.exit_code
+
+
+ROOT_CAUSE = """Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_03:45:23
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 27149)
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "tail", "words"),
+    [
+        (1, ROOT_CAUSE, "rank 1 ended without a word: killed by SIGKILL (by the system, for memory?)"),
+        (1, ROOT_CAUSE.replace("-9", "-11"), "rank 1 ended without a word: killed by SIGSEGV"),
+        (1, ROOT_CAUSE.replace(": 1 (local", ": 0 (local"), "crashed, or killed"),
+        (-9, "", "accelerate launch was killed by SIGKILL"),
+    ],
+)
+def test_a_silent_end_is_explained_as_far_as_it_is_known(status, tail, words):
+    said = [RankExit(0, 1, "RuntimeError: Connection closed by peer", 1.0)]
+    result = outcome(said, range(2), status, started=True, stopped_by=None, log_tail=tail)
+    assert result.code == LaunchError.exit_code and words in result.message
+
+
+def test_a_rank_that_hangs_is_the_cause_of_the_others_timeouts():
+    said = [RankExit(0, 9, "the wait for the other processes timed out after 10 s", 1.0)]
+    result = outcome(said, range(2), 1, started=True, stopped_by=None, log_tail="", hung={1: "rank 1 hangs"})
+    assert (result.rank, result.code, result.message) == (1, LaunchError.exit_code, "rank 1 hangs")
+    real = [RankExit(1, 3, "rows.jsonl:7", 1.0)]
+    assert outcome(real, range(2), 1, started=True, stopped_by=None, log_tail="", hung={0: "rank 0 hangs"}).code == 3

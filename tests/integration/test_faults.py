@@ -1,0 +1,39 @@
+"""A run that meets a fault ends soon, says which rank it was and why, and leaves nothing behind (docs/faults.md)."""
+
+import pytest
+
+from benchmarks.faults import under_torchrun, within
+
+pytestmark = pytest.mark.integration
+
+LIMIT_S = 4  # parallel.timeout_s
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds", "code", "words"),
+    [
+        ("raise", 5, 1, ["in _raise", "ValueError: a fault on purpose"]),
+        ("kill", 5, 9, ["rank 1 ended without a word: killed by SIGKILL"]),
+        (
+            "sleep",
+            LIMIT_S + 10,
+            9,
+            ["rank 1 hangs: nothing from it for", "last seen in step 4", "faulty_rank.py", "in on_step_begin"],
+        ),
+    ],
+)
+def test_the_rank_is_named_and_all_end(tmp_path, fault, seconds, code, words):
+    ended = within(fault, tmp_path, LIMIT_S)
+    assert ended.exit_code == code and ended.seconds < seconds and ended.left_over == 0, ended
+    for text in words:
+        assert text in ended.message
+    if fault == "sleep":
+        stacks = [(tmp_path / "faulty" / "ranks" / f"{rank}.stack") for rank in range(2)]
+        assert "in on_step_begin" in stacks[1].read_text()
+
+
+def test_torchrun_by_itself_ends_too_and_the_rank_leaves_its_stack(tmp_path):
+    ended = under_torchrun("sleep", tmp_path, LIMIT_S)
+    assert ended.exit_code != 0 and ended.seconds < LIMIT_S + 10 and ended.left_over == 0, ended
+    assert f"timed out after {LIMIT_S} s" in ended.message and "rank 1 was last seen" in ended.message
+    assert "in on_step_begin" in (tmp_path / "faulty" / "ranks" / "1.stack").read_text()
