@@ -156,9 +156,12 @@ def case_line(line: dict[str, Any]) -> str:
 
 
 def alternately(cases: list[Case], groups: list[Future]) -> Iterator[Case]:
-    """A measured step, a planned run, and so on; the first plan of each group before the second of any."""
+    """Measured steps until the plans are made, then in turn with planned runs; the first plan of each group comes first."""
     rest = iter(cases)
-    yield from (next(rest) for _ in range(min(4, len(cases))))  # while the first plans are being made
+    for case in rest:
+        yield case
+        if all(group.done() for group in groups):
+            break
     planned = (case for row in zip_longest(*(group.result() for group in groups)) for case in row if case is not None)
     for pair in zip_longest(rest, planned):
         yield from (case for case in pair if case is not None)

@@ -1,6 +1,7 @@
 """The GPU benchmark without a GPU: its cases, its meter, and that a run that is cut off loses nothing."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.gpu_cases import (
 )
 from benchmarks.lines import Lines
 from benchmarks.random_models import random_model
-from benchmarks.sizing_gpu import figures, missed_targets, run_case, with_errors
+from benchmarks.sizing_gpu import alternately, figures, missed_targets, run_case, with_errors
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.sizing.ledger import Ledger
 from sft_play.sizing.phases import storage_bytes
@@ -119,6 +120,15 @@ def test_lines_that_were_cut_off_or_made_elsewhere_do_not_count(tmp_path):
         file.write('{"key": "thr')
     with pytest.warns(UserWarning, match="no JSON"):
         assert lines.read() == [{"key": "one"}]
+
+
+def test_steps_are_measured_while_plans_are_made_and_then_in_turn():
+    slow, fast = Future(), Future()
+    fast.set_result(["p1", "p3"])
+    order = alternately(["m1", "m2", "m3", "m4"], [fast, slow])
+    assert [next(order), next(order)] == ["m1", "m2"]
+    slow.set_result(["p2"])
+    assert list(order) == ["m3", "p1", "m4", "p2", "p3"]
 
 
 def test_targets_that_are_missed_are_named():
