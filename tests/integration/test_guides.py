@@ -1,7 +1,7 @@
 """The guides cannot rot: their commands are run here, on the CPU, with a tiny config in place of theirs.
 
 Each kind of launch is run once, in the first form that it comes in. Only looked at (bash -n; make -n and our own parser of what
-it would start): further forms with other knobs, what the tests in ELSEWHERE run, lines that say "needs GPUs" or "needs answers",
+it would start): forms with other knobs, what the tests in ELSEWHERE run, lines that say "needs GPUs" or "needs answers",
 and sections about several machines, which have tests of their own (tests/cluster).
 """
 
