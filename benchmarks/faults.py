@@ -51,7 +51,8 @@ def settings(folder: Path, limit_s: int = LIMIT_S) -> list[str]:
     return [
         "--config", str(Path(__file__).parents[1] / "configs" / "demo.yaml"), "model.name=builtin:tiny", "eval.generate=false",
         f"output.dir={folder}", "output.name=faulty", f"parallel.timeout_s={limit_s}", "train.batch_size=4",
-        "train.effective_batch_size=8", "train.logging_steps=1", "train.eval_steps=100000", "train.report_to=[]", ENDLESS,
+        "train.effective_batch_size=8", "train.logging_steps=1", "train.eval_steps=100000", "train.report_to=[]",
+        "train.probe=false", ENDLESS,
     ]  # fmt: skip
 
 

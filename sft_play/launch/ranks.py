@@ -141,20 +141,22 @@ def outcome(
     elif status < 0:
         text = f"accelerate launch was killed by {signal_name(-status)}, and its ranks with it"
     elif started and silent:
-        names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-        text = f"{names} ended without a word: {_how_it_ended(silent[0], log_tail)}"
+        text = _how_they_ended(silent, log_tail)
     else:
         text = f"accelerate launch ended with status {status}{'' if started else ' before it started a rank'}"
     return RankExit(silent[0] if silent else 0, LaunchError.exit_code, f"{text}\n{log_tail}".strip())
 
 
-def _how_it_ended(rank: int, log_tail: str) -> str:
-    """From what torchrun writes about the first rank that failed, if it means this one."""
-    found = re.search(rf"rank\s*: {rank} .*\s*exitcode\s*: (-?\d+)", log_tail)
-    if found and int(found[1]) < 0:
-        name = signal_name(-int(found[1]))
-        return f"killed by {name}{' (by the system, for memory?)' if name == 'SIGKILL' else ''}"
-    return "crashed, or killed (by the system, for memory?)"
+def _how_they_ended(silent: Sequence[int], log_tail: str) -> str:
+    """The one that torchrun saw fail first, and by which signal; all of them where it did not see."""
+    found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", log_tail, re.DOTALL)
+    first = [int(found[1])] if found and int(found[1]) in silent else silent
+    names = f"rank {first[0]}" if len(first) == 1 else f"ranks {', '.join(map(str, first))}"
+    how = "crashed, or killed (by the system, for memory?)"
+    if found and first is not silent and int(found[2]) < 0:
+        name = signal_name(-int(found[2]))
+        how = f"killed by {name}{' (by the system, for memory?)' if name == 'SIGKILL' else ''}"
+    return f"{names} ended without a word: {how}"
 
 
 def signal_name(number: int) -> str:

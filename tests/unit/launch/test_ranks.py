@@ -148,6 +148,12 @@ def test_a_silent_end_is_explained_as_far_as_it_is_known(status, tail, words):
     assert result.code == LaunchError.exit_code and words in result.message
 
 
+def test_of_several_silent_ranks_the_first_that_failed_is_named():
+    """The others were stopped by torchrun before they could report."""
+    result = outcome([], range(2), 1, started=True, stopped_by=None, log_tail=ROOT_CAUSE)
+    assert result.message.startswith("rank 1 ended without a word: killed by SIGKILL")
+
+
 def test_a_rank_that_hangs_is_the_cause_of_the_others_timeouts():
     said = [RankExit(0, 9, "the wait for the other processes timed out after 10 s", 1.0)]
     result = outcome(said, range(2), 1, started=True, stopped_by=None, log_tail="", hung={1: "rank 1 hangs"})
