@@ -142,7 +142,7 @@ def open_run(output_dir: str, name: str) -> RunDir:
         run.path.mkdir(parents=True, exist_ok=True)
         probe = run.path / f".write-test-{os.getpid()}"
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # on a shared disk another machine may have a process of this number
     except OSError as error:
         raise StorageError(f"run directory {run.path} cannot be written: {error.strerror}. Set output.dir=<folder>") from error
     return run

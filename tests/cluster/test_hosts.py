@@ -25,15 +25,15 @@ def pair():
 def wait_for_step(run: RunDir, step: int, processes: list[subprocess.Popen], timeout_s: float = 100) -> None:
     deadline = time.monotonic() + timeout_s
     while max((line["step"] for line in read_metrics(run)), default=0) < step:
-        ended = [process.communicate() for process in processes if process.poll() is not None]
-        assert not ended and time.monotonic() < deadline, ended
+        ended = ["".join(process.communicate()) for process in processes if process.poll() is not None]
+        assert not ended and time.monotonic() < deadline, "\n".join(ended)
         time.sleep(0.05)
 
 
 def test_two_hosts_with_one_run_directory_learn_what_one_process_does(pair, config, alone):
     words = (f"CONFIG={config}", "ENGINE=ddp", f"ARGS={BATCH} output.name=ddp")
     done = finish_both([host.train(*words) for host in pair])
-    assert [one.code for one in done] == [0, 0], done
+    assert [one.code for one in done] == [0, 0], "\n".join(one.out + one.err for one in done)
     for text in ("machine 1 is here: host1", "Distributed type: MULTI_CPU", "Number of processes: 2", "exact match"):
         assert done[0].out.count(text) == 1, done[0].out
     assert "the results are on machine 0" in done[1].out and "step 1/8" not in done[1].out
@@ -53,7 +53,7 @@ def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(p
     words = [f"CONFIG={config}", "ENGINE=deepspeed_z2", f"ARGS={settings}"]
     both = [host.train(*words, own=(disk, runs)) for host, disk in zip(pair, disks, strict=True)]
     first = finish_both(both)
-    assert [one.code for one in first] == [0, 0], first
+    assert [one.code for one in first] == [0, 0], "\n".join(one.out + one.err for one in first)
     assert_same_curve(RunDir(disks[0] / "zero"), alone(*settings.split()[:-1]))
     for number, disk in enumerate(disks):
         saved = disk / "zero" / "checkpoints" / "checkpoint-4"
@@ -62,7 +62,7 @@ def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(p
     assert not (disks[1] / "zero" / "summary.json").exists() and not (disks[1] / "zero" / "adapter").exists()
     words[-1] += " train.resume=auto"
     second = finish_both([host.train(*words, own=(disk, runs)) for host, disk in zip(pair, disks, strict=True)])
-    assert [one.code for one in second] == [0, 0], second
+    assert [one.code for one in second] == [0, 0], "\n".join(one.out + one.err for one in second)
     assert "going on from" in second[0].out and "step 5/8" in second[0].out and "step 4/8" not in second[0].out
     assert_same_curve(RunDir(disks[0] / "zero"), alone(*settings.split()[:-1]))
 
