@@ -7,17 +7,21 @@
 #? NGPU=2                           processes
 #? RUN=name                         name of the run directory
 #? PROBE=search                     time some plans, take the fastest
+#? NODES=2                          machines
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/demo.yaml
 ARGS ?=
 NGPU ?=
 RUN ?=
+NODES ?=
 RUNS ?= runs
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Free text: the shell takes it from the environment instead of reading it.
 export STYLE
+# To the libraries these are the numbers of a single process.
+unexport RANK MASTER_ADDR MASTER_PORT
 
 PY = "$(VENV)/bin/python"
 SFT = $(PY) -m sft_play
@@ -25,6 +29,9 @@ OVERRIDES = $(if $(RUN),"output.name=$(RUN)")$(if $(PROBE), "train.probe=$(PROBE
 WITH_CONFIG = --config "$(CONFIG)" $(OVERRIDES)
 SOME = $(if $(NGPU),--processes "$(NGPU)")
 ALL = --processes "$(if $(NGPU),$(NGPU),0)"
+WITH_ENGINE = $(if $(ENGINE),--engine "$(ENGINE)")
+MACHINE = --nodes "$(NODES)" --node-rank "$(RANK)" --master-addr "$(MASTER_ADDR)" --master-port "$(MASTER_PORT)"
+CLUSTER = --nodes "$(NODES)" --gpus "$(NGPU)" --partition "$(PARTITION)" --time "$(TIME)" --account "$(ACCOUNT)" --sbatch="$(SBATCH)"
 READY = $(VENV)/.ready
 TOOL_CACHES = build dist .pytest_cache .ruff_cache .mypy_cache sft_play.egg-info
 
@@ -103,6 +110,14 @@ train-distributed: $(READY) ## Train on all GPUs with DDP (no GPU: 2 CPU process
 train-deepspeed: $(READY) ## Train on all GPUs with DeepSpeed ZeRO-2
 	$(SFT) train $(ALL) --engine deepspeed_z2 $(WITH_CONFIG)
 
+.PHONY: train-multinode
+train-multinode: $(READY) ## Train on NODES machines: RANK=0 MASTER_ADDR=10.0.0.1
+	$(SFT) train $(MACHINE) $(ALL) $(WITH_ENGINE) $(WITH_CONFIG)
+
+.PHONY: train-slurm
+train-slurm: $(READY) ## Train as a SLURM job: NODES=2 NGPU=4 PARTITION= TIME=
+	$(SFT) slurm $(CLUSTER) $(WITH_ENGINE) $(WITH_CONFIG)
+
 .PHONY: train-tb
 train-tb: $(READY) ## train, with TensorBoard for as long as it runs
 	$(SFT) train --tensorboard $(SOME) $(WITH_CONFIG)
@@ -158,6 +173,11 @@ test: $(READY) ## Run the whole default test suite; ARGS="-k planner"
 .PHONY: test-gpu
 test-gpu: $(READY) ## Run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)
+
+.PHONY: test-cluster
+test-cluster: $(READY) ## Run the tests on a SLURM and two hosts made here (root)
+	bash tests/cluster/install.sh
+	$(PY) -m pytest -m cluster $(ARGS)
 
 .PHONY: check-code
 check-code: $(READY) ## Lint, format check, types

@@ -31,10 +31,6 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print one JSON object on standard output")
         return command
 
-    def add_processes(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--processes", type=int, default=1, help="how many processes; 0 means one for each visible GPU")
-        command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help="how they share the work")
-
     add("gpu-info", commands.gpu_info, config=False, as_json=True)
     add("memory-check", commands.memory_check, config=False, as_json=True)
     add("setup-accelerate", commands.setup_accelerate, config=False).add_argument(
@@ -51,11 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     command = add("plan", commands.plan, as_json=True)
     command.add_argument("--gpu", metavar="NAME", help='a GPU that is not here, e.g. "RTX 4090"')
     command.add_argument("--gpus", type=int, metavar="N", help="how many (default: all visible ones, else one process)")
-    add_processes(add("probe", commands.probe, as_json=True))
-    command = add("train", commands.train)
-    add_processes(command)
-    command.add_argument("--tensorboard", action="store_true", help="serve TensorBoard while training")
-    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    _add_processes(add("probe", commands.probe, as_json=True))
+    _add_training_flags(add("train", commands.train))
+    _add_slurm_flags(add("slurm", commands.slurm))
     command = add("tensorboard", commands.tensorboard, config=False)
     command.add_argument("--runs", default="runs", help="folder of runs")
     command.add_argument("--stop", action="store_true", help="stop the one that was started for that folder")
@@ -70,6 +64,31 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
     add("merge-test", commands.merge_test, as_json=True).add_argument("--output", help="folder of the merged model")
     return parser
+
+
+def _add_processes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--processes", type=int, default=1, help="how many processes; 0 means one for each visible GPU")
+    command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help="how they share the work")
+
+
+def _add_training_flags(command: argparse.ArgumentParser) -> None:
+    _add_processes(command)
+    command.add_argument("--tensorboard", action="store_true", help="serve TensorBoard while training")
+    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_argument("--nodes", metavar="N", help="how many machines; each is started with the same command")
+    command.add_argument("--node-rank", metavar="N", help="which one this is; 0 writes the run directory")
+    command.add_argument("--master-addr", metavar="ADDRESS", help="of machine 0, as the others reach it")
+    command.add_argument("--master-port", metavar="PORT", help="where machine 0 listens (default 29500)")
+
+
+def _add_slurm_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--nodes", metavar="N", help="how many machines (default 1)")
+    command.add_argument("--gpus", metavar="N", help="on each machine; 0: none; default: what the partition gives")
+    command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help="how the processes share the work")
+    command.add_argument("--partition")
+    command.add_argument("--time", help="limit, as 24:00:00")
+    command.add_argument("--account")
+    command.add_argument("--sbatch", metavar="WORDS", help='further words for sbatch, e.g. "--qos=high --exclusive"')
 
 
 def _set_environment() -> None:

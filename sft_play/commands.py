@@ -178,11 +178,33 @@ def probe(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains, on one process here or on several through accelerate."""
+    from sft_play.launch.nodes import NodeFlags, make_words, read_nodes
     from sft_play.launch.tensorboard import while_training
     from sft_play.training import train_command
 
+    flags = NodeFlags(args.nodes, args.node_rank, args.master_addr, args.master_port)
+    nodes = read_nodes(flags, make_words(args.config, args.overrides, args.processes, args.engine))
     with while_training(_runs_folder(args)) if args.tensorboard else nullcontext():
-        return train_command(args.config, args.overrides, processes=args.processes, engine=args.engine, resume=args.resume)
+        return train_command(
+            args.config, args.overrides, processes=args.processes, engine=args.engine, resume=args.resume, nodes=nodes
+        )
+
+
+def slurm(args: argparse.Namespace) -> int:
+    """Submits a training run to SLURM, on one or more of its machines."""
+    from sft_play.config.load import load_config
+    from sft_play.launch.slurm import read_job, submit, told
+    from sft_play.runlog import console
+    from sft_play.sizing.batch import batch_choices
+
+    config = load_config(args.config, args.overrides).config
+    asked = {"partition": args.partition, "time": args.time, "account": args.account, "more": args.sbatch}
+    job = read_job(args.nodes, args.gpus, config.output.name, **asked)
+    if job.processes and not config.train.packing:
+        batch_choices(config.train, job.nodes * job.processes, None)  # refused now, and not after hours in the queue
+    job_id = submit(job, config=args.config, engine=args.engine, overrides=args.overrides)
+    console().print(told(job_id, job), markup=False, soft_wrap=True)
+    return 0
 
 
 def _runs_folder(args: argparse.Namespace) -> Path:

@@ -1,20 +1,22 @@
 """From a config file to everything that training needs: the run directory, the tokenizer, the tokenised data and the plan."""
 
+import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sft_play import demo
 from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData, prepare
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, LaunchError
 from sft_play.hardware import detect
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import deepspeed_config
-from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
+from sft_play.runlog import RunDir, cache_dir, console, open_run, set_aside_earlier_run
 from sft_play.sizing.planner import Plan
 
 if TYPE_CHECKING:
@@ -82,6 +84,29 @@ def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = Tr
     if plan.engine == "deepspeed_z2":
         deepspeed_config(DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm)  # before anything is launched
     return Job(resolved, run, tokenizer, data, plan)
+
+
+def fingerprint(job: Job) -> str:
+    """Of the settings and the data, wherever a machine keeps its cache and its runs."""
+    settings = job.config.model_dump_json(exclude={"output": {"dir"}}).replace(str(cache_dir()), "")
+    return hashlib.sha256(f"{settings} {job.data.cache_path.name}".encode()).hexdigest()
+
+
+def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
+    """One plan for all who take part: that of the one with the least memory to spend, since free memory differs.
+
+    Args:
+        offers: fingerprint and plan, as JSON, of each.
+
+    Raises:
+        LaunchError: they were given different settings or data, or some have GPUs and some have none.
+    """
+    if len({given for given, _ in offers}) > 1:
+        raise LaunchError("the processes were given different settings or data; start all with the same config and overrides")
+    plans = [Plan.from_json(tree) for _, tree in offers]
+    if len({plan.device for plan in plans}) > 1:
+        raise LaunchError("some processes found a GPU and some did not; compare `make gpu-info` on the machines")
+    return min(plans, key=lambda plan: plan.memory.budget_bytes if plan.memory else 0)
 
 
 def _check_vocabulary(model_config: "PretrainedConfig", data: PreparedData) -> None:

@@ -47,6 +47,11 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def keeps_files(run: "RunDir") -> bool:
+    """Whether this process is the one that keeps the run directory: the main rank, and without a shared one the first here."""
+    return is_main_rank() or (not run.shared and os.environ.get("LOCAL_RANK") == "0")
+
+
 def cache_dir() -> Path:
     """Where tokenised data, built-in models and learned corrections are kept: SFT_PLAY_CACHE, else `.cache/sft-play` here."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path(".cache") / "sft-play").absolute()
@@ -57,6 +62,8 @@ class RunDir:
     """The paths of one run."""
 
     path: Path
+    shared: bool = True
+    """Whether all machines of the run see this folder; a run on one machine does."""
 
     @property
     def metrics(self) -> Path:
@@ -135,20 +142,24 @@ def open_run(output_dir: str, name: str) -> RunDir:
         run.path.mkdir(parents=True, exist_ok=True)
         probe = run.path / f".write-test-{os.getpid()}"
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # on a shared disk another machine may have a process of this number
     except OSError as error:
         raise StorageError(f"run directory {run.path} cannot be written: {error.strerror}. Set output.dir=<folder>") from error
     return run
 
 
 @contextlib.contextmanager
-def hold_run(run: RunDir) -> Iterator[None]:
+def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
     """Holds the run directory for this process; the lock is the kernel's, so a dead process leaves none behind.
+
+    Args:
+        run: the run.
+        node: number of this machine among several; each holds a lock of its own, as they may share the directory.
 
     Raises:
         RunInUseError: another process holds it.
     """
-    with (run.path / ".lock").open("a+") as lock:
+    with (run.path / (f".lock.node{node}" if node else ".lock")).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -169,7 +180,7 @@ def set_aside_earlier_run(run: RunDir) -> Path | None:
     What this process and its launcher have open stays: lock, launcher files, and the logs, whose lines go along.
     """
     logs = list(run.path.glob("log*.txt"))
-    stay = {*logs, run.path / "launcher.log", run.path / "ranks"}
+    stay = {*logs, *run.path.glob("launcher*.log"), run.path / "ranks"}
     earlier = [path for path in run.path.iterdir() if path not in stay and not path.name.startswith(".")]
     if not (run.summary.exists() or run.metrics.exists() or any(run.checkpoints.glob("*"))):
         return None

@@ -18,26 +18,36 @@ from sft_play.hardware import detect
 from sft_play.host import missing_packages
 from sft_play.job import PLAN_VARIABLE, Job, load_job_config, prepare_job, world_size
 from sft_play.launch.accelerate import CPU_PROCESSES
+from sft_play.launch.link import Link
+from sft_play.launch.nodes import ALONE, Nodes
+from sft_play.machines import agree, met
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import console, hold_run, is_main_rank, open_run, quiet_libraries, read_json, update_summary
 
 
-def train_command(path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool) -> int:
+def train_command(
+    path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool, nodes: Nodes = ALONE
+) -> int:
     """Prepares, plans, trains, compares, reports.
 
     Args:
         path: config file.
         overrides: `section.key=value`.
-        processes: how many; 0 means one for each visible GPU, without a GPU two on the CPU.
+        processes: how many on this machine; 0 means one for each visible GPU, without a GPU two on the CPU.
         engine: parallel.engine for this run.
         resume: go on from the newest checkpoint.
+        nodes: which of several machines this is.
 
     Raises:
         ConfigError: settings, flags or environment are wrong; further errors as `train` and `launch` raise them.
     """
     overrides = [*overrides, *_as_overrides(engine, resume)]
-    with opened_job(path, overrides, processes) as job:
-        summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides])
+    load_config(path, overrides)  # a mistake in it is said before other machines are waited for
+    with met(nodes) as link, opened_job(path, overrides, processes, nodes) as job:
+        summary = train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides], link)
+        if nodes.rank:
+            console().print("trained; the results are on machine 0")
+            return 0
         comparison = compare(job)
         console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
     return 0
@@ -67,8 +77,10 @@ def _as_overrides(engine: str | None, resume: bool) -> list[str]:
 
 
 @contextmanager
-def opened_job(path: str, overrides: list[str], processes: int) -> Iterator[Job]:
+def opened_job(path: str, overrides: list[str], processes: int, nodes: Nodes = ALONE) -> Iterator[Job]:
     """The job of a config, with its run directory held; 0 processes means one for each visible GPU, on the CPU two.
+
+    `processes` are those of this machine, the job is that of all machines together.
 
     Raises:
         ConfigError: settings or environment are wrong; further errors as `prepare_job` raises them.
@@ -81,8 +93,8 @@ def opened_job(path: str, overrides: list[str], processes: int) -> Iterator[Job]
     resolved = load_config(path, overrides)
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
-    with hold_run(run), quiet_libraries(run.log):
-        yield open_job(materialise(resolved), processes or default_processes())
+    with hold_run(run, nodes.rank), quiet_libraries(run.log):
+        yield open_job(materialise(resolved), (processes or default_processes()) * nodes.count)
 
 
 def require_packages(config: RunConfig) -> None:
@@ -131,30 +143,37 @@ def probe_here(job: Job) -> dict[str, Any]:
     return result
 
 
-def train_on_many(job: Job, words: list[str]) -> dict[str, Any]:
+def train_on_many(job: Job, words: list[str], link: Link | None = None) -> dict[str, Any]:
     """Several processes, through `accelerate launch`; returns the summary that they wrote.
 
     Args:
         job: what they train.
         words: config file and overrides, as given.
+        link: to the launchers of other machines.
 
     Raises:
-        SftPlayError: a rank failed; carries that rank's exit code.
+        SftPlayError: a rank failed, here or on another machine; carries that rank's exit code.
     """
-    launch_ranks(job, words)
+    launch_ranks(job, words, link)
     return read_json(job.run.summary)
 
 
-def launch_ranks(job: Job, words: list[str]) -> None:
+def launch_ranks(job: Job, words: list[str], link: Link | None = None) -> None:
     """Starts the ranks, which find the plan that was made here, and waits for them; errors as `train_on_many`."""
     from sft_play.launch.accelerate import launch
 
-    job.run.write_json(job.run.next_plan, job.plan.to_json())
+    nodes = ALONE
+    if link:
+        job, nodes = agree(job, link)
+    handed_over = job.run.next_plan.with_suffix(f".node{nodes.rank}.json" if nodes.rank else ".json")
+    job.run.write_json(handed_over, job.plan.to_json())
     launch(
         job.plan,
         script=["scripts/train_distributed.py", "--config", *words],
         run=job.run,
-        environment={PLAN_VARIABLE: str(job.run.next_plan.absolute())},
+        environment={PLAN_VARIABLE: str(handed_over.absolute())},
+        nodes=nodes,
+        link=link,
     )
 
 
@@ -198,10 +217,10 @@ def run_rank(path: str, overrides: list[str], *, probe_only: bool = False) -> No
     alone = not launched_by_us and is_main_rank()
     with hold_run(run) if alone else nullcontext(), quiet_libraries(run.log):
         job = prepare_job(resolved, processes=world_size(), progress=False)
-        from sft_play.train.group import agree_on_plan, process_group
+        from sft_play.train.group import agree_on_files, agree_on_plan, process_group
 
         with process_group(job):
-            job = job if launched_by_us else agree_on_plan(job)
+            job = agree_on_files(job if launched_by_us else agree_on_plan(job))
             summary = probe_here(job) if probe_only else train_here(job)
         if alone and not probe_only:
             console().print(closing_screen(summary, None, places(job), next_commands(job)))

@@ -14,19 +14,22 @@ from sft_play.launch.beats import forget as forget_beats
 from sft_play.launch.default_config import stale_default_config
 from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.guard import LAUNCHER_VARIABLE
-from sft_play.launch.ports import LOOPBACK
+from sft_play.launch.link import Link
+from sft_play.launch.nodes import ALONE, Nodes, interface_towards
 from sft_play.launch.ranks import (
     PROCESSES_VARIABLE,
     RANKS_VARIABLE,
+    SAVED,
     RankExit,
     clear_rank_exits,
+    lost_peer,
     outcome,
     raise_unless_done,
     read_rank_exits,
     reports_folder,
 )
 from sft_play.launch.ranks import report_rank_exit as report_rank_exit
-from sft_play.launch.watch import Watch
+from sft_play.launch.watch import LAUNCHER_MODULE, Watch
 from sft_play.runlog import RunDir, console
 from sft_play.sizing.planner import Plan
 
@@ -37,16 +40,7 @@ DEEPSPEED_CONFIG = REPOSITORY / "configs" / "deepspeed_z2.json"
 CPU_PROCESSES = 2  # what the distributed targets start on a machine without a GPU
 RANK_FAILED = "Root Cause (first observed failure)"  # torchrun's words: a rank ran, also if it ended before we saw it
 SAVE_GRACE_S = 600  # a signal to torchrun itself: so long may its ranks save before it kills them (its default is 30)
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Where this machine stands among several; the default is a single one."""
-
-    count: int = 1
-    rank: int = 0
-    main_address: str = LOOPBACK
-    main_port: int = 0
+CAUSE_WAIT_S = 8.0  # ranks that only lost a peer: so long may the machine with the cause take to tell it
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ def config_file(engine: str, device: str, nodes: int = 1) -> Path:
     if engine == "none":
         return CONFIGS / "single_gpu.yaml"
     name = {"ddp": "ddp", "deepspeed_z2": "zero2"}[engine]
-    return CONFIGS / f"{name}{'_cpu' if device == 'cpu' else ''}{'_multi_node' if nodes > 1 else ''}.yaml"
+    return CONFIGS / f"{name}{'_multi_node' if nodes > 1 else '_cpu' if device == 'cpu' else ''}.yaml"
 
 
 def launch_command(
@@ -73,7 +67,7 @@ def launch_command(
     device: str,
     processes: int,
     cores: int | None = None,
-    nodes: Nodes = Nodes(),
+    nodes: Nodes = ALONE,
     config: Path | None = None,
 ) -> Launch:
     """The command line of `accelerate launch`; pure.
@@ -92,8 +86,6 @@ def launch_command(
     """
     if processes < 1 or processes % nodes.count:
         raise ConfigError(f"{processes} processes do not divide among {nodes.count} machine(s)")
-    if device == "cpu" and nodes.count > 1 and config is None:
-        raise ConfigError("several machines without GPUs: give an accelerate config of your own")
     file = config or config_file(engine, device, nodes.count)
     flags: dict[str, Any] = {"config_file": file, "num_processes": processes, "num_machines": nodes.count}
     if cores is not None:
@@ -110,12 +102,13 @@ def launch_command(
     if engine == "deepspeed_z2":
         flags["deepspeed_config_file"] = DEEPSPEED_CONFIG
     options = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    argv = (sys.executable, "-m", "accelerate.commands.launch", *options, *script)
-    return Launch(argv, script[0], launch_environment(device, processes, single_node=nodes.count == 1))
+    argv = (sys.executable, "-m", LAUNCHER_MODULE, *options, *script)
+    interface = loopback_interface() if nodes.count == 1 else interface_towards(nodes.main_address)
+    return Launch(argv, script[0], launch_environment(device, processes, interface))
 
 
-def launch_environment(device: str, processes: int, *, single_node: bool) -> dict[str, str]:
-    """What the launcher and the ranks need in their environment."""
+def launch_environment(device: str, processes: int, interface: str | None) -> dict[str, str]:
+    """What the launcher and the ranks need in their environment; gloo and NCCL listen on `interface` alone, if it is known."""
     values = {
         PROCESSES_VARIABLE: str(processes),
         "TOKENIZERS_PARALLELISM": "false",
@@ -127,8 +120,7 @@ def launch_environment(device: str, processes: int, *, single_node: bool) -> dic
     if device == "cpu":
         # not ACCELERATE_USE_CPU: it would switch DeepSpeed off; the trainer says use_cpu itself
         values |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    interface = loopback_interface()
-    if single_node and interface:
+    if interface:
         values |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return values
 
@@ -144,10 +136,11 @@ def launch(
     script: Sequence[str],
     run: RunDir,
     environment: Mapping[str, str] | None = None,
-    nodes: Nodes = Nodes(),
+    nodes: Nodes = ALONE,
+    link: Link | None = None,
     config: Path | None = None,
 ) -> None:
-    """Runs `script` in as many processes as the plan has and waits for them.
+    """Runs `script` in as many processes as the plan has, or on this machine's share of them, and waits for them.
 
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code and the message is its own.
@@ -165,7 +158,8 @@ def launch(
         nodes=nodes,
         config=config,
     )
-    raise_unless_done(run_launcher(command, run, processes=plan.world_size, nodes=nodes, environment=environment))
+    result = run_launcher(command, run, processes=plan.world_size, nodes=nodes, link=link, environment=environment)
+    raise_unless_done(result)
 
 
 def _find_script(name: str) -> Path:
@@ -180,7 +174,8 @@ def run_launcher(
     run: RunDir,
     *,
     processes: int,
-    nodes: Nodes = Nodes(),
+    nodes: Nodes = ALONE,
+    link: Link | None = None,
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> RankExit:
@@ -194,7 +189,7 @@ def run_launcher(
     forget_beats(run, ranks)
     values = {**os.environ, **_unset(command.environment), **(environment or {})}
     values |= {RANKS_VARIABLE: str(reports_folder(run).absolute()), LAUNCHER_VARIABLE: str(os.getpid())}
-    log_path = run.path / "launcher.log"
+    log_path = run.path / ("launcher.log" if nodes.rank == 0 else f"launcher.node{nodes.rank}.log")
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "sft_play.launch.guard", *command.argv],
@@ -204,18 +199,24 @@ def run_launcher(
             stderr=None if os.environ.get("SFT_PLAY_VERBOSE") == "1" else log,
             start_new_session=True,  # Ctrl-C reaches us alone; we pass it on, once
         )
-        watch = Watch(process, command.script, ranks, run)
+        watch = Watch(process, command.script, ranks, run, link)
         with watch.signals_passed_on():
             status = watch.until_end(timeout_s)
-    return outcome(
-        read_rank_exits(run),
-        ranks,
-        status,
-        started=watch.started or RANK_FAILED in _tail(log_path),
-        stopped_by=watch.stopped_by,
-        log_tail=_tail(log_path),
-        hung=watch.hung,
-    )
+    exits = [report for report in read_rank_exits(run) if report.rank in ranks]
+    started, tail = watch.started or RANK_FAILED in _tail(log_path), _tail(log_path)
+    result = outcome(exits, ranks, status, started=started, stopped_by=watch.stopped_by, log_tail=tail, hung=watch.hung)
+    own = watch.told or bool(watch.hung) or watch.stopped_by is not None or not started
+    return _with_cause(result, link, own=own) if link else result
+
+
+def _with_cause(result: RankExit, link: Link, *, own: bool) -> RankExit:
+    """The outcome on this machine, or what ended the run on another one."""
+    if own or result.code in (0, SAVED):
+        return result
+    if lost_peer(result) and result.code == 1:
+        text = f"rank {result.rank} lost its connection to another machine, which has not said why"
+        result = RankExit(result.rank, LaunchError.exit_code, text)
+    return link.failure(CAUSE_WAIT_S) or result
 
 
 def _unset(values: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ PROCESSES_VARIABLE = "SFT_PLAY_PROCESSES"  # world size that was asked for
 
 SAVED = Interrupted.exit_code
 STOPPED_BY_USER = 130
+NOT_KNOWN = "crashed, or killed (by the system, for memory?)"
 # How a rank's error reads when the cause is another rank that is gone.
 LOST_PEER = (
     "connection closed by peer",
@@ -126,7 +127,7 @@ def outcome(
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
-    with_cause = [report for report in failed if not (silent and _lost_peer(report))]
+    with_cause = [report for report in failed if not (silent and lost_peer(report))]
     if with_cause:
         return next((report for report in with_cause if report.code != 1), with_cause[0])
     if hung:
@@ -152,7 +153,7 @@ def _how_they_ended(silent: Sequence[int], log_tail: str) -> str:
     found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", log_tail, re.DOTALL)
     first = [int(found[1])] if found and int(found[1]) in silent else silent
     names = f"rank {first[0]}" if len(first) == 1 else f"ranks {', '.join(map(str, first))}"
-    how = "crashed, or killed (by the system, for memory?)"
+    how = NOT_KNOWN
     if found and first is not silent and int(found[2]) < 0:
         name = signal_name(-int(found[2]))
         how = f"killed by {name}{' (by the system, for memory?)' if name == 'SIGKILL' else ''}"
@@ -167,7 +168,16 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _lost_peer(report: RankExit) -> bool:
+def cause_here(exits: Sequence[RankExit], ended: int) -> RankExit | None:
+    """What ended the run on this machine, seen from the ranks that ended so far; None if they only lost a peer elsewhere."""
+    failed = [report for report in exits if report.code not in (0, SAVED)]
+    if len(exits) < ended and not failed:
+        return RankExit(0, LaunchError.exit_code, f"a rank ended without a word: {NOT_KNOWN}")
+    return next((report for report in failed if not lost_peer(report)), None)
+
+
+def lost_peer(report: RankExit) -> bool:
+    """Whether a rank's error is that another one is gone."""
     return any(words in report.message.lower() for words in LOST_PEER)
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import psutil
 
 from sft_play.launch.beats import STACKS_SIGNAL, hanging, read_beats, read_stack, stands_still
-from sft_play.launch.ranks import SAVED, read_rank_exits
+from sft_play.launch.link import Link
+from sft_play.launch.ranks import SAVED, cause_here, read_rank_exits
 from sft_play.runlog import RunDir
 
 POLL_S = 0.25
+LAUNCHER_MODULE = "accelerate.commands.launch"
 FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to report
 STACKS_WITHIN_S = 1.0
 KILL_TIMEOUT_S = 5.0
@@ -28,9 +30,11 @@ class Watch:
     Signals go to the ranks themselves: torchrun would kill them after its own deadline, and dies of SIGUSR1.
     """
 
-    def __init__(self, process: subprocess.Popen, script: str, ranks: range, run: RunDir) -> None:
+    def __init__(self, process: subprocess.Popen, script: str, ranks: range, run: RunDir, link: Link | None = None) -> None:
         self.stopped_by: str | None = None
         self.hung: dict[int, str] = {}  # rank -> what to tell about it
+        self.told = False  # the other machines know that the cause is here
+        self._link = link
         self._process, self._script, self._numbers, self._run = process, script, ranks, run
         self._ranks: dict[int, psutil.Process] = {}
         self._killed = False  # the launcher, by us
@@ -47,7 +51,7 @@ class Watch:
         stood_still = False  # when the first rank failed: it had waited in vain
         while self._process.poll() is None:
             now = time.monotonic()
-            if failed_at is None and self._a_rank_failed():
+            if failed_at is None and (self._a_rank_failed() or (self._link and self._link.failure())):
                 failed_at, stood_still = now, stands_still(read_beats(self._run, self._numbers))
             late = failed_at is not None and now - failed_at > FAILURE_GRACE_S
             if late or (timeout_s is not None and now - began > timeout_s):
@@ -95,7 +99,9 @@ class Watch:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    if self._script in child.cmdline():
+                    words = child.cmdline()
+                    # Between fork and exec any helper of the launcher has the launcher's own command line, script included.
+                    if self._script in words and LAUNCHER_MODULE not in words:
                         self._ranks[child.pid] = child
 
     def _a_rank_failed(self) -> bool:
@@ -103,7 +109,12 @@ class Watch:
         self._look_for_ranks()
         ended = sum(not _alive(rank) for rank in self._ranks.values())
         reports = [report for report in read_rank_exits(self._run) if report.rank in self._numbers]
-        return len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
+        failed = len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
+        cause = cause_here(reports, ended) if failed and self._link else None
+        if cause and self._link and not self._link.failure():
+            self._link.tell(cause)
+            self.told = True
+        return failed
 
     def _who_hangs(self) -> dict[int, str]:
         """Of the ranks that said nothing, asked for their stacks while they live: those that do not only wait."""

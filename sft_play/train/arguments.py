@@ -52,9 +52,8 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         validation_rows: how many there are; 0 turns evaluation off.
         trained_parameters: elements that get a gradient; ZeRO-2's buckets need not be larger.
     """
-    train = config.train
+    train, evaluates = config.train, validation_rows > 0
     evaluate, save = intervals(config, plan, validation_rows)
-    evaluates = validation_rows > 0
     return SFTConfig(
         output_dir=str(run.checkpoints),
         max_steps=plan.total_steps,
@@ -78,7 +77,7 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         fp16=plan.mixed_precision == "fp16",
         gradient_checkpointing=plan.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
-        deepspeed=_deepspeed(config, plan, trained_parameters),
+        deepspeed=_deepspeed(config, plan, trained_parameters, shared=run.shared),
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         # no static graph: checkpointing that is not reentrant runs each gradient hook once, so DDP needs no promise
@@ -89,6 +88,7 @@ def sft_config(config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: i
         eval_steps=evaluate if evaluates else None,
         eval_on_start=evaluates,
         save_strategy="steps",
+        save_on_each_node=not run.shared,
         save_steps=save,
         save_total_limit=train.keep_checkpoints,
         load_best_model_at_end=evaluates,
@@ -113,12 +113,13 @@ def ddp_bucket_mib(gradient_bytes: int) -> int:
     return min(100, max(1, gradient_bytes // BUCKETS // MIB))
 
 
-def _deepspeed(config: RunConfig, plan: Plan, trained_parameters: int) -> dict[str, Any] | None:
+def _deepspeed(config: RunConfig, plan: Plan, trained_parameters: int, *, shared: bool) -> dict[str, Any] | None:
     if plan.engine != "deepspeed_z2":
         return None
-    return deepspeed_config(
+    tree = deepspeed_config(
         DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm, trainable_parameters=trained_parameters
     )
+    return tree if shared else {**tree, "checkpoint": {**tree.get("checkpoint", {}), "use_node_local_storage": True}}
 
 
 def eval_batch_rows(config: RunConfig, plan: Plan) -> int:

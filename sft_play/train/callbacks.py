@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +129,16 @@ class EvaluateAtEnd(TrainerCallback):
         """Asks for both after the last step."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
+
+
+class TagOnEachMachine(TrainerCallback):
+    """DeepSpeed writes the file that names the folder of its state on the main rank only; each machine's own disk needs it."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes it where it is not."""
+        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        for folder in checkpoint.glob("global_step*"):
+            (checkpoint / "latest").write_text(folder.name, encoding="utf-8")
 
 
 class NonFiniteGuard(TrainerCallback):

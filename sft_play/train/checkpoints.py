@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -39,18 +40,28 @@ def shards_of(checkpoint: Path) -> list[Path]:
     return sorted(files, key=lambda path: int(re.search(r"zero_pp_rank_(\d+)", path.name)[1]))  # type: ignore[index]
 
 
-def is_split_as(checkpoint: Path, engine: str, world_size: int) -> bool:
-    """Whether a run on this engine finds the optimizer state as it would have saved it: ZeRO-2 splits it by process."""
-    return len(shards_of(checkpoint)) == (world_size if engine == "deepspeed_z2" else 0)
+def is_split_as(checkpoint: Path, engine: str, world_size: int, *, whole: bool = True) -> bool:
+    """Whether a run on this engine finds the optimizer state as it would have saved it: ZeRO-2 splits it by process.
+
+    Without `whole`, each machine has the parts of its own processes only.
+    """
+    here = world_size if whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return len(shards_of(checkpoint)) == (here if engine == "deepspeed_z2" else 0)
 
 
-def require_movable(checkpoint: Path, config: RunConfig, plan: Plan) -> bool:
+def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, *, whole: bool = True) -> bool:
     """Whether a checkpoint is converted while it is loaded (see convert.py), since another engine or world size saved it.
+
+    Args:
+        checkpoint: the folder.
+        config: of the run that goes on.
+        plan: of the run that goes on.
+        whole: whether the parts of all processes are in this folder, and not each machine's own on its disk.
 
     Raises:
         CheckpointError: its optimizer state cannot be converted; says how to go on.
     """
-    if is_split_as(checkpoint, plan.engine, plan.world_size):
+    if is_split_as(checkpoint, plan.engine, plan.world_size, whole=whole):
         return False
     if config.train.optimizer == "adamw":
         return True

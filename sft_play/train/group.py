@@ -1,22 +1,27 @@
-"""The process group of a launched run, and one plan for all its ranks."""
+"""The process group of a launched run, and what its ranks agree on before they load a model."""
 
 import hashlib
+import json
+import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
 
-from sft_play.errors import LaunchError
-from sft_play.job import Job
+from sft_play.errors import CheckpointError, LaunchError
+from sft_play.job import Job, agreed_plan, fingerprint
 from sft_play.launch.beats import read_beats
 from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.ranks import reports_folder
 from sft_play.model import local_device
 from sft_play.runlog import is_main_rank
-from sft_play.sizing.planner import Plan
+from sft_play.train.checkpoints import STATE, find_checkpoint
 
 
 @contextmanager
@@ -68,10 +73,53 @@ def agree_on_plan(job: Job) -> Job:
     """
     if job.plan.world_size == 1:
         return job
-    given = hashlib.sha256(f"{job.config.model_dump_json()} {job.data.cache_path.name}".encode()).hexdigest()
-    all_ranks: list = [None] * job.plan.world_size
-    distributed.all_gather_object(all_ranks, (given, job.plan.to_json()))
-    if len({given for given, _ in all_ranks}) > 1:
-        raise LaunchError("the processes were given different settings or data; start all with the same config and overrides")
-    plans = [Plan.from_json(tree) for _, tree in all_ranks]
-    return replace(job, plan=min(plans, key=lambda plan: plan.memory.budget_bytes if plan.memory else 0))
+    return replace(job, plan=agreed_plan(_from_all((fingerprint(job), job.plan.to_json()))))
+
+
+def agree_on_files(job: Job) -> Job:
+    """On several machines, the job that knows whether all see one run directory; all ranks take part.
+
+    If they do not, each machine keeps checkpoints of its own, and all must hold the same one to go on from.
+
+    Raises:
+        LaunchError: some machines see the run directory of the main one and some do not.
+        CheckpointError: the machines hold different checkpoints.
+    """
+    if job.plan.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", job.plan.world_size)):
+        return job
+    mark = job.run.path / f".seen-by-all-{_from_all(uuid.uuid4().hex)[0]}"
+    if is_main_rank():
+        mark.touch()
+    distributed.barrier()
+    seen = _from_all(mark.exists())
+    if is_main_rank():
+        mark.unlink(missing_ok=True)
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here_too = [rank for rank, sees in enumerate(seen) if sees and rank >= machine]
+    if here_too and not all(seen):
+        raise LaunchError(f"the run directory {job.run.path} is shared by some of the machines; let all share it, or none")
+    job = replace(job, run=replace(job.run, shared=all(seen)))
+    checkpoint, _ = find_checkpoint(job.run, job.config.train.resume)
+    held = _from_all(_described(checkpoint))
+    if len(set(held)) > 1:
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(held)]
+        raise CheckpointError(
+            "\n  ".join(["the machines do not hold the same checkpoint:", *lines])
+            + f"\nCopy {job.run.checkpoints} from one machine to the others (with ZeRO-2 each has a part: merge the folders), "
+            "or put output.dir on a disk that all share"
+        )
+    return job
+
+
+def _described(checkpoint: Path | None) -> str:
+    """Folder and history of a checkpoint, the same on all machines that saved it."""
+    if checkpoint is None:
+        return "none"
+    history = json.loads((checkpoint / STATE).read_text(encoding="utf-8")).get("log_history")
+    return f"{checkpoint.name} ({hashlib.sha256(json.dumps(history).encode()).hexdigest()[:8]})"
+
+
+def _from_all(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, value)
+    return everyone

@@ -17,7 +17,7 @@ from sft_play.model import build_model
 from sft_play.scoring import TokenScore, score_batch
 from sft_play.sizing.planner import Plan
 from sft_play.train.arguments import eval_batch_rows, sft_config
-from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter
+from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, TagOnEachMachine
 from sft_play.train.checkpoints import is_split_as
 from sft_play.train.convert import load_moved
 from sft_play.train.heartbeat import Heartbeat
@@ -70,7 +70,8 @@ class TokenWeightedTrainer(SFTTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Wraps model and optimizer, and loads a checkpoint also if it is split in another way than this run's will be."""
         engine = "deepspeed_z2" if self.is_deepspeed_enabled else "ddp"
-        if not resume_from_checkpoint or is_split_as(Path(resume_from_checkpoint), engine, self.args.world_size):
+        whole = not self.args.save_on_each_node
+        if not resume_from_checkpoint or is_split_as(Path(resume_from_checkpoint), engine, self.args.world_size, whole=whole):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         load_moved(self, Path(resume_from_checkpoint))
@@ -147,6 +148,8 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
         callbacks.append(Heartbeat(job.run, int(os.environ["RANK"]), job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
+    if not job.run.shared:
+        callbacks.append(TagOnEachMachine())
     patience = job.config.train.early_stopping_patience
     if patience:
         callbacks.append(EarlyStoppingCallback(patience))

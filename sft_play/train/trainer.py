@@ -14,7 +14,7 @@ from transformers import TrainerState
 
 from sft_play.errors import DoesNotFitError, Interrupted
 from sft_play.job import Job, begin_run
-from sft_play.runlog import RunDir, console, is_main_rank, read_metrics, update_summary
+from sft_play.runlog import RunDir, console, is_main_rank, keeps_files, read_metrics, update_summary
 from sft_play.sizing.planner import Plan
 from sft_play.sizing.records import Proof
 from sft_play.train.callbacks import StopOnSignal
@@ -37,7 +37,7 @@ def train(job: Job) -> dict[str, Any]:
     checkpoint = checkpoint_to_resume(job)
     with memory_errors_explained(job.plan), disk_errors_explained(job.run):
         session, proof = prove(job)
-        if is_main_rank():
+        if keeps_files(job.run):
             begin_run(session.job)
         stopped = run_steps(session, checkpoint)
         save(session, stopped)
@@ -50,7 +50,7 @@ def checkpoint_to_resume(job: Job) -> Path | None:
     for line in passed_over:
         console().print(f"  [yellow]{line}[/]")
     if checkpoint:
-        moved = require_movable(checkpoint, job.config, job.plan)
+        moved = require_movable(checkpoint, job.config, job.plan, whole=job.run.shared)
         console().print(f"  going on from {checkpoint}{', converted for these processes while it is read' if moved else ''}")
     return checkpoint
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from sft_play import cli
 from sft_play.runlog import RunDir, read_metrics, set_console
 from tests.conftest import REPOSITORY
@@ -148,3 +150,13 @@ def signal_at_step(run: RunDir, step: int, pid: int, number: int, timeout_s: flo
     while max((line["step"] for line in read_metrics(run)), default=0) < step and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(pid, number)
+
+
+def gone(pids: list[int], within_s: float = 5.0) -> bool:
+    """Whether these processes have ended."""
+    deadline = time.monotonic() + within_s
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -19,6 +19,7 @@ from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import CONFIGS, launch_command, run_launcher
 from sft_play.launch.ports import LOOPBACK
 from sft_play.runlog import RunDir
+from tests.integration.cli import gone
 
 pytestmark = pytest.mark.integration
 
@@ -83,15 +84,6 @@ def ranks_up(folder: Path, count: int = 2, timeout_s: float = 40) -> list[dict]:
             return notes
         time.sleep(0.05)
     raise AssertionError(f"{count} ranks were expected, found {notes}")
-
-
-def gone(pids: list[int], within_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_two_ranks_come_up_and_end(start, tmp_path):

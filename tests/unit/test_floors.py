@@ -19,7 +19,7 @@ FLOORS = {
     "model": 6, "demo": 6,
     "generation": 7, "sizing": 7,
     "planning": 8, "job": 9,
-    "train": 10,
+    "train": 10, "machines": 10,
     "evaluate": 11, "infer": 11, "merge": 11,
     "training": 12,
     "commands": 13, "cli": 14, "__main__": 15,

@@ -18,10 +18,11 @@ PHONY = re.findall(r"^\.PHONY: (\S+)$", TEXT, re.MULTILINE)
 KNOBS = {"IN": "in.jsonl", "OUT": "out.jsonl", "STYLE": "Be brief.", "CONFIRM": "1", "RUN": "name", "NGPU": "2"}
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
-    "train-deepspeed-tb", "resume", "tensorboard", "tb-stop", "setup-accelerate", "gpu-info", "memory-check", "check",
+    "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop", "setup-accelerate",
+    "gpu-info", "memory-check", "check",
     "prepare", "process", "style", "render", "plan", "probe", "eval", "infer", "infer-batch", "merge", "merge-test",
-    "test", "test-gpu", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu", "bench-scaling", "bench-faults",
-    "clean", "clean-all",
+    "test", "test-gpu", "test-cluster", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu", "bench-scaling",
+    "bench-faults", "clean", "clean-all",
 ]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]
 
@@ -96,6 +97,16 @@ def test_a_new_lock_installs_again(ready):
         ("train", {"RUN": "mine"}, '"output.name=mine"'),
         ("train-distributed", {}, '--processes "0" --engine ddp'),
         ("train-distributed", {"NGPU": "2"}, '--processes "2" --engine ddp'),
+        (
+            "train-multinode",
+            {"NODES": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "NGPU": "4", "ENGINE": "ddp"},
+            '--nodes "2" --node-rank "1" --master-addr "10.0.0.1" --master-port "" --processes "4" --engine "ddp"',
+        ),
+        (
+            "train-slurm",
+            {"NODES": "2", "NGPU": "4", "TIME": "1:00:00"},
+            '--nodes "2" --gpus "4" --partition "" --time "1:00:00"',
+        ),
         ("train-deepspeed-tb", {}, '--tensorboard --processes "0" --engine deepspeed_z2'),
         ("plan", {"GPU": "RTX 4090", "NGPU": "2"}, '--gpu "RTX 4090" --gpus "2"'),
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, 'eval --split "test" --limit "10"'),
@@ -163,7 +174,8 @@ def test_the_guide_test_sees_commands():
 def test_ci_calls_the_targets_that_a_person_types():
     ci = ROOT / ".ci" / "run"
     assert os.access(ci, os.X_OK)
-    assert re.findall(r"^make (.*)$", ci.read_text(), re.MULTILINE) == ["check-code", "test"]
+    called = re.findall(r"^make (\S+)", ci.read_text(), re.MULTILINE)
+    assert called == ["check-code", "test", "test-cluster"] and set(called) <= set(TARGETS)
 
 
 def lock() -> dict[str, list[Requirement]]:

@@ -6,8 +6,10 @@ import pytest
 
 from sft_play.errors import RunInUseError, StorageError
 from sft_play.runlog import (
+    RunDir,
     append_metrics,
     hold_run,
+    keeps_files,
     open_run,
     read_json,
     read_metrics,
@@ -94,3 +96,27 @@ def test_what_a_run_that_failed_early_left_is_not_set_aside_and_open_files_stay(
         log.write("new line")
     assert (aside / "log.txt").read_text() == "failed early"
     assert run.log.read_text() == "new line" and (run.path / "launcher.log").exists()
+
+
+def test_machines_that_share_a_run_directory_hold_it_side_by_side(tmp_path):
+    run = open_run(str(tmp_path), "shared")
+    with hold_run(run), hold_run(run, 1), pytest.raises(RunInUseError), hold_run(run, 1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "shared", "keeps"),
+    [
+        ("0", "0", True, True),
+        ("0", "0", False, True),
+        ("2", "0", True, False),
+        ("2", "0", False, True),
+        ("3", "1", False, False),
+    ],
+)
+def test_one_process_keeps_the_run_directory_and_one_on_each_machine_without_a_shared_disk(
+    monkeypatch, tmp_path, rank, local_rank, shared, keeps
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert keeps_files(RunDir(tmp_path, shared)) is keeps

@@ -5,7 +5,8 @@ import yaml
 
 from sft_play.errors import ConfigError
 from sft_play.launch import accelerate
-from sft_play.launch.accelerate import CONFIGS, DEEPSPEED_CONFIG, Nodes, config_file, launch_command, launch_environment
+from sft_play.launch.accelerate import CONFIGS, DEEPSPEED_CONFIG, config_file, launch_command, launch_environment
+from sft_play.launch.nodes import ALONE, Nodes
 
 SCRIPT = ["train.py", "--config", "run.yaml"]
 
@@ -23,6 +24,7 @@ def flags(launch) -> dict[str, str]:
         ("ddp", "cuda", 1, "ddp"),
         ("ddp", "cpu", 1, "ddp_cpu"),
         ("ddp", "cuda", 2, "ddp_multi_node"),
+        ("ddp", "cpu", 2, "ddp_multi_node"),
         ("deepspeed_z2", "cuda", 1, "zero2"),
         ("deepspeed_z2", "cpu", 1, "zero2_cpu"),
         ("deepspeed_z2", "cuda", 2, "zero2_multi_node"),
@@ -85,20 +87,17 @@ def test_an_own_config_file_takes_the_place_of_the_shipped_one(tmp_path):
     assert flags(launch)["--config_file"] == str(tmp_path / "own.yaml")
 
 
-@pytest.mark.parametrize(
-    ("processes", "device", "nodes"), [(0, "cuda", Nodes()), (3, "cuda", Nodes(count=2)), (4, "cpu", Nodes(count=2))]
-)
-def test_processes_that_cannot_be_shared_out_are_refused(processes, device, nodes):
+@pytest.mark.parametrize(("processes", "nodes"), [(0, ALONE), (3, Nodes(count=2))])
+def test_processes_that_cannot_be_shared_out_are_refused(processes, nodes):
     with pytest.raises(ConfigError):
-        launch_command(SCRIPT, engine="ddp", device=device, processes=processes, nodes=nodes)
+        launch_command(SCRIPT, engine="ddp", device="cuda", processes=processes, nodes=nodes)
 
 
-def test_the_environment_hides_gpus_from_a_cpu_run_and_networks_from_a_single_machine(monkeypatch):
-    monkeypatch.setattr(accelerate, "loopback_interface", lambda: "lo")
-    one = launch_environment("cpu", 2, single_node=True)
+def test_the_environment_hides_gpus_from_a_cpu_run_and_names_the_interface_to_listen_on():
+    one = launch_environment("cpu", 2, "lo")
     assert (one["CUDA_VISIBLE_DEVICES"], one["GLOO_SOCKET_IFNAME"], one["NCCL_SOCKET_IFNAME"]) == ("", "lo", "lo")
     assert "ACCELERATE_USE_CPU" not in one  # would switch DeepSpeed off
-    many = launch_environment("cuda", 8, single_node=False)
+    many = launch_environment("cuda", 8, None)
     assert "CUDA_VISIBLE_DEVICES" not in many and "GLOO_SOCKET_IFNAME" not in many
 
 

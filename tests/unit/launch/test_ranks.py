@@ -7,6 +7,7 @@ from sft_play.launch.ranks import (
     PROCESSES_VARIABLE,
     RANKS_VARIABLE,
     RankExit,
+    cause_here,
     check_world_size,
     clear_rank_exits,
     finish_rank,
@@ -160,3 +161,12 @@ def test_a_rank_that_hangs_is_the_cause_of_the_others_timeouts():
     assert (result.rank, result.code, result.message) == (1, LaunchError.exit_code, "rank 1 hangs")
     real = [RankExit(1, 3, "rows.jsonl:7", 1.0)]
     assert outcome(real, range(2), 1, started=True, stopped_by=None, log_tail="", hung={0: "rank 0 hangs"}).code == 3
+
+
+def test_machines_tell_what_began_with_them_and_not_what_they_suffered_from_another():
+    lost = RankExit(0, 1, "RuntimeError: Connection closed by peer [10.0.0.2]:1234")
+    assert cause_here([lost], ended=1) is None
+    assert cause_here([RankExit(0, 0), RankExit(1, 75)], ended=2) is None
+    assert cause_here([lost, RankExit(1, 3, "rows.jsonl:7")], ended=2) == RankExit(1, 3, "rows.jsonl:7")
+    silent = cause_here([], ended=1)
+    assert silent and silent.code == LaunchError.exit_code and "without a word" in silent.message

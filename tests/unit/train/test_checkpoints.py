@@ -6,7 +6,7 @@ import pytest
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.runlog import RunDir
-from sft_play.train.checkpoints import find_checkpoint, require_movable, shards_of
+from sft_play.train.checkpoints import find_checkpoint, is_split_as, require_movable, shards_of
 from tests.unit.train.plans import PLAN
 
 
@@ -81,3 +81,13 @@ def test_parts_of_many_ranks_come_in_their_order(tmp_path):
     for rank in range(12):
         (tmp_path / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     assert [path.name.split("_")[4] for path in shards_of(tmp_path)] == [str(rank) for rank in range(12)]
+
+
+def test_without_a_shared_disk_a_machine_has_the_parts_of_its_own_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    folder = tmp_path / "global_step4"
+    folder.mkdir()
+    for rank in (2, 3):
+        (folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    assert is_split_as(tmp_path, "deepspeed_z2", 4, whole=False)
+    assert not is_split_as(tmp_path, "deepspeed_z2", 4)

@@ -1,0 +1,95 @@
+"""`make train-multinode` on two hosts with addresses of their own, one process on each."""
+
+import subprocess
+import time
+
+import pytest
+
+from sft_play.runlog import RunDir, read_json, read_metrics
+from tests.cluster import hosts
+from tests.cluster.conftest import assert_same_curve
+from tests.cluster.hosts import finish_both, two_hosts
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))]
+
+BATCH = "train.batch_size=2"
+LONG = f"{BATCH} train.max_steps=4000 train.save_steps=2000 eval.generate=false"
+
+
+@pytest.fixture
+def pair():
+    with two_hosts() as both:
+        yield both
+
+
+def wait_for_step(run: RunDir, step: int, processes: list[subprocess.Popen], timeout_s: float = 100) -> None:
+    deadline = time.monotonic() + timeout_s
+    while max((line["step"] for line in read_metrics(run)), default=0) < step:
+        ended = ["".join(process.communicate()) for process in processes if process.poll() is not None]
+        assert not ended and time.monotonic() < deadline, "\n".join(ended)
+        time.sleep(0.05)
+
+
+def test_two_hosts_with_one_run_directory_learn_what_one_process_does(pair, config, alone):
+    words = (f"CONFIG={config}", "ENGINE=ddp", f"ARGS={BATCH} output.name=ddp")
+    done = finish_both([host.train(*words) for host in pair])
+    assert [one.code for one in done] == [0, 0], "\n".join(one.out + one.err for one in done)
+    for text in ("machine 1 is here: host1", "Distributed type: MULTI_CPU", "Number of processes: 2", "exact match"):
+        assert done[0].out.count(text) == 1, done[0].out
+    assert "the results are on machine 0" in done[1].out and "step 1/8" not in done[1].out
+    run = RunDir(config.parent / "runs" / "ddp")
+    assert read_json(run.summary)["world_size"] == 2
+    assert_same_curve(run, alone(BATCH, "eval.generate=false"))
+
+
+def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(pair, config, alone, tmp_path):
+    """Four steps, then the other four: each host has its part of the optimizer state, and one of them the results."""
+    runs = config.parent / "runs"
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    runs.mkdir(exist_ok=True)
+    for disk in disks:
+        disk.mkdir()
+    settings = f"{BATCH} train.save_steps=4 train.eval_steps=4 eval.generate=false output.name=zero"
+    words = [f"CONFIG={config}", "ENGINE=deepspeed_z2", f"ARGS={settings}"]
+    both = [host.train(*words, own=(disk, runs)) for host, disk in zip(pair, disks, strict=True)]
+    first = finish_both(both)
+    assert [one.code for one in first] == [0, 0], "\n".join(one.out + one.err for one in first)
+    assert_same_curve(RunDir(disks[0] / "zero"), alone(*settings.split()[:-1]))
+    for number, disk in enumerate(disks):
+        saved = disk / "zero" / "checkpoints" / "checkpoint-4"
+        assert [path.name.split("_mp_")[0][-1] for path in saved.glob("global_step4/*_optim_states.pt")] == [str(number)]
+        (disk / "zero" / "checkpoints" / "checkpoint-8" / "trainer_state.json").unlink()  # as if killed in the last save
+    assert not (disks[1] / "zero" / "summary.json").exists() and not (disks[1] / "zero" / "adapter").exists()
+    words[-1] += " train.resume=auto"
+    second = finish_both([host.train(*words, own=(disk, runs)) for host, disk in zip(pair, disks, strict=True)])
+    assert [one.code for one in second] == [0, 0], "\n".join(one.out + one.err for one in second)
+    assert "going on from" in second[0].out and "step 5/8" in second[0].out and "step 4/8" not in second[0].out
+    assert_same_curve(RunDir(disks[0] / "zero"), alone(*settings.split()[:-1]))
+
+
+@pytest.mark.parametrize(("loss", "within_s"), [("kill", 12), pytest.param("unplug", 35, marks=pytest.mark.slow)])
+def test_a_host_that_is_lost_ends_the_other(pair, config, loss, within_s):
+    name = f"lost-{loss}"
+    words = (f"CONFIG={config}", "ENGINE=ddp", f"ARGS={LONG} output.name={name}")
+    processes = [host.train(*words) for host in pair]
+    wait_for_step(RunDir(config.parent / "runs" / name), 3, processes)
+    began = time.monotonic()
+    getattr(pair[1], loss)()
+    out, err = processes[0].communicate(timeout=60)
+    seconds = time.monotonic() - began
+    assert "error: machine 1 (host1) is gone" in err and "Error 9" in err, (out, err)
+    assert seconds < within_s
+    pair[1].kill()
+    processes[1].communicate(timeout=10)
+    print(f"{loss}: machine 0 ended after {seconds:.1f} s")
+
+
+def test_what_fails_on_one_host_is_said_on_both(pair, config, tmp_path):
+    """Machine 1 has other rows: known before a process is launched."""
+    other = tmp_path / "train.jsonl"
+    other.write_text((config.parent / "train.jsonl").read_text().replace("w1", "w2"))
+    words = (f"CONFIG={config}", "ENGINE=ddp", f"ARGS={BATCH} output.name=differs")
+    processes = [pair[0].train(*words), pair[1].train(*words, own=(other, config.parent / "train.jsonl"))]
+    for done in finish_both(processes):
+        assert "different settings or data" in done.err and "Error 9" in done.err, done
+    assert not (config.parent / "runs" / "differs" / "ranks").exists()

@@ -1,0 +1,51 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import ResolvedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data.prepare import PreparedData
+from sft_play.errors import LaunchError
+from sft_play.job import Job, agreed_plan, fingerprint
+from sft_play.runlog import RunDir, cache_dir
+from sft_play.sizing.planner import Memory
+from tests.unit.train.plans import PLAN
+
+
+def plan(budget: int, **changes) -> dict:
+    memory = Memory(budget_bytes=budget, peak_bytes=1, peak_phase="forward", phases={"forward": 1}, terms={})
+    return replace(PLAN, memory=memory, **changes).to_json()
+
+
+def job(cache: Path, *, output: str = "runs", rate: float = 1e-4, rows: str = "abc") -> Job:
+    tree = {"model": {"name": str(cache / "tiny")}, "data": {"train_path": "x"}, "train": {"learning_rate": rate}}
+    config = RunConfig.model_validate({**tree, "output": {"dir": output}})
+    data = PreparedData(train=None, val=None, test=None, max_seq_len=8, stats={}, cache_path=cache / rows)
+    return Job(ResolvedConfig(config, {}, Path("x.yaml")), RunDir(Path(output)), None, data, PLAN)
+
+
+def test_the_plan_of_the_one_with_the_least_memory_is_everybodys():
+    chosen = agreed_plan([("same", plan(300)), ("same", plan(100, micro_batch_size=2)), ("same", plan(200))])
+    assert (chosen.memory.budget_bytes, chosen.micro_batch_size) == (100, 2)
+
+
+@pytest.mark.parametrize(
+    ("offers", "words"),
+    [
+        ([("one", plan(1)), ("other", plan(1))], "different settings or data"),
+        ([("same", plan(1)), ("same", plan(1, device="cuda"))], "found a GPU"),
+    ],
+)
+def test_those_who_differ_do_not_start(offers, words):
+    with pytest.raises(LaunchError, match=words):
+        agreed_plan(offers)
+
+
+def test_settings_and_data_are_compared_and_places_are_not(tmp_path, monkeypatch):
+    def of(cache: str, **changes) -> str:
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / cache))
+        return fingerprint(job(cache_dir(), **changes))
+
+    assert of("here") == of("there") == of("here", output="/scratch/runs")
+    assert len({of("here"), of("here", rate=2e-4), of("here", rows="abd")}) == 3
