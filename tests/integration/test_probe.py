@@ -9,13 +9,17 @@ from safetensors.torch import load_file
 
 from sft_play.errors import DoesNotFitError
 from sft_play.hardware import detect
+from sft_play.job import load_job_config, prepare_job
 from sft_play.model import load_model_config
 from sft_play.planning import DataFacts, plan_run, record_of
 from sft_play.runlog import read_json
+from sft_play.sizing.guard import LEAST_BYTES
 from sft_play.train.probe import largest_batch, prove
 from sft_play.train.rows import training_rows
 from sft_play.train.trainer import train
+from sft_play.units import GIB
 from tests.conftest import token_rows
+from tests.integration.cli import make_workspace, sft
 from tests.integration.jobs import losses, make_job
 
 ROWS = token_rows(96, longest=64)
@@ -117,3 +121,22 @@ def test_the_largest_batch_is_the_one_with_most_tokens_as_laid_out(tiny_model, t
     longest = [max(rows["length"][at : at + 4]) for at in range(0, len(rows), 4)]
     assert max(batch["length"]) == max(longest)
     assert share == max(longest) / job.plan.max_seq_len
+
+
+def test_two_processes_agree_on_a_smaller_plan(tiny_model, tmp_path):
+    """Through `sft-play probe`; every rank measures, the main one plans again, all take its plan."""
+    config = make_workspace(tmp_path / "work", tiny_model)
+    words = ["train.batch_size=auto", "train.effective_batch_size=16", "train.gradient_checkpointing=false", "train.probe=true"]
+    words.append("parallel.engine=ddp")
+    job = prepare_job(load_job_config(config, words), processes=2, progress=False)
+    path, _ = record_of(job.config, job.plan)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), 0.05)}))
+    allowed = (LEAST_BYTES + 0.6 * job.plan.memory.peak_bytes) / GIB
+    done = sft("probe", "--json", "--processes", "2", "--config", config, *words, f"parallel.memory_gib={allowed}")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    plan = found["plan"]["plan"]
+    assert plan["micro_batch_size"] < job.plan.micro_batch_size
+    assert plan["micro_batch_size"] * plan["gradient_accumulation_steps"] * 2 == 16
+    assert max(found["probe"]["phases"].values()) <= found["plan"]["memory"]["budget_bytes"]
