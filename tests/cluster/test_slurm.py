@@ -137,7 +137,7 @@ def test_a_node_that_is_lost_ends_the_run_and_slurm_gives_it_another_chance(slur
     [
         ("PARTITION=nowhere", "sbatch refused the job: invalid partition specified: nowhere", 9),
         ("NODES=0", "NODES=0: expected a whole number from 1", 2),
-        ("NODES=8", "sbatch refused the job: Batch job submission failed: Node count specification invalid", 9),
+        ("NODES=9", "train.effective_batch_size=8 does not divide among 9 processes", 2),
     ],
 )
 def test_what_cannot_be_submitted_is_said_in_one_sentence(slurm, config, knob, said, status):
