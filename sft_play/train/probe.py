@@ -232,7 +232,9 @@ def _as_it_was(trainer: TokenWeightedTrainer) -> Iterator[None]:
     before = {name: getattr(trainer, name) for name in names}
     unwrapped = {name: trainer.model.__dict__[name] for name in WRAPPING if name in trainer.model.__dict__}
     scaler = trainer.accelerator.scaler
-    scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else None
+    scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
+    if scale:  # at the scale that fp16 begins with, first steps often overflow and are left out, optimizer states with them
+        scaler.load_state_dict({**scale, "scale": 1.0})
     on_gpu = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):
         try:
@@ -244,7 +246,7 @@ def _as_it_was(trainer: TokenWeightedTrainer) -> Iterator[None]:
                 trainer.model.__dict__.pop(name, None)
             trainer.model.__dict__.update(unwrapped)
             trainer.state, trainer.control = TrainerState(), TrainerControl()
-            if scaler is not None:
+            if scale:
                 scaler.load_state_dict(scale)
 
 
