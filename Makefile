@@ -168,7 +168,7 @@ merge-test: $(READY) ## Compare the merged model with the adapter model
 
 .PHONY: test
 test: $(READY) ## Run the whole default test suite; ARGS="-k planner"
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## Run the tests that need a GPU

@@ -15,6 +15,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command line does
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several workers share the cores
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell would ignore Ctrl-C, tests too
 
 REPOSITORY = Path(__file__).resolve().parents[1]

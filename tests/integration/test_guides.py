@@ -113,7 +113,9 @@ def place(tiny_model, tmp_path_factory) -> Place:
     config = make_workspace(folder / "work", tiny_model)
     text = config.read_text().replace("max_steps: 8", "max_steps: 2\n  probe: false")
     config.write_text(text.replace("  max_new_tokens: 6", "  generate: false"))
-    inherited = {name: os.environ[name] for name in os.environ.keys() - {"MAKEFLAGS", "MAKELEVEL", "HF_HOME", "XDG_CACHE_HOME"}}
+    knobs = set(re.findall(r"\$\((?:if )?([A-Z]+)\)", (REPOSITORY / "Makefile").read_text()))  # those of `make test` itself
+    dropped = knobs | {"MAKEFLAGS", "MAKELEVEL", "HF_HOME", "XDG_CACHE_HOME"}
+    inherited = {name: os.environ[name] for name in os.environ.keys() - dropped}
     environment = {
         **inherited,
         "HOME": str(folder / "home"), "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "CONFIG": str(config),
