@@ -21,6 +21,7 @@ from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.machines import agree, met
+from sft_play.report.plan import reasons
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import console, hold_run, is_main_rank, open_run, quiet_libraries, read_json, update_summary
 
@@ -120,8 +121,7 @@ def open_job(resolved: ResolvedConfig, processes: int) -> Job:
     console().print(f"[bold]{resolved.config.output.name}[/]  {resolved.path}")
     job = prepare_job(resolved, processes=processes)
     console().print(show.table(job.data))
-    for reason in job.plan.why:
-        console().print(f"  - {reason}")
+    console().print(reasons(job.plan.why))
     return job
 
 

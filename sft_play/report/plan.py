@@ -21,6 +21,14 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def reasons(why: Sequence[str]) -> RenderableType:
+    """One below the other; what does not fit into a line goes on below its own beginning."""
+    grid = Table.grid(padding=(0, 1))
+    for reason in why:
+        grid.add_row("  -", Text(reason))
+    return grid
+
+
 def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
     """Predicted bytes by phase, and what the highest phase consists of."""
     phases = _table("phase", "peak", "of the budget")
@@ -104,7 +112,7 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
         f"{plan['effective_batch_size']:,} {words} a step, {plan['steps_per_epoch']:,} steps an epoch, "
         f"{plan['total_steps']:,} in all",
     )
-    parts: list[RenderableType] = [chosen, *(Text(f"  - {reason}") for reason in tree["why"])]
+    parts: list[RenderableType] = [chosen, reasons(tree["why"])]
     memory = memory_tables(tree["memory"]) if tree["memory"] else Text("memory: not predicted; the reasons above say why")
     parts.append(Padding(memory, (1, 0, 0, 0)))
     if tree["alternatives"]:

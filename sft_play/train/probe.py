@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
+from rich.padding import Padding
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -70,7 +71,7 @@ def prove(job: Job) -> tuple[Session, Proof | None]:
 
 def say_proof(plan: Plan, proof: Proof) -> None:
     """One line for the person who waits."""
-    console().print(f"  {proof_line(plan.to_json(), asdict(proof))}")
+    console().print(Padding(proof_line(plan.to_json(), asdict(proof)), (0, 0, 0, 2)))
 
 
 def _open(job: Job, *, announce: bool = True) -> Session:
