@@ -232,5 +232,10 @@ def forward(model: Any, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
     device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.mixed_precision)
     autocast = torch.autocast(device, dtype=dtype) if dtype else nullcontext()
     with autocast:
-        outputs = model(**batch, use_cache=False, fused_lm_head=True)
+        return token_loss(model, batch)
+
+
+def token_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """TRL's loss of a micro-batch on this process alone, through the head that `add_fused_lm_head` gave the model."""
+    outputs = model(**batch, use_cache=False, fused_lm_head=True)
     return -outputs.log_probs.sum() / outputs.label_mask.sum().clamp(min=1)

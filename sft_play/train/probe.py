@@ -32,6 +32,8 @@ from sft_play.runlog import console, is_main_rank
 from sft_play.sizing.phases import PhaseMeter
 from sft_play.sizing.planner import Plan
 from sft_play.sizing.records import Proof, write_overhead, write_record
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace import prepare_for_training, token_loss
 from sft_play.train.arguments import eval_batch_rows
 from sft_play.train.callbacks import NonFiniteGuard
 from sft_play.train.heartbeat import Heartbeat
@@ -93,7 +95,7 @@ def probe(session: Session) -> Proof:
     trainer, plan = session.trainer, session.job.plan
     rows, share = largest_batch(session.rows.dataset, plan)
     with _as_it_was(trainer):
-        alone = _fits_alone(trainer, rows) if plan.world_size > 1 else True
+        alone = _fits_alone(session, rows) if plan.world_size > 1 else True
         if not _all_agree(trainer, alone):
             return Proof(ran_out=True)
         with spinner("  probe: two steps and an evaluation at the largest batch"):
@@ -126,13 +128,20 @@ def _repeated(rows: Dataset, times: int) -> Dataset:
     return rows.select(np.tile(np.arange(len(rows)), times))
 
 
-def _fits_alone(trainer: TokenWeightedTrainer, rows: Dataset) -> bool:
-    """Whether one forward and backward pass fits, without the engine: a rank that runs out here leaves no other one waiting."""
+def _fits_alone(session: Session, rows: Dataset) -> bool:
+    """Whether one forward and backward pass fits, without the engine: a rank that runs out here leaves no other one waiting.
+
+    The trainer's own loss would not do: it counts tokens over all ranks.
+    """
+    trainer, plan = session.trainer, session.job.plan
     model: Any = trainer.model
+    mode = session.job.config.tuning.mode
+    prepare_for_training(model, StepSpec(mode=mode, gradient_checkpointing=plan.gradient_checkpointing))
     try:
         inputs = trainer._prepare_inputs(trainer.data_collator(list(rows)))
         with trainer.accelerator.autocast():
-            trainer.compute_loss(model, inputs).backward()
+            loss = token_loss(model, inputs)
+        loss.backward()
     except torch.OutOfMemoryError:
         return False
     finally:

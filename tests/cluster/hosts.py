@@ -40,7 +40,10 @@ def missing() -> str | None:
 
 def make_command(target: str, *words: str) -> list[str]:
     """What a person types, with the Python that runs the tests."""
-    return ["make", "--silent", f"--old-file={VENV}/.ready", target, f"VENV={VENV}", *words]
+    forgotten = [
+        word for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS") for word in ("--unset", name)
+    ]  # those of the tests' own make
+    return ["env", *forgotten, "make", "--silent", f"--old-file={VENV}/.ready", target, f"VENV={VENV}", *words]
 
 
 class Host:

@@ -42,6 +42,7 @@ def test_two_hosts_with_one_run_directory_learn_what_one_process_does(pair, conf
     assert_same_curve(run, alone(BATCH, "eval.generate=false"))
 
 
+@pytest.mark.slow
 def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(pair, config, alone, tmp_path):
     """Four steps, then the other four: each host has its part of the optimizer state, and one of them the results."""
     runs = config.parent / "runs"
@@ -67,7 +68,8 @@ def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(p
     assert_same_curve(RunDir(disks[0] / "zero"), alone(*settings.split()[:-1]))
 
 
-@pytest.mark.parametrize(("loss", "within_s"), [("kill", 12), pytest.param("unplug", 35, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "within_s"), [("kill", 12), ("unplug", 35)])
 def test_a_host_that_is_lost_ends_the_other(pair, config, loss, within_s):
     name = f"lost-{loss}"
     words = (f"CONFIG={config}", "ENGINE=ddp", f"ARGS={LONG} output.name={name}")
