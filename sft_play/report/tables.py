@@ -14,6 +14,7 @@ from sft_play.units import format_bytes, format_count, format_duration
 
 MISSING = "n/a"
 LARGE_BATCH = 0.98  # of the tokens that a batch may have: below, a difference to the prediction is to be expected
+SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 400  # of each text on the screen; the files hold them whole
 
 Format = Callable[[Any], str]
@@ -100,10 +101,11 @@ def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any], name
     return table
 
 
-def shorten(text: str, limit: int = SAMPLE_CHARACTERS) -> str:
-    """`text` without outer white space, cut at `limit` characters with a note of how many are missing."""
+def shorten(text: str, limit: int = SAMPLE_CHARACTERS, lines: int = SAMPLE_LINES) -> str:
+    """`text` without outer white space, cut at so many characters and lines with a note of how many characters are missing."""
     text = text.strip()
-    return text if len(text) <= limit else f"{text[:limit].rstrip()} ... ({len(text) - limit:,} more characters)"
+    kept = "\n".join(text.split("\n")[:lines])[:limit]
+    return text if kept == text else f"{kept.rstrip()} ... ({len(text) - len(kept):,} more characters)"
 
 
 def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:

@@ -91,6 +91,7 @@ def test_memory_line_says_in_which_direction_the_prediction_was_off():
 def test_long_texts_are_cut_with_a_note_of_what_is_missing():
     assert shorten("  short \n") == "short"
     assert shorten("x" * 1450, limit=400) == "x" * 400 + " ... (1,050 more characters)"
+    assert shorten("\n".join("abcdefghijkl"), lines=3) == "a\nb\nc ... (18 more characters)"
 
 
 def test_answers_are_shown_as_they_are_and_never_read_as_markup():
