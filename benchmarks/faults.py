@@ -11,11 +11,12 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from benchmarks.faulty_rank import FAULTS
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.runlog import RunDir, console, read_metrics
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
+SAID_LINES = 6  # of what a run said, in the results
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 LIMIT_S = 10  # parallel.timeout_s of these runs
 STEP = 4
@@ -120,6 +123,14 @@ def _alive(pid: int) -> bool:
     return False
 
 
+def in_short(text: str) -> str:
+    """What was said, without the frames of tracebacks, launchers' logs and the folders of this machine."""
+    for folder in (str(ROOT), tempfile.gettempdir()):
+        text = text.replace(folder, "...")
+    lines = [line for line in text.splitlines() if line[:1] not in ("", " ") and not re.match(r"[WE]\d{4} ", line)]
+    return "\n".join(lines[:SAID_LINES])
+
+
 def measure(name: str) -> Ended:
     """One fault, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +157,8 @@ def main() -> None:
         return
     facts = {"device": f"{platform.machine()} CPU, {os.cpu_count()} cores", "processes": 2, "limit_s": LIMIT_S}
     versions = {name: version(name) for name in ("torch", "accelerate", "transformers")}
-    tree = {**facts, "versions": versions, "faults": [asdict(ended) for ended in found]}
+    faults = [asdict(replace(ended, message=in_short(ended.message))) for ended in found]
+    tree = {**facts, "versions": versions, "faults": faults}
     (RESULTS / "faults.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
