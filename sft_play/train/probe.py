@@ -43,6 +43,7 @@ from sft_play.units import format_bytes
 
 STEPS = 2  # the second finds optimizer states and is the higher one
 ACCUMULATION = 2  # as good as any larger number: from the second micro-batch on gradients are there
+ATTEMPTS = 3  # on a CPU events may be lost (sizing/phases.py)
 SEARCH_SECONDS = 60.0
 WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")  # what accelerate.prepare leaves on a model
 
@@ -99,8 +100,10 @@ def probe(session: Session) -> Proof:
         if not _all_agree(trainer, alone):
             return Proof(ran_out=True)
         with spinner("  probe: two steps and an evaluation at the largest batch"):
-            proof = replace(_measure(session, rows), batch_share=share)
-    proof = Proof.of_all(gather_object([proof]))
+            for _ in range(ATTEMPTS):
+                proof = Proof.of_all(gather_object([replace(_measure(session, rows), batch_share=share)]))
+                if proof.phases or proof.ran_out:
+                    break
     if is_main_rank():
         path, device = record_of(session.job.config, plan)
         write_record(path, plan, proof, device)
