@@ -354,16 +354,22 @@ def _alternatives(job: Job) -> list[Plan]:
             for row in job.plan.alternatives
             if row["fits"] and row["engine"] == job.plan.engine
         ]
-        plans = [[_plan_with(job, *cut).to_json() for cut in wanted]]
+        made = [_plan_with(job, *cut) for cut in wanted]
+        plans = [[plan.to_json() for plan in made if plan]]
     broadcast_object_list(plans)
     return [Plan.from_json(tree) for tree in plans[0]]
 
 
-def _plan_with(job: Job, micro_batch_size: int, checkpointing: bool) -> Plan:
+def _plan_with(job: Job, micro_batch_size: int, checkpointing: bool) -> Plan | None:
+    """None if it does not fit by now: the probe of the chosen plan may have corrected the prediction."""
+
     def wanted(plan: Plan) -> bool:
         return plan.micro_batch_size == micro_batch_size and plan.gradient_checkpointing == checkpointing
 
-    return plan_again(job.config, job.data, job.plan, wanted)
+    try:
+        return plan_again(job.config, job.data, job.plan, wanted)
+    except DoesNotFitError:
+        return None
 
 
 def _say_tried(plan: Plan, proof: Proof) -> None:

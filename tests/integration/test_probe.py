@@ -140,3 +140,20 @@ def test_two_processes_agree_on_a_smaller_plan(tiny_model, tmp_path):
     assert plan["micro_batch_size"] < job.plan.micro_batch_size
     assert plan["micro_batch_size"] * plan["gradient_accumulation_steps"] * 2 == 16
     assert max(found["probe"]["phases"].values()) <= found["plan"]["memory"]["budget_bytes"]
+
+
+def test_search_leaves_out_what_the_first_probe_showed_not_to_fit(tiny_model, tmp_path, capsys):
+    """The record promised too little; once it is right, the larger plans are no candidates any more, and the run goes on."""
+    job = make_job(tiny_model, tmp_path, "search", rows=ROWS, probe="search", gradient_checkpointing=False)
+    whole = sized(job)
+    smallest = sized(job, accept=lambda plan: plan.micro_batch_size == 2)
+    path, _ = record_of(job.config, whole.plan)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), 0.05)}))
+    row = {"micro_batch_size": 16, "gradient_checkpointing": False, "engine": "none", "fits": True}
+    promised = sized(
+        job, accept=lambda plan: plan.micro_batch_size == 2, budget_bytes=int(1.2 * smallest.plan.memory.peak_bytes)
+    )
+    session, proof = prove(replace(promised, plan=replace(promised.plan, alternatives=(row,))))
+    assert session.job.plan.micro_batch_size == 2 and proof.fits(session.job.plan)
+    assert "tried" not in capsys.readouterr().out
