@@ -4,11 +4,12 @@ import json
 import platform
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sft_play.sizing.records import installed_versions
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "flash-attn")
@@ -16,13 +17,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate"
 
 def versions() -> dict[str, str]:
     """Of Python and what the numbers hang on; what is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **installed_versions(PACKAGES)}
 
 
 def made_on(device: torch.device) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,10 +61,10 @@ class Proof:
         )
 
 
-def installed_versions() -> dict[str, str]:
-    """Of the packages that memory depends on."""
+def installed_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Of the packages that are installed; default those that memory depends on."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
