@@ -1,13 +1,13 @@
-# SFT-Play, all of it, by name. `make help` is made from this file: "##@ group", "target: ## text" and "#? knob".
+# The commands of SFT-Play. `make help` is generated from this file: "##@ group", "target: ## text" and "#? SETTING".
 
 .DEFAULT_GOAL := help
 
-#? CONFIG=configs/demo.yaml         the run
-#? ARGS="train.learning_rate=1e-4"  settings of it to change
-#? NGPU=2                           processes
+#? CONFIG=configs/demo.yaml         config of the run
+#? ARGS="train.learning_rate=1e-4"  overrides
+#? NGPU=2                           number of GPUs or processes
 #? RUN=name                         name of the run directory
-#? PROBE=search                     time some plans, take the fastest
-#? NODES=2                          machines
+#? PROBE=search                     time several plans, use the fastest
+#? NODES=2                          number of machines (multi-node)
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/demo.yaml
@@ -18,9 +18,9 @@ NODES ?=
 RUNS ?= runs
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Free text: the shell takes it from the environment instead of reading it.
+# Free text: passed through the environment so that the shell does not parse it.
 export STYLE
-# To the libraries these are the numbers of a single process.
+# Libraries would mistake these for the rank of a single process.
 unexport RANK MASTER_ADDR MASTER_PORT
 
 PY = "$(VENV)/bin/python"
@@ -33,21 +33,24 @@ WITH_ENGINE = $(if $(ENGINE),--engine "$(ENGINE)")
 MACHINE = --nodes "$(NODES)" --node-rank "$(RANK)" --master-addr "$(MASTER_ADDR)" --master-port "$(MASTER_PORT)"
 CLUSTER = --nodes "$(NODES)" --gpus "$(NGPU)" --partition "$(PARTITION)" --time "$(TIME)" --account "$(ACCOUNT)" --sbatch="$(SBATCH)"
 READY = $(VENV)/.ready
+FLOOR = .venv-floor
+# Compares with measurements that were made with the locked versions.
+RECORDED = tests/unit/sizing/test_benchmark_results.py::test_steps_of_the_cpu_are_predicted_again_within_the_targets
 TOOL_CACHES = build dist .pytest_cache .ruff_cache .mypy_cache sft_play.egg-info
 
-##@ Set up
+##@ Setup
 
 .PHONY: help
-help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^#\? / {printf "%s%s\n", n++ ? "" : "Knobs\n", "  " substr($$0, 4)} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9][a-zA-Z0-9_.\/-]*:.*## / {printf "  %-21s %s\n", $$1, $$2}' "$(firstword $(MAKEFILE_LIST))"
+help: ## Show this help
+	@awk 'BEGIN {FS = ":.*## "} /^#\? / {printf "%s%s\n", n++ ? "" : "Settings\n", "  " substr($$0, 4)} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9][a-zA-Z0-9_.\/-]*:.*## / {printf "  %-21s %s\n", $$1, $$2}' "$(firstword $(MAKEFILE_LIST))"
 
 .PHONY: install
-install: $(READY) ## Make .venv with the exact versions of requirements.lock
+install: $(READY) ## Create .venv with the versions from requirements.lock
 
-# torch first and by itself, in the build that this machine's package index has. DeepSpeed comes as source: DS_* keeps its
-# setup from looking for a CUDA compiler; what it needs compiled it compiles when used.
+# torch goes first, on its own, in whatever build the package index of this machine provides. DeepSpeed is built from
+# source: the DS_* variables keep its setup from looking for a CUDA compiler; its operators are compiled on first use.
 $(READY): requirements.lock pyproject.toml
-	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed: make install PYTHON=python3.12")'
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is required: make install PYTHON=python3.12")'
 	"$(PYTHON)" -m venv "$(VENV)"
 	$(PY) -m pip install --constraint requirements.lock torch==2.13.0
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PY) -m pip install --no-deps --no-build-isolation --use-pep517 --requirement requirements.lock
@@ -55,55 +58,59 @@ $(READY): requirements.lock pyproject.toml
 	touch "$@"
 
 .PHONY: gpu-info
-gpu-info: $(READY) ## Show GPUs, memory, who uses it, CPU and RAM
+gpu-info: $(READY) ## Show GPUs, what uses their memory, CPU and RAM
 	$(SFT) gpu-info
 
 .PHONY: memory-check
-memory-check: $(READY) ## Show what memory is left for a run
+memory-check: $(READY) ## Show how much memory is free for a run
 	$(SFT) memory-check
+
+.PHONY: device-profile
+device-profile: $(READY) ## Show what operations cost here; measured once
+	$(SFT) device-profile $(ARGS)
 
 .PHONY: check
 check: $(READY) ## Check config, data, model, devices, disk, versions
 	$(SFT) check $(WITH_CONFIG)
 
 .PHONY: setup-accelerate
-setup-accelerate: $(READY) ## Run accelerate's wizard; AUTO=1 writes its file unasked
+setup-accelerate: $(READY) ## Run accelerate's wizard; AUTO=1 answers for you
 	$(SFT) setup-accelerate $(if $(AUTO),--auto)
 
-##@ Look at the data
+##@ Data
 
 .PHONY: prepare
-prepare: $(READY) ## Tokenise and count; SHOW=3 prints rows as learned
+prepare: $(READY) ## Tokenize and count; SHOW=3 prints annotated rows
 	$(SFT) prepare $(if $(SHOW),--show "$(SHOW)") $(WITH_CONFIG)
 
 .PHONY: process
-process: $(READY) ## Step 1: rows as conversations
+process: $(READY) ## Step 1: convert rows to conversations
 	$(SFT) process $(WITH_CONFIG)
 
 .PHONY: style
-style: $(READY) ## Step 2: with a system prompt STYLE="..."
+style: $(READY) ## Step 2: add a system prompt, STYLE="..."
 	$(if $(STYLE),,$(error STYLE="..." is required, the system prompt to add))$(SFT) style --style "$$STYLE" $(WITH_CONFIG)
 
 .PHONY: render
-render: $(READY) ## Step 3: text as the model sees it
+render: $(READY) ## Step 3: render the text as the model sees it
 	$(SFT) render $(WITH_CONFIG)
 
-##@ Train
+##@ Training
 
 .PHONY: plan
-plan: $(READY) ## Predict memory and speed, also for GPU="RTX 4090" NGPU=2
+plan: $(READY) ## Predict memory and speed, e.g. GPU="RTX 4090" NGPU=2
 	$(SFT) plan $(if $(GPU),--gpu "$(GPU)") $(if $(NGPU),--gpus "$(NGPU)") $(WITH_CONFIG)
 
 .PHONY: probe
-probe: $(READY) ## Measure the largest batch, beside the prediction
+probe: $(READY) ## Measure the largest batch, compare with the prediction
 	$(SFT) probe $(SOME) $(WITH_CONFIG)
 
 .PHONY: train
-train: $(READY) ## Train on one GPU, or on the CPU (default: the demo)
+train: $(READY) ## Train on one GPU or the CPU (default: the demo)
 	$(SFT) train $(SOME) $(WITH_CONFIG)
 
 .PHONY: train-distributed
-train-distributed: $(READY) ## Train on all GPUs with DDP (no GPU: 2 CPU processes)
+train-distributed: $(READY) ## Train on all GPUs with DDP (without GPUs: 2 on CPU)
 	$(SFT) train $(ALL) --engine ddp $(WITH_CONFIG)
 
 .PHONY: train-deepspeed
@@ -111,15 +118,15 @@ train-deepspeed: $(READY) ## Train on all GPUs with DeepSpeed ZeRO-2
 	$(SFT) train $(ALL) --engine deepspeed_z2 $(WITH_CONFIG)
 
 .PHONY: train-multinode
-train-multinode: $(READY) ## Train on NODES machines: RANK=0 MASTER_ADDR=10.0.0.1
+train-multinode: $(READY) ## Train multi-node: NODES=2 RANK=0 MASTER_ADDR=10.0.0.1
 	$(SFT) train $(MACHINE) $(ALL) $(WITH_ENGINE) $(WITH_CONFIG)
 
 .PHONY: train-slurm
-train-slurm: $(READY) ## Train as a SLURM job: NODES=2 NGPU=4 PARTITION= TIME=
+train-slurm: $(READY) ## Submit a SLURM job: NODES=2 NGPU=4 PARTITION= TIME=
 	$(SFT) slurm $(CLUSTER) $(WITH_ENGINE) $(WITH_CONFIG)
 
 .PHONY: train-tb
-train-tb: $(READY) ## train, with TensorBoard for as long as it runs
+train-tb: $(READY) ## train, with TensorBoard while it runs
 	$(SFT) train --tensorboard $(SOME) $(WITH_CONFIG)
 
 .PHONY: train-distributed-tb
@@ -131,21 +138,21 @@ train-deepspeed-tb: $(READY) ## train-deepspeed, with TensorBoard
 	$(SFT) train --tensorboard $(ALL) --engine deepspeed_z2 $(WITH_CONFIG)
 
 .PHONY: resume
-resume: $(READY) ## Go on from the newest checkpoint, on NGPU processes
+resume: $(READY) ## Continue from the latest checkpoint (NGPU=2 for two)
 	$(SFT) train --resume $(SOME) $(WITH_CONFIG)
 
 .PHONY: tensorboard
-tensorboard: $(READY) ## Start TensorBoard on 127.0.0.1 and a free port
+tensorboard: $(READY) ## Start TensorBoard on 127.0.0.1, on a free port
 	$(SFT) tensorboard --runs "$(RUNS)"
 
 .PHONY: tb-stop
-tb-stop: $(READY) ## Stop it
+tb-stop: $(READY) ## Stop TensorBoard
 	$(SFT) tensorboard --runs "$(RUNS)" --stop
 
 ##@ After training
 
 .PHONY: eval
-eval: $(READY) ## Judge on held-out rows; SPLIT=val|test LIMIT=100
+eval: $(READY) ## Evaluate on held-out rows; SPLIT=val|test LIMIT=100
 	$(SFT) eval --split "$(if $(SPLIT),$(SPLIT),val)" $(if $(LIMIT),--limit "$(LIMIT)") $(WITH_CONFIG)
 
 .PHONY: infer
@@ -157,59 +164,100 @@ infer-batch: $(READY) ## Answer a file of prompts: IN=in.jsonl OUT=out.jsonl
 	$(if $(IN),,$(error IN=questions.jsonl is required))$(SFT) infer --input "$(IN)" $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
 
 .PHONY: merge
-merge: $(READY) ## Add the adapter into its base; DTYPE=bfloat16 OUT=folder
+merge: $(READY) ## Merge the adapter into its base; DTYPE=bfloat16 OUT=dir
 	$(SFT) merge $(if $(DTYPE),--dtype "$(DTYPE)") $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
 
 .PHONY: merge-test
 merge-test: $(READY) ## Compare the merged model with the adapter model
 	$(SFT) merge-test $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
 
-##@ Develop
+##@ Development
 
 .PHONY: test
-test: $(READY) ## Run the whole default test suite; ARGS="-k planner"
+test: $(READY) ## Run the default test suite; ARGS="-k planning"
 	$(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile $(ARGS)
+
+.PHONY: test-floor
+test-floor: $(FLOOR)/.ready ## Run the unit tests with the lowest allowed versions
+	"$(FLOOR)/bin/python" -m pytest tests/unit --deselect $(RECORDED) $(ARGS)
+
+$(FLOOR)/.ready: $(READY) pyproject.toml scripts/floor_requirements.py
+	rm -rf "$(FLOOR)"
+	"$(PYTHON)" -m venv "$(FLOOR)"
+	$(PY) scripts/floor_requirements.py >"$(FLOOR)/floor.txt"
+	"$(FLOOR)/bin/python" -m pip install --constraint "$(FLOOR)/floor.txt" "setuptools>=77" torch
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$(FLOOR)/bin/python" -m pip install --no-build-isolation --use-pep517 --requirement "$(FLOOR)/floor.txt"
+	"$(FLOOR)/bin/python" -m pip install --no-deps --no-build-isolation --editable .
+	touch "$@"
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## Run the tests that need a GPU
-	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) -m pytest tests/gpu -m gpu $(ARGS)
 
 .PHONY: test-cluster
-test-cluster: $(READY) ## Run the tests on a SLURM and two hosts made here (root)
+test-cluster: $(READY) ## Test on a local SLURM and two virtual hosts (as root)
 	bash tests/cluster/install.sh
 	$(PY) -m pytest -m cluster $(ARGS)
 
 .PHONY: check-code
-check-code: $(READY) ## Lint, format check, types
+check-code: $(READY) ## Lint, check formatting, check types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+.PHONY: check-style
+check-style: $(READY) ## Measure readability; AGAINST=main fails if it got worse
+	$(PY) scripts/check_style.py $(if $(AGAINST),--against "$(AGAINST)") $(ARGS)
+
 .PHONY: bench-sizing
-bench-sizing: $(READY) ## Predicted against measured memory, on the CPU
+bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
 	$(PY) -m benchmarks.sizing $(ARGS)
 
 .PHONY: bench-sizing-gpu
-bench-sizing-gpu: $(READY) ## The same on a GPU, planned runs too; nine minutes
+bench-sizing-gpu: $(READY) ## The same on a GPU, with planned runs; nine minutes
 	$(PY) -m benchmarks.sizing_gpu $(ARGS)
 
+.PHONY: bench-evidence
+bench-evidence: $(READY) ## The same with steps that others ran on GPUs
+	$(PY) -m benchmarks.evidence $(ARGS)
+
+.PHONY: bench-planner
+bench-planner: $(READY) ## Compare the planner's choice with every other plan
+	$(PY) -m benchmarks.planner $(ARGS)
+
+.PHONY: bench-step
+bench-step: $(READY) ## Show where a step's time goes, next to a bare loop
+	$(PY) -m benchmarks.step_parts $(ARGS)
+
+.PHONY: bench-step-time
+bench-step-time: $(READY) ## Compare predicted with measured step time on the CPU
+	$(PY) -m benchmarks.step_time $(ARGS)
+
 .PHONY: bench-gpu
-bench-gpu: $(READY) ## Speed on a GPU, beside plain TRL; nine minutes
+bench-gpu: $(READY) ## Compare speed on a GPU with plain TRL; nine minutes
 	$(PY) -m benchmarks.throughput $(ARGS)
 
+.PHONY: gpu-proof
+gpu-proof: $(READY) ## Tests and benchmarks on a GPU, nine minutes at a time
+	$(PY) -m benchmarks.gpu_proof $(ARGS)
+
 .PHONY: bench-scaling
-bench-scaling: $(READY) ## Speed-up and communication on NGPU="1 2 4 8" processes
+bench-scaling: $(READY) ## Measure speed-up on NGPU="1 2 4 8" processes
 	$(PY) -m benchmarks.scaling $(if $(NGPU),--processes "$(NGPU)") $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: $(READY) ## Compare speed with other toolkits on the CPU; hours
+	$(PY) -m benchmarks.peers $(ARGS)
+
 .PHONY: bench-faults
-bench-faults: $(READY) ## How fast a run ends after each kind of fault
+bench-faults: $(READY) ## Measure how fast a run ends after each kind of fault
 	$(PY) -m benchmarks.faults $(ARGS)
 
 .PHONY: clean
-clean: ## Remove caches of the tools; data, runs and .venv stay
+clean: ## Remove tool caches; keep data, runs and .venv
 	rm -rf $(TOOL_CACHES)
 	find sft_play tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: clean-all
-clean-all: ## Remove also .venv, .cache and runs; needs CONFIRM=1
-	$(if $(CONFIRM),,$(error this removes $(VENV), .cache, logs and $(RUNS) with all checkpoints; say CONFIRM=1))rm -rf $(TOOL_CACHES) "$(VENV)" .cache logs "$(RUNS)"
+clean-all: ## Also remove .venv, .cache and runs; needs CONFIRM=1
+	$(if $(CONFIRM),,$(error this removes $(VENV), .cache, logs and $(RUNS) with all checkpoints; add CONFIRM=1 to proceed))rm -rf $(TOOL_CACHES) "$(VENV)" .cache logs "$(RUNS)"

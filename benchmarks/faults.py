@@ -1,9 +1,10 @@
-"""How long a run of two processes takes to end after a fault, and what it says: real training runs on the CPU.
+"""Measures how long a run of two processes takes to end after a fault, and what it reports, on the CPU.
 
-    make bench-faults                           # all, into benchmarks/results/faults.json
-    make bench-faults ARGS="kill sleep"         # some, nothing written
+    make bench-faults                           # all faults; writes benchmarks/results/faults.json
+    make bench-faults ARGS="kill sleep"         # some faults; writes nothing
 
-Rank 1 meets the fault at the beginning of step 4 (faulty_rank.py); time runs from there to the end of the last process.
+The fault is injected into rank 1 at the beginning of step 4 (faulty_rank.py); time is measured from there to
+the exit of the last process.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from sft_play.runlog import RunDir, console, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
-SAID_LINES = 6  # of what a run said, in the results
+MESSAGE_LINES = 6  # lines of a run's message in the results
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 LIMIT_S = 10  # parallel.timeout_s of these runs
 STEP = 4
@@ -39,60 +40,84 @@ TORCHRUN = ("torchrun raise", "torchrun sleep")
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What came of a fault."""
+class Outcome:
+    """How a run ended after a fault."""
 
     fault: str
     seconds: float
     exit_code: int
     message: str
-    left_over: int  # processes of the run that are still there
+    left_over: int  # processes of the run that are still running
 
 
 def settings(folder: Path, limit_s: int = LIMIT_S) -> list[str]:
-    """Config and overrides of a small run that goes on until something happens."""
+    """Config and overrides of a small run that never ends by itself."""
     return [
-        "--config", str(Path(__file__).parents[1] / "configs" / "demo.yaml"), "model.name=builtin:tiny", "eval.generate=false",
-        f"output.dir={folder}", "output.name=faulty", f"parallel.timeout_s={limit_s}", "train.batch_size=4",
-        "train.effective_batch_size=8", "train.logging_steps=1", "train.eval_steps=100000", "train.report_to=[]",
-        "train.probe=false", ENDLESS,
-    ]  # fmt: skip
+        "--config",
+        str(ROOT / "configs" / "demo.yaml"),
+        "model.name=builtin:tiny",
+        "eval.generate=false",
+        f"output.dir={folder}",
+        "output.name=faulty",
+        f"parallel.timeout_s={limit_s}",
+        "train.batch_size=4",
+        "train.effective_batch_size=8",
+        "train.logging_steps=1",
+        "train.eval_steps=100000",
+        "train.report_to=[]",
+        "train.probe=false",
+        ENDLESS,
+    ]
 
 
-def within(fault: str, folder: Path, limit_s: int = LIMIT_S) -> Ended:
-    """A fault within rank 1, under our launcher."""
-    note = folder / "struck"
+def under_launcher(fault: str, folder: Path, limit_s: int = LIMIT_S) -> Outcome:
+    """Injects a fault into rank 1 under our launcher."""
+    note = folder / "injected"
     environment = {"FAULT": f"{fault}@{STEP}", "FAULT_NOTE": str(note), "OMP_NUM_THREADS": "1"}
-    command = launch_command([str(SCRIPT), *settings(folder, limit_s)], engine="ddp", device="cpu", processes=2)
+    script = [str(SCRIPT), *settings(folder, limit_s)]
+    command = launch_command(script, engine="ddp", device="cpu", processes=2)
     (folder / "faulty").mkdir(exist_ok=True)
-    before = family()
-    result = run_launcher(command, RunDir(folder / "faulty"), processes=2, environment=environment, timeout_s=120)
+    before = descendants()
+    result = run_launcher(
+        command, RunDir(folder / "faulty"), processes=2, environment=environment, timeout_s=120
+    )
     ended = time.time()
     if not note.exists():
         raise RuntimeError(f"the run ended before the fault: {result.message}")
-    return Ended(fault, ended - float(note.read_text()), result.code, result.message, len(family() - before))
+    seconds = ended - float(note.read_text())
+    return Outcome(fault, seconds, result.code, result.message, len(descendants() - before))
 
 
-def under_torchrun(fault: str, folder: Path, limit_s: int = LIMIT_S) -> Ended:
-    """The same without our launcher."""
-    note = folder / "struck"
-    environment = {"FAULT": f"{fault}@{STEP}", "FAULT_NOTE": str(note), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=loopback"]
-    before = family()
+def under_torchrun(fault: str, folder: Path, limit_s: int = LIMIT_S) -> Outcome:
+    """Injects the same fault under torchrun, without our launcher."""
+    note = folder / "injected"
+    environment = {
+        "FAULT": f"{fault}@{STEP}",
+        "FAULT_NOTE": str(note),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    options = ["--nproc_per_node=2", "--rdzv-backend=loopback"]
+    before = descendants()
     done = subprocess.run(
-        [*torchrun, str(SCRIPT), *settings(folder, limit_s)], env={**os.environ, **environment}, capture_output=True, text=True
+        [*torchrun, *options, str(SCRIPT), *settings(folder, limit_s)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
     ended = time.time()
     if not note.exists():
         raise RuntimeError(f"the run ended before the fault: {done.stderr}")
-    return Ended(f"torchrun {fault}", ended - float(note.read_text()), done.returncode, done.stderr, len(family() - before))
+    seconds = ended - float(note.read_text())
+    return Outcome(f"torchrun {fault}", seconds, done.returncode, done.stderr, len(descendants() - before))
 
 
-def from_outside(whom: str, folder: Path) -> Ended:
-    """Kills (-9) the launcher or the command that a person typed, while the ranks train."""
-    words = ["train", "--processes", "2", "--engine", "ddp", *settings(folder)]
+def kill_from_outside(target: str, folder: Path) -> Outcome:
+    """Kills (SIGKILL) the launcher or the command that the user typed while the ranks train."""
+    argv = ["train", "--processes", "2", "--engine", "ddp", *settings(folder)]
     command = subprocess.Popen(
-        [sys.executable, "-m", "sft_play", *words],
+        [sys.executable, "-m", "sft_play", *argv],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -102,19 +127,20 @@ def from_outside(whom: str, folder: Path) -> Ended:
         if command.poll() is not None:
             raise RuntimeError(command.communicate()[1])
         time.sleep(0.05)
-    members = family(command.pid) | {command.pid}
+    members = descendants(command.pid) | {command.pid}
     (launcher,) = psutil.Process(command.pid).children()
-    struck = time.time()
-    (command if whom == "command" else launcher).kill()
-    _, said = command.communicate(timeout=60)
-    while (left := sum(_alive(pid) for pid in members)) and time.time() - struck < 20:
+    killed_at = time.time()
+    (command if target == "command" else launcher).kill()
+    _, message = command.communicate(timeout=60)
+    while (left := sum(_alive(pid) for pid in members)) and time.time() - killed_at < 20:
         time.sleep(0.02)
-    return Ended(f"kill -9 of the {whom}", time.time() - struck, command.returncode, said, left)
+    seconds = time.time() - killed_at
+    return Outcome(f"kill -9 of the {target}", seconds, command.returncode, message, left)
 
 
-def family(of: int | None = None) -> set[int]:
-    """The processes below one (default: this one)."""
-    return {child.pid for child in psutil.Process(of).children(recursive=True)}
+def descendants(pid: int | None = None) -> set[int]:
+    """All child processes of a process (default: this one), at any depth."""
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
 
 
 def _alive(pid: int) -> bool:
@@ -123,41 +149,53 @@ def _alive(pid: int) -> bool:
     return False
 
 
-def in_short(text: str) -> str:
-    """What was said, without the frames of tracebacks, launchers' logs and the folders of this machine."""
+def condense(text: str) -> str:
+    """The message without the frames of tracebacks, launcher logs and the folders of this machine."""
     for folder in (str(ROOT), tempfile.gettempdir()):
         text = text.replace(folder, "...")
-    lines = [line for line in text.splitlines() if line[:1] not in ("", " ") and not re.match(r"[WE]\d{4} ", line)]
-    return "\n".join(lines[:SAID_LINES])
+    lines = [line for line in text.splitlines() if line[:1] not in ("", " ")]
+    return "\n".join([line for line in lines if not re.match(r"[WE]\d{4} ", line)][:MESSAGE_LINES])
 
 
-def measure(name: str) -> Ended:
-    """One fault, in a folder of its own."""
+def measure(name: str) -> Outcome:
+    """Measures one fault, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         if name in KILLED_FROM_OUTSIDE:
-            return from_outside(name, Path(folder))
+            return kill_from_outside(name, Path(folder))
         if name in TORCHRUN:
             return under_torchrun(name.split()[1], Path(folder))
-        return within(name, Path(folder))
+        return under_launcher(name, Path(folder))
 
 
 def main() -> None:
-    """Measures what the command line names."""
+    """Measures the faults that the command line names."""
     every = [*FAULTS, *KILLED_FROM_OUTSIDE, *TORCHRUN]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("faults", nargs="*", metavar="fault", help=f"of: {', '.join(every)}; default all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "faults", nargs="*", metavar="fault", help=f"any of: {', '.join(every)} (default: all)"
+    )
     asked = parser.parse_args().faults
     found = []
     for name in asked or every:
-        ended = measure(name)
-        found.append(ended)
-        console().print(f"[bold]{name}[/]  {ended.seconds:.1f} s  exit code {ended.exit_code}  left over {ended.left_over}")
-        console().print("\n".join(f"    {line}" for line in ended.message.splitlines()[-12:]), markup=False)
+        outcome = measure(name)
+        found.append(outcome)
+        console().print(
+            f"[bold]{name}[/]  {outcome.seconds:.1f} s  exit code {outcome.exit_code}  "
+            f"processes left over: {outcome.left_over}"
+        )
+        message = outcome.message.splitlines()[-12:]
+        console().print("\n".join(f"    {line}" for line in message), markup=False)
     if asked:
         return
-    facts = {"device": f"{platform.machine()} CPU, {os.cpu_count()} cores", "processes": 2, "limit_s": LIMIT_S}
+    facts = {
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "processes": 2,
+        "limit_s": LIMIT_S,
+    }
     versions = {name: version(name) for name in ("torch", "accelerate", "transformers")}
-    faults = [asdict(replace(ended, message=in_short(ended.message))) for ended in found]
+    faults = [asdict(replace(outcome, message=condense(outcome.message))) for outcome in found]
     tree = {**facts, "versions": versions, "faults": faults}
     (RESULTS / "faults.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""scripts/train_distributed.py with a fault: FAULT=<what>@<step> strikes rank 1 and writes down when.
+"""scripts/train_distributed.py with a fault: FAULT=<fault>@<step> is injected into rank 1.
 
-what: raise, exit, kill, segfault, sleep, spin, stop (see FAULTS)
+The time of the fault is written to the file FAULT_NOTE. Faults: see FAULTS.
 """
 
 import ctypes
@@ -11,18 +11,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sft_play.launch.guard import die_with_parent
+from sft_play.machine.parent_death import die_with_parent
 
 RANK = "1"
 
 
 def _raise() -> None:
-    raise ValueError("a fault on purpose")
+    raise ValueError("an injected fault")
 
 
 def _spin() -> None:
-    while True:  # a signal ends sleep(3)
-        ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter's lock: no other thread of this process runs
+    while True:  # a signal interrupts sleep(3)
+        ctypes.PyDLL(None).sleep(3600)  # PyDLL does not release the GIL, so no other thread can run
 
 
 FAULTS = {
@@ -36,8 +36,8 @@ FAULTS = {
 }
 
 
-def strike_at(fault: str, step: int, note: Path) -> None:
-    """Makes the trainer of this process do `fault` at the beginning of a step."""
+def inject(fault: str, step: int, note: Path) -> None:
+    """Makes the trainer of this process call the fault at the beginning of a step."""
     from transformers import TrainerCallback
 
     from sft_play.train import session
@@ -58,5 +58,5 @@ if __name__ == "__main__":
 
     if os.environ.get("RANK") == RANK:
         fault, step = os.environ["FAULT"].split("@")
-        strike_at(fault, int(step), Path(os.environ["FAULT_NOTE"]))
+        inject(fault, int(step), Path(os.environ["FAULT_NOTE"]))
     raise SystemExit(run_rank(sys.argv[1:]))

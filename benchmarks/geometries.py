@@ -1,11 +1,13 @@
-"""Architectures with the sizes of published models, as configs: no weights are needed to know what a step of theirs costs."""
+"""Configs with the sizes of published models; predicting the memory of a step needs no weights."""
 
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-POSITIONS = 32768  # more than any row here has
+POSITIONS = 32768  # more than the longest row in any benchmark
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, *, tied: bool) -> LlamaConfig:
+def _llama(
+    hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, *, tied: bool
+) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,

@@ -1,11 +1,9 @@
-"""What make bench-sizing-gpu measures: real steps of full-size models, and plans for budgets that somebody could have."""
+"""The cases of `make bench-sizing-gpu`: real steps of full-size models, and plans for random budgets."""
 
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product, zip_longest
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -13,22 +11,31 @@ from transformers import PretrainedConfig
 from benchmarks.geometries import MEASURED
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import DataConfig, LoraSettings, ModelConfig, RunConfig, TrainConfig, TuningConfig
-from sft_play.model import choose_attention
+from sft_play.model.load import choose_attention
+from sft_play.plan import Device, Plan
+from sft_play.planning.drafts import draft_plans
+from sft_play.planning.search import choose_plan
 from sft_play.sizing import memory
 from sft_play.sizing.estimator import estimator
 from sft_play.sizing.guard import guard
-from sft_play.sizing.planner import Device, Plan, draft_plans
-from sft_play.sizing.recordings import shared_recordings
-from sft_play.sizing.search import choose_plan
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import ASSUMED_CAPABILITY, StepSpec
+from sft_play.sizing.traces import shared_traces
 
 MODES = ("full", "lora", "qlora")
-TOO_LARGE = {("Llama-3.1-8B", "full")}  # 18 bytes a parameter are more than any single GPU of today has
-# Rows and tokens of a row of a micro-batch, and whether it is packed
-SHAPES = ((4, 512, False), (8, 1024, True), (2, 2048, False), (2, 4096, True), (1, 8192, False), (1, 512, False))
-SHAPES_EACH = 2  # of them for each model and mode, with checkpointing and without
-PLANNED_ROWS = 5040  # per optimizer step: every micro-batch up to ten divides it, and many above
-PLANNED_TOKENS = {"small": (2048, 4096, 8192, 16384), "large": (2048, 4096, 8192)}  # of a micro-batch, about
+TOO_LARGE = {("Llama-3.1-8B", "full")}  # needs 18 bytes per parameter, more than a single GPU has
+# Rows of a micro-batch, tokens per row, and whether it is packed.
+SHAPES = (
+    (4, 512, False),
+    (8, 1024, True),
+    (2, 2048, False),
+    (2, 4096, True),
+    (1, 8192, False),
+    (1, 512, False),
+)
+SHAPES_EACH = 2  # shapes for each model and mode, with checkpointing and without
+PLANNED_ROWS = 5040  # per optimizer step: divisible by every micro-batch up to ten, and by many above
+# Approximate tokens of planned micro-batches, by the size of the model.
+PLANNED_TOKENS = {"small": (2048, 4096, 8192, 16384), "large": (2048, 4096, 8192)}
 LARGE_FROM = "Llama-3.2-3B"
 
 
@@ -36,7 +43,7 @@ LARGE_FROM = "Llama-3.2-3B"
 class Target:
     """The device that steps are planned and predicted for."""
 
-    kind: str  # cuda or cpu
+    kind: str  # "cuda" or "cpu"
     name: str
     compute_capability: tuple[int, int] | None = None
 
@@ -48,14 +55,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """A real step."""
+    """A real step to measure."""
 
-    key: str  # names it in the file of lines
+    key: str  # identifies it in the measurement log
     model: str
     spec: StepSpec
-    budget_bytes: int | None = None  # what its plan was made for
-    allowed_bytes: int | None = None  # what the allocator may take: the budget and the guard
-    memory_is_limit: bool = False  # whether the plan would have had a larger micro-batch with more memory
+    budget_bytes: int | None = None  # the budget that its plan was made for
+    allowed_bytes: int | None = None  # limit of the allocator: budget and guard
+    memory_is_limit: bool = False  # whether more memory would have allowed a larger micro-batch
 
 
 def architecture(model: str) -> PretrainedConfig:
@@ -64,53 +71,60 @@ def architecture(model: str) -> PretrainedConfig:
 
 
 def spec_to_json(spec: StepSpec) -> dict[str, Any]:
-    """All that is needed to predict the step again."""
+    """The step as JSON, complete enough to predict it again."""
     return asdict(replace(spec, lora=None)) | {"lora": spec.lora.model_dump()}  # type: ignore[arg-type]
 
 
 def spec_from_json(tree: dict[str, Any]) -> StepSpec:
     """The inverse of `spec_to_json`."""
-    return StepSpec(**tree | {"lora": LoraSettings(**tree["lora"])})
+    changes = {"lora": LoraSettings(**tree["lora"]), "compute_capability": tuple(tree["compute_capability"])}
+    return StepSpec(**tree | changes)
 
 
 def _types(mode: str, target: Target) -> dict[str, str]:
-    """Types as the planner chooses them when it may: fp32 master weights for full fine-tuning, 16 bit under adapters."""
+    """The dtypes that the planner chooses: fp32 weights for full fine-tuning, 16 bit under adapters."""
     if target.kind == "cpu":
         return dict(dtype="float32", mixed_precision="no")
     return dict(dtype="float32" if mode == "full" else "bfloat16", mixed_precision="bf16")
 
 
 def measured_cases(target: Target, quick: bool) -> list[Case]:
-    """The grid, ordered so that any first part of it has all models and modes: one step of each, then the next of each."""
+    """The grid, ordered so that any prefix covers many models and modes: one step of each, then the next."""
     models = ("small-llama", "small-qwen3") if quick else tuple(MEASURED)
     shapes = ((2, 64, False), (3, 32, True)) if quick else SHAPES
+    steps = 2 if quick else 2 * SHAPES_EACH
     groups = []
     for (m, model), (n, mode) in product(enumerate(models), enumerate(MODES)):
         if (model, mode) not in TOO_LARGE:
-            chosen = [shapes[(m + 2 * n + k) % len(shapes)] for k in range(2 if quick else 2 * SHAPES_EACH)]
-            groups.append([_measured(model, mode, shape, k % 2 == 1, target) for k, shape in enumerate(chosen)])
+            chosen = [shapes[(m + 2 * n + k) % len(shapes)] for k in range(steps)]
+            groups.append(
+                [_measured(model, mode, shape, k % 2 == 1, target) for k, shape in enumerate(chosen)]
+            )
     return [case for row in zip_longest(*groups) for case in row if case is not None]
 
 
-def _measured(model: str, mode: str, shape: tuple[int, int, bool], checkpointing: bool, target: Target) -> Case:
+def _measured(
+    model: str, mode: str, shape: tuple[int, int, bool], checkpointing: bool, target: Target
+) -> Case:
     rows, row_tokens, packing = shape
     spec = StepSpec(
         mode=mode,
         lora=LoraSettings(r=16),
         attention=choose_attention("auto", architecture(model), target.kind),
         gradient_checkpointing=checkpointing,
-        packing=packing,
+        joined=packing,
         rows=rows,
         row_tokens=row_tokens,
         device=target.kind,
+        compute_capability=target.compute_capability or ASSUMED_CAPABILITY,
         **_types(mode, target),
     )
-    kind = f"{'recomputed' if checkpointing else 'kept'} {rows}x{row_tokens} {'packed' if packing else 'padded'}"
-    return Case(f"{model} {mode} {kind}", model, spec)
+    activations, layout = "recomputed" if checkpointing else "stored", "packed" if packing else "padded"
+    return Case(f"{model} {mode} {activations} {rows}x{row_tokens} {layout}", model, spec)
 
 
 def planned_groups(target: Target, quick: bool) -> Iterator[tuple[str, str, int, bool, Target, bool]]:
-    """Arguments for `planned_cases`: model, mode, tokens of a row, packing, and the target."""
+    """Arguments for `planned_cases`: model, mode, tokens per row, packing, target, quick."""
     models = ("small-llama",) if quick else tuple(MEASURED)
     lengths = (32, 64) if quick else (512, 1024)
     for index, (model, mode) in enumerate(product(models, MODES)):
@@ -118,10 +132,21 @@ def planned_groups(target: Target, quick: bool) -> Iterator[tuple[str, str, int,
             yield model, mode, lengths[index % 2], index % 4 > 1, target, quick
 
 
-def planned_cases(model: str, mode: str, row_tokens: int, packing: bool, target: Target, quick: bool) -> list[Case]:
-    """Plans for a model, each for a budget drawn between what one micro-batch and the next larger one need.
+def planned_cases(
+    model: str, mode: str, row_tokens: int, packing: bool, target: Target, quick: bool
+) -> list[Case]:
+    """Plans for random budgets, each between the memory of one micro-batch and of the next larger one.
 
-    The planner is asked for the largest micro-batch that fits, not for the fastest plan, so that memory is the limit.
+    The planner searches for the largest micro-batch that fits, not for the fastest plan, so that memory is
+    the limit.
+
+    Args:
+        model: name of the architecture.
+        mode: "full", "lora" or "qlora".
+        row_tokens: tokens per row.
+        packing: whether rows are packed.
+        target: the device.
+        quick: tiny micro-batches.
     """
     architecture_, unit = architecture(model), row_tokens if packing else 1
     config = RunConfig(
@@ -132,44 +157,57 @@ def planned_cases(model: str, mode: str, row_tokens: int, packing: bool, target:
     )
     drafts = draft_plans(
         config,
-        device=Device(target.kind, target.name, bf16=target.kind == "cuda"),
+        device=Device(
+            target.kind,
+            target.name,
+            bf16=target.kind == "cuda",
+            compute_capability=target.compute_capability,
+        ),
         world_size=1,
         rows=PLANNED_ROWS,
         max_seq_len=row_tokens,
         attention=choose_attention("auto", architecture_, target.kind),
     )
-    recomputing = [draft for draft in drafts if draft.gradient_checkpointing]
-    models = list(MEASURED)
-    large = not quick and models.index(model) >= models.index(LARGE_FROM)
-    tokens = (128, 256) if quick else PLANNED_TOKENS["large" if large else "small"]
-    draw = random.Random(f"{model} {mode}")
+    checkpointed = [draft for draft in drafts if draft.gradient_checkpointing]
+    random_share = random.Random(f"{model} {mode}")
     cases = []
-    with tempfile.TemporaryDirectory() as cache:  # nothing that was predicted for another budget
-        for about in tokens:
-            least = next(i for i, draft in enumerate(recomputing) if draft.rows_per_micro_batch * row_tokens >= about)
-            low, high = (_needed(model, StepSpec.of(config, recomputing[i]), target) for i in (least, least + 1))
-            budget = round(low + draw.random() * (high - low))
-            limited = replace(target.budget, budget_bytes=budget)
-            plan = choose_plan(config, drafts, estimator(architecture_, limited, 1.0, cache=Path(cache)), _largest)
-            cases.append(_planned(model, mode, target, config, plan, drafts, budget))
+    sizes = [draft.rows_per_micro_batch * row_tokens for draft in checkpointed]
+    for tokens in _planned_tokens(model, quick):
+        first = next(index for index, size in enumerate(sizes) if size >= tokens)
+        low = _needed(model, StepSpec.of(config, checkpointed[first]), target)
+        high = _needed(model, StepSpec.of(config, checkpointed[first + 1]), target)
+        budget = round(low + random_share.random() * (high - low))
+        estimate = estimator(architecture_, replace(target.budget, budget_bytes=budget))
+        plan = choose_plan(config, drafts, estimate, _prefer_large)
+        cases.append(_planned(model, mode, target, config, plan, drafts, budget))
     return cases
 
 
+def _planned_tokens(model: str, quick: bool) -> tuple[int, ...]:
+    if quick:
+        return 128, 256
+    models = list(MEASURED)
+    is_large = models.index(model) >= models.index(LARGE_FROM)
+    return PLANNED_TOKENS["large" if is_large else "small"]
+
+
 def _needed(model: str, spec: StepSpec, target: Target) -> int:
-    """What a device must have free for the step."""
+    """Free memory that a device must have for the step."""
     predicted = predict(model, spec, target)
     return predicted["reserved"] or max(predicted["phases"].values())
 
 
-def _largest(config: RunConfig, plan: Plan) -> float:
-    """A clock for which larger micro-batches are faster in proportion."""
+def _prefer_large(config: RunConfig, plan: Plan) -> float:
+    """A clock by which the speed is proportional to the micro-batch."""
     return 1 / plan.micro_batch_size
 
 
-def _planned(model: str, mode: str, target: Target, config: RunConfig, plan: Plan, drafts: list[Plan], budget: int) -> Case:
-    words = f"{plan.micro_batch_size} {'tokens packed' if plan.packing else f'rows of {plan.max_seq_len}'}"
+def _planned(
+    model: str, mode: str, target: Target, config: RunConfig, plan: Plan, drafts: list[Plan], budget: int
+) -> Case:
+    unit = "tokens packed" if plan.packing else f"rows of {plan.max_seq_len}"
     return Case(
-        key=f"planned {model} {mode} {budget / 2**30:.2f} GiB: {words}",
+        key=f"planned {model} {mode} {budget / 2**30:.2f} GiB: {plan.micro_batch_size} {unit}",
         model=model,
         spec=StepSpec.of(config, plan),
         budget_bytes=budget,
@@ -179,13 +217,21 @@ def _planned(model: str, mode: str, target: Target, config: RunConfig, plan: Pla
 
 
 def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
-    """Bytes by phase, the peak, and what the allocator takes for it; fixed costs included."""
-    step = shared_recordings(architecture(model)).step(spec)
-    found = memory.estimate(step, target.budget)
-    layered = step.peaks(target.budget.granularity, in_layers=True)
+    """Predicted bytes of the weights, of each phase, and reserved by the allocator; with fixed costs."""
+    budget = target.budget
+    step = shared_traces(architecture(model)).step(spec)
+    found = memory.estimate(step, budget)
+    in_layers = step.peaks(budget.granularity, in_layers=True)
+    terms = step.peaks(budget.granularity)["forward"].terms
+    phases = {phase: size for phase, size in found.phases.items() if phase != "load"}
+    reserved = None
+    if target.kind == "cuda":
+        reserved = memory.reserved_bytes(step, found.peak_bytes, budget)
     return {
-        "weights": sum(step.peaks(target.budget.granularity)["forward"].terms[name] for name in ("weights", "adapters")),
-        "phases": {phase: size for phase, size in found.phases.items() if phase != "load"},
-        "in_layers": {p: peak.bytes + target.budget.workspace_bytes for p, peak in layered.items() if p != "load"},
-        "reserved": memory.reserved_bytes(step, found.peak_bytes) if target.kind == "cuda" else None,
+        "weights": terms["weights"] + terms["adapters"],
+        "phases": phases,
+        "in_layers": {
+            phase: peak.bytes + budget.workspace_bytes for phase, peak in in_layers.items() if phase != "load"
+        },
+        "reserved": reserved,
     }

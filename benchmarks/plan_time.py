@@ -1,8 +1,9 @@
-"""How long a plan for a 70B model takes and how much memory, from its config.json alone: no weights, no GPU.
+"""Measures time and memory of planning a 70B model from its config.json alone: no weights, no GPU.
 
-    python -m benchmarks.plan_time        # into benchmarks/results/plan_time.json
+    python -m benchmarks.plan_time        # writes benchmarks/results/plan_time.json
 
-Each plan is a process of its own: the first finds an empty cache, the second everything that the first has learnt.
+Each plan is a process of its own: the first one starts with an empty cache, the second with the cache that
+the first one wrote.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.geometries import LLAMA_3_1_70B
-from benchmarks.lines import RESULTS, versions
+from benchmarks.measurement_log import RESULTS, versions
 from sft_play.units import MIB, format_bytes
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "run_llama70b_qlora.yaml"
@@ -26,11 +27,15 @@ ROUNDS = 3
 
 
 def plan(folder: Path, cache: Path) -> dict[str, Any]:
-    """One `sft-play plan`, measured from outside by what the kernel knows of the process."""
-    words = [sys.executable, "-m", "sft_play", "plan", "--config", str(CONFIG), *MACHINE, f"model.name={folder}", "--json"]
+    """Runs `sft-play plan` and measures the process by the kernel's resource usage."""
+    command = [sys.executable, "-m", "sft_play", "plan"]
+    options = ["--config", str(CONFIG), *MACHINE, f"model.name={folder}", "--json"]
     began = time.perf_counter()
     process = subprocess.Popen(
-        words, env={**os.environ, "SFT_PLAY_CACHE": str(cache)}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [*command, *options],
+        env={**os.environ, "SFT_PLAY_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert process.stdout is not None
     tree = json.loads(process.stdout.read())
@@ -44,7 +49,7 @@ def plan(folder: Path, cache: Path) -> dict[str, Any]:
 
 
 def rounds(folder: Path) -> list[dict[str, Any]]:
-    """Pairs of plans, the first without a cache."""
+    """Pairs of plans, the first of each with an empty cache."""
     found = []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as cache:
@@ -53,7 +58,7 @@ def rounds(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measures, prints and writes; 1 if a target is missed in the fastest round."""
+    """Runs the benchmark; returns 1 if the fastest round misses a target."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         LLAMA_3_1_70B.save_pretrained(folder)
@@ -61,22 +66,27 @@ def main() -> int:
     best = min((one["first"] for one in found), key=lambda one: one["seconds"])
     record = {
         "what": (__doc__ or "").splitlines()[0],
-        "made_on": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_before": load},
+        "made_on": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load_before": load,
+        },
         "versions": versions(),
         "targets": TARGETS,
         "rounds": found,
     }
     for one in found:
-        sys.stdout.write("".join(f"{name}: {said(run)}   " for name, run in one.items()) + "\n")
+        sys.stdout.write("".join(f"{name}: {describe(run)}   " for name, run in one.items()) + "\n")
     path = RESULTS / "plan_time.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(f"load before {load:.1f}; written: {path}\n")
+    sys.stdout.write(f"load average before: {load:.1f}; wrote {path}\n")
     return int(best["seconds"] > TARGETS["seconds"] or best["peak_bytes"] > TARGETS["peak_bytes"])
 
 
-def said(run: dict[str, Any]) -> str:
-    """In words."""
-    return f"{run['seconds']} s ({run['cpu_seconds']} s of CPU), {format_bytes(run['peak_bytes'] // MIB * MIB)}"
+def describe(run: dict[str, Any]) -> str:
+    """A measured plan for the console."""
+    peak = format_bytes(run["peak_bytes"] // MIB * MIB)
+    return f"{run['seconds']} s ({run['cpu_seconds']} s of CPU time), {peak}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models with random weights, made on the device from a config alone: no files, no hub, as many parameters as memory holds."""
+"""Models with random weights, created on the device from a config alone: no files, no hub."""
 
 import copy
 from typing import Any
@@ -8,15 +8,24 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from sft_play import attention
 from sft_play.config.schema import TuningConfig
-from sft_play.model import attach_adapter, freeze_all_but_text, keep_differentiable, nf4
-from sft_play.sizing.planner import Plan
+from sft_play.model.load import attach_adapter, attention, freeze_all_but_text, keep_differentiable, nf4
+from sft_play.plan import Plan
 from sft_play.sizing.step import StepSpec
 
 
-def random_base(config: PretrainedConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool) -> Any:
-    """What `sft_play.model.load_base` would load, had somebody trained it."""
+def random_base(
+    config: PretrainedConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
+) -> Any:
+    """The same model as `sft_play.model.load.load_base` loads, with random weights.
+
+    Args:
+        config: the architecture.
+        dtype: of the weights.
+        attn_implementation: attention implementation.
+        device: where the model is created.
+        quantize: pack linear layers into 4 bits.
+    """
     attention.register()
     with device:
         model = AutoModelForCausalLM.from_config(
@@ -24,14 +33,27 @@ def random_base(config: PretrainedConfig, *, dtype: str, attn_implementation: st
         )
     model.config.use_cache = False
     if quantize:
-        quantise(model, getattr(torch, dtype))
+        quantize_linear_layers(model, getattr(torch, dtype))
     return model
 
 
-def random_model(config: PretrainedConfig, spec: StepSpec | Plan, tuning: TuningConfig, device: torch.device) -> Any:
-    """The model that the trainer would build for this step or plan, adapters included."""
+def random_model(
+    config: PretrainedConfig, spec: StepSpec | Plan, tuning: TuningConfig, device: torch.device
+) -> Any:
+    """The model that the trainer would build for this step or plan, with adapters.
+
+    Args:
+        config: the architecture.
+        spec: the step or plan.
+        tuning: tuning mode and LoRA settings.
+        device: where the model is created.
+    """
     model = random_base(
-        config, dtype=spec.dtype, attn_implementation=spec.attention, device=device, quantize=tuning.mode == "qlora"
+        config,
+        dtype=spec.dtype,
+        attn_implementation=spec.attention,
+        device=device,
+        quantize=tuning.mode == "qlora",
     )
     if tuning.mode == "full":
         freeze_all_but_text(model)
@@ -39,8 +61,8 @@ def random_model(config: PretrainedConfig, spec: StepSpec | Plan, tuning: Tuning
     return attach_adapter(model, tuning.lora)
 
 
-def quantise(model: Any, dtype: torch.dtype) -> None:
-    """Packs the linear layers into 4 bits, one after the other, as they are when they are loaded so."""
+def quantize_linear_layers(model: Any, dtype: torch.dtype) -> None:
+    """Packs the linear layers into 4 bits, one after the other, as loading does."""
     dense = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     quantizer = AutoHfQuantizer.from_config(nf4(dtype))
     quantizer._process_model_before_weight_loading(model, device_map=None)

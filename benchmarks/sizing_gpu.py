@@ -1,15 +1,19 @@
-"""How right the memory prediction is on a GPU: real steps of models from 0.5B to 8B, and planned runs that must not run out.
+"""Measures the accuracy of the memory prediction on a GPU: real steps of models from 0.5B to 8B parameters.
 
-    make bench-sizing-gpu                             # on a CUDA machine: under nine minutes, into benchmarks/results/
-    make bench-sizing-gpu ARGS="--device cpu --quick"   # the same program over tiny models, nothing written
+    make bench-sizing-gpu                                     # on a CUDA machine, under nine minutes
+    make bench-sizing-gpu ARGS="--device cpu --quick"         # the same program with tiny models
 
-Each step is two optimizer steps of two micro-batches and an evaluation batch, through the trainer's model-building and loss
-path, with random weights made on the device. Measured are PyTorch's allocated and reserved peaks by phase, what libraries keep
-(cuBLAS workspaces) and what lies outside the allocator (the CUDA context). Then plans are made for budgets drawn at random, the
-allocator is limited to budget and guard (torch.cuda.set_per_process_memory_fraction), and the planned step is run.
-What was measured is kept line by line: a run that is cut off goes on where it stopped when it is called again.
+The first form writes benchmarks/results/sizing_gpu.json, the second one writes nothing.
 
-No result of a GPU exists until benchmarks/results/sizing_gpu.json does.
+Each step is two optimizer steps of two micro-batches and an evaluation batch, with the trainer's code for
+building the model and computing the loss, and random weights that are created on the device. Measured are
+PyTorch's allocated and reserved peaks by phase, memory kept by libraries (cuBLAS workspaces) and memory
+outside the allocator (the CUDA context). Then plans are made for random budgets, the allocator is limited
+to budget and guard (torch.cuda.set_per_process_memory_fraction), and the planned step is run; it must not run
+out of memory. Measurements are logged one by one: run the same command again to continue an interrupted
+benchmark.
+
+Until benchmarks/results/sizing_gpu.json exists, there are no GPU results.
 """
 
 import argparse
@@ -21,7 +25,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,7 @@ from benchmarks.gpu_cases import (
     spec_from_json,
     spec_to_json,
 )
-from benchmarks.lines import RESULTS, Lines, write_result
+from benchmarks.measurement_log import RESULTS, MeasurementLog, write_result
 from benchmarks.random_models import random_model
 from benchmarks.sizing import spread
 from sft_play.config.schema import TuningConfig
@@ -50,8 +54,8 @@ from sft_play.runlog import console
 from sft_play.units import format_bytes
 
 TARGETS = {"median": 0.01, "p95": 0.03}  # of the allocated peak
-USED_AT_LEAST = 0.9  # of the budget, where memory is the limit
-FINISHING_S = 40  # kept back of the time for the last step, predictions and the result
+USED_AT_LEAST = 0.9  # of the budget, if memory is the limit
+FINISHING_S = 40  # time reserved for the last step, the predictions and the result
 ERRORS = {
     "allocated": "error",
     "allocated - weights": "error_above_weights",
@@ -61,7 +65,7 @@ ERRORS = {
 
 
 def local_target(device: torch.device) -> Target:
-    """The device that is here."""
+    """This machine's device."""
     if device.type == "cpu":
         return Target("cpu", "the CPU")
     properties = torch.cuda.get_device_properties(device)
@@ -69,19 +73,22 @@ def local_target(device: torch.device) -> Target:
 
 
 def run_case(case: Case, device: torch.device) -> dict[str, Any]:
-    """Measures one case; the line says everything that is needed to predict it again."""
+    """Measures one case; the result is complete enough to predict the case again."""
     torch.manual_seed(0)
-    # The real packed batch has one sequence for each row, the traced one two halves.
-    spec = replace(case.spec, one_by_one=case.spec.packing)
+    # The real packed batch has one sequence per row, the traced one has two halves.
+    spec = replace(case.spec, cut_at_longest=case.spec.joined)
     tuning = TuningConfig(mode=spec.mode, lora=spec.lora)
     found = measure(
-        lambda: random_model(architecture(case.model), spec, tuning, device), spec, device, allowed_bytes=case.allowed_bytes
+        lambda: random_model(architecture(case.model), spec, tuning, device),
+        spec,
+        device,
+        allowed_bytes=case.allowed_bytes,
     )
     return asdict(case) | {"spec": spec_to_json(case.spec), "measured": asdict(found) | {"peak": found.peak}}
 
 
 def with_errors(line: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
-    """The line with its prediction, and relative errors where both exist: positive means predicted too much."""
+    """Adds the prediction and its relative errors, which are positive if the prediction is too high."""
     measured = line["measured"]
     errors = dict.fromkeys(ERRORS.values())
     if measured["phases"]:
@@ -98,56 +105,71 @@ def with_errors(line: dict[str, Any], predicted: dict[str, Any]) -> dict[str, An
 
 
 def figures(rows: list[dict[str, Any]], of: int) -> dict[str, Any]:
-    """What the rows say: errors of measured steps, and how planned runs ended."""
-    grid = [row for row in rows if row["budget_bytes"] is None and not row["measured"]["problem"]]
+    """Summarizes the rows: errors of measured steps, and how planned runs ended."""
+    finished = [row for row in rows if not row["measured"]["problem"]]
+    grid = [row for row in finished if row["budget_bytes"] is None]
     planned = [row for row in rows if row["budget_bytes"] is not None]
-    limited = [row["used_of_budget"] for row in planned if row["memory_is_limit"] and not row["measured"]["problem"]]
-    values = {name: [row[key] for row in grid if row[key] is not None] for name, key in ERRORS.items()}
-    reserved = values["reserved"]
+    limited = [row for row in planned if row["memory_is_limit"] and not row["measured"]["problem"]]
+    values: dict[str, list[float]] = {}
+    for name, key in ERRORS.items():
+        values[name] = [row[key] for row in grid if row[key] is not None]
+    # Relative to the prediction: what a guard in proportion to it must cover.
+    under_predictions = [1 / (1 + error) - 1 for error in values["reserved"]]
+    out_of_memory = [row for row in planned if row["measured"]["out_of_memory"]]
+    problems = [row for row in rows if row["measured"]["problem"]]
+    used = [row["used_of_budget"] for row in limited]
+    errors = {name: spread(found) for name, found in values.items() if found}
     return {
         "cases": {"planned_for": of, "done": len(rows)},
         "measured_steps": len(grid),
-        "errors": {name: spread(found) for name, found in values.items() if found},
-        # of the prediction: what a guard in proportion to it must cover
-        "worst_under_prediction_of_reserved": max([0.0, *(1 / (1 + error) - 1 for error in reserved)]) if reserved else None,
+        "errors": errors,
+        "worst_under_prediction_of_reserved": max(0.0, *under_predictions) if under_predictions else None,
         "planned_runs": len(planned),
-        "planned_runs_out_of_memory": sum(row["measured"]["out_of_memory"] for row in planned),
+        "planned_runs_out_of_memory": len(out_of_memory),
         "planned_runs_where_memory_is_the_limit": len(limited),
-        "least_used_of_budget": min(limited, default=None),
-        "problems": [f"{row['key']}: {row['measured']['problem']}" for row in rows if row["measured"]["problem"]],
+        "least_used_of_budget": min(used, default=None),
+        "problems": [f"{row['key']}: {row['measured']['problem']}" for row in problems],
     }
 
 
 def missed_targets(found: dict[str, Any], target: Target) -> list[str]:
-    """In words."""
+    """A sentence for each target that was missed."""
     allocated = found["errors"].get("allocated", {})
     missed = [
-        f"allocated, {key}: {allocated[key]:.2%} > {most:.0%}" for key, most in TARGETS.items() if allocated.get(key, 0) > most
+        f"allocated, {key}: {allocated[key]:.2%} > {most:.0%}"
+        for key, most in TARGETS.items()
+        if allocated.get(key, 0) > most
     ]
     if found["planned_runs_out_of_memory"]:
         missed.append(f"{found['planned_runs_out_of_memory']} planned runs ran out of memory")
-    if found["least_used_of_budget"] is not None and found["least_used_of_budget"] < USED_AT_LEAST and target.kind == "cuda":
-        missed.append(f"a planned run used {found['least_used_of_budget']:.0%} of its budget")
+    used = found["least_used_of_budget"]
+    if target.kind == "cuda" and used is not None and used < USED_AT_LEAST:
+        missed.append(f"a planned run used only {used:.0%} of its budget")
     return missed
 
 
 def result_table(found: dict[str, Any], target: Target) -> Table:
-    """The figures for people."""
-    table = Table(title=f"Predicted against measured: {found['measured_steps']} real steps on {target.name}")
+    """The figures for the console."""
+    table = Table(
+        title=f"Predicted against measured memory: {found['measured_steps']} real steps on {target.name}"
+    )
     for name in ("error of", "median", "95th percentile", "worst", "mean signed"):
         table.add_column(name, justify="left" if name == "error of" else "right")
     for name, errors in found["errors"].items():
-        table.add_row(name, *(f"{errors[key]:.3%}" for key in ("median", "p95", "worst")), f"{errors['bias']:+.3%}")
-    used = found["least_used_of_budget"]
+        table.add_row(
+            name, *(f"{errors[key]:.3%}" for key in ("median", "p95", "worst")), f"{errors['bias']:+.3%}"
+        )
     table.caption = (
         f"{found['planned_runs']} planned runs: {found['planned_runs_out_of_memory']} out of memory"
-        f"{f', at least {used:.1%} of the budget used where memory was the limit' if used is not None else ''}"
     )
+    used = found["least_used_of_budget"]
+    if used is not None:
+        table.caption += f", at least {used:.1%} of the budget used where memory was the limit"
     return table
 
 
 def case_line(line: dict[str, Any]) -> str:
-    """What is printed when a case is done."""
+    """A measured case for the console."""
     measured = line["measured"]
     if measured["problem"]:
         return f"{line['key']:58} {measured['problem']}"
@@ -156,19 +178,27 @@ def case_line(line: dict[str, Any]) -> str:
 
 
 def alternately(cases: list[Case], groups: list[Future]) -> Iterator[Case]:
-    """Measured steps until the plans are made, then in turn with planned runs; the first plan of each group comes first."""
+    """Measured steps until the plans are ready, then alternating with planned runs."""
     rest = iter(cases)
     for case in rest:
         yield case
         if all(group.done() for group in groups):
             break
-    planned = (case for row in zip_longest(*(group.result() for group in groups)) for case in row if case is not None)
-    for pair in zip_longest(rest, planned):
+    plans = chain.from_iterable(zip_longest(*[group.result() for group in groups]))
+    for pair in zip_longest(rest, (case for case in plans if case is not None)):
         yield from (case for case in pair if case is not None)
 
 
-def run(lines: Lines, device: torch.device, quick: bool, deadline: float, pool: Executor) -> int:
-    """Measures what is not measured yet until time is short; returns how many cases there are in all."""
+def run(lines: MeasurementLog, device: torch.device, quick: bool, deadline: float, pool: Executor) -> int:
+    """Measures the cases that are not in the log until the time is up; returns the total number of cases.
+
+    Args:
+        lines: the measurement log.
+        device: the device.
+        quick: tiny models only.
+        deadline: time.monotonic() at which to stop.
+        pool: processes that make plans.
+    """
     target = local_target(device)
     groups = [pool.submit(planned_cases, *group) for group in planned_groups(target, quick)]
     done = {line["key"] for line in lines.read()}
@@ -184,55 +214,64 @@ def run(lines: Lines, device: torch.device, quick: bool, deadline: float, pool: 
     return number
 
 
-def predicted_rows(lines: Lines, target: Target, pool: Executor) -> list[dict[str, Any]]:
-    """All measured lines with their predictions; these need no GPU and can be made again anywhere."""
+def predicted_rows(lines: MeasurementLog, target: Target, pool: Executor) -> list[dict[str, Any]]:
+    """All measurements with their predictions, which need no GPU and can be repeated anywhere."""
     rows = lines.read()
     predictions = [pool.submit(predict, row["model"], spec_from_json(row["spec"]), target) for row in rows]
     return [with_errors(row, future.result()) for row, future in zip(rows, predictions, strict=True)]
 
 
 def _quiet_worker() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context of a worker would take memory from what is measured
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a worker's CUDA context would use memory of the measured device
     warnings.simplefilter("ignore")
 
 
 def workers() -> ProcessPoolExecutor:
     """Processes that predict while the device is busy."""
     count = max(1, min(8, (os.cpu_count() or 2) - 1))
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet_worker)
+    return ProcessPoolExecutor(
+        count, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet_worker
+    )
 
 
 def arguments(description: str | None, minutes: float) -> argparse.ArgumentParser:
-    """What both GPU benchmarks take."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The arguments of both GPU benchmarks."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="tiny models and few of them; no result is written")
-    parser.add_argument("--minutes", type=float, default=minutes, help=f"stop in time for this limit (default {minutes:g})")
-    parser.add_argument("--lines", type=Path, help="where measurements are kept until all are done")
+    parser.add_argument("--quick", action="store_true", help="a few tiny models; write no result")
+    parser.add_argument(
+        "--minutes", type=float, default=minutes, help="time limit in minutes (default: %(default)g)"
+    )
+    parser.add_argument("--lines", type=Path, help="file that logs measurements until all are done")
     return parser
 
 
 def local_device(args: argparse.Namespace) -> torch.device:
-    """The device that is measured.
+    """The device to measure.
 
     Raises:
-        SystemExit: there is no GPU, or a result of the CPU would be written as one of a GPU.
+        SystemExit: there is no GPU, or a CPU result would be written as a GPU result.
     """
     if args.device == "cpu" and not args.quick:
-        raise SystemExit("--device cpu is for trying the program out: add --quick")
+        raise SystemExit("--device cpu is only for testing the benchmark: add --quick")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit('no CUDA device here; ARGS="--device cpu --quick" runs the same program over tiny models')
+        raise SystemExit(
+            'no CUDA device found; ARGS="--device cpu --quick" runs the same benchmark with tiny models'
+        )
     return torch.device(args.device)
 
 
-def main(words: list[str] | None = None) -> int:
-    """Measures, predicts, prints and writes; 1 if a target is missed."""
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns 1 if a target is missed."""
     started = time.monotonic()
-    args = arguments(__doc__, 9.0).parse_args(words)
+    args = arguments(__doc__, 9.0).parse_args(argv)
     device = local_device(args)
     warnings.simplefilter("ignore")
     target = local_target(device)
-    lines = Lines(args.lines or RESULTS / f"sizing_{device.type}{'_quick' if args.quick else ''}.lines.jsonl", device)
+    suffix = "_quick" if args.quick else ""
+    lines = MeasurementLog(args.lines or RESULTS / f"sizing_{device.type}{suffix}.lines.jsonl", device)
     with workers() as pool:
         of = run(lines, device, args.quick, started + 60 * args.minutes - FINISHING_S, pool)
         rows = predicted_rows(lines, target, pool)
@@ -240,20 +279,25 @@ def main(words: list[str] | None = None) -> int:
     console().print(result_table(found, target))
     worst = found["worst_under_prediction_of_reserved"]
     if worst is not None:
-        console().print(f"reserved memory is under-predicted by {worst:.4%} at most: RECORDED in sft_play/sizing/guard.py")
+        console().print(
+            f"reserved memory is under-predicted by at most {worst:.4%}: set this in MEASURED_ERRORS in "
+            "sft_play/sizing/guard.py"
+        )
     if not args.quick:
         path = RESULTS / "sizing_gpu.json"
         head = {"what": (__doc__ or "").splitlines()[0], **lines.made, "targets": TARGETS, **found}
         write_result(path, head, {"cases_run": rows})
-        console().print(f"written: {path}")
+        console().print(f"wrote {path}")
     if len(rows) < of:
-        console().print(f"{len(rows)} of {of} cases are done: the same command goes on from here")
+        console().print(f"{len(rows)} of {of} cases are done; run the same command again to continue")
         return 0
     lines.path.unlink()
     missed = missed_targets(found, target)
     if missed or found["problems"]:
         console().print(
-            "\n".join([*(f"missed target: {one}" for one in missed), *found["problems"]]), markup=False, style="red"
+            "\n".join([*(f"missed target: {one}" for one in missed), *found["problems"]]),
+            markup=False,
+            style="red",
         )
     return 1 if missed or found["problems"] else 0
 

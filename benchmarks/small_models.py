@@ -1,14 +1,25 @@
-"""The architectures that sizing is tested on, small: randomly initialised models that train on a CPU in a second."""
+"""Small configs of the architectures that sizing is tested on; their models train on a CPU in a second."""
 
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 NAMES = (
-    "llama", "qwen2", "qwen3", "gemma3_text", "mistral", "phi3", "olmo2", "granite", "gpt_neox", "gpt2", "mixtral", "qwen3_moe",
-)  # fmt: skip
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "granite",
+    "gpt_neox",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+)
 
-# Two geometries that share no ratio: hidden, feed-forward, heads, key and value heads, head size, vocabulary, layers
+# Two geometries without a common ratio; `groups` is the number of key and value heads.
 WIDE = dict(hidden=256, inner=704, heads=8, groups=2, head_dim=32, vocabulary=4000, layers=4)
 TALL = dict(hidden=160, inner=576, heads=5, groups=5, head_dim=32, vocabulary=1000, layers=7)
 
@@ -18,8 +29,8 @@ def small_config(name: str, geometry: dict[str, int], **changes: Any) -> Pretrai
 
     Args:
         name: `model_type` of the architecture.
-        geometry: WIDE, TALL or the like.
-        changes: config values of the architecture itself.
+        geometry: WIDE, TALL or another dict with the same keys.
+        changes: further config values.
     """
     g = geometry
     values: dict[str, Any] = dict(
@@ -47,8 +58,9 @@ def small_config(name: str, geometry: dict[str, int], **changes: Any) -> Pretrai
     elif name != "gpt_neox":
         values["num_key_value_heads"] = g["groups"]
     if name in ("qwen3", "gemma3_text", "qwen3_moe"):
-        values["head_dim"] = g["head_dim"] + 32  # these have heads whose sizes do not add up to hidden_size
-    if name in ("qwen3_moe", "mixtral"):
-        values |= dict(num_experts_per_tok=2)
-        values |= dict(num_local_experts=4) if name == "mixtral" else dict(num_experts=4, moe_intermediate_size=g["inner"] // 2)
+        values["head_dim"] = g["head_dim"] + 32  # in these, heads x head_dim is not hidden_size
+    if name == "mixtral":
+        values |= dict(num_experts_per_tok=2, num_local_experts=4)
+    elif name == "qwen3_moe":
+        values |= dict(num_experts_per_tok=2, num_experts=4, moe_intermediate_size=g["inner"] // 2)
     return AutoConfig.for_model(name, **(values | changes))

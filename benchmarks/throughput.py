@@ -1,16 +1,19 @@
-"""How fast training is, beside the same training as one would write it with TRL: tokens a second, MFU and peak memory.
+"""Measures training speed against TRL's SFTTrainer: tokens per second, MFU and peak memory.
 
-    make bench-gpu                               # on a CUDA machine: under nine minutes, into benchmarks/results/
-    make bench-gpu ARGS="--device cpu --quick"     # the same program over a tiny model, nothing written
+    make bench-gpu                                     # on a CUDA machine, under nine minutes
+    make bench-gpu ARGS="--device cpu --quick"         # the same program with a tiny model
 
-A run is a few optimizer steps over rows of mixed lengths. "sft-play" is our main path with the plan that the planner makes for
-the device; "trl" is SFTTrainer as it comes (its precision, checkpointing, padding and attention), with the same weights,
-adapters, rows, effective batch and longest row. Both sides take turns; the first step of each is not counted, nor is padding.
-Weights are random and made on the device. MFU counts the arithmetic of one forward and one backward pass against the dense
-16-bit peak of the data sheet (configs/hardware.yaml). What was measured is kept line by line: a run that is cut off goes on
-when it is called again.
+The first form writes benchmarks/results/throughput_gpu.json, the second one writes nothing.
 
-No result of a GPU exists until benchmarks/results/throughput_gpu.json does.
+A run is a few optimizer steps over rows of mixed lengths. "sft-play" is our trainer with the plan that the
+planner makes for the device; "trl" is SFTTrainer with its defaults (precision, checkpointing, padding and
+attention) and with the same weights, adapters, rows, effective batch and maximum length. Both sides
+alternate; neither the first step nor padding is counted. Weights are random and created on the device. MFU
+relates the arithmetic of one forward and one backward pass to the dense 16-bit peak of the data sheet
+(configs/hardware.yaml). Measurements are logged one by one: run the same command again to continue an
+interrupted benchmark.
+
+Until benchmarks/results/throughput_gpu.json exists, there are no GPU results.
 """
 
 import os
@@ -33,46 +36,54 @@ from datasets import Dataset
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from benchmarks.device_meter import BREAKS, empty_device
+from benchmarks.device_meter import STEP_ERRORS, empty_device
 from benchmarks.gpu_cases import architecture
-from benchmarks.lines import RESULTS, Lines, write_result
+from benchmarks.measurement_log import RESULTS, MeasurementLog, write_result
 from benchmarks.random_models import random_base, random_model
 from benchmarks.sizing_gpu import arguments, local_device
 from sft_play.builtin.models import byte_level_tokenizer
 from sft_play.config.load import ResolvedConfig
-from sft_play.config.schema import DataConfig, LoraSettings, ModelConfig, OutputConfig, RunConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import (
+    DataConfig,
+    LoraSettings,
+    ModelConfig,
+    OutputConfig,
+    RunConfig,
+    TrainConfig,
+    TuningConfig,
+)
 from sft_play.data.prepare import PreparedData
-from sft_play.hardware import detect
 from sft_play.job import Job
-from sft_play.planning import DataFacts, device_speed, plan_run, training_device
+from sft_play.machine.gpus import detect
+from sft_play.model.workload import flops_per_token, workload
+from sft_play.plan import Plan
+from sft_play.planning.devices import device_speed
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
 from sft_play.runlog import console, open_run, quiet_libraries
-from sft_play.sizing.estimator import workload
-from sft_play.sizing.planner import Plan, draft_plans
-from sft_play.sizing.throughput import flops_per_token
-from sft_play.train.callbacks import Reporter
-from sft_play.train.meter import MemoryMeter
+from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import training_rows
-from sft_play.train.session import make_trainer
+from sft_play.train.session import open_session
 from sft_play.units import format_bytes
 
 SIDES = ("sft-play", "trl")
-BASELINE_ROWS = 2  # micro-batch of the other side, as examples have it
+BASELINE_ROWS = 2  # micro-batch of the TRL side, as in TRL's examples
 RANK = 16
 FINISHING_S = 15
 
 
 @dataclass(frozen=True)
 class Course:
-    """A training that both sides do."""
+    """A training run that both sides do."""
 
     name: str
     model: str
     mode: str
-    packing: bool  # ours; the other side pads
+    packing: bool  # on our side; the TRL side pads
     max_seq_len: int = 2048
-    rows: int = 16  # of an optimizer step
+    rows: int = 16  # per optimizer step
     steps: int = 5
-    median_tokens: int = 350  # of a row; lengths are log-normal
+    median_tokens: int = 350  # per row; lengths are log-normal
 
 
 COURSES = (
@@ -84,36 +95,42 @@ COURSES = (
 )
 ROUNDS = 3
 QUICK = tuple(
-    Course(f"{mode} tiny", "small-llama", mode, mode == "lora", max_seq_len=64, rows=4, steps=3, median_tokens=24)
+    Course(
+        f"{mode} tiny", "small-llama", mode, mode == "lora", max_seq_len=64, rows=4, steps=3, median_tokens=24
+    )
     for mode in ("lora", "qlora", "full")
 )
 
 
 def make_rows(course: Course, vocabulary: int) -> Dataset:
-    """Random tokens, as many rows as the training takes; the same for both sides and in each round."""
+    """Random tokens, as many rows as the run needs; the same on both sides and in each round."""
     draw = np.random.default_rng(0)
     count = course.rows * course.steps
-    lengths = np.clip(draw.lognormal(np.log(course.median_tokens), 0.8, count), 16, course.max_seq_len).astype(int)
+    lengths = np.clip(
+        draw.lognormal(np.log(course.median_tokens), 0.8, count), 16, course.max_seq_len
+    ).astype(int)
     ids = [draw.integers(0, vocabulary, length).tolist() for length in lengths]
-    return Dataset.from_dict({"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids], "length": lengths.tolist()})
+    return Dataset.from_dict(
+        {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids], "length": lengths.tolist()}
+    )
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each optimizer step, with the device's queue empty at both ends."""
+    """Measures the seconds of each optimizer step; synchronizes the device before and after."""
 
     def __init__(self, device: torch.device):
         self.seconds: list[float] = []
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self._began = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts."""
-        self._wait()
+        """Starts the clock."""
+        self._synchronize()
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops."""
-        self._wait()
+        """Stops the clock."""
+        self._synchronize()
         self.seconds.append(time.perf_counter() - self._began)
 
 
@@ -127,7 +144,7 @@ class Started:
 
 
 def run_config(course: Course, rows: Dataset, folder: Path) -> RunConfig:
-    """What a user would write. A packed step has as many tokens as a padded one has on average, in whole sequences."""
+    """The config that a user would write; a packed step has as many tokens as the average padded one."""
     mean = sum(rows["length"]) / len(rows)
     packed = max(1, round(course.rows * mean / course.max_seq_len)) * course.max_seq_len
     return RunConfig(
@@ -145,32 +162,65 @@ def run_config(course: Course, rows: Dataset, folder: Path) -> RunConfig:
 
 
 def _tuning(course: Course) -> TuningConfig:
-    return TuningConfig(mode=course.mode, lora=LoraSettings() if course.mode == "full" else LoraSettings(r=RANK))
+    return TuningConfig(
+        mode=course.mode, lora=LoraSettings() if course.mode == "full" else LoraSettings(r=RANK)
+    )
 
 
 def our_plan(course: Course, config: RunConfig, data: PreparedData) -> Plan:
-    """What the planner chooses for this machine."""
+    """The plan that the planner chooses for this machine."""
     return plan_run(config, architecture(course.model), DataFacts.of(data, config), detect(), 1)
 
 
 def prepared(course: Course, rows: Dataset, folder: Path) -> PreparedData:
-    """The rows as the trainer takes them."""
-    return PreparedData(train=rows, val=None, test=None, max_seq_len=course.max_seq_len, stats={}, cache_path=folder)
+    """The rows in the form that the trainer takes."""
+    return PreparedData(
+        train=rows, val=None, test=None, max_seq_len=course.max_seq_len, stats={}, cache_path=folder
+    )
 
 
-def our_side(course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path, device: torch.device) -> Started:
-    """Our trainer with the plan for this machine."""
+def our_side(
+    course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path, device: torch.device
+) -> Started:
+    """Our trainer with the plan for this machine.
+
+    Args:
+        course: the run.
+        rows: the training rows.
+        tokenizer: any tokenizer; the rows are already tokenized.
+        folder: for output.
+        device: the device.
+    """
     config, data = run_config(course, rows, folder), prepared(course, rows, folder)
     plan = our_plan(course, config, data)
-    job = Job(ResolvedConfig(config, {}, folder), open_run(str(folder), "ours"), tokenizer, data, plan)
-    chosen = training_rows(rows, plan, seed=0, group_by_length=True, pad_id=tokenizer.pad_token_id)
+    run = open_run(str(folder), "ours")
+    job = Job(
+        ResolvedConfig(config, {}, folder), run, architecture(course.model), tokenizer, data, detect(), plan
+    )
+    chosen = training_rows(
+        rows,
+        plan,
+        seed=0,
+        hidden_size=architecture(course.model).get_text_config().hidden_size,
+        pad_id=tokenizer.pad_token_id,
+    )
     model = random_model(architecture(course.model), plan, config.tuning, device)
-    trainer = make_trainer(job, model, chosen, Reporter(plan, chosen, job.run, MemoryMeter.start(plan.device)))
-    return Started(trainer, chosen.tokens_per_step, plan.to_json()["plan"])
+    session = open_session(job, model, chosen, MemoryMeter.start(plan.device))
+    return Started(session.trainer, chosen.tokens_per_step, plan.to_json()["plan"])
 
 
-def trl_side(course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path, device: torch.device) -> Started:
-    """TRL's trainer as it comes; rows are in no order, so taking them one after the other changes nothing."""
+def trl_side(
+    course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path, device: torch.device
+) -> Started:
+    """TRL's trainer with its defaults; the rows are random, so they need no shuffling.
+
+    Args:
+        course: the run.
+        rows: the training rows.
+        tokenizer: any tokenizer; the rows are already tokenized.
+        folder: for output.
+        device: the device.
+    """
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
@@ -187,7 +237,11 @@ def trl_side(course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, 
     )
     dtype = "float32" if course.mode == "full" or device.type == "cpu" else "bfloat16"
     model = random_base(
-        architecture(course.model), dtype=dtype, attn_implementation="sdpa", device=device, quantize=course.mode == "qlora"
+        architecture(course.model),
+        dtype=dtype,
+        attn_implementation="sdpa",
+        device=device,
+        quantize=course.mode == "qlora",
     )
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = SFTTrainer(
@@ -198,7 +252,10 @@ def trl_side(course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, 
         peft_config=None if course.mode == "full" else lora,
     )
     tokens = np.array(rows["length"]).reshape(course.steps, -1).sum(axis=1)
-    used = {name: getattr(trainer.args, name) for name in ("bf16", "gradient_checkpointing", "optim", "loss_type", "packing")}
+    used = {
+        name: getattr(trainer.args, name)
+        for name in ("bf16", "gradient_checkpointing", "optim", "loss_type", "packing")
+    }
     return Started(trainer, tokens.tolist(), settings | {"dtype": dtype, "attention": "sdpa"} | used)
 
 
@@ -214,7 +271,7 @@ def measure_side(course: Course, side: str, device: torch.device) -> dict[str, A
             started = start(course, rows, tokenizer, Path(folder), device)
             started.trainer.add_callback(clock)
             started.trainer.train()
-        except BREAKS as error:
+        except STEP_ERRORS as error:
             return {"problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
     seconds, tokens = sum(clock.seconds[1:]), sum(started.tokens_per_step[1:])
     return {
@@ -223,93 +280,97 @@ def measure_side(course: Course, side: str, device: torch.device) -> dict[str, A
         "step_seconds": [round(one, 4) for one in clock.seconds],
         "tokens_per_second": tokens / seconds,
         "mfu": _mfu(course, rows, tokens / seconds, device),
-        "peak_bytes": meter.peak_bytes() if device.type == "cuda" else None,  # a CPU process keeps what the other side used
+        # On the CPU, the process keeps memory that the other side used.
+        "peak_bytes": meter.peak_bytes() if device.type == "cuda" else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
         "settings": started.settings,
     }
 
 
 def _mfu(course: Course, rows: Dataset, tokens_per_second: float, device: torch.device) -> float | None:
-    """Model FLOPs utilisation; None where the peak is not known."""
+    """Model FLOPs utilization; None if the device's peak is unknown."""
     peak = device_speed(detect(), 1).flops if device.type == "cuda" else None
     if peak is None:
         return None
     config = run_config(course, rows, Path())
-    draft = draft_plans(
-        config,
-        device=training_device(detect()),
-        world_size=1,
-        rows=len(rows),
-        max_seq_len=course.max_seq_len,
-        attention="sdpa",
-    )[0]
-    work = workload(architecture(course.model), config, draft)
+    work = workload(architecture(course.model), config)
     return tokens_per_second * flops_per_token(work, round(sum(rows["length"]) / len(rows))) / peak
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each course the medians of its rounds, and ours over theirs."""
+    """The medians of each course's rounds, and the ratio of both sides."""
     found = []
     for name in dict.fromkeys(row["course"] for row in rows):
         entry: dict[str, Any] = {"course": name}
         for side in SIDES:
-            done = [row for row in rows if (row["course"], row["side"]) == (name, side) and not row["problem"]]
-            entry[side] = {"rounds": len(done)} | {
-                key: statistics.median(row[key] for row in done) if done and done[0][key] is not None else None
-                for key in ("tokens_per_second", "mfu", "peak_bytes")
-            }
+            of_side = [row for row in rows if (row["course"], row["side"]) == (name, side)]
+            done = [row for row in of_side if not row["problem"]]
+            entry[side] = {"rounds": len(done)}
+            for key in ("tokens_per_second", "mfu", "peak_bytes"):
+                values = [row[key] for row in done if row[key] is not None]
+                entry[side][key] = statistics.median(values) if values else None
         ours, theirs = (entry[side]["tokens_per_second"] for side in SIDES)
         found.append(entry | {"times_as_fast": ours / theirs if ours and theirs else None})
     return found
 
 
+def _or_na(text: str, value: float | None) -> str:
+    """The value formatted by the template `text`; "n/a" if there is none."""
+    return "n/a" if value is None else text.format(value)
+
+
 def result_table(found: list[dict[str, Any]], where: str) -> Table:
-    """The medians for people."""
-    table = Table(title=f"Tokens a second without padding, MFU and peak memory on {where}")
+    """The medians for the console."""
+    table = Table(title=f"Tokens per second (without padding), MFU and peak memory on {where}")
     for name in ("run", "sft-play", "MFU", "peak", "trl", "MFU", "peak", "times as fast"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for entry in found:
         cells = []
         for side in SIDES:
             values = entry[side]
+            peak = values["peak_bytes"]
             cells += [
-                "n/a" if values["tokens_per_second"] is None else f"{values['tokens_per_second']:,.0f}",
-                "n/a" if values["mfu"] is None else f"{values['mfu']:.0%}",
-                "n/a" if values["peak_bytes"] is None else format_bytes(values["peak_bytes"]),
+                _or_na("{:,.0f}", values["tokens_per_second"]),
+                _or_na("{:.0%}", values["mfu"]),
+                "n/a" if peak is None else format_bytes(peak),
             ]
-        table.add_row(entry["course"], *cells, "n/a" if entry["times_as_fast"] is None else f"{entry['times_as_fast']:.2f}")
+        table.add_row(entry["course"], *cells, _or_na("{:.2f}", entry["times_as_fast"]))
     return table
 
 
-def main(words: list[str] | None = None) -> int:
-    """Measures, prints and writes."""
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns 1 if a run failed."""
     started = time.monotonic()
-    args = arguments(__doc__, 9.0).parse_args(words)
+    args = arguments(__doc__, 9.0).parse_args(argv)
     device = local_device(args)
     warnings.simplefilter("ignore")
-    lines = Lines(args.lines or RESULTS / f"throughput_{device.type}{'_quick' if args.quick else ''}.lines.jsonl", device)
+    suffix = "_quick" if args.quick else ""
+    lines = MeasurementLog(args.lines or RESULTS / f"throughput_{device.type}{suffix}.lines.jsonl", device)
     turns = list(product(range(1 if args.quick else ROUNDS), QUICK if args.quick else COURSES, SIDES))
     done = {(line["round"], line["course"], line["side"]) for line in lines.read()}
+    deadline = started + 60 * args.minutes - FINISHING_S
     slowest = 10.0
     for number, course, side in turns:
-        if (number, course.name, side) in done or time.monotonic() + 2 * slowest > started + 60 * args.minutes - FINISHING_S:
+        if (number, course.name, side) in done or time.monotonic() + 2 * slowest > deadline:
             continue
         began = time.monotonic()
         line = {"round": number, "course": course.name, "side": side, **measure_side(course, side, device)}
         slowest = max(slowest, time.monotonic() - began)
         lines.add(line)
         peak = f", peak {format_bytes(line['peak_bytes'])}" if line.get("peak_bytes") else ""
-        said = line["problem"] or f"{line['tokens_per_second']:,.0f} tokens/s{peak}"
-        console().print(f"round {number} {course.name:20} {side:9} {said}", highlight=False, markup=False)
+        result = line["problem"] or f"{line['tokens_per_second']:,.0f} tokens/s{peak}"
+        console().print(f"round {number} {course.name:20} {side:9} {result}", highlight=False, markup=False)
     rows = lines.read()
     found = summary(rows)
     console().print(result_table(found, lines.made["made_on"].get("gpu", "the CPU")))
     if not args.quick:
         path = RESULTS / "throughput_gpu.json"
-        write_result(path, {"what": (__doc__ or "").splitlines()[0], **lines.made, "summary": found}, {"turns": rows})
-        console().print(f"written: {path}")
+        write_result(
+            path, {"what": (__doc__ or "").splitlines()[0], **lines.made, "summary": found}, {"turns": rows}
+        )
+        console().print(f"wrote {path}")
     if len(rows) < len(turns):
-        console().print(f"{len(rows)} of {len(turns)} turns are done: the same command goes on from here")
+        console().print(f"{len(rows)} of {len(turns)} turns are done; run the same command again to continue")
         return 0
     lines.path.unlink()
     return 1 if any(row["problem"] for row in rows) else 0

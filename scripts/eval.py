@@ -1,4 +1,4 @@
-"""Judges a trained model on held-out rows: the same as `sft-play eval`.
+"""Evaluates a trained model on held-out rows: the same as `sft-play eval`.
 
 python scripts/eval.py --config configs/demo.yaml
 """

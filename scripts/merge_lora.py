@@ -1,4 +1,4 @@
-"""Adds a LoRA adapter into its base model: the same as `sft-play merge`.
+"""Merges a LoRA adapter into its base model: the same as `sft-play merge`.
 
 python scripts/merge_lora.py --config configs/demo.yaml
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on several GPUs of this machine: the same as `make train-distributed`.
-#   scripts/train_multi_gpu.sh [number of GPUs, default all] [section.key=value ...]
+#   scripts/train_multi_gpu.sh [number of GPUs (default: all)] [section.key=value ...]
 #   CONFIG=configs/run_lora.yaml scripts/train_multi_gpu.sh 2 train.learning_rate=1e-4
 set -euo pipefail
 cd "$(dirname "$0")/.."

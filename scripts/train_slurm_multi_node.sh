@@ -3,10 +3,10 @@
 set -euo pipefail
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# The address under which SLURM itself reaches that node; it is the name, unless the cluster says otherwise.
+# The address at which SLURM itself reaches that node: its name, unless the cluster is configured otherwise.
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
-port=$((15000 + SLURM_JOB_ID % 15000)) # each job its own, below the ports that systems hand out by themselves
+port=$((15000 + SLURM_JOB_ID % 15000)) # a different one for each job, below the range of ephemeral ports
 
-# exec: srun's signals go to the launcher, which passes them on to its ranks
+# exec: srun's signals go to the launcher, which forwards them to its ranks
 exec "${PYTHON:-.venv/bin/python}" -m sft_play train --nodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
   --master-addr "${address:-$first}" --master-port "$port" "$@"

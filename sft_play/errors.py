@@ -1,6 +1,6 @@
-"""What can go wrong, as a tree of exceptions: one exit code each, no traceback for the user's own mistakes.
+"""All errors that a user can act on: one exception class for each exit code, printed without a traceback.
 
-A message says what was asked, what was found, what is allowed, and the next command to type.
+A message says what was requested, what was found, what is allowed, and the next command to run.
 """
 
 
@@ -11,13 +11,17 @@ class SftPlayError(Exception):
 
 
 class ConfigError(SftPlayError):
-    """A config value, a flag or the environment is wrong."""
+    """A config value, a flag or the environment is invalid."""
 
     exit_code = 2
 
 
+class UntraceableModel(ConfigError):
+    """The model's training step cannot be executed on fake tensors; only a real step shows its memory."""
+
+
 class DataError(SftPlayError):
-    """The data cannot be trained on: says file, line and key."""
+    """The data cannot be used; the message names file, line and key."""
 
     exit_code = 3
 
@@ -35,19 +39,19 @@ class NonFiniteError(SftPlayError):
 
 
 class StorageError(SftPlayError):
-    """The disk is full, read-only or failing."""
+    """The disk is full, read-only or faulty."""
 
     exit_code = 6
 
 
 class RunInUseError(SftPlayError):
-    """Another process holds the run directory."""
+    """Another process is using the run directory."""
 
     exit_code = 7
 
 
 class CheckpointError(SftPlayError):
-    """There is no usable checkpoint or adapter where one is needed."""
+    """A usable checkpoint or adapter is needed, and there is none."""
 
     exit_code = 8
 
@@ -59,6 +63,6 @@ class LaunchError(SftPlayError):
 
 
 class Interrupted(SftPlayError):
-    """Stopped by a signal after saving a checkpoint: the same command goes on from there."""
+    """Stopped by a signal after a checkpoint was saved, so that the run can be resumed."""
 
     exit_code = 75

@@ -1,29 +1,30 @@
-"""From a config file to everything that training needs: the run directory, the tokenizer, the tokenised data and the plan."""
+"""A run before training: its directory, data and plan, and what they were derived from."""
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play import demo
+from sft_play.builtin import demo
 from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.prepare import PreparedData, prepare
-from sft_play.errors import ConfigError, LaunchError
-from sft_play.hardware import detect
+from sft_play.data.prepare import PreparedData
+from sft_play.errors import LaunchError
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import deepspeed_config
+from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
+from sft_play.machine.gpus import Machine, detect
+from sft_play.model.data import load_data
+from sft_play.plan import Plan
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.profiling import ensure_profile
+from sft_play.planning.run import plan_run
 from sft_play.runlog import RunDir, cache_dir, console, open_run, set_aside_earlier_run
-from sft_play.sizing.planner import Plan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-PLAN_VARIABLE = "SFT_PLAY_PLAN"  # a launcher that has made the plan hands its file to the ranks
 
 
 @dataclass(frozen=True)
@@ -32,97 +33,104 @@ class Job:
 
     resolved: ResolvedConfig
     run: RunDir
+    architecture: "PretrainedConfig"
     tokenizer: "PreTrainedTokenizerBase"
     data: PreparedData
+    machine: Machine
     plan: Plan
+    ranks: RankEnvironment = SINGLE_PROCESS
 
     @property
     def config(self) -> RunConfig:
         """The settings."""
         return self.resolved.config
 
+    @property
+    def checkpoint_parts(self) -> int:
+        """Number of processes that save their part of a checkpoint into this run directory.
+
+        Only those of this machine if the directory is not shared.
+        """
+        return self.plan.world_size if self.run.shared else self.ranks.local_world_size
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether this process writes the run directory.
+
+        That is the main rank, or the first rank of each machine if the directory is not shared.
+        """
+        return self.ranks.is_main or (not self.run.shared and self.ranks.local_rank == 0)
+
 
 def load_job_config(path: str | Path, overrides: list[str]) -> ResolvedConfig:
-    """The config with built-in models and data made and replaced by their folders."""
+    """The config with built-in models and data generated and replaced by their paths."""
     return demo.materialise(load_config(path, overrides))
 
 
-def world_size() -> int:
-    """How many processes the launcher started (WORLD_SIZE; one without a launcher).
+def prepare_job(
+    resolved: ResolvedConfig,
+    *,
+    processes: int,
+    ranks: RankEnvironment = SINGLE_PROCESS,
+    progress: bool = True,
+) -> Job:
+    """Loads the data, tokenized or from the cache, and plans the run unless our launcher has already done so.
 
-    Raises:
-        ConfigError: the variable is not a number, or its companions are missing.
+    Args:
+        resolved: the config.
+        processes: number of processes that will share the work.
+        ranks: this process's place among them.
+        progress: show progress bars.
     """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE={text}: expected a whole number above 0, as torchrun and accelerate set it")
-    missing = [name for name in LAUNCHER_VARIABLES if not os.environ.get(name)] if int(text) > 1 else []
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE={text}, but {', '.join(missing)} not set: start all processes with torchrun or "
-            "`make train-distributed`, or unset WORLD_SIZE to train with one"
-        )
-    return int(text)
-
-
-def prepare_job(resolved: ResolvedConfig, *, processes: int, progress: bool = True) -> Job:
-    """Tokenises the data (or finds it in the cache) and makes the plan for so many processes."""
-    from sft_play.model import load_model_config, load_tokenizer, position_limit
-    from sft_play.planning import DataFacts, plan_run
-
     config = resolved.config
-    model_config = load_model_config(config.model)
-    tokenizer = load_tokenizer(config.model)
-    data = prepare(config, tokenizer, model_limit=position_limit(model_config), progress=progress)
-    _check_vocabulary(model_config, data)
-    run = open_run(config.output.dir, config.output.name)
-    handed_over = os.environ.get(PLAN_VARIABLE)
-    if handed_over:
-        plan = Plan.from_json(json.loads(Path(handed_over).read_text(encoding="utf-8")))
+    loaded = load_data(config, progress=progress)
+    run = open_run(config.output.dir, config.output.name, ranks.rank)
+    machine = detect()
+    if ranks.plan_file:
+        plan = Plan.from_json(json.loads(ranks.plan_file.read_text(encoding="utf-8")))
     else:
-        plan = plan_run(config, model_config, DataFacts.of(data, config), detect(), processes)
+        if ranks.world_size == 1:
+            ensure_profile(machine, processes)
+        plan = plan_run(config, loaded.architecture, DataFacts.of(loaded.rows, config), machine, processes)
     if plan.engine == "deepspeed_z2":
-        deepspeed_config(DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm)  # before anything is launched
-    return Job(resolved, run, tokenizer, data, plan)
+        # raises errors before anything is launched
+        deepspeed_config(DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm)
+    return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 
 
-def fingerprint(job: Job) -> str:
-    """Of the settings and the data, wherever a machine keeps its cache and its runs."""
+def job_digest(job: Job) -> str:
+    """A digest of settings and data that does not depend on where a machine keeps its cache and its runs."""
     settings = job.config.model_dump_json(exclude={"output": {"dir"}}).replace(str(cache_dir()), "")
     return hashlib.sha256(f"{settings} {job.data.cache_path.name}".encode()).hexdigest()
 
 
 def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
-    """One plan for all who take part: that of the one with the least memory to spend, since free memory differs.
+    """One plan for all processes: that of the one with the smallest budget, since free memory differs.
 
     Args:
-        offers: fingerprint and plan, as JSON, of each.
+        offers: job digest and plan, as JSON, of each.
 
     Raises:
-        LaunchError: they were given different settings or data, or some have GPUs and some have none.
+        LaunchError: they were given different settings or data, or only some of them have GPUs.
     """
-    if len({given for given, _ in offers}) > 1:
-        raise LaunchError("the processes were given different settings or data; start all with the same config and overrides")
+    if len({digest for digest, _ in offers}) > 1:
+        raise LaunchError(
+            "the processes were given different settings or data; start all with the same config and "
+            "overrides, and with the same versions of this code and of the libraries"
+        )
     plans = [Plan.from_json(tree) for _, tree in offers]
     if len({plan.device for plan in plans}) > 1:
-        raise LaunchError("some processes found a GPU and some did not; compare `make gpu-info` on the machines")
+        raise LaunchError("only some of the processes found a GPU; compare `make gpu-info` on the machines")
     return min(plans, key=lambda plan: plan.memory.budget_bytes if plan.memory else 0)
 
 
-def _check_vocabulary(model_config: "PretrainedConfig", data: PreparedData) -> None:
-    size, largest = model_config.get_text_config().vocab_size, data.stats["largest_token_id"]
-    if largest >= size:
-        raise ConfigError(
-            f"the tokenizer made token {largest} and the model knows {size} tokens: they do not belong together; "
-            "give model.name a folder or repository whose tokenizer and weights were saved together"
-        )
-
-
 def begin_run(job: Job) -> None:
-    """Claims the run directory: moves an earlier run of the name aside and writes the config and the plan of this one.
+    """Moves an earlier run of the same name aside and writes the config and the plan of this one.
 
-    Called on the main rank, right before the first step: whatever fails earlier leaves the earlier run as it is.
+    Called right before the first step, so that whatever fails before leaves the earlier run as it is.
     """
+    if not job.keeps_files:
+        return
     earlier = set_aside_earlier_run(job.run) if job.config.train.resume == "never" else None
     if earlier:
         console().print(f"  [dim]an earlier run of this name was moved to {earlier}[/]")

@@ -1,10 +1,10 @@
-"""The run directory, the numbers written into it, and the console that a person reads.
+"""The run directory, the metrics written into it, and the console.
 
     runs/<name>/  config.resolved.yaml  plan.json  metrics.jsonl  summary.json  log.txt
                   checkpoints/  adapter/ (or model/)  tensorboard/
 
-Libraries print a great deal. During a command their output goes to log.txt, at the level of file descriptors so that C++
-code is caught too, and only what `console()` prints reaches the person.
+Libraries print a lot. While a command runs, their output goes to log.txt, at the level of file descriptors so
+that C++ code is included, and only what `console()` prints reaches the terminal.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _quiet = False  # whether a `quiet_libraries` block is running
 
 
 def console() -> Console:
-    """The person's console. On ranks above 0 it prints nothing; with --json it writes to stderr."""
+    """The user's console. On ranks above 0 it prints nothing; with --json it writes to stderr."""
     global _console
     if _console is None:
         _console = Console(highlight=False, soft_wrap=False)
@@ -42,18 +42,11 @@ def set_console(value: Console | None) -> None:
     _console = value
 
 
-def is_main_rank() -> bool:
-    """Whether this process is the one that writes and prints (the launcher's RANK, 0 without one)."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def keeps_files(run: "RunDir") -> bool:
-    """Whether this process is the one that keeps the run directory: the main rank, and without a shared one the first here."""
-    return is_main_rank() or (not run.shared and os.environ.get("LOCAL_RANK") == "0")
-
-
 def cache_dir() -> Path:
-    """Where tokenised data, built-in models and learned corrections are kept: SFT_PLAY_CACHE, else `.cache/sft-play` here."""
+    """The folder of tokenized data, built-in models and probe results.
+
+    SFT_PLAY_CACHE, or `.cache/sft-play` in the current folder.
+    """
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path(".cache") / "sft-play").absolute()
 
 
@@ -63,11 +56,13 @@ class RunDir:
 
     path: Path
     shared: bool = True
-    """Whether all machines of the run see this folder; a run on one machine does."""
+    """Whether all machines of the run see this folder; true for a run on one machine."""
+    rank: int = 0
+    """Rank of this process; ranks above 0 have their own log."""
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a logging step."""
+        """One JSON object per logging step or evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -77,7 +72,7 @@ class RunDir:
 
     @property
     def next_plan(self) -> Path:
-        """The plan on its way to the ranks: until they train, plan.json is the earlier run's."""
+        """The plan for the ranks to read; until they train, plan.json is that of the earlier run."""
         return self.path / ".plan.json"
 
     @property
@@ -87,7 +82,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The config as resolved, with origins."""
+        """The resolved config, with origins."""
         return self.path / "config.resolved.yaml"
 
     @property
@@ -97,9 +92,8 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """What libraries printed; ranks above 0 have a file of their own."""
-        rank = os.environ.get("RANK", "0")
-        return self.path / ("log.txt" if rank == "0" else f"log.rank{rank}.txt")
+        """What libraries printed; ranks above 0 have their own file."""
+        return self.path / (f"log.rank{self.rank}.txt" if self.rank else "log.txt")
 
     @property
     def checkpoints(self) -> Path:
@@ -122,42 +116,48 @@ class RunDir:
         return self.path / "tensorboard"
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Replaces `path` whole or not at all."""
+        """Writes `path` atomically."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
             temporary.replace(path)
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}. Free space or choose output.dir") from error
+            raise StorageError(
+                f"cannot write {path}: {error.strerror}. Free space or choose output.dir"
+            ) from error
 
 
-def open_run(output_dir: str, name: str) -> RunDir:
-    """Creates `<output_dir>/<name>` if it is not there.
+def open_run(output_dir: str, name: str, rank: int = 0) -> RunDir:
+    """Creates `<output_dir>/<name>` if it does not exist.
 
     Raises:
-        StorageError: the folder cannot be made or written.
+        StorageError: the folder cannot be created or written.
     """
-    run = RunDir(Path(output_dir) / name)
+    run = RunDir(Path(output_dir) / name, rank=rank)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         probe = run.path / f".write-test-{os.getpid()}"
         probe.write_bytes(b"")
-        probe.unlink(missing_ok=True)  # on a shared disk another machine may have a process of this number
+        probe.unlink(missing_ok=True)  # on a shared disk, another machine may have a process with this id
     except OSError as error:
-        raise StorageError(f"run directory {run.path} cannot be written: {error.strerror}. Set output.dir=<folder>") from error
+        raise StorageError(
+            f"run directory {run.path} cannot be written: {error.strerror}. Set output.dir=<folder>"
+        ) from error
     return run
 
 
 @contextlib.contextmanager
 def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
-    """Holds the run directory for this process; the lock is the kernel's, so a dead process leaves none behind.
+    """Locks the run directory for this process.
+
+    The kernel releases the lock when the process dies.
 
     Args:
         run: the run.
-        node: number of this machine among several; each holds a lock of its own, as they may share the directory.
+        node: rank of this machine; each has its own lock, since they may share the directory.
 
     Raises:
-        RunInUseError: another process holds it.
+        RunInUseError: another process holds the lock.
     """
     with (run.path / (f".lock.node{node}" if node else ".lock")).open("a+") as lock:
         try:
@@ -166,7 +166,8 @@ def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
             raise RunInUseError(
-                f'{run.path} is in use by {holder}. Wait for it, or give this run a name of its own: ARGS="output.name=<name>"'
+                f"{run.path} is in use by {holder}. Wait for it, or give this run another name: "
+                'ARGS="output.name=<name>"'
             ) from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}")
@@ -175,9 +176,13 @@ def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
 
 
 def set_aside_earlier_run(run: RunDir) -> Path | None:
-    """Moves the results of an earlier run of the same name to `<name>.<time it ended>`; returns where, None if there were none.
+    """Moves the results of an earlier run of the same name to `<name>.<time it ended>`.
 
-    What this process and its launcher have open stays: lock, launcher files, and the logs, whose lines go along.
+    Files that this process and its launcher have open stay: the lock, launcher files, and the logs, whose
+    content is copied.
+
+    Returns:
+        The new folder; None if there were no results.
     """
     logs = list(run.path.glob("log*.txt"))
     stay = {*logs, *run.path.glob("launcher*.log"), run.path / "ranks"}
@@ -206,7 +211,10 @@ def append_metrics(run: RunDir, record: dict[str, Any]) -> None:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; after a resume the later record of a step counts, a cut last line is left out."""
+    """The records of metrics.jsonl, without a truncated last line.
+
+    If a step was repeated after a resume, its later record counts.
+    """
     if not run.metrics.exists():
         return []
     records: dict[Any, dict[str, Any]] = {}
@@ -218,7 +226,7 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of the run; {} where it is missing or cut."""
+    """A JSON file of the run; {} if it is missing or truncated."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -226,18 +234,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def update_summary(run: RunDir, **values: Any) -> dict[str, Any]:
-    """Merges `values` into summary.json and returns it whole."""
+    """Merges `values` into summary.json and returns all of it."""
     summary = {**read_json(run.summary), **values}
     run.write_json(run.summary, summary)
     return summary
 
 
 @contextlib.contextmanager
-def quiet_libraries(log: Path) -> Iterator[None]:
-    """Sends everything that is not `console()` to `log` while the block runs; SFT_PLAY_VERBOSE=1 leaves it on the console.
+def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
+    """Redirects everything that is not printed by `console()` to `log` within this context.
 
-    Ranks above 0 get a console that prints nothing. A console that was set before (for --json) keeps its place. A block
-    within another one changes nothing: the outer one's log takes it all.
+    SFT_PLAY_VERBOSE=1 turns this off. With `silent` (ranks above 0) the console prints nothing either. A
+    console that was set before (for --json) keeps its stream. Nested contexts have no effect.
     """
     global _quiet
     if os.environ.get("SFT_PLAY_VERBOSE") == "1" or _quiet:
@@ -249,7 +257,7 @@ def quiet_libraries(log: Path) -> Iterator[None]:
     sys.stderr.flush()
     saved = {fd: os.dup(fd) for fd in (1, 2)}
     target = 2 if before is not None and before.file is sys.stderr else 1
-    person: TextIO = os.fdopen(os.dup(target), "w", buffering=1) if is_main_rank() else Path(os.devnull).open("w")
+    person: TextIO = Path(os.devnull).open("w") if silent else os.fdopen(os.dup(target), "w", buffering=1)
     set_console(Console(file=person, highlight=False, force_terminal=os.isatty(saved[target]) or None))
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for fd in saved:

@@ -1,6 +1,6 @@
-"""Bytes, counts and durations: integers inside, readable text only at the edge.
+"""Bytes, counts and durations: integers internally, formatted only for display.
 
-1 GiB is 2**30 bytes and is always labelled GiB; GB (10**9) is not used.
+1 GiB is 2**30 bytes and is always labeled GiB; GB (10**9) is not used.
 """
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -9,7 +9,7 @@ BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int
 
 
 def format_bytes(count: int) -> str:
-    """`format_bytes(5 * GIB)` is "5.00 GiB"; small sizes take the largest unit that leaves a digit before the point."""
+    """`format_bytes(5 * GIB)` is "5.00 GiB"; the unit is the largest one that gives at least 1."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= unit:
             return f"{count / unit:.2f} {name}"
@@ -25,7 +25,9 @@ def format_count(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`format_duration(4000)` is "1 h 07 min"; under a minute one decimal is kept."""
+    """`format_duration(4000)` is "1 h 06 min", `format_duration(0.0786)` is "79 ms"."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -18,7 +18,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported,
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several workers share the cores
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell would ignore Ctrl-C, tests too
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a suite in the background of a shell would ignore Ctrl-C, tests too
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
@@ -32,7 +34,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """A folder with a 2-layer Llama of random weights and a word-level tokenizer: what save_pretrained() writes."""
+    """A model folder as save_pretrained() writes it: a 2-layer random Llama with a word-level tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -41,7 +43,9 @@ def tiny_model(tmp_path_factory) -> Path:
     words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' ' }}"
         "{% if m.role == 'assistant' %}{{ '<eos> ' }}{% endif %}{% endfor %}"
@@ -50,7 +54,8 @@ def tiny_model(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCABULARY, max_position_embeddings=512, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -59,7 +64,7 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Within, no file grows beyond so many bytes: writing fails as on a full disk. Also what pytest writes, so not longer."""
+    """Files cannot grow beyond this, as on a full disk; pytest's own neither, so keep the block short."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -69,7 +74,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 def token_rows(count: int, seed: int = 0, longest: int = 60) -> list[dict]:
-    """Random tokenised rows: a prompt that is not learned, then an answer that is."""
+    """Random tokenized rows: a prompt that is not learned, then an answer that is."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):

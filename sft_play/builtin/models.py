@@ -1,7 +1,7 @@
-"""Models small enough to be made on the spot: one that has read the shop's diary, and a random one of any vocabulary.
+"""Models small enough to create on first use: one pretrained on the shop's diary, one with random weights.
 
-Both are ordinary model folders: a Llama in safetensors with config.json and generation_config.json, and a byte-level BPE
-tokenizer with a chat template, so nothing later knows that they are special.
+Both are ordinary model folders: a Llama in safetensors with config.json and generation_config.json, and a
+byte-level BPE tokenizer with a chat template. No other code treats them specially.
 """
 
 import contextlib
@@ -26,14 +26,15 @@ CHAT_TEMPLATE = (
 DEMO_VOCABULARY, TINY_VOCABULARY = 1024, 4096
 DEMO_POSITIONS, TINY_POSITIONS = 512, 2048
 
-# Found by trial (docs/decisions.md): after about 250 of these steps all six fields of an order are copied, with any seed.
+# Tuned by experiment (docs/decisions.md): after about 250 steps, the model copies all six fields of an order
+# with any seed.
 DEMO_STEPS, DEMO_PAGES_PER_STEP = 400, 24
 DEMO_LEARNING_RATE, DEMO_MATRIX_LEARNING_RATE = 5e-3, 2e-2
-DEMO_THREADS = 1  # matrices this small gain little from a second thread, and lose much by it on a machine that is busy
+DEMO_THREADS = 1  # a second thread gains little for such small matrices, and is slower on a busy machine
 
 
 def byte_level_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:
-    """BPE over bytes, learned from `texts`: no text is unknown to it, and decoding gives back what was encoded."""
+    """A byte-level BPE tokenizer trained on `texts`; it has no unknown tokens and is lossless."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +42,9 @@ def byte_level_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) 
     special = [PAD, UNKNOWN, END, *ROLES]
     tokenizer.train_from_iterator(
         texts,
-        trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -56,9 +59,26 @@ def byte_level_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) 
 
 
 def random_llama(
-    tokenizer: PreTrainedTokenizerBase, *, hidden: int, layers: int, heads: int, intermediate: int, positions: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    intermediate: int,
+    positions: int,
+    seed: int,
 ) -> LlamaForCausalLM:
-    """An untrained model for the tokenizer's vocabulary; the caller's random state is left as it was."""
+    """A randomly initialized model for the tokenizer's vocabulary; does not change the caller's random state.
+
+    Args:
+        tokenizer: defines vocabulary and special tokens.
+        hidden: hidden size.
+        layers: number of layers.
+        heads: number of attention heads.
+        intermediate: size of the MLP.
+        positions: longest sequence.
+        seed: of the initialization.
+    """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -68,8 +88,8 @@ def random_llama(
         num_key_value_heads=heads,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
-        # Llama's own 0.02 is meant for thousands of channels. At this width attention would start out flat, and the model
-        # would take many times longer to find that it can copy.
+        # Llama's default of 0.02 is meant for thousands of channels. At this width, attention would start
+        # almost uniform, and the model would take many times longer to learn to copy.
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -90,8 +110,10 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _reading_order(pages: Sequence[Sequence[int]], pages_per_step: int, seed: int) -> list[list[Sequence[int]]]:
-    """Steps of pages of similar length, in random order."""
+def _training_steps(
+    pages: Sequence[Sequence[int]], pages_per_step: int, seed: int
+) -> list[list[Sequence[int]]]:
+    """Steps of pages with similar length, in random order."""
     by_length = sorted(pages, key=len)
     steps = [by_length[start : start + pages_per_step] for start in range(0, len(by_length), pages_per_step)]
     random.Random(f"reading/{seed}").shuffle(steps)
@@ -99,7 +121,7 @@ def _reading_order(pages: Sequence[Sequence[int]], pages_per_step: int, seed: in
 
 
 def _optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon (Jordan et al. 2024) for the matrices between layers, where it needs fewer steps than AdamW; AdamW for the rest."""
+    """Muon (Jordan et al. 2024) for the matrices of the layers (it converges faster), AdamW for the rest."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     inner = {id(weight) for weight in matrices}
     rest = [weight for weight in model.parameters() if id(weight) not in inner]
@@ -109,21 +131,36 @@ def _optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
     )
 
 
-def read_pages(
-    model: LlamaForCausalLM, pages: Sequence[Sequence[int]], *, pages_per_step: int, seed: int, done: Callable[[int], None]
+def pretrain(
+    model: LlamaForCausalLM,
+    pages: Sequence[Sequence[int]],
+    *,
+    pages_per_step: int,
+    seed: int,
+    done: Callable[[int], None],
 ) -> float:
-    """Ordinary language modelling: every page is read once, one page a row; returns the loss of the last step."""
-    steps = _reading_order(pages, pages_per_step, seed)
+    """Causal language modeling for one epoch, one page per row; returns the loss of the last step.
+
+    Args:
+        model: trained in place.
+        pages: token ids, at most `positions` each.
+        pages_per_step: rows in one optimizer step, [pages_per_step, tokens].
+        seed: of the training order.
+        done: called with the number of pages of each step.
+    """
+    steps = _training_steps(pages, pages_per_step, seed)
     optimizers = _optimizers(model)
     schedules = [
-        OneCycleLR(each, each.param_groups[0]["lr"], total_steps=len(steps) + 1, pct_start=0.1, cycle_momentum=False)
+        OneCycleLR(
+            each, each.param_groups[0]["lr"], total_steps=len(steps) + 1, pct_start=0.1, cycle_momentum=False
+        )
         for each in optimizers
     ]
     model.train()
     loss = torch.zeros(())
     for step in steps:
         rows = [torch.tensor(page) for page in step]
-        # Padding stands on the right, where no token of the page can see it, so no attention mask is needed.
+        # Right padding is invisible to causal attention, so no attention mask is needed.
         ids = pad_sequence(rows, batch_first=True, padding_value=int(model.config.pad_token_id or 0))
         labels = pad_sequence(rows, batch_first=True, padding_value=-100)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -141,33 +178,37 @@ def read_pages(
 def make_demo_model(
     folder: Path, pages: Sequence[str], letters: Iterable[str], *, seed: int, done: Callable[[int], None]
 ) -> dict[str, float]:
-    """Writes the demo's base model: it has read `pages` and nothing else.
+    """Pretrains the demo's base model on `pages` and saves it.
 
     Args:
-        folder: where to.
-        pages: plain text, DEMO_STEPS x DEMO_PAGES_PER_STEP of them.
-        letters: texts whose words the tokenizer should know too; the model does not see them.
-        seed: of weights and reading order.
-        done: called with the number of pages read since the last call.
+        folder: where to save it.
+        pages: plain text, DEMO_STEPS x DEMO_PAGES_PER_STEP pages.
+        letters: further texts to train the tokenizer on; the model does not see them.
+        seed: of weights and training order.
+        done: called with the number of pages of each step.
 
     Returns:
-        parameters, loss (of the last step, nats per token) and seconds.
+        Parameters, loss (last step, nats per token) and seconds.
     """
     began = time.perf_counter()
     tokenizer = byte_level_tokenizer([*pages, *letters], DEMO_VOCABULARY, DEMO_POSITIONS)
-    model = random_llama(tokenizer, hidden=96, layers=2, heads=4, intermediate=256, positions=DEMO_POSITIONS, seed=seed)
+    model = random_llama(
+        tokenizer, hidden=96, layers=2, heads=4, intermediate=256, positions=DEMO_POSITIONS, seed=seed
+    )
     rows = [ids + [tokenizer.eos_token_id] for ids in tokenizer(list(pages))["input_ids"]]
     with _threads(DEMO_THREADS):
-        loss = read_pages(model, rows, pages_per_step=DEMO_PAGES_PER_STEP, seed=seed, done=done)
+        loss = pretrain(model, rows, pages_per_step=DEMO_PAGES_PER_STEP, seed=seed, done=done)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {"parameters": model.num_parameters(), "loss": loss, "seconds": time.perf_counter() - began}
 
 
 def make_tiny_model(folder: Path, texts: Iterable[str], *, seed: int) -> dict[str, int]:
-    """Writes a model with random weights and a tokenizer learned from `texts`; returns its parameters."""
+    """Saves a model with random weights and a tokenizer trained on `texts`; returns its size."""
     tokenizer = byte_level_tokenizer(texts, TINY_VOCABULARY, TINY_POSITIONS)
-    model = random_llama(tokenizer, hidden=192, layers=4, heads=6, intermediate=512, positions=TINY_POSITIONS, seed=seed)
+    model = random_llama(
+        tokenizer, hidden=192, layers=4, heads=6, intermediate=512, positions=TINY_POSITIONS, seed=seed
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {"parameters": model.num_parameters()}

@@ -1,17 +1,18 @@
-"""The demo's world: a shop, its diary (plain text for the base model) and its orders (the task for LoRA).
+"""The synthetic data of the demo: a shop's diary (plain text to pretrain on) and its orders (the LoRA task).
 
-The diary tells what happened: who bought what, and where it went. A page gives six facts once and then comes back to them, so a
-base model that reads it learns to copy facts from what was said before, and that eleven is 11. It has seen notes of one fact
-("Note the city: Oslo."), but never a letter, a whole answer or a chat.
+The diary records who bought what and where it went. A page states six facts once and then repeats them, so a
+base model that is pretrained on it learns to copy facts from the context, and that eleven is 11. It has seen
+notes of a single fact ("Note the city: Oslo."), but never a letter, a whole answer or a chat.
 
-An order is a short letter; the answer is the same order as one line, as a program would want it:
+An order is a short letter; the answer is the same order as one machine-readable line:
 
     user       Hi, my name is Leo. I would like nine white tables, delivered to Sydney on Monday.
     assistant  name: Leo | city: Sydney | item: table | colour: white | count: 9 | day: Monday
 
-Some letters also name a colour, a city or a day that does not count ("the red ones were sold out"). Held-out orders are new by
-construction: a fifth of all pairs of item and colour is kept out of the training rows, and validation and test rows use only
-those. So no answer can be remembered; it has to be read from the letter.
+Some letters also mention a distractor: a colour, a city or a day that is not part of the order ("the red ones
+were sold out"). Held-out orders are new by construction: a fifth of all pairs of item and colour is excluded
+from the training rows, and validation and test rows use only those. So no answer can be memorized; it has to
+be read from the letter.
 """
 
 import itertools
@@ -23,17 +24,22 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NAMES = _words("Anna Ben Clara David Emma Felix Grace Henry Irene Jonas Karin Leo Maria Nils Olga Paul Rosa Simon Tara Viktor")
+NAMES = _words(
+    "Anna Ben Clara David Emma Felix Grace Henry Irene Jonas Karin Leo Maria Nils Olga Paul Rosa Simon Tara "
+    "Viktor"
+)
 CITIES = _words(
     "Athens Berlin Cairo Dublin Geneva Hamburg Istanbul Kyoto Lisbon Madrid Naples Oslo Paris Quito Rome "
     "Sydney Toronto Vienna Warsaw Zurich"
 )
-ITEMS = _words("basket blanket bottle bucket candle carpet chair clock kettle ladder lamp mirror pillow table teapot vase")
+ITEMS = _words(
+    "basket blanket bottle bucket candle carpet chair clock kettle ladder lamp mirror pillow table teapot "
+    "vase"
+)
 COLOURS = _words("black blue green orange purple red white yellow")
 DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-NUMBERS = {
-    word: count for count, word in enumerate(_words("two three four five six seven eight nine ten eleven twelve"), start=2)
-}
+_NUMBER_WORDS = _words("two three four five six seven eight nine ten eleven twelve")
+NUMBERS = {word: count for count, word in enumerate(_NUMBER_WORDS, start=2)}
 
 NEWS = (
     "On {day} {name} from {city} bought {word} {colour} {item}s.",
@@ -77,32 +83,56 @@ ORDERS = (
     "Can {name} in {city} have {word} {colour} {item}s by {day}, please?",
     "We have no {item}s left! Please send {word} {colour} ones to {city} on {day} and ask for {name}.",
     "By {day} I need {word} {item}s in {city}, all of them {colour}. Thank you, {name}.",
-    "Dear shop, {word} {colour} {item}s for {name}, please. The address is in {city}, and {day} would be fine.",
+    (
+        "Dear shop, {word} {colour} {item}s for {name}, please. "
+        "The address is in {city}, and {day} would be fine."
+    ),
     "On {day} my friend {name} moves to {city}. Please send {word} {colour} {item}s as a present.",
-    "Last time the {other_colour} {item}s were sold out. Now I want {word} {colour} ones in {city} by {day}. Yours, {name}.",
+    (
+        "Last time the {other_colour} {item}s were sold out. "
+        "Now I want {word} {colour} ones in {city} by {day}. Yours, {name}."
+    ),
     "Not {other_colour}, please: I want {word} {colour} {item}s. Send them to {name} in {city} on {day}.",
-    "I no longer live in {other_city}. Please bring {word} {colour} {item}s to {city} on {day}. Best wishes, {name}.",
-    "I cannot be at home on {other_day}, so {day} is better. It is {word} {colour} {item}s for {name} in {city}.",
+    (
+        "I no longer live in {other_city}. "
+        "Please bring {word} {colour} {item}s to {city} on {day}. Best wishes, {name}."
+    ),
+    (
+        "I cannot be at home on {other_day}, so {day} is better. "
+        "It is {word} {colour} {item}s for {name} in {city}."
+    ),
 )
 ANSWER = "name: {name} | city: {city} | item: {item} | colour: {colour} | count: {count} | day: {day}"
 
 PAIRS = tuple(itertools.product(ITEMS, COLOURS))
-HELD_OUT_SHARE = 5  # one pair of item and colour in so many is for held-out rows
+HELD_OUT_ONE_IN = 5  # one in this many pairs of item and colour is reserved for held-out rows
 
 
 def _facts(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """What a diary page or an order is about, and what a letter can name besides."""
+    """The facts of a diary page or an order, and the distractors that a letter can mention."""
     item, colour = rng.choice(pairs)
     word = rng.choice(list(NUMBERS))
     city, other_city = rng.sample(CITIES, 2)
     day, other_day = rng.sample(DAYS, 2)
-    facts = {"name": rng.choice(NAMES), "city": city, "item": item, "colour": colour, "count": str(NUMBERS[word]), "day": day}
+    facts = {
+        "name": rng.choice(NAMES),
+        "city": city,
+        "item": item,
+        "colour": colour,
+        "count": str(NUMBERS[word]),
+        "day": day,
+    }
     other_colour = rng.choice([other for other in COLOURS if other != colour])
-    return facts | {"word": word, "other_city": other_city, "other_colour": other_colour, "other_day": other_day}
+    return facts | {
+        "word": word,
+        "other_city": other_city,
+        "other_colour": other_colour,
+        "other_day": other_day,
+    }
 
 
 def diary_pages(seed: int, pages: int) -> list[str]:
-    """Plain text about the shop: each page is about one customer and one delivery, in five to nine sentences."""
+    """Plain-text pages about the shop: one customer and one delivery each, in five to nine sentences."""
     rng = random.Random(f"diary/{seed}")
     texts = []
     for _ in range(pages):
@@ -114,7 +144,7 @@ def diary_pages(seed: int, pages: int) -> list[str]:
 
 
 def _orders(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Letters and answers without end, none twice."""
+    """An endless stream of letters and answers without duplicates."""
     seen = set()
     while True:
         facts = _facts(rng, pairs)
@@ -125,16 +155,18 @@ def _orders(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> Iterator[tu
 
 
 def order_rows(seed: int, rows: dict[str, int]) -> dict[str, list[dict]]:
-    """Rows in `messages` form for each split ("train", or a held-out one), as many as asked for."""
+    """Rows in the messages format: `rows` is the number of rows per split, "train" or a held-out one."""
     rng = random.Random(f"orders/{seed}")
     shuffled = rng.sample(PAIRS, len(PAIRS))
-    held_out = shuffled[: len(PAIRS) // HELD_OUT_SHARE]
+    held_out = shuffled[: len(PAIRS) // HELD_OUT_ONE_IN]
     train = _orders(rng, shuffled[len(held_out) :])
-    others = _orders(rng, held_out)  # one stream for all held-out splits, so that they share no row either
-    return {
-        split: [
-            {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": answer}]}
-            for letter, answer in itertools.islice(train if split == "train" else others, count)
-        ]
-        for split, count in rows.items()
-    }
+    others = _orders(rng, held_out)  # one stream for all held-out splits, so that they do not overlap
+    splits: dict[str, list[dict]] = {}
+    for split, count in rows.items():
+        orders = itertools.islice(train if split == "train" else others, count)
+        splits[split] = [_row(letter, answer) for letter, answer in orders]
+    return splits
+
+
+def _row(letter: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": answer}]}

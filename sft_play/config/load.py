@@ -1,4 +1,4 @@
-"""YAML file + overrides -> RunConfig, with the origin of every value, and all problems reported at once."""
+"""YAML file + overrides -> RunConfig, with the origin of every value; all problems are reported at once."""
 
 import difflib
 import json
@@ -19,7 +19,7 @@ MAX_INCLUDE_DEPTH = 8
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A validated config and where each of its values came from (dotted name -> "default", a file, or "override")."""
+    """A validated config, and the origin of each value: dotted name -> "default", a file, or "override"."""
 
     config: RunConfig
     origins: dict[str, str]
@@ -27,18 +27,23 @@ class ResolvedConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people read it: 2e-4 is a number, `no` and `on` are words, 010 is ten, a repeated key is an error."""
+    """YAML without surprises: 2e-4 is a number, `no` a string, 010 is ten, duplicate keys are errors."""
 
     yaml_implicit_resolvers: dict = {}
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
-        r"^(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        r"^(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
     list("-+0123456789."),
 )
@@ -49,29 +54,34 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
     for key_node, _ in node.value:
         line = key_node.start_mark.line + 1
         if key_node.value in seen:
-            raise ConfigError(f"line {line}: key '{key_node.value}' stands already in line {seen[key_node.value]}; keep one")
+            first = seen[key_node.value]
+            raise ConfigError(
+                f"line {line}: duplicate key '{key_node.value}' (first on line {first}); keep one"
+            )
         seen[key_node.value] = line
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
-def _no_alias(loader: _Loader, node: yaml.Node) -> None:
+def _reject_tag(loader: _Loader, node: yaml.Node) -> None:
     raise ConfigError(f"line {node.start_mark.line + 1}: YAML tag {node.tag} is not allowed in a config")
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value, 10))
-_Loader.add_constructor(None, _no_alias)
+_Loader.add_constructor(None, _reject_tag)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parses `text` with the loader above.
+    """Parses YAML `text` that was read from `source`.
 
     Raises:
-        ConfigError: names `source` and the line.
+        ConfigError: the text is not valid; names `source` and the line.
     """
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=_Loader)):
-            raise ConfigError("YAML aliases (*name) are not allowed in a config; use include: for shared settings")
+            raise ConfigError(
+                "YAML aliases (*name) are not allowed in a config; use include: for shared settings"
+            )
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
@@ -83,11 +93,13 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def _read_file(path: Path) -> dict:
     if not path.is_file():
-        found = sorted(str(p) for p in Path("configs").glob("*.yaml")) if Path("configs").is_dir() else []
+        found = sorted(map(str, Path("configs").glob("*.yaml")))
         hint = f" Shipped configs: {', '.join(found)}." if found else ""
-        raise ConfigError(f"config file {path} does not exist.{hint} Choose one with CONFIG=path.yaml")
+        raise ConfigError(f"config file {path} does not exist.{hint} Set CONFIG=<file>")
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise ConfigError(f"config file {path} has {path.stat().st_size} bytes; at most {MAX_FILE_BYTES} are allowed")
+        raise ConfigError(
+            f"config file {path} has {path.stat().st_size} bytes; the limit is {MAX_FILE_BYTES}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -118,9 +130,11 @@ def _merge(base: dict, over: dict) -> dict:
 
 
 def _load_tree(path: Path, depth: int = 0) -> tuple[dict, dict[str, str]]:
-    """The file with its includes merged under it, and the origin of each leaf."""
+    """The settings of a file, merged over those of its includes, and the origin of each."""
     if depth > MAX_INCLUDE_DEPTH:
-        raise ConfigError(f"{path}: include: goes deeper than {MAX_INCLUDE_DEPTH} files; is there a circle?")
+        raise ConfigError(
+            f"{path}: include: is nested more than {MAX_INCLUDE_DEPTH} files deep; is there an include cycle?"
+        )
     tree = _read_file(path)
     base: dict = {}
     origins: dict[str, str] = {}
@@ -134,10 +148,12 @@ def _load_tree(path: Path, depth: int = 0) -> tuple[dict, dict[str, str]]:
 
 
 def apply_override(tree: dict, override: str) -> str:
-    """Writes `section.key=value` into `tree` and returns the dotted name."""
+    """Applies `section.key=value` to `tree` and returns the dotted name."""
     name, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name):
-        raise ConfigError(f"override '{override}' is not of the form section.key=value, e.g. train.learning_rate=1e-4")
+        raise ConfigError(
+            f"override '{override}' does not have the form section.key=value, e.g. train.learning_rate=1e-4"
+        )
     *sections, key = name.split(".")
     for section in sections:
         child = tree.setdefault(section, {})
@@ -162,31 +178,31 @@ def _nearest(key: str, section: tuple) -> str:
         return f"unknown key; did you mean {'.'.join([*map(str, section), close[0]])}?"
     for other in RunConfig.model_fields:  # the right key in the wrong section
         if (not section or other != section[0]) and key in _keys_of((other,)):
-            return f"unknown key here; it belongs to {other}.{key}"
-    return f"unknown key; allowed are {', '.join(allowed)}"
+            return f"unknown key in this section; did you mean {other}.{key}?"
+    return f"unknown key; allowed: {', '.join(allowed)}"
 
 
 def _allowed_text(name: tuple) -> str:
-    """What a field takes, in words, from its annotation."""
+    """A description of the allowed values of a field, from its annotation."""
     model: Any = RunConfig
     for part in name[:-1]:
         model = model.model_fields[part].annotation
     text = str(model.model_json_schema()["properties"].get(name[-1], ""))
-    words = []
+    allowed = []
     if "'integer'" in text:
-        words.append("a whole number above 0" if "exclusiveMinimum" in text else "a whole number")
+        allowed.append("a positive integer" if "exclusiveMinimum" in text else "an integer")
     if "'boolean'" in text:
-        words.append("true or false")
-    words += re.findall(r"'const': '(\w+)'", text)
-    return " or ".join(words)
+        allowed.append("true or false")
+    allowed += re.findall(r"'const': '(\w+)'", text)
+    return " or ".join(allowed)
 
 
 def _problems(error: ValidationError) -> list[str]:
-    """One line for each wrong field: dotted name, what was found, what is allowed."""
+    """One line per invalid field: dotted name, what was found, what is allowed."""
     lines: dict[str, str] = {}
     for item in error.errors():
         path = item["loc"]
-        depth = 0  # a union adds its branches to the path; cut them off
+        depth = 0  # fields in the path; pydantic appends the branch of a union, which is cut off
         model: Any = RunConfig
         while depth < len(path) and isinstance(model, type) and issubclass(model, BaseModel):
             field = model.model_fields.get(str(path[depth]))
@@ -205,16 +221,17 @@ def _problems(error: ValidationError) -> list[str]:
             message = message[0].lower() + message[1:]
             if depth < len(path) or dotted in lines:
                 message = f"expected {_allowed_text(name) or message}"
-            found = "" if isinstance(item["input"], dict | BaseModel) else f" (found {json.dumps(item['input'], default=str)})"
-            lines[dotted] = message + found
+            if not isinstance(item["input"], dict | BaseModel):
+                message += f" (found {json.dumps(item['input'], default=str)})"
+            lines[dotted] = message
     return [f"{name}: {text}" for name, text in lines.items()]
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> ResolvedConfig:
-    """Reads a YAML config with its includes, applies `section.key=value` overrides, validates.
+    """Reads a YAML config with its includes, applies `section.key=value` overrides, and validates it.
 
     Raises:
-        ConfigError: lists every problem with its dotted name.
+        ConfigError: the config is invalid; lists every problem with its dotted name.
     """
     path = Path(path)
     tree, origins = _load_tree(path)
@@ -228,14 +245,16 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Resolve
     except ValidationError as error:
         problems = _problems(error)
         head = f"{path}: {len(problems)} problem{'s' if len(problems) > 1 else ''} in the config"
-        raise ConfigError("\n  ".join([head, *problems]) + "\n`sft-play config-schema` lists every key") from None
+        raise ConfigError(
+            "\n  ".join([head, *problems]) + "\nRun `sft-play config-schema` to list all keys"
+        ) from None
     for name in _leaves(config.model_dump()):
         origins.setdefault(name, "default")
     return ResolvedConfig(config, origins, path)
 
 
 def dump_resolved(resolved: ResolvedConfig) -> str:
-    """The whole config as YAML, each value with its origin in a comment; loads back to the same config."""
+    """The whole config as YAML, with the origin of each value in a comment; loads as the same config."""
     lines: list[str] = []
 
     def write(tree: dict, prefix: str, indent: int) -> None:
@@ -245,18 +264,20 @@ def dump_resolved(resolved: ResolvedConfig) -> str:
                 lines.append(f"{'  ' * indent}{key}:")
                 write(value, f"{name}.", indent + 1)
             else:
-                lines.append(f"{'  ' * indent}{key}: {json.dumps(value)}  # {resolved.origins.get(name, 'default')}")
+                lines.append(
+                    f"{'  ' * indent}{key}: {json.dumps(value)}  # {resolved.origins.get(name, 'default')}"
+                )
 
     write(resolved.config.model_dump(), "", 0)
     return "\n".join(lines) + "\n"
 
 
 def json_schema() -> dict:
-    """JSON schema of a config file; editors read it through the first line of each shipped YAML."""
+    """The JSON schema of config files; the first line of each shipped YAML points editors to it."""
     schema = RunConfig.model_json_schema()
     schema["properties"]["include"] = {
-        "description": "File or files (relative to this one) whose settings lie under these.",
+        "description": "File or files, relative to this one, whose settings this file overrides.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
-    schema["required"] = []  # an including file may leave the rest to its base
+    schema["required"] = []  # required keys may be in an included file
     return schema

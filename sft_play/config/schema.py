@@ -1,96 +1,129 @@
-"""Every setting of a run: its meaning, unit, default and limits. Nothing here reads files or imports torch."""
+"""All settings of a run, with units, defaults and limits; reads no files and does not import torch."""
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
-from typing_extensions import Self
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    model_validator,
+)
 
 Auto = Literal["auto"]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
 
-def _no_number_from_bool(value: object) -> object:
+def _reject_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("expected a number or 'auto', not true/false")
     return value
 
 
-def _above_zero(value: object) -> object:
+def _positive(value: object) -> object:
     if isinstance(value, (int, float)) and not value > 0:
-        raise ValueError("expected a number above 0, or 'auto'")
+        raise ValueError("expected a positive number or 'auto'")
     return value
 
 
-def _text_of_switch(value: object) -> object:
+def _yes_or_no(value: object) -> object:
     return {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
 
 
-AutoOrCount = Annotated[PositiveInt | Auto, BeforeValidator(_no_number_from_bool)]
-AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_above_zero), BeforeValidator(_no_number_from_bool)]
+def _regular_expression(value: str) -> str:
+    try:
+        re.compile(value)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return value
+
+
+Expression = Annotated[str, AfterValidator(_regular_expression)]
+AutoOrCount = Annotated[PositiveInt | Auto, BeforeValidator(_reject_bool)]
+AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
 
 
 class Section(BaseModel):
-    """A part of the config: immutable, and an unknown key is an error."""
+    """A section of the config: immutable, and unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class ModelConfig(Section):
-    """Which model, and how it is held in memory."""
+    """The model and how it is loaded."""
 
     name: str = Field(min_length=1)
-    """Hub name ("Qwen/Qwen3-0.6B"), a local folder, or a small model made on the spot ("builtin:demo", "builtin:tiny")."""
+    """Hub name ("Qwen/Qwen3-0.6B"), a local folder, or a small built-in model ("builtin:demo",
+    "builtin:tiny")."""
     max_seq_len: AutoOrCount = "auto"
-    """Longest row in tokens. auto: the longest row of the data, at most what the model allows."""
+    """Maximum length of a row in tokens. auto: the longest row of the data, at most what the model
+    supports."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Data type of the weights. auto: for adapters bf16 where the device has it, else fp16, on the CPU fp32; for full
-    fine-tuning fp32 master weights (autocast computes in 16 bit)."""
-    attention: Literal["auto", "varlen_sdpa", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention kernel. auto: FlashAttention 2 where it is installed and the device can, else varlen_sdpa (PyTorch's own
-    kernel, called per sequence, so that neither padding nor packing costs a mask)."""
+    """Data type of the weights. auto: for adapters bf16 if the device supports it, else fp16, and fp32 on the
+    CPU; for full fine-tuning fp32 master weights (autocast computes in 16 bit)."""
+    attention: Literal["auto", "varlen_sdpa", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = (
+        "auto"
+    )
+    """Attention kernel. auto: FlashAttention 2 if it is installed and the device supports it, else
+    varlen_sdpa (PyTorch's SDPA, called once per sequence, so that neither padding nor packing needs a
+    mask)."""
     trust_remote_code: bool = False
-    """Whether Python code that comes with the model may run on this machine."""
+    """Whether to run Python code from the model repository on this machine."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit on the Hub."""
 
 
 class DataConfig(Section):
-    """Which rows, how they become text, and which tokens are learned."""
+    """The rows, how they are rendered as text, and which tokens carry loss."""
 
     train_path: str = Field(min_length=1)
-    """JSONL, JSON, Parquet or CSV file, a folder of them, a hub data set name, or "builtin:demo"."""
+    """JSONL, JSON, Parquet or CSV file, a folder of such files, a Hub dataset, or "builtin:demo"."""
     val_path: str | None = None
-    """Validation rows; without it val_fraction of the training rows is held out."""
+    """Validation rows. Default: hold out val_fraction of train_path."""
     test_path: str | None = None
-    """Test rows; without it test_fraction of the training rows is held out."""
+    """Test rows. Default: hold out test_fraction of train_path."""
     val_fraction: Fraction = 0.05
-    """Share of train_path that is held out for validation when val_path is not given."""
+    """Share of train_path to hold out for validation if val_path is not set."""
     test_fraction: Fraction = 0.0
-    """Share of train_path that is held out for testing when test_path is not given."""
+    """Share of train_path to hold out for testing if test_path is not set."""
     format: Literal[
-        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "system_user_assistant", "text"
+        "auto",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "prompt_completion",
+        "question_answer",
+        "system_user_assistant",
+        "text",
     ] = "auto"
-    """Row format. auto: told from the keys of the first row; every other row must then have it too."""
+    """Row format. auto: detected from the keys of the first row; all other rows must have the same format."""
     chat_template: str = "auto"
-    """auto: the tokenizer's own, else the shipped "plain". Or "plain", "chatml", or the path of a Jinja file."""
+    """auto: the tokenizer's own, or "plain" if it has none. Or "plain", "chatml", or the path of a Jinja
+    file."""
     system_prompt: str | None = None
-    """Put in front of each conversation that has no system message of its own."""
+    """Added to each conversation that has no system message."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
-    """Which tokens carry loss: all assistant turns, the last assistant turn, or every token."""
+    """Which tokens carry loss: those of all assistant turns, of the last assistant turn, or all tokens."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to rows longer than model.max_seq_len; always counted and shown."""
+    """What to do with rows longer than model.max_seq_len; their number is always reported."""
     dedup: bool = False
-    """Drop rows whose conversation repeats an earlier one exactly."""
+    """Drop exact duplicates of earlier conversations."""
     limit: PositiveInt | None = None
-    """Use only the first so many rows of each file."""
+    """Maximum number of rows to use from each file."""
     num_workers: AutoOrCount = "auto"
-    """Processes that tokenise. auto: the CPU cores, at most 8, one for small data."""
+    """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 
     @model_validator(mode="after")
     def _fractions_leave_rows(self) -> Self:
         if self.val_fraction + self.test_fraction >= 1:
-            raise ValueError("val_fraction + test_fraction must be below 1, so that rows are left to train on")
+            raise ValueError("val_fraction + test_fraction must be below 1, so that training rows are left")
         return self
 
 
@@ -98,135 +131,149 @@ class LoraSettings(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
 
     r: PositiveInt = 16
-    """Rank of the update."""
+    """Rank of the adapters."""
     alpha: PositiveFloat = 32
-    """Scale: the update is multiplied by alpha / r (rsLoRA: alpha / sqrt(r))."""
+    """Scaling: the update is multiplied by alpha / r (rsLoRA: alpha / sqrt(r))."""
     dropout: Fraction = 0.0
-    """Dropout on the adapter's input."""
+    """Dropout on the input of the adapters."""
     target_modules: Literal["auto"] | tuple[str, ...] = "auto"
-    """Module names that get an adapter. auto: every linear layer but the output head."""
+    """Names of the modules that get an adapter. auto: all linear layers except the output head."""
     use_rslora: bool = False
-    """Rank-stabilised scale (arXiv 2312.03732)."""
+    """Rank-stabilized LoRA (arXiv 2312.03732)."""
     use_dora: bool = False
-    """Weight-decomposed adapters (arXiv 2402.09353)."""
+    """Weight-decomposed LoRA, DoRA (arXiv 2402.09353)."""
 
 
 class TuningConfig(Section):
-    """What is trained."""
+    """Which weights are trained."""
 
     mode: Literal["full", "lora", "qlora"] = "lora"
-    """All weights, adapters on a 16-bit base, or adapters on a 4-bit (NF4, double-quantised) base."""
+    """full: all weights. lora: adapters on a 16-bit base. qlora: adapters on a 4-bit (NF4, double-quantized)
+    base."""
     lora: LoraSettings = LoraSettings()
 
 
 class TrainConfig(Section):
-    """The optimisation, and how often it reports."""
+    """Optimization, evaluation, checkpoints and logging."""
 
     epochs: PositiveFloat = 1.0
-    """Passes over the training rows; max_steps overrides it."""
+    """Passes over the training rows; ignored if max_steps is set."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps."""
+    """Number of optimizer steps; overrides epochs."""
     learning_rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 2e-4
-    """Peak learning rate. Adapters want about ten times that of full fine-tuning."""
+    """Peak learning rate. Adapters typically need about ten times that of full fine-tuning."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Learning rate schedule after warmup."""
     warmup_ratio: Fraction = 0.03
-    """Share of the steps over which the learning rate rises from 0."""
+    """Share of the steps used for linear warmup from 0."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How learning_rate follows the effective batch, against reference_batch_size."""
+    """How to scale learning_rate with the effective batch size, relative to reference_batch_size."""
     reference_batch_size: PositiveInt | None = None
-    """The effective batch at which learning_rate was found; needed by lr_scaling."""
+    """The effective batch size for which learning_rate was tuned; required by lr_scaling."""
     effective_batch_size: PositiveInt | None = None
-    """Sequences (packed: tokens) per optimizer step over all devices. Default 16 sequences, packed 16 x max_seq_len tokens."""
+    """Sequences (packed: tokens) per optimizer step over all devices. Default: 16 sequences (packed: 16 x
+    max_seq_len tokens)."""
     batch_size: AutoOrCount = "auto"
-    """Sequences (packed: tokens) that one device processes at once."""
+    """Micro-batch size per device in sequences (packed: tokens). auto: chosen by the planner."""
     grad_accum: AutoOrCount = "auto"
-    """Micro-batches that one device adds up before an optimizer step."""
+    """Gradient accumulation: micro-batches per device and optimizer step. auto: chosen by the planner."""
     packing: bool = False
     """Join rows into full sequences of max_seq_len tokens; attention stays inside each row."""
-    group_by_length: bool = True
-    """Put rows of similar length into one step, so that less is padded (no effect when packed)."""
+    padding_free: bool | Auto = "auto"
+    """Join the rows of a micro-batch end to end instead of padding them; attention does not cross row
+    boundaries. auto: if the layers of the model can keep joined rows apart."""
     gradient_checkpointing: bool | Auto = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more compute. auto: as the plan needs."""
-    mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(_text_of_switch)] = "auto"
-    """Autocast type. auto: bf16 where the device has it, else fp16, on the CPU no."""
+    """Recompute activations in the backward pass: less memory, about a third more compute. auto: chosen by
+    the planner."""
+    mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(_yes_or_no)] = "auto"
+    """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW (fused where the device has it), or bitsandbytes' with 8-bit state."""
+    """adamw: AdamW (fused if the device supports it). adamw_8bit: 8-bit AdamW from bitsandbytes."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are clipped."""
+    max_skipped_steps: PositiveInt = 3
+    """End the run after this many steps in a row whose loss or gradients are NaN or infinite. Such a step
+    updates nothing."""
     eval_steps: PositiveInt | None = None
-    """Optimizer steps between evaluations. Default: up to ten times in the run, as often as costs less than a tenth of the
-    time; start and end are always evaluated."""
+    """Optimizer steps between evaluations. Default: at most ten evaluations per run, fewer if they would take
+    more than a tenth of the time; the model is always evaluated at the start and at the end."""
     save_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints. Default: with each evaluation."""
+    """Optimizer steps between checkpoints. Default: at each evaluation."""
     logging_steps: PositiveInt = 10
-    """Optimizer steps between two lines of metrics."""
+    """Optimizer steps between log lines."""
     keep_checkpoints: PositiveInt = 2
-    """Checkpoints that stay on disk, besides the best one."""
+    """Number of checkpoints to keep, the best one included; the latest and the best are always kept."""
     early_stopping_patience: PositiveInt | None = None
-    """Stop after so many evaluations without a lower validation loss."""
+    """Stop after this many evaluations without a lower validation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seeds data order, split, adapter initialisation and dropout."""
+    """Seed of data order, held-out splits, adapter initialization and dropout."""
     probe: bool | Literal["search"] = True
-    """Before training, two steps and an evaluation batch at the largest batch: measured memory against predicted. search: also
-    time the plan's alternatives, for at most a minute, and take the fastest."""
+    """Before training, run two steps and an evaluation on the largest batch and compare measured with
+    predicted memory; if the run is long enough for it to pay off, also time plans that may be faster. search:
+    time all alternatives of the plan for up to a minute and use the fastest."""
     resume: str = "never"
-    """never: start anew (an earlier run of the name is moved aside). auto: from the newest complete checkpoint if there
-    is one. Or the path of a checkpoint."""
+    """never: start from scratch (an earlier run with this name is moved aside). auto: resume from the latest
+    complete checkpoint, if any. Or the path of a checkpoint."""
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
-    """Trackers besides metrics.jsonl, which is always written."""
+    """Experiment trackers; metrics.jsonl is always written."""
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         if self.lr_scaling != "none" and self.reference_batch_size is None:
-            raise ValueError(f"lr_scaling={self.lr_scaling} needs reference_batch_size, the batch learning_rate was found at")
+            raise ValueError(
+                f"lr_scaling={self.lr_scaling} needs reference_batch_size, the effective batch size "
+                "for which learning_rate was tuned"
+            )
         if self.lr_scaling == "none" and self.reference_batch_size is not None:
-            raise ValueError("reference_batch_size has no effect with lr_scaling=none; set lr_scaling to sqrt or linear")
+            raise ValueError(
+                "reference_batch_size has no effect with lr_scaling=none; set lr_scaling to sqrt or linear"
+            )
         return self
 
 
 class ParallelConfig(Section):
-    """How several processes work together; how many there are is a matter of the launch (NGPU=)."""
+    """How processes work together; their number is set at launch (NGPU=)."""
 
     engine: Literal["auto", "ddp", "deepspeed_z2"] = "auto"
-    """auto: DDP, or ZeRO-2 where it saves memory that the plan needs."""
+    """auto: DDP, or ZeRO-2 if the memory that it saves makes the run fit or train faster."""
     memory_gib: AutoOrAmount = "auto"
-    """What each process may take of its GPU (without GPUs: of the RAM), in GiB, CUDA context included. auto: what is free."""
+    """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
+    is free."""
     timeout_s: PositiveInt = 600
-    """Seconds after which a collective that does not complete ends the run."""
+    """Timeout for collectives in seconds; a run that exceeds it is terminated."""
 
 
 class EvalConfig(Section):
-    """How the model is judged after training, and by `make eval`."""
+    """Evaluation after training and by `make eval`."""
 
     batch_size: AutoOrCount = "auto"
-    """Rows per forward pass. auto: the micro-batch of the plan (generation: 8)."""
+    """Rows per forward pass. auto: as many as in a micro-batch of the plan (8 for generation)."""
     limit: PositiveInt = 100
-    """Rows that answers are generated for; loss and token accuracy always use them all."""
+    """Number of rows to generate answers for; loss and token accuracy always use all rows."""
     max_new_tokens: PositiveInt = 256
-    """Longest generated answer."""
-    answer_pattern: str | None = None
-    """Regular expression whose first group (last match) is compared for exact match, e.g. '#### *(\\S+)'. Default: the
-    whole answer, white space folded."""
+    """Maximum length of a generated answer in tokens."""
+    answer_pattern: Expression | None = None
+    """Regular expression for exact match: the first group of its last match is compared, e.g. '#### *(\\S+)'.
+    Default: compare whole answers, with whitespace normalized."""
     generate: bool = True
-    """Whether the run ends with generated answers of the model before and after training."""
+    """Generate answers before and after training at the end of the run."""
     samples: Annotated[int, Field(ge=0, le=20)] = 3
-    """Answers shown on the closing screen."""
+    """Number of sample answers in the final report."""
 
 
 class OutputConfig(Section):
-    """Where results go."""
+    """Where results are written."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """The run directory is <dir>/<name>."""
+    """Name of the run; its directory is <dir>/<name>."""
     dir: str = "runs"
-    """Folder of all runs."""
+    """Parent folder of all runs."""
 
 
 class RunConfig(Section):
-    """One run, complete."""
+    """The complete config of a run."""
 
     model: ModelConfig
     data: DataConfig
@@ -239,5 +286,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         if self.tuning.mode == "full" and self.tuning.lora != LoraSettings():
-            raise ValueError("tuning.lora has no effect with tuning.mode=full; remove it, or set tuning.mode to lora")
+            raise ValueError(
+                "tuning.lora has no effect with tuning.mode=full; remove it, or set tuning.mode=lora"
+            )
         return self

@@ -1,63 +1,180 @@
-"""In which order rows are learned: one list for the whole run, made before training, the same on any number of processes.
+"""Decides which rows each micro-batch holds, for the whole run before it starts.
 
-The list is cut into optimizer steps of `rows_per_step` rows, steps into micro-batches, and micro-batches are dealt to the
-processes in turn. So a step has the same rows whatever the world size, each row is seen once an epoch, and to resume is
-to go on in the list. The last step of an epoch is filled up with FILLER, a row without supervised tokens: it weighs
-nothing in a loss that is averaged over the supervised tokens of the step.
+An optimizer step is a set of rows, the same on any number of processes: exactly `rows_per_step` of them,
+drawn at random without replacement, so that each row is seen once per epoch; the last step of an epoch may
+have fewer. The rows of a step are dealt to accumulation x world size micro-batches. Dealing changes neither
+what a step learns from nor, since the loss is averaged over the supervised tokens of the step, what it
+learns; it only decides how even the micro-batches are. Resuming means continuing in the schedule.
+
+    step 0                                  step 1 ...
+    rows {7, 2, 9, 4, 0, 5}                 (a set: no order inside)
+    micro-batches [9, 2] [7] [4, 0, 5]      balanced by cost; consecutive ones go to the ranks in turn
 """
 
-import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-FILLER = -1
+import numpy as np
 
-CHUNK_STEPS = 16  # rows are sorted by length within so many steps: enough to save most padding, far from sorting the epoch
+FILLER = -1  # stands for a row without supervised tokens, which has no weight in the loss of its step
+
+PAD_TO_MULTIPLE_OF = 8  # tokens: rows are padded to the next multiple of this
+
+
+def padded_length(tokens: int) -> int:
+    """The length to which the padding collator pads rows if the longest one has `tokens` tokens."""
+    return -(-tokens // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
 
 
 def steps_per_epoch(rows: int, rows_per_step: int) -> int:
-    """Optimizer steps in which each row is seen once."""
+    """Optimizer steps in which every row is seen once."""
     return -(-rows // rows_per_step)
 
 
-def epoch_order(lengths: Sequence[int], rows_per_step: int, seed: int, epoch: int, group_by_length: bool) -> list[int]:
-    """Row numbers of one epoch, FILLER at the end of a step that is not full.
+def draw_steps(rows: int, rows_per_step: int, total_steps: int, seed: int) -> np.ndarray:
+    """The rows of each optimizer step, [total_steps, rows_per_step], epoch after epoch.
 
-    With `group_by_length`, rows of similar length share a step; the steps themselves come in random order. Rows of a step
-    are sorted by length, longest first, so that its micro-batches are even and filler shares the shortest.
-
-    Example: 5 rows in steps of 2, as [[3, 0], [4, 1], [2, FILLER]] flattened.
-    """
-    rng = random.Random(f"{seed}/{epoch}")
-    order = list(range(len(lengths)))
-    rng.shuffle(order)
-    chunk = CHUNK_STEPS * rows_per_step if group_by_length else rows_per_step
-    steps = []
-    for start in range(0, len(order), chunk):
-        rows = sorted(order[start : start + chunk], key=lambda row: -lengths[row])
-        steps += [rows[i : i + rows_per_step] for i in range(0, len(rows), rows_per_step)]
-    if group_by_length:
-        rng.shuffle(steps)
-    flat: list[int] = []
-    for step in steps:
-        flat += step + [FILLER] * (rows_per_step - len(step))
-    return flat
-
-
-def schedule(lengths: Sequence[int], rows_per_step: int, total_steps: int, seed: int, group_by_length: bool) -> list[int]:
-    """Row numbers for `total_steps` optimizer steps, epoch after epoch.
+    The last step of an epoch is filled up with FILLER. Example: 5 rows in steps of 2 may give
+    [[3, 0], [4, 1], [2, FILLER]].
 
     Raises:
         ValueError: there are no rows.
     """
-    if not lengths:
+    if not rows:
         raise ValueError("there are no rows to train on")
-    per_epoch = steps_per_epoch(len(lengths), rows_per_step)
-    flat: list[int] = []
+    per_epoch = steps_per_epoch(rows, rows_per_step)
+    epochs = []
     for epoch in range(-(-total_steps // per_epoch)):
-        flat += epoch_order(lengths, rows_per_step, seed, epoch, group_by_length)
-    return flat[: total_steps * rows_per_step]
+        order = np.full(per_epoch * rows_per_step, FILLER)
+        order[:rows] = np.random.default_rng([seed, epoch]).permutation(rows)
+        epochs.append(order.reshape(per_epoch, rows_per_step))
+    return np.concatenate(epochs)[:total_steps]
 
 
-def padded_rows(rows: int, multiple: int) -> list[int]:
-    """All rows in order, filled up to a multiple: evaluation that is split evenly and counts no row twice."""
-    return list(range(rows)) + [FILLER] * (-rows % multiple)
+def row_costs(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
+    """Relative cost of rows, [rows]: linear in their tokens, [rows], plus the quadratic part of attention.
+
+    A token is multiplied by about 12 h^2 weights in a decoder layer (h: hidden size; 4 h^2 in attention's
+    projections, 8 h^2 in the feed-forward part) and, on average, attends to length / 2 earlier tokens with
+    2 h products each, so attention adds length / (12 h).
+    """
+    return lengths * (1 + lengths / (12 * hidden_size))
+
+
+def deal(costs: np.ndarray, bins: int) -> np.ndarray:
+    """Deals the rows of each step to bins of about equal cost: the costliest row first, to the emptiest bin.
+
+    This is Graham's longest-processing-time rule (1969): the fullest bin exceeds the best possible one by at
+    most a third. All steps are dealt at once.
+
+    Args:
+        costs: [steps, rows]; rows of cost 0 (fillers) are not dealt.
+        bins: per step.
+
+    Returns:
+        [steps, rows]: the bin of each row; bin 0 is filled first. FILLER for fillers.
+    """
+    steps = np.arange(len(costs))
+    order = np.argsort(-costs, axis=1, kind="stable")
+    loads = np.zeros((len(costs), bins))
+    dealt = np.full(costs.shape, FILLER)
+    for column in order.T:
+        real = costs[steps, column] > 0
+        emptiest = loads.argmin(axis=1)
+        loads[steps, emptiest] += costs[steps, column]
+        dealt[steps[real], column[real]] = emptiest[real]
+    return dealt
+
+
+def deal_alike(costs: np.ndarray, bins: int) -> np.ndarray:
+    """Deals the rows of each step to bins of equally many rows of similar cost, which need little padding.
+
+    Arguments and result, both [steps, rows per step], are as for `deal`.
+    """
+    order = np.argsort(-costs, axis=1, kind="stable")
+    per_bin = -(-costs.shape[1] // bins)
+    dealt = np.full(costs.shape, FILLER)
+    place = np.broadcast_to(np.arange(costs.shape[1]) // per_bin, costs.shape)
+    np.put_along_axis(dealt, order, place, axis=1)
+    return np.where(costs > 0, dealt, FILLER)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The micro-batches of a run.
+
+    `rows` and `bins` are [steps, rows per step]: the index of each row, and the bin that it is in.
+    """
+
+    rows: np.ndarray
+    bins: np.ndarray
+    bins_per_step: int
+
+    @cached_property
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row indices grouped by micro-batch, [steps x rows], and the rows of each, [steps x bins]."""
+        steps = np.arange(len(self.rows))[:, None] * self.bins_per_step
+        number = np.where(self.bins == FILLER, -1, self.bins + steps).ravel()
+        order = np.argsort(number, kind="stable")
+        order = order[np.searchsorted(number[order], 0) :]
+        counts = np.bincount(number[order], minlength=len(self.rows) * self.bins_per_step)
+        return self.rows.ravel()[order], counts
+
+    def micro_batches(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row indices of all micro-batches, as values [rows] and offsets [micro-batches + 1] of a list array.
+
+        A micro-batch without rows holds one FILLER.
+        """
+        rows, counts = self._sorted
+        ends = np.cumsum(counts)
+        filled = np.insert(rows, ends[counts == 0], FILLER)
+        return filled, np.concatenate([[0], np.cumsum(np.maximum(counts, 1))])
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """The sum over each micro-batch of a value per row, [steps, bins]."""
+        rows, counts = self._sorted
+        summed = np.concatenate([[0], np.cumsum(values[rows])])
+        ends = np.cumsum(counts)
+        return (summed[ends] - summed[ends - counts]).reshape(-1, self.bins_per_step)
+
+    def padded_tokens(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of each micro-batch if its rows are padded to the longest of them, [steps, bins]."""
+        rows, counts = self._sorted
+        starts = np.cumsum(counts) - counts
+        longest = np.zeros(len(counts), dtype=np.int64)
+        held = counts > 0
+        longest[held] = np.maximum.reduceat(lengths[rows], starts[held]) if held.any() else 0
+        return (counts * (-(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF)).reshape(
+            -1, self.bins_per_step
+        )
+
+
+def make_schedule(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    rows_per_step: int,
+    bins_per_step: int,
+    total_steps: int,
+    seed: int,
+    hidden_size: int,
+    padding_free: bool = True,
+) -> Schedule:
+    """Draws the rows of each step and deals them to micro-batches.
+
+    Args:
+        lengths: tokens of each row, [rows].
+        rows_per_step: the effective batch in rows.
+        bins_per_step: accumulation x world size.
+        total_steps: of the run.
+        seed: of the training order.
+        hidden_size: of the model, for the cost of attention.
+        padding_free: whether the rows of a micro-batch are joined; otherwise they are padded to the longest.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    lengths = np.asarray(lengths)
+    rows = draw_steps(len(lengths), rows_per_step, total_steps, seed)
+    costs = np.where(rows == FILLER, 0, row_costs(lengths, hidden_size)[rows])
+    return Schedule(rows, (deal if padding_free else deal_alike)(costs, bins_per_step), bins_per_step)

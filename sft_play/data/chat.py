@@ -1,21 +1,23 @@
-"""Conversations -> token ids and labels: exactly what the assistant says is learned, up to and with its end-of-turn token.
+"""Conversations -> token ids and labels: loss on what the assistant says, end-of-turn token included.
 
-Where an answer stands in the text is found by rendering: the messages before it with the generation prompt are what the
-model will be given, so what the template writes after that is what it has to say. A template with {% generation %} marks
-says it itself. The text is tokenised once, whole; token offsets carry the places over.
+To locate an answer in the text, the messages before it are rendered with the generation prompt. That is the
+prompt at inference time, so whatever the template writes after it is what the model has to produce. A
+template with {% generation %} tags marks the answers itself. The text is tokenized once, as a whole, and
+token offsets map the character spans to tokens.
 
-Some templates show a turn differently once it is history (Qwen3 leaves out its <think> block). Learned from the history,
-such a turn would teach the model something that it never has to write. It becomes a row of its own instead, which ends with
-this turn: `[u1 a1 u2 a2]` gives `u1 a1` and `u1 a1' u2 a2`, with a1 and a2 learned and a1' not.
+Some templates render a turn differently once it is history (Qwen3 drops its <think> block). Training on the
+history would teach the model text that it never has to produce. Such a turn becomes a row of its own that
+ends with it: `[u1 a1 u2 a2]` gives `u1 a1` and `u1 a1' u2 a2`, with loss on a1 and a2 but not on a1'.
 
-TRL's training templates are not used: they are found by comparing the template with a stored copy, letter by letter, and
-those that change what is shown would train on another text than the model is given afterwards.
+TRL's training templates are not used. TRL selects one by comparing the tokenizer's template with a stored
+copy, character by character, and some of them render different text than the model sees at inference time.
 """
 
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
-CUT_MARGIN = 64  # tokens at the end of a cut text that may differ from those of the whole text
+CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
 WORD = re.compile(r"\w+")
 
 Span = tuple[int, int]
@@ -36,96 +38,100 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tokens:
-    """One row as the model gets it; a label of IGNORED is not learned, and the first never is."""
+    """One tokenized row, int32 [tokens]; IGNORED labels carry no loss, and the first is always IGNORED."""
 
     input_ids: np.ndarray
     labels: np.ndarray
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A text and the parts of it that are learned, as character spans."""
+class RenderedRow:
+    """A rendered text, with the character spans that carry loss."""
 
     text: str
-    learned: tuple[Span, ...]
+    supervised: tuple[Span, ...]
     add_eos: bool = False
-    """The template ends a turn without a token of its own, so the end-of-sequence token is put after the text."""
+    """Append the end-of-sequence token, because the template has no end-of-turn token."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations become tokens: what `encode` needs besides them."""
+    """Settings of `encode`."""
 
     tokenizer: "PreTrainedTokenizerBase"
     supervise: str
     """data.supervise: assistant, last or all."""
     end_tokens: tuple[str, ...]
-    """The texts that can end a turn: every token that was added to the vocabulary, such as "<|im_end|>" or "</s>"."""
+    """Texts that can end a turn: every token added to the vocabulary, such as "<|im_end|>" or "</s>"."""
     max_tokens: int | None = None
-    """Of a row with more tokens than this, no more of its text is tokenised than it takes to know that."""
+    """Longer rows are tokenized only as far as needed to know that they are longer."""
 
 
 def make_chat(tokenizer: "PreTrainedTokenizerBase", supervise: str, max_tokens: int | None = None) -> Chat:
-    """Checks that the tokenizer can say which characters a token came from.
+    """The settings for a tokenizer.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the tokenizer does not report character offsets.
     """
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"model.name: {type(tokenizer).__name__} does not report character offsets, without which answers cannot be told "
-            "from prompts. A model folder with tokenizer.json has a tokenizer that does"
+            f"model.name: {type(tokenizer).__name__} does not report character offsets, which are needed to "
+            "separate answers from prompts. Use a model with a fast tokenizer (its folder has tokenizer.json)"
         )
     added = {token for token in tokenizer.get_added_vocab() if token.strip()} | {str(tokenizer.eos_token)}
     return Chat(tokenizer, supervise, tuple(sorted(added)), max_tokens)
 
 
 def prompt_and_answer(conversation: Conversation) -> tuple[list[Message], str]:
-    """The messages before the last answer, and its text: what is generated from, and compared with."""
+    """The prompt and the reference for evaluation: the messages before the last answer, and its text."""
     last = max(index for index, message in enumerate(conversation.messages) if message["role"] == "assistant")
     return list(conversation.messages[:last]), conversation.messages[last]["content"]
 
 
 def encode(chat: Chat, conversations: Sequence[Conversation]) -> list[list[Tokens]]:
-    """Rows of each conversation: one, or several where the template rewrites earlier turns, or none with nothing to learn.
+    """The rows of each conversation: one, several if the template rewrites turns, none without an answer.
 
     Raises:
-        DataError: names the row that the template cannot show, or whose answers cannot be found in the rendered text.
+        DataError: the template cannot render a row, or the answers are not found in the rendered text; names
+            the row.
     """
-    layouts = [[] if row.text is not None else layout(chat, row) for row in conversations]
-    flat = iter(_tokenise(chat, [part for parts in layouts for part in parts]))
-    encoded = [[next(flat) for _ in parts] for parts in layouts]
-    texts = [number for number, row in enumerate(conversations) if row.text is not None]
-    for number, tokens in zip(texts, _tokenise_text(chat, [str(conversations[n].text) for n in texts]), strict=True):
-        encoded[number] = [tokens]
+    rendered = [[] if row.text is not None else render_rows(chat, row) for row in conversations]
+    tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
+    encoded = [list(islice(tokens, len(rows))) for rows in rendered]
+    plain = [index for index, row in enumerate(conversations) if row.text is not None]
+    texts = [str(conversations[index].text) for index in plain]
+    for index, row_tokens in zip(plain, _tokenize_text(chat, texts), strict=True):
+        encoded[index] = [row_tokens]
     return encoded
 
 
-def layout(chat: Chat, conversation: Conversation) -> list[Layout]:
-    """The text of a conversation and where it is learned; see the head of this file for when there are several."""
+def render_rows(chat: Chat, conversation: Conversation) -> list[RenderedRow]:
+    """The rendered rows of a conversation; the module docstring explains when there are several."""
     messages = conversation.messages
     if chat.supervise == "all":
         text = render(chat.tokenizer, conversation, messages)
         end = _end_of_turn(chat, text)
-        return [Layout(text[:end], ((0, end),), add_eos=not text[:end].endswith(chat.end_tokens))]
-    turns = _learned_turns(conversation)
+        return [RenderedRow(text[:end], ((0, end),), add_eos=not text[:end].endswith(chat.end_tokens))]
+    turns = _supervised_turns(conversation)
     if not turns:
         return []
     if chat.supervise == "last":
         turns = turns[-1:]
     template = chat.tokenizer.get_chat_template(None, conversation.tools)
-    return _layouts_by_marks(chat, conversation, turns) if "endgeneration" in template else _layouts(chat, conversation, turns)
+    if "endgeneration" in template:
+        return _render_with_tags(chat, conversation, turns)
+    return _render_by_prefix(chat, conversation, turns)
 
 
-def _learned_turns(conversation: Conversation) -> list[int]:
-    """Assistant turns that answer something: a greeting before the first question is context, as is a given prompt."""
+def _supervised_turns(conversation: Conversation) -> list[int]:
+    """Indices of the assistant turns that carry loss; a greeting before the first question is context."""
     roles = [message["role"] for message in conversation.messages]
     first = max(roles.index("user") if "user" in roles else 1, conversation.context, 1)
     return [index for index, role in enumerate(roles) if role == "assistant" and index >= first]
 
 
-def _layouts(chat: Chat, conversation: Conversation, turns: list[int]) -> list[Layout]:
-    """Goes back from the last turn; a turn that the text at hand shows differently opens a text of its own."""
+def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> list[RenderedRow]:
+    """Goes back from the last turn; a turn that the current text renders differently starts another row."""
     found: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         own = render(chat.tokenizer, conversation, conversation.messages[: turn + 1])
@@ -137,48 +143,55 @@ def _layouts(chat: Chat, conversation: Conversation, turns: list[int]) -> list[L
         _check_shown(conversation, turn, own[start:end])
         found[-1][1].append((start, end))
     ends = chat.end_tokens
-    return [Layout(text, tuple(reversed(spans)), add_eos=not text.endswith(ends)) for text, spans in reversed(found)]
+    return [
+        RenderedRow(text, tuple(reversed(spans)), add_eos=not text.endswith(ends))
+        for text, spans in reversed(found)
+    ]
 
 
 def _start_of_answer(chat: Chat, conversation: Conversation, turn: int, text: str) -> int:
     prompt = render(chat.tokenizer, conversation, conversation.messages[:turn], prompt=True)
-    for start in (prompt, prompt.rstrip()):  # Some templates end the prompt in a space that they do not write themselves.
+    # Some templates end the prompt with a space that they do not write before an answer.
+    for start in (prompt, prompt.rstrip()):
         if text.startswith(start):
             return len(start)
     same = len(os.path.commonprefix([prompt, text]))
     raise DataError(
-        f"{conversation.source}: messages[{turn}] cannot be learned with this chat template: the prompt that the model will be "
-        f"given ends in {prompt[same:][-60:]!r}, where the template shows the answer as {text[same:][:60]!r}.\n"
-        "Choose a template that shows both alike (data.chat_template=<file>; TRL has such files in trl/chat_templates/"
-        "*_training.jinja), or one of plain, chatml"
+        f"{conversation.source}: messages[{turn}] cannot be trained on with this chat template: the "
+        f"generation prompt ends with {prompt[same:][-60:]!r}, but the rendered conversation has "
+        f"{text[same:][:60]!r} in its place.\n"
+        "Set data.chat_template to plain, chatml, or a Jinja file that renders both the same way (TRL ships "
+        "such files: trl/chat_templates/*_training.jinja)"
     )
 
 
 def _check_shown(conversation: Conversation, turn: int, text: str) -> None:
-    """Templates made for pictures may want a list of parts as content, and leave out text without a word."""
+    """Checks that the text contains the answer: multimodal templates may silently drop string content."""
     answer = conversation.messages[turn]["content"]
     words = WORD.findall(answer[-200:])
     if words and words[-1] not in text:
         raise DataError(
-            f"{conversation.source}: the chat template does not show the text of messages[{turn}] ({answer[:60]!r}); it gives "
-            f"{text[-60:]!r}.\nChoose another template: data.chat_template=plain, or a file"
+            f"{conversation.source}: the chat template does not render the text of messages[{turn}] "
+            f"({answer[:60]!r}); it renders {text[-60:]!r}.\n"
+            "Use another template: data.chat_template=plain, or a Jinja file"
         )
 
 
 def _end_of_turn(chat: Chat, text: str) -> int:
-    """Where the turn that ends `text` ends, without the template's white space after the end token.
+    """Where the last turn of `text` ends, excluding the template's whitespace after the end token.
 
-    Without an end token that white space is all there is to learn from when to stop, so it stays.
+    Without an end token, that whitespace is the only stop signal, so it is kept.
     """
     stripped = text.rstrip()
     return len(stripped) if stripped.endswith(chat.end_tokens) else len(text)
 
 
 def _end_in(chat: Chat, own: str, text: str) -> int | None:
-    """Where the turn that ends `own` ends in the longer `text`; None if `text` shows it differently."""
+    """Where the last turn of `own` ends in the longer `text`; None if `text` renders it differently."""
     eos = str(chat.tokenizer.eos_token)
     stripped = own.rstrip()
-    if not text.startswith(stripped) and stripped.endswith(eos):  # Phi-3 closes the whole conversation with one more token.
+    # Phi-3 closes the whole conversation with an extra token.
+    if not text.startswith(stripped) and stripped.endswith(eos):
         own = stripped.removesuffix(eos)
         stripped = own.rstrip()
     if not text.startswith(stripped):
@@ -186,10 +199,11 @@ def _end_in(chat: Chat, own: str, text: str) -> int | None:
     return min(_end_of_turn(chat, own), len(os.path.commonprefix([own, text])))
 
 
-def _layouts_by_marks(chat: Chat, conversation: Conversation, turns: list[int]) -> list[Layout]:
-    """{% generation %} says what the assistant writes; the end token is added where the marks leave it out.
+def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) -> list[RenderedRow]:
+    """Uses the template's {% generation %} tags; the end token is added where a tag excludes it.
 
-    The places are taken as characters: transformers' own token mask loses a turn whose first character is no token's.
+    Character spans are used because transformers' own token mask loses a turn whose first character belongs
+    to no token.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -204,7 +218,7 @@ def _layouts_by_marks(chat: Chat, conversation: Conversation, turns: list[int]) 
     try:
         rendered: Any = render_jinja_template(**arguments)
     except RENDER_ERRORS:
-        render(chat.tokenizer, conversation, messages)  # Says what is wrong, with the row's name.
+        render(chat.tokenizer, conversation, messages)  # raises an error that names the row
         raise
     text, spans = rendered[0][0], [(start, end) for start, end in rendered[1][0] if end > start]
     _check_shown(conversation, turns[-1], text)
@@ -212,29 +226,32 @@ def _layouts_by_marks(chat: Chat, conversation: Conversation, turns: list[int]) 
         before = _end_in(chat, render(chat.tokenizer, conversation, messages[: turns[0]]), text)
         if before is None:
             raise DataError(
-                f"{conversation.source}: the chat template shows what stands before messages[{turns[0]}] differently once that "
-                "answer follows, so it cannot be told which of its marks are to be learned. Use data.supervise=assistant"
+                f"{conversation.source}: the chat template renders the messages before messages[{turns[0]}] "
+                "differently once that answer follows, so its {% generation %} tags cannot be matched to "
+                "turns. Use data.supervise=assistant"
             )
         spans = [(start, end) for start, end in spans if start >= before]
-    spans = [(start, _end_of_mark(chat, text, start, end)) for start, end in spans]
+    spans = [(start, _end_of_tag(chat, text, start, end)) for start, end in spans]
     if not spans:
         return []
     text = text[: spans[-1][1]]
-    return [Layout(text, tuple(spans), add_eos=not text.endswith(chat.end_tokens))]
+    return [RenderedRow(text, tuple(spans), add_eos=not text.endswith(chat.end_tokens))]
 
 
-def _end_of_mark(chat: Chat, text: str, start: int, end: int) -> int:
+def _end_of_tag(chat: Chat, text: str, start: int, end: int) -> int:
     stripped = start + len(text[start:end].rstrip())
     if text[start:stripped].endswith(chat.end_tokens):
         return stripped
-    closing = next((token for token in chat.end_tokens if text.rstrip().endswith(token) and text.startswith(token, end)), "")
-    return end + len(closing)
+    for token in chat.end_tokens:
+        if text.rstrip().endswith(token) and text.startswith(token, end):
+            return end + len(token)
+    return end
 
 
 def _beginning(chat: Chat, text: str) -> str:
-    """The text, or of one that is far too long as much as surely has more than max_tokens tokens.
+    """The text; if it is far too long, a beginning that certainly has more than max_tokens tokens.
 
-    A row of megabytes would otherwise take gigabytes to tokenise, only to be dropped or cut.
+    Tokenizing a row of several megabytes would take gigabytes of memory, only to drop or truncate it.
     """
     size = 32 * (chat.max_tokens or len(text))
     while size < len(text):
@@ -245,10 +262,10 @@ def _beginning(chat: Chat, text: str) -> str:
     return text
 
 
-def _tokenise(chat: Chat, layouts: Sequence[Layout]) -> list[Tokens]:
-    if not layouts:
+def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
+    if not rendered:
         return []
-    texts = [_beginning(chat, part.text) for part in layouts]
+    texts = [_beginning(chat, row.text) for row in rendered]
     batch = chat.tokenizer(
         texts,
         add_special_tokens=False,  # the template writes them
@@ -258,29 +275,35 @@ def _tokenise(chat: Chat, layouts: Sequence[Layout]) -> list[Tokens]:
         verbose=False,
     )
     rows = []
-    for part, text, ids, offsets in zip(layouts, texts, batch["input_ids"], batch["offset_mapping"], strict=True):
-        add_eos = part.add_eos and len(text) == len(part.text)
-        rows.append(_with_labels(np.array(ids, np.int32), label_mask(np.array(offsets), part.learned), chat, add_eos))
+    columns = zip(rendered, texts, batch["input_ids"], batch["offset_mapping"], strict=True)
+    for row, text, ids, offsets in columns:
+        add_eos = row.add_eos and len(text) == len(row.text)
+        mask = label_mask(np.array(offsets), row.supervised)
+        rows.append(_with_labels(np.array(ids, np.int32), mask, chat, add_eos))
     return rows
 
 
 def label_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Which tokens are learned: those with a character in one of the spans. `offsets` is [tokens, 2].
+    """The loss mask, bool [tokens]: True for tokens with a character in one of the spans.
 
-    A token that begins in the prompt's last space and ends in the answer's first word is learned with the word.
-    Tokens of no width (a tokenizer may put some before a word) go with the place where they stand.
+    A token that begins in the prompt's last space and ends in the answer's first word is included. Zero-width
+    tokens (a tokenizer may emit some before a word) are included if their position is in a span.
 
     Example: tokens "Hi", " there", "!" of "Hi there!" with span (3, 9) give [False, True, True].
+
+    Args:
+        offsets: start and end character of each token, [tokens, 2].
+        spans: character spans that carry loss.
     """
     begins, ends = offsets.reshape(-1, 2).T
-    learned = np.zeros(len(begins), bool)
+    mask = np.zeros(len(begins), bool)
     for start, end in spans:
-        learned |= (begins < end) & np.where(ends > begins, ends > start, begins >= start)
-    return learned
+        mask |= (begins < end) & np.where(ends > begins, ends > start, begins >= start)
+    return mask
 
 
-def _tokenise_text(chat: Chat, texts: Sequence[str]) -> list[Tokens]:
-    """Plain text: everything is learned, and the tokenizer's own special tokens stand where it puts them."""
+def _tokenize_text(chat: Chat, texts: Sequence[str]) -> list[Tokens]:
+    """Plain text: loss on every token; the tokenizer adds its own special tokens."""
     if not texts:
         return []
     rows = []
@@ -290,10 +313,11 @@ def _tokenise_text(chat: Chat, texts: Sequence[str]) -> list[Tokens]:
     return rows
 
 
-def _with_labels(ids: np.ndarray, learned: np.ndarray, chat: Chat, add_eos: bool) -> Tokens:
+def _with_labels(ids: np.ndarray, mask: np.ndarray, chat: Chat, add_eos: bool) -> Tokens:
+    """Token ids, int32 [tokens], and their loss mask, bool [tokens], as a row."""
     if add_eos:
         ids = np.append(ids, np.int32(chat.tokenizer.eos_token_id))
-        learned = np.append(learned, True)
-    labels = np.where(learned, ids, np.int32(IGNORED))
-    labels[:1] = IGNORED  # nothing stands before the first token that it could be told from
+        mask = np.append(mask, True)
+    labels = np.where(mask, ids, np.int32(IGNORED))
+    labels[:1] = IGNORED  # no context precedes the first token, so it cannot be predicted
     return Tokens(ids, labels.astype(np.int32))

@@ -1,4 +1,4 @@
-"""Raw rows -> conversations, whatever their format. A refusal names file, line, key, what was found and what is allowed."""
+"""Raw rows of any format -> conversations; errors name file, line, key, what was found, what is allowed."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from sft_play.errors import DataError
 
 Message = dict[str, Any]
 
-# Names of the one who speaks, as data sets in the wild have them -> the name that chat templates know.
+# Role names found in public datasets -> the role names of chat templates.
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
@@ -31,12 +31,12 @@ class Conversation:
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     source: str = ""
-    """`file:line` that it was read from."""
+    """`file:line` of the raw row."""
     context: int = 0
-    """So many leading messages are the prompt of a prompt/completion row: their assistant turns are not learned."""
+    """Number of leading messages that are the prompt of a prompt/completion row: they carry no loss."""
 
     def as_row(self) -> dict[str, Any]:
-        """The row in the common messages format (see `Format`), ready to be written as JSON and to be read again."""
+        """The row in the messages format (text or prompt/completion where needed), for a JSONL file."""
         if self.text is not None:
             return {"text": self.text}
         messages = list(self.messages)
@@ -48,39 +48,46 @@ class Conversation:
 
 def _found(value: Any) -> str:
     if isinstance(value, str):
-        return f"{value[:40]!r}" if value.strip() else "an empty text"
+        return f"{value[:40]!r}" if value.strip() else "an empty string"
     if isinstance(value, list | dict):
-        return f"{'a list' if isinstance(value, list) else 'an object'} ({json.dumps(value, default=str)[:40]})"
+        kind = "a list" if isinstance(value, list) else "an object"
+        return f"{kind} ({json.dumps(value, default=str)[:40]})"
     return "missing or null" if value is None else f"{type(value).__name__} {value!r}"[:60]
 
 
-class _Refused(Exception):
-    """What is wrong with a value, before the row's name is put in front of it."""
+class _InvalidRow(Exception):
+    """What is wrong with a row; `convert` puts file and line in front of it."""
 
 
-def _refuse(key: str, value: Any, allowed: str) -> _Refused:
-    return _Refused(f"{key} is {_found(value)}; expected {allowed}")
+def _invalid(key: str, value: Any, allowed: str) -> _InvalidRow:
+    return _InvalidRow(f"{key} is {_found(value)}; expected {allowed}")
 
 
 def _text(value: Any, key: str, *, may_be_blank: bool = False) -> str:
     if not isinstance(value, str) or not (may_be_blank or value.strip()):
-        raise _refuse(key, value, "text" if may_be_blank else "text that is not blank")
+        raise _invalid(key, value, "a string" if may_be_blank else "a non-blank string")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise _Refused(f"{key} has half a surrogate pair ({value[error.start]!r}) at character {error.start}") from None
+            raise _InvalidRow(
+                f"{key} has an unpaired surrogate ({value[error.start]!r}) at character {error.start}"
+            ) from None
     return value
 
 
 def _content(value: Any, key: str, *, may_be_blank: bool) -> str:
-    """Text, or OpenAI's list of {"type": "text", "text": ...} parts, which are joined."""
+    """A string, or OpenAI's list of {"type": "text", "text": ...} parts, which are concatenated."""
     if not isinstance(value, list):
         return _text(value, key, may_be_blank=may_be_blank)
     parts = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise _refuse(f"{key}[{index}]", part, '{"type": "text", "text": ...}; images and audio cannot be trained on here')
+            raise _invalid(
+                f"{key}[{index}]",
+                part,
+                '{"type": "text", "text": ...}; images and audio are not supported',
+            )
         parts.append(_text(part.get("text"), f"{key}[{index}].text", may_be_blank=True))
     return _text("".join(parts), key, may_be_blank=may_be_blank)
 
@@ -91,45 +98,53 @@ def _json_if_text(value: Any, key: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise _Refused(f"{key} is text but not valid JSON: {error}") from None
+        raise _InvalidRow(f"{key} is a string but not valid JSON: {error}") from None
 
 
 def _tool_call(value: Any, key: str) -> Message:
-    """Templates want {"type": "function", "function": {"name", "arguments": object}}; OpenAI has the arguments as JSON text."""
+    """The call as chat templates expect it: {"type": "function", "function": {"name", "arguments": object}}.
+
+    OpenAI stores the arguments as a JSON string.
+    """
     function = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _refuse(key, value, '{"type": "function", "function": {"name": ..., "arguments": ...}}')
+        raise _invalid(key, value, '{"type": "function", "function": {"name": ..., "arguments": ...}}')
     arguments = _json_if_text(function.get("arguments") or {}, f"{key}.function.arguments")
     if not isinstance(arguments, dict):
-        raise _refuse(f"{key}.function.arguments", arguments, "an object")
+        raise _invalid(f"{key}.function.arguments", arguments, "an object")
     call: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
 
 
 def _message(value: Any, key: str) -> Message:
-    """One message, with the keys of OpenAI (role, content) or of ShareGPT (from, value)."""
+    """One message, with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     if not isinstance(value, dict):
-        raise _refuse(key, value, 'an object such as {"role": "user", "content": "..."}')
-    role_key, content_key = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+        raise _invalid(key, value, 'an object such as {"role": "user", "content": "..."}')
+    is_sharegpt = "from" in value and "role" not in value
+    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     name = value.get(role_key)
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise _refuse(f"{key}.{role_key}", name, f"one of {', '.join(ROLES)}")
+        raise _invalid(f"{key}.{role_key}", name, f"one of {', '.join(ROLES)}")
     content, calls = value.get(content_key), value.get("tool_calls")
-    if name == "function_call":  # ShareGPT puts the call itself where the text would be
+    if name == "function_call":  # ShareGPT puts the call in place of the text
         call = _json_if_text(content, f"{key}.{content_key}")
         content, calls = "", call if isinstance(call, list) else [call]
     if calls and not isinstance(calls, list):
-        raise _refuse(f"{key}.tool_calls", calls, "a list")
+        raise _invalid(f"{key}.tool_calls", calls, "a list")
     if content is None and calls:
         content = ""
-    # A blank question is a mistake in the data; a blank answer only makes the row useless (see `_unusable`).
+    # A blank question is an error in the data; a blank answer only drops the row (see `_unusable`).
     text = _content(content, f"{key}.{content_key}", may_be_blank=role != "user")
     message: Message = {"role": role, "content": text}
     reasoning = next((value[name] for name in REASONING_KEYS if value.get(name)), None)
     if reasoning is not None:
         message["reasoning_content"] = _text(reasoning, f"{key}.reasoning_content")
-    message |= {name: _text(value[name], f"{key}.{name}") for name in ("name", "tool_call_id") if value.get(name) is not None}
+    message |= {
+        name: _text(value[name], f"{key}.{name}")
+        for name in ("name", "tool_call_id")
+        if value.get(name) is not None
+    }
     if calls:
         message["tool_calls"] = [_tool_call(call, f"{key}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return message
@@ -137,7 +152,7 @@ def _message(value: Any, key: str) -> Message:
 
 def _messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise _refuse(key, value, "a list of messages")
+        raise _invalid(key, value, "a list of messages")
     return [_message(item, f"{key}[{index}]") for index, item in enumerate(value)]
 
 
@@ -164,7 +179,7 @@ def _from_alpaca(data: dict[str, Any]) -> tuple[list[Message], int]:
     turns = _system(data)
     for index, pair in enumerate(data.get("history") or []):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise _refuse(f"history[{index}]", pair, "a pair [instruction, answer]")
+            raise _invalid(f"history[{index}]", pair, "a pair [instruction, answer]")
         turns.append({"role": "user", "content": _text(pair[0], f"history[{index}][0]")})
         turns.append({"role": "assistant", "content": _text(pair[1], f"history[{index}][1]")})
     return [*turns, {"role": "user", "content": question.rstrip()}, _turn("assistant", data, "output")], 0
@@ -188,7 +203,7 @@ def _from_system_user_assistant(data: dict[str, Any]) -> tuple[list[Message], in
 
 Reader = Callable[[dict[str, Any]], tuple[list[Message], int]]
 
-# Format -> the keys that tell it, and how it is read. Told in this order; "text" has no messages.
+# Format -> the keys that identify it, and its reader. Detection uses this order; "text" has no messages.
 FORMATS: dict[str, tuple[tuple[str, ...], Reader | None]] = {
     "messages": (("messages",), _from_messages),
     "sharegpt": (("conversations",), _from_sharegpt),
@@ -201,37 +216,41 @@ FORMATS: dict[str, tuple[tuple[str, ...], Reader | None]] = {
 
 
 def detect_format(row: Row) -> str:
-    """The format whose keys the row has.
+    """The first format whose keys the row has.
 
     Raises:
-        DataError: it has none; lists the formats.
+        DataError: the keys match no format; lists the known ones.
     """
     for name, (keys, _) in FORMATS.items():
         if all(key in row.data for key in keys):
             return name
     formats = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
-    raise DataError(f"{row.where}: no known format has the keys {', '.join(row.data) or '(none)'}.\nKnown formats: {formats}")
+    raise DataError(
+        f"{row.where}: no known format has the keys {', '.join(row.data) or '(none)'}.\n"
+        f"Known formats: {formats}"
+    )
 
 
 def _unusable(messages: list[Message]) -> str | None:
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         return NO_ASSISTANT
-    said = ("tool_calls", "reasoning_content")
-    blank = any(not message["content"].strip() and not any(key in message for key in said) for message in answers)
-    return BLANK_ASSISTANT if blank else None
+    for message in answers:
+        if not (message["content"].strip() or "tool_calls" in message or "reasoning_content" in message):
+            return BLANK_ASSISTANT
+    return None
 
 
 def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversation | str:
-    """The row as a conversation, or in a few words why it is left out (nothing in it could be learned).
+    """The row as a conversation, or the reason why it is dropped (there is nothing to train on).
 
     Args:
-        row: as read.
+        row: the raw row.
         name: a key of FORMATS.
-        system_prompt: put in front where the row has no system message.
+        system_prompt: added to rows without a system message.
 
     Raises:
-        DataError: the row is not what the format asks for.
+        DataError: the row does not match the format.
     """
     keys, reader = FORMATS[name]
     try:
@@ -240,14 +259,16 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
             return Conversation((), text=text, source=row.where) if text.strip() else BLANK_TEXT
         missing = [key for key in keys if key not in row.data]
         if missing:
-            raise _Refused(
-                f"key '{missing[0]}' is missing; format {name} needs {', '.join(keys)} (found {', '.join(row.data)})"
+            raise _InvalidRow(
+                f"key '{missing[0]}' is missing; format {name} needs {', '.join(keys)} "
+                f"(found {', '.join(row.data)})"
             )
         messages, context = reader(row.data)
         tools = _json_if_text(row.data.get("tools") or None, "tools")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise _refuse("tools", tools, "a list of JSON schemas")
-    except _Refused as problem:
+        is_schema_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+        if tools is not None and not is_schema_list:
+            raise _invalid("tools", tools, "a list of JSON schemas")
+    except _InvalidRow as problem:
         raise DataError(f"{row.where}: {problem}") from None
     if messages[0]["role"] == "system" and not messages[0]["content"].strip():
         messages, context = messages[1:], max(context - 1, 0)

@@ -1,13 +1,14 @@
-"""Which rows share a packed sequence: best-fit decreasing, the classic bin packing heuristic (Johnson 1974)."""
+"""Packs rows into sequences by best-fit decreasing, the classic bin-packing heuristic (Johnson 1974)."""
 
 import bisect
 from collections.abc import Sequence
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Groups row numbers so that each group's lengths sum to at most `capacity`.
+    """Groups row indices so that the lengths of each group sum to at most `capacity`.
 
-    Longest rows first, each into the fullest group that still has room. Deterministic; rows of a group keep their order.
+    Rows are placed longest first, each into the fullest group that still has room. The result is
+    deterministic, and rows of a group keep their order.
 
     Example: `pack([5, 3, 3, 2], 8)` is `[[0, 1], [2, 3]]`.
 
@@ -18,7 +19,9 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     room: list[tuple[int, int]] = []  # (free tokens, group), sorted
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if lengths[row] > capacity:
-            raise ValueError(f"row {row} has {lengths[row]} tokens, more than a packed sequence of {capacity}")
+            raise ValueError(
+                f"row {row} has {lengths[row]} tokens, more than a packed sequence of {capacity}"
+            )
         place = bisect.bisect_left(room, (lengths[row], -1))
         if place == len(room):
             groups.append([])

@@ -1,6 +1,7 @@
-"""Files, folders and hub data sets -> raw rows, each with the file and line that it came from. Nothing here knows formats.
+"""Files, folders and Hub datasets -> raw rows, each with its file and line; independent of the row format.
 
-JSONL, CSV and Parquet are streamed, so memory is bounded by the longest row; a JSON array is held as text once.
+JSONL, CSV and Parquet are streamed, so memory is bounded by the longest row; a JSON array is loaded as one
+string.
 """
 
 import csv
@@ -20,17 +21,19 @@ if TYPE_CHECKING:
     import datasets
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?")
+HUB_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?"
+)
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 UTF8_BOM, UTF16_BOMS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
-BLOCK = 1 << 20
-SPACE = re.compile(r"\s*")
+BLOCK_BYTES = 1 << 20
+WHITESPACE = re.compile(r"\s*")
 ARRAY_START = re.compile(r'\s*(?:\{\s*"data"\s*:\s*)?\[')
 
 
 @dataclass(frozen=True)
 class Row:
-    """One raw row; `line` counts from 1 (in Parquet files and hub data sets it is the row number)."""
+    """One raw row; `line` is 1-based (for Parquet files and Hub datasets it is the row number)."""
 
     data: dict[str, Any]
     file: str
@@ -38,13 +41,13 @@ class Row:
 
     @property
     def where(self) -> str:
-        """`file:line`, the way that editors jump to it."""
+        """`file:line`, which editors can jump to."""
         return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What one of data.train_path, val_path, test_path stands for: files on this machine, or one split of a hub data set."""
+    """What a data path stands for: local files, or one split of a Hub dataset."""
 
     path: str
     files: tuple[Path, ...] = ()
@@ -52,18 +55,18 @@ class Source:
 
 
 def open_source(path: str, split: str) -> Source:
-    """Finds the files behind `path`; a hub data set is downloaded (to the hub's own cache) here.
+    """Resolves `path` to files; downloads a Hub dataset to the Hub's cache.
 
-    `split` is train, val or test, and chooses the split of a hub data set where the name does not.
+    `split` is train, val or test; it selects the split of a Hub dataset if `path` does not name one.
 
     Raises:
-        DataError: nothing readable is there.
+        DataError: there is nothing readable at `path`.
     """
     local = Path(path).expanduser()
     key = f"data.{split}_path"
     try:
         is_dir, is_file = local.is_dir(), local.is_file()
-    except (OSError, ValueError) as error:  # a name too long, or with a NUL byte
+    except (OSError, ValueError) as error:  # the name is too long or has a NUL byte
         raise DataError(f"{key}: {path[:100]!r} is not a usable path: {error}") from None
     if is_dir:
         return Source(path, tuple(_checked(file, key) for file in _files_in(local, key)))
@@ -73,25 +76,29 @@ def open_source(path: str, split: str) -> Source:
     if local.exists() or named is None or local.suffix in SUFFIXES:
         what = "is neither a file nor a folder" if local.exists() else "does not exist"
         raise DataError(
-            f"{key}: {path!r} {what} (looked in {Path.cwd()}).\nGive a file ({', '.join(SUFFIXES)}), a folder of them, "
-            "or a hub data set as org/name[:config[:split]]"
+            f"{key}: {path!r} {what} (looked in {Path.cwd()}).\n"
+            f"Use a file ({', '.join(SUFFIXES)}), a folder of such files, or a Hub dataset as "
+            "org/name[:config[:split]]"
         )
     return Source(path, hub=_load_from_hub(named["name"], named["config"] or None, named["split"], split))
 
 
 def _files_in(folder: Path, key: str) -> list[Path]:
     try:
-        files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix.lower() in SUFFIXES)
+        paths = sorted(folder.iterdir())
+        files = [path for path in paths if path.is_file() and path.suffix.lower() in SUFFIXES]
     except OSError as error:
         raise DataError(f"{key}: folder {folder} cannot be read: {error.strerror}") from None
     if not files:
-        raise DataError(f"{key}: folder {folder} holds no data file; expected {', '.join(SUFFIXES)}")
+        raise DataError(f"{key}: folder {folder} has no data files; expected {', '.join(SUFFIXES)}")
     return files
 
 
 def _checked(file: Path, key: str) -> Path:
     if file.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{key}: {file} has the ending {file.suffix or '(none)'}; allowed are {', '.join(SUFFIXES)}")
+        raise DataError(
+            f"{key}: {file} has the extension {file.suffix or '(none)'}; allowed: {', '.join(SUFFIXES)}"
+        )
     try:
         with file.open("rb") as opened:
             head = opened.read(4)
@@ -100,7 +107,7 @@ def _checked(file: Path, key: str) -> Path:
     if not head:
         raise DataError(f"{key}: {file} is empty (0 bytes)")
     if head.startswith(UTF16_BOMS) and file.suffix.lower() != ".parquet":
-        raise DataError(f"{file}: is UTF-16 text; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8 {file.name}")
+        raise DataError(f"{file} is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8 {file.name}")
     return file
 
 
@@ -109,22 +116,23 @@ def _load_from_hub(name: str, config: str | None, wanted: str | None, split: str
 
     try:
         loaded = datasets.load_dataset(name, config)
-    except Exception as error:  # the hub client raises a dozen unrelated classes
+    except Exception as error:  # the Hub client raises a dozen unrelated classes
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"data.{split}_path: '{name}' is no file here, and as a hub data set it cannot be loaded: {first_line}"
+            f"data.{split}_path: '{name}' is not a local file, and loading it as a Hub dataset failed: "
+            f"{first_line}"
         ) from None
     for candidate in (wanted,) if wanted else HUB_SPLITS[split]:
         if candidate in loaded:
             return loaded[candidate]
     raise DataError(
-        f"data.{split}_path: data set '{name}' has no split {wanted or ' or '.join(HUB_SPLITS[split])}; "
-        f"it has {', '.join(loaded)}. Name one: {name}:{config or ''}:<split>"
+        f"data.{split}_path: dataset '{name}' has no split {wanted or ' or '.join(HUB_SPLITS[split])}; "
+        f"it has {', '.join(loaded)}. Choose one: {name}:{config or ''}:<split>"
     )
 
 
 def fingerprint(source: Source) -> tuple[str, int | None]:
-    """A digest of the content (file names without folders, and bytes) and about how many rows there are, if that is cheap."""
+    """A digest of file names (without folders) and bytes, and an estimate of the rows if it is cheap."""
     digest = hashlib.sha256()
     if source.hub is not None:
         digest.update(f"{source.path} {source.hub._fingerprint}".encode())
@@ -134,7 +142,7 @@ def fingerprint(source: Source) -> tuple[str, int | None]:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         newlines = 0
         with file.open("rb") as opened:
-            while block := opened.read(BLOCK):
+            while block := opened.read(BLOCK_BYTES):
                 digest.update(block)
                 newlines += block.count(b"\n")
         if file.suffix.lower() == ".parquet":
@@ -144,26 +152,28 @@ def fingerprint(source: Source) -> tuple[str, int | None]:
 
 
 def read_rows(source: Source, limit: int | None = None, notes: Counter[str] | None = None) -> Iterator[Row]:
-    """All rows in order, at most `limit` of each file; `notes` counts what was read past (blank lines, NaN values).
+    """All rows in order, at most `limit` of each file; `notes` counts blank lines and NaN values.
 
     Raises:
-        DataError: names the file and line that cannot be read.
+        DataError: a row cannot be read; names file and line.
     """
     notes = Counter() if notes is None else notes
     if source.hub is not None:
         rows = (Row(_without_none(data), source.path, number) for number, data in enumerate(source.hub, 1))
         yield from itertools.islice(rows, limit)
         return
+    readers = {".parquet": _read_parquet, ".csv": _read_csv, ".json": _read_json}
     for file in source.files:
-        reader = {".parquet": _read_parquet, ".csv": _read_csv, ".json": _read_json}.get(file.suffix.lower(), _read_jsonl)
+        reader = readers.get(file.suffix.lower(), _read_jsonl)
         yield from itertools.islice(reader(file, notes), limit)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"key {repeated!r} stands twice in one object; keep one")
+        counts = Counter(key for key, _ in pairs)
+        repeated = counts.most_common(1)[0][0]
+        raise ValueError(f"duplicate key {repeated!r} in one object; keep one")
     return data
 
 
@@ -178,12 +188,14 @@ def _utf8(raw: bytes, where: str, offset: int) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {raw[error.start]:#04x} at offset {offset + error.start} is not UTF-8") from None
+        raise DataError(
+            f"{where}: byte {raw[error.start]:#04x} at offset {offset + error.start} is not UTF-8"
+        ) from None
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected an object with named fields, found {type(value).__name__}")
+        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
@@ -198,25 +210,27 @@ def _read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
             if not text:
                 notes["blank lines"] += 1
                 continue
-            if number == 1 and text.startswith("["):  # an array under a .jsonl name
+            if number == 1 and text.startswith("["):  # an array in a .jsonl file
                 yield from _read_json_whole(file, notes)
                 return
             try:
                 value = decoder.decode(text)
             except json.JSONDecodeError as error:
-                cut = " The line does not end in a newline: is the file cut?" if not raw.endswith(b"\n") else ""
-                raise DataError(f"{where}: not valid JSON: {error.msg} at character {error.pos + 1}.{cut}") from None
+                cut = "" if raw.endswith(b"\n") else " The line has no final newline: is the file truncated?"
+                raise DataError(
+                    f"{where}: not valid JSON: {error.msg} at character {error.pos + 1}.{cut}"
+                ) from None
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: {error}") from None
             yield Row(_object(value, where), str(file), number)
 
 
 def _read_json(file: Path, notes: Counter[str]) -> Iterator[Row]:
-    """A .json file is an array, {"data": [...]}, or (as often found) JSON lines under the wrong name."""
+    """A .json file is an array, {"data": [...]}, or (as is common) JSON lines with the wrong extension."""
     with file.open("rb") as lines:
-        first = next((line for line in lines if line.removeprefix(UTF8_BOM).strip()), b"").removeprefix(UTF8_BOM)
+        first = next((line for line in lines if line.removeprefix(UTF8_BOM).strip()), b"")
     try:
-        value = json.loads(first)
+        value = json.loads(first.removeprefix(UTF8_BOM))
     except (ValueError, RecursionError):
         value = None
     is_lines = isinstance(value, dict) and not isinstance(value.get("data"), list)
@@ -239,7 +253,9 @@ def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
     try:
         value = _object(_decoder(notes).decode(text), f"{file}:1")
     except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+        raise DataError(
+            f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: {error}") from None
     rows = value["data"] if isinstance(value.get("data"), list) else [value]
@@ -248,7 +264,7 @@ def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
 
 
 def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) -> Iterator[Row]:
-    """Elements one by one, so that each row knows its line and an error names it."""
+    """Parses the elements one by one, so that rows and errors have line numbers."""
     counted, line = 0, 1
     position = _skip_space(text, start)
     while text[position : position + 1] != "]":
@@ -257,7 +273,9 @@ def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) ->
         try:
             value, end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            raise DataError(f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+            raise DataError(
+                f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{file}:{line}: {error}") from None
         yield Row(_object(value, f"{file}:{line}"), str(file), line)
@@ -267,7 +285,7 @@ def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) ->
             position = _skip_space(text, position + 1)
         elif following != "]":
             line += text.count("\n", counted, position)
-            found = repr(following) if following else "the end: is the file cut?"
+            found = repr(following) if following else "the end: is the file truncated?"
             raise DataError(f"{file}:{line}: not valid JSON: expected ',' or ']' after a row, found {found}")
     rest = text[_skip_space(text, position + 1) :][:1]
     if rest and rest not in ",}":  # what follows the array in {"data": [...], ...}
@@ -275,7 +293,7 @@ def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) ->
 
 
 def _skip_space(text: str, start: int) -> int:
-    return SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches the empty text too
+    return WHITESPACE.match(text, start).end()  # type: ignore[union-attr]  # matches the empty string too
 
 
 def _read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
@@ -286,11 +304,14 @@ def _read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
         try:
             header = reader.fieldnames or []
             if len(set(header)) < len(header):
-                raise DataError(f"{file}:1: a column name stands twice in {', '.join(header)}")
+                raise DataError(f"{file}:1: duplicate column name in {', '.join(header)}")
             line = reader.line_num + 1
             for record in reader:
                 if "" in record or None in record.values():
-                    raise DataError(f"{file}:{line}: expected {len(header)} fields ({', '.join(header)}), found another number")
+                    raise DataError(
+                        f"{file}:{line}: expected {len(header)} fields ({', '.join(header)}), found a "
+                        "different number"
+                    )
                 yield Row(_parsed_cells(record, f"{file}:{line}"), str(file), line)
                 line = reader.line_num + 1
         except csv.Error as error:
@@ -309,7 +330,7 @@ def _first_bad_line(file: Path) -> None:
 
 
 def _parsed_cells(record: dict[str, str], where: str) -> dict[str, Any]:
-    """In a CSV file a conversation can only be JSON inside a cell."""
+    """Parses cells that hold JSON, the only way to have conversations in a CSV file."""
     parsed: dict[str, Any] = dict(record)
     for key in {"messages", "conversations", "tools"} & parsed.keys():
         try:
@@ -340,7 +361,7 @@ def _read_parquet(file: Path, notes: Counter[str]) -> Iterator[Row]:
 
 
 def _without_none(value: Any) -> Any:
-    """Columnar files give every struct all keys that any row has; the absent ones come back as None."""
+    """Drops None values: columnar files give every struct all keys that any row has."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""What will be learned, for a person to look at: a table, samples with the learned tokens marked, and the steps as files.
+"""Shows the prepared data: statistics, samples with supervised tokens highlighted, and each step as a file.
 
-The files are JSONL: `process` (any format -> messages), `style` (a system prompt added), `render` (the text as the model
-sees it). Each can be read by a text editor, and the first two be trained on.
+The files are JSONL: `process` (any format -> messages), `style` (adds a system prompt), `render` (the text as
+the model sees it). The first two can be used as training data.
 """
 
 import json
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.chat import IGNORED, Chat, layout, make_chat
+from sft_play.data.chat import IGNORED, Chat, make_chat, render_rows
 from sft_play.data.formats import Conversation, convert, detect_format
 from sft_play.data.prepare import PreparedData
 from sft_play.data.reading import Source, open_source, read_rows
@@ -29,15 +29,15 @@ from sft_play.runlog import console
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LEARNED_STYLE, GIVEN_STYLE = "bold green", "dim"
+SUPERVISED_STYLE, CONTEXT_STYLE = "bold green", "dim"
 
 
 def table(prepared: PreparedData) -> Group:
-    """The counts of each split, with what was dropped and why; warnings below."""
+    """The statistics of each split, what was dropped and why, and the warnings."""
     stats = prepared.stats
     splits = [split for split in SPLITS if stats[split]]
     notes = Text(f"  chat template: {stats['chat_template']}; max_seq_len {prepared.max_seq_len:,}\n")
-    notes.append(f"  kept in {prepared.cache_path}")
+    notes.append(f"  cached in {prepared.cache_path}")
     for warning in stats["warnings"]:
         notes.append(f"\n  warning: {warning}", style="yellow")
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False)
@@ -68,32 +68,42 @@ def _counts(split: dict[str, Any]) -> dict[str, str]:
 
 
 def marked(ids: list[int], labels: list[int], tokenizer: "PreTrainedTokenizerBase", *, colour: bool) -> Text:
-    """A row as text, its learned tokens in colour, or without colours between {+ and +}."""
+    """A row as text with its supervised tokens highlighted.
+
+    Args:
+        ids: token ids of the row.
+        labels: its labels.
+        tokenizer: of the model.
+        colour: highlight with colour; otherwise supervised text is put between {+ and +}.
+    """
     text = Text()
-    for learned, group in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED):
+    for supervised, group in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED):
         part = str(tokenizer.decode([token for token, _ in group], skip_special_tokens=False))
         if colour:
-            text.append(part, style=LEARNED_STYLE if learned else GIVEN_STYLE)
+            text.append(part, style=SUPERVISED_STYLE if supervised else CONTEXT_STYLE)
         else:
-            text.append(f"{{+{part}+}}" if learned else part)
+            text.append(f"{{+{part}+}}" if supervised else part)
     return text
 
 
 def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
-    """Prints the first `count` training rows with the learned tokens marked."""
+    """Prints the first `count` training rows with the supervised tokens highlighted."""
     screen = console()
     colour = screen.color_system is not None
-    legend = Text("Learned tokens are ")
-    legend.append("green and bold" if colour else "between {+ and +}", style=LEARNED_STYLE if colour else "")
-    screen.print(legend.append("; the rest is given to the model."))
+    legend = Text("Supervised tokens are ")
+    if colour:
+        legend.append("green and bold", style=SUPERVISED_STYLE)
+    else:
+        legend.append("between {+ and +}")
+    screen.print(legend.append("; the rest is context without loss."))
     for number, row in enumerate(prepared.train.select(range(min(count, len(prepared.train)))), 1):
-        learned = sum(label != IGNORED for label in row["labels"])
-        screen.print(f"\nrow {number}: {row['length']} tokens, {learned} learned", style="bold")
+        supervised = sum(label != IGNORED for label in row["labels"])
+        screen.print(f"\nrow {number}: {row['length']} tokens, {supervised} supervised", style="bold")
         screen.print(marked(row["input_ids"], row["labels"], tokenizer, colour=colour))
 
 
 def process(config: RunConfig, out: Path) -> Counter[str]:
-    """Writes the training rows in the messages format; returns how many were written, and dropped by reason."""
+    """Writes the training rows in the messages format; returns the counts of written and dropped rows."""
     source = open_source(config.data.train_path, "train")
     counts: Counter[str] = Counter()
     rows = _conversations(source, config.data.format, config.data.limit, None, counts)
@@ -102,14 +112,14 @@ def process(config: RunConfig, out: Path) -> Counter[str]:
 
 
 def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
-    """Copies a file of rows and puts `system_prompt` in front of each conversation that has no system message.
+    """Copies a file of rows and adds `system_prompt` to each conversation without a system message.
 
     Raises:
         ConfigError: the prompt is blank.
     """
     if not system_prompt.strip():
         raise ConfigError(
-            'the style is blank; say what the system prompt shall be: make style STYLE="You answer in one sentence."'
+            'STYLE is blank; set it to the system prompt to add: make style STYLE="Answer in one sentence."'
         )
     counts: Counter[str] = Counter()
     conversations = _conversations(open_source(str(rows), "train"), "auto", None, system_prompt, counts)
@@ -117,7 +127,7 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
     def styled() -> Iterator[dict[str, Any]]:
         for row in conversations:
             if not row.messages or row.messages[0] != {"role": "system", "content": system_prompt}:
-                counts["left as they are (plain text, or a system message of their own)"] += 1
+                counts["unchanged (plain text, or has its own system message)"] += 1
             yield {**row.as_row(), "source": row.source}
 
     _write(out, styled(), counts)
@@ -125,11 +135,20 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
 
 
 def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, out: Path) -> Counter[str]:
-    """Writes each row of a file as the text that the model sees, with the parts of it that are learned."""
+    """Writes each row of a file as the text that the model sees, with its supervised parts.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        rows: file to read.
+        out: file to write.
+    """
     use_template(tokenizer, config.data.chat_template)
     chat = make_chat(tokenizer, config.data.supervise)
     counts: Counter[str] = Counter()
-    conversations = _conversations(open_source(str(rows), "train"), "auto", None, config.data.system_prompt, counts)
+    conversations = _conversations(
+        open_source(str(rows), "train"), "auto", None, config.data.system_prompt, counts
+    )
     _write(out, chain.from_iterable(_rendered(chat, row) for row in conversations), counts)
     return counts
 
@@ -139,11 +158,12 @@ def _rendered(chat: Chat, row: Conversation) -> list[dict[str, Any]]:
     if row.text is not None:
         return [{"text": row.text + eos, "learned": [row.text + eos], "source": row.source}]
     rendered = []
-    for part in layout(chat, row):
-        learned = [part.text[start:end] for start, end in part.learned]
+    for part in render_rows(chat, row):
+        text, supervised = part.text, [part.text[start:end] for start, end in part.supervised]
         if part.add_eos:
-            learned[-1] += eos
-        rendered.append({"text": part.text + (eos if part.add_eos else ""), "learned": learned, "source": row.source})
+            text += eos
+            supervised[-1] += eos
+        rendered.append({"text": text, "learned": supervised, "source": row.source})
     return rendered
 
 
@@ -164,7 +184,7 @@ def _conversations(
 
 
 def _write(out: Path, rows: Iterable[dict[str, Any]], counts: Counter[str]) -> None:
-    """Replaces `out` whole or not at all."""
+    """Writes `out` atomically."""
     temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Tokenised data paths -> the training, validation and test rows, with what was counted and what looks odd."""
+"""Tokenized data paths -> training, validation and test rows, with statistics and warnings."""
 
 import random
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.chat import IGNORED
-from sft_play.data.workers import CUT_AWAY, too_long
+from sft_play.data.workers import ANSWER_TRUNCATED, too_long
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val", "test")
 MIN_ROWS_TO_SPLIT = 10
 FEW_ROWS = 32
-MANY = 0.1  # share of rows from which a curiosity of the data is worth a warning
+WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
 
 PART_SCHEMA = pa.schema([*store.ROWS, pa.field("owner", pa.int64()), pa.field("truncated", pa.bool_())])
 
 
 @dataclass(frozen=True)
 class Part:
-    """One data path, tokenised into temporary files; which of its conversations go to which split comes later."""
+    """One data path, tokenized into temporary files and not yet split."""
 
     split: str
     rows: Path
@@ -41,26 +41,37 @@ class Part:
 
 
 def assign(digests: list[bytes], fractions: dict[str, float], seed: int) -> dict[str, np.ndarray]:
-    """Which conversations go to which split; equal conversations go together, so that no split knows another's rows."""
+    """A mask per split, bool [conversations]; duplicates go to the same split, so that no split leaks."""
     unique = list(dict.fromkeys(digests))
     random.Random(f"split/{seed}").shuffle(unique)
-    homes = dict.fromkeys(unique, "train")
+    split_of = dict.fromkeys(unique, "train")
     start = 0
     for split, fraction in fractions.items():
         count = max(round(len(unique) * fraction), 1) if fraction and len(unique) >= MIN_ROWS_TO_SPLIT else 0
-        homes |= dict.fromkeys(unique[start : start + count], split)
+        split_of |= dict.fromkeys(unique[start : start + count], split)
         start += count
-    home = np.array([homes[digest] for digest in digests], dtype=object)
-    return {split: home == split for split in ("train", *fractions)}
+    splits = np.array([split_of[digest] for digest in digests], dtype=object)
+    return {split: splits == split for split in ("train", *fractions)}
 
 
 def write_splits(
-    config: RunConfig, parts: list[Part], folder: Path, tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None
+    config: RunConfig,
+    parts: list[Part],
+    folder: Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_tokens: int | None,
 ) -> dict[str, Any]:
-    """Writes `<split>.arrow` and `<split>.conversations.arrow`, removes the parts' files, and returns what was counted.
+    """Writes `<split>.arrow` and `<split>.conversations.arrow`, deletes the part files, returns statistics.
+
+    Args:
+        config: of the run.
+        parts: the data paths of the config.
+        folder: where to write.
+        tokenizer: of the model.
+        max_tokens: the longest row, for the error message.
 
     Raises:
-        DataError: a data path has no row left to learn from.
+        DataError: a data path has no supervised tokens left.
         ConfigError: the tokenizer does not know the text.
     """
     own = {part.split: part for part in parts}
@@ -79,7 +90,7 @@ def write_splits(
                 raise _nothing_left(config, part, max_tokens)
         elif not stats[split]["rows"]:
             stats[split] = None
-        digests[split] = [digest for digest, is_chosen in zip(part.digests, mask, strict=True) if is_chosen]
+        digests[split] = list(compress(part.digests, mask))
     stats["largest_token_id"] = max(stats[split].pop("largest") for split in SPLITS if stats[split])
     stats["warnings"] = _warnings(config, stats, parts, digests)
     for part in parts:
@@ -91,7 +102,7 @@ def write_splits(
 def _write_split(
     split: str, part: Part, chosen: np.ndarray, folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
-    """Copies the rows of the chosen conversations into the split's own files and counts them."""
+    """Copies the rows of the chosen conversations, [n], into the files of the split; returns statistics."""
     special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
     lengths: list[np.ndarray] = []
@@ -113,9 +124,8 @@ def _write_split(
     if not lengths:
         file.unlink()
     elif split != "train":
-        said = chain.from_iterable(batch["value"].to_pylist() for batch in store.batches(part.conversations))
-        kept = [text for text, is_chosen in zip(said, chosen, strict=True) if is_chosen]
-        store.write_strings(folder / f"{split}.conversations.arrow", kept)
+        texts = chain.from_iterable(batch["value"].to_pylist() for batch in store.batches(part.conversations))
+        store.write_strings(folder / f"{split}.conversations.arrow", list(compress(texts, chosen)))
     all_lengths = np.concatenate(lengths) if lengths else np.zeros(0, int)
     return {
         "conversations": int(chosen.sum()),
@@ -131,6 +141,7 @@ def _write_split(
 
 
 def _percentiles(lengths: np.ndarray) -> dict[str, int]:
+    """Percentiles of the tokens of rows, [rows]."""
     if not len(lengths):
         return {}
     cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
@@ -139,49 +150,62 @@ def _percentiles(lengths: np.ndarray) -> dict[str, int]:
 
 def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> DataError:
     reasons = ", ".join(f"{count} {reason}" for reason, count in part.dropped.most_common())
-    hint = "`make process` shows the conversations that were read"
-    if part.dropped[CUT_AWAY] or part.dropped[too_long(max_tokens)]:
-        hint = f"Raise model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"
+    hint = "Run `make process` to see the conversations that were read"
+    if part.dropped[ANSWER_TRUNCATED] or part.dropped[too_long(max_tokens)]:
+        hint = (
+            f"Increase model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"
+        )
     return DataError(
-        f"data.{part.split}_path: 0 supervised tokens: none of the {part.read} rows is left to learn from ({reasons}).\n{hint}"
+        f"data.{part.split}_path: 0 supervised tokens: none of the {part.read} rows is usable ({reasons}).\n"
+        f"{hint}"
     )
 
 
-def _warnings(config: RunConfig, stats: dict[str, Any], parts: list[Part], digests: dict[str, list[bytes]]) -> list[str]:
-    """What is allowed but seldom meant.
+def _warnings(
+    config: RunConfig, stats: dict[str, Any], parts: list[Part], digests: dict[str, list[bytes]]
+) -> list[str]:
+    """Warnings about what is allowed but probably not intended.
 
     Raises:
-        ConfigError: the tokenizer does not know the text at all.
+        ConfigError: the tokenizer knows none of the text.
     """
     found = []
     train = stats["train"]
     if train["unknown_tokens"] >= 0.9 * train["tokens"]:
         raise ConfigError(
-            f"model.name: the tokenizer of '{config.model.name}' knows none of the text: {train['unknown_tokens']} of "
-            f"{train['tokens']} tokens are its unknown token. Is it the tokenizer of this model, and for this language?"
+            f"model.name: the tokenizer of '{config.model.name}' knows none of the text: "
+            f"{train['unknown_tokens']} of {train['tokens']} tokens are its unknown token. Check that it "
+            "belongs to this model and supports this language"
         )
     if train["unknown_tokens"] >= 0.01 * train["tokens"]:
-        found.append(f"{train['unknown_tokens'] / train['tokens']:.0%} of the training tokens are unknown to the tokenizer")
+        share = train["unknown_tokens"] / train["tokens"]
+        found.append(f"{share:.0%} of the training tokens are unknown to the tokenizer")
     if train["rows"] < FEW_ROWS:
-        found.append(f"only {train['rows']} training row{'s' if train['rows'] > 1 else ''}: the model will learn them by heart")
+        plural = "s" if train["rows"] > 1 else ""
+        found.append(f"only {train['rows']} training row{plural}: the model will overfit")
     known = set(digests["train"])
     for split in ("val", "test"):
         common = sum(digest in known for digest in digests[split])
         if stats[split] and common:
-            found.append(f"{common} of {len(digests[split])} {split} conversations are in the training data too")
+            found.append(
+                f"{common} of {len(digests[split])} {split} conversations are also in the training data"
+            )
     repeated = len(digests["train"]) - len(known)
-    if repeated >= MANY * len(digests["train"]):
+    if repeated >= WARNING_SHARE * len(digests["train"]):
         found.append(
-            f"{repeated} of {len(digests['train'])} training conversations repeat an earlier one; data.dedup=true drops them"
+            f"{repeated} of {len(digests['train'])} training conversations are duplicates; "
+            "set data.dedup=true to drop them"
         )
     if train["rows"] > train["conversations"]:
         found.append(
-            f"the chat template rewrites earlier turns, so {train['conversations']} conversations became {train['rows']} rows, "
-            "each turn as the model will see it; data.supervise=last keeps one row each"
+            f"the chat template rewrites earlier turns, so {train['conversations']} conversations became "
+            f"{train['rows']} rows, which render each turn as at inference time; set data.supervise=last to "
+            "keep one row per conversation"
         )
     for part in parts:
         lost = sum(part.dropped.values())
-        if lost >= MANY * part.read:
+        if lost >= WARNING_SHARE * part.read:
             found.append(f"{lost} of {part.read} rows of data.{part.split}_path were dropped")
-        found += [f"data.{part.split}_path: {count} {what}" for what, count in part.notes.items() if "null" in what]
+        nulls = {what: count for what, count in part.notes.items() if "null" in what}
+        found += [f"data.{part.split}_path: {count} {what}" for what, count in nulls.items()]
     return found

@@ -1,4 +1,4 @@
-"""Tokenised data on disk: Arrow files in a folder that is named after everything its content depends on."""
+"""The on-disk cache: Arrow files in a folder whose name is a hash of everything the content depends on."""
 
 import contextlib
 import hashlib
@@ -26,23 +26,23 @@ ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.in
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Of all that decides which tokens a text becomes: vocabulary, merges, added and special tokens, chat template."""
+    """A hash of vocabulary, merges, added and special tokens, and chat template."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_padding()  # left over from an earlier call, and of no effect here
+    backend.no_padding()  # set by an earlier call; no effect here
     backend.no_truncation()
     parts = [backend.to_str(), json.dumps(tokenizer.special_tokens_map), json.dumps(tokenizer.chat_template)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def content_key(parts: dict[str, Any]) -> str:
-    """A folder name for these ingredients."""
+    """A folder name: a hash of `parts`."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder was written to its end and its files still have their sizes."""
+    """Whether the folder was written completely and its files still have their recorded sizes."""
     try:
         sizes = json.loads((folder / META).read_text(encoding="utf-8"))["sizes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -51,10 +51,11 @@ def is_complete(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def building(folder: Path, *, tell: bool) -> Iterator[Path | None]:
-    """Gives a temporary folder to fill, which becomes `folder` at the end; None if `folder` is complete.
+def building(folder: Path, *, announce: bool) -> Iterator[Path | None]:
+    """Yields a temporary folder to fill, which then becomes `folder`; None if `folder` is already complete.
 
-    One process of this machine works, the others wait for its result. A folder left by a killed process is removed.
+    One process of this machine does the work while the others wait for the result; with `announce` they say
+    so. A folder left by a killed process is removed.
 
     Raises:
         StorageError: the cache cannot be written.
@@ -62,7 +63,7 @@ def building(folder: Path, *, tell: bool) -> Iterator[Path | None]:
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f"{folder.name}.lock"), tell):
+        with _locked(folder.with_name(f"{folder.name}.lock"), announce):
             if is_complete(folder):
                 yield None
                 return
@@ -77,17 +78,17 @@ def building(folder: Path, *, tell: bool) -> Iterator[Path | None]:
     except OSError as error:
         raise StorageError(
             f"preparing the data in {folder.parent} failed: {error}.\n"
-            "Free space there, or choose another place: SFT_PLAY_CACHE=<folder>"
+            "Free some space there, or set another location: SFT_PLAY_CACHE=<folder>"
         ) from error
 
 
 @contextlib.contextmanager
-def _locked(path: Path, tell: bool) -> Iterator[None]:
+def _locked(path: Path, announce: bool) -> Iterator[None]:
     lock = filelock.FileLock(path)
     try:
         lock.acquire(timeout=1)
     except filelock.Timeout:
-        if tell:
+        if announce:
             console().print("Another process is preparing the same data; waiting for it.")
         lock.acquire()
     try:
@@ -97,7 +98,7 @@ def _locked(path: Path, tell: bool) -> Iterator[None]:
 
 
 def finish(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes the facts about the files of a folder; the last thing before it is renamed."""
+    """Writes meta.json, which marks the folder as complete."""
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     (folder / META).write_text(json.dumps({**meta, "sizes": sizes}, indent=1), encoding="utf-8")
 
@@ -108,7 +109,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def token_lists(values: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """A column of token lists from all tokens one after the other, without a copy."""
+    """A column of token lists from concatenated `values`, [total tokens], and `lengths`, [rows]; no copy."""
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values, pa.int32()))
 
@@ -120,14 +121,14 @@ def batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def write_strings(file: Path, values: Sequence[str]) -> None:
-    """A file with one column of texts."""
+    """Writes a file with a single string column."""
     batch = pa.record_batch({"value": pa.array(values, pa.large_string())})
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
 
 def open_rows(file: Path) -> "datasets.Dataset | None":
-    """Token rows as a memory-mapped data set; None if there is no such file."""
+    """Tokenized rows as a memory-mapped dataset; None if the file does not exist."""
     if not file.exists():
         return None
     import datasets

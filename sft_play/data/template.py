@@ -1,4 +1,4 @@
-"""Which chat template is used, and rendering with it. A template is a stranger's program: it runs in transformers' sandbox."""
+"""Selects and renders chat templates; templates are untrusted code and run in the sandbox of transformers."""
 
 import multiprocessing
 import resource
@@ -22,14 +22,22 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 TRIAL_SECONDS, TRIAL_BYTES = 20, 1 * GIB
 MAX_TEMPLATE_BYTES = 1_000_000
 
-# What a template can raise: its own refusals, and whatever Python raises inside of it.
-RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# What a template can raise: its own errors, and any that Python raises inside it.
+RENDER_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 def use_template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
-    """Sets the tokenizer's chat template as data.chat_template asks, and says in a few words which one it is.
+    """Sets the tokenizer's chat template as data.chat_template asks; returns a short description of it.
 
-    The tokenizer is changed, so that what is saved beside the model generates with the template it was trained with.
+    The tokenizer is modified, so that a saved model generates with the template that it was trained with.
 
     Raises:
         ConfigError: there is no such template, or this tokenizer cannot be used with it.
@@ -41,8 +49,8 @@ def use_template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
     if setting in {file.stem for file in SHIPPED.glob("*.jinja")}:
         if setting == "chatml" and not set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
             raise ConfigError(
-                f"data.chat_template=chatml needs the tokens {' and '.join(CHATML_TOKENS)}, which this tokenizer lacks. "
-                "Use data.chat_template=plain"
+                f"data.chat_template=chatml needs the tokens {' and '.join(CHATML_TOKENS)}, which this "
+                "tokenizer does not have. Use data.chat_template=plain"
             )
         tokenizer.chat_template = (SHIPPED / f"{setting}.jinja").read_text(encoding="utf-8")
         return f"the shipped {setting}.jinja"
@@ -53,10 +61,12 @@ def use_template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
 def _read_template(path: Path) -> str:
     shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.jinja")))
     if not path.is_file():
-        raise ConfigError(f"data.chat_template: {path} is no file; allowed are auto, {shipped}, or the path of a Jinja file")
+        raise ConfigError(
+            f"data.chat_template: {path} is not a file; allowed: auto, {shipped}, or the path of a Jinja file"
+        )
     if path.stat().st_size > MAX_TEMPLATE_BYTES:
         raise ConfigError(
-            f"data.chat_template: {path} has {path.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are allowed"
+            f"data.chat_template: {path} has {path.stat().st_size} bytes; the limit is {MAX_TEMPLATE_BYTES}"
         )
     try:
         return path.read_text(encoding="utf-8")
@@ -64,52 +74,71 @@ def _read_template(path: Path) -> str:
         raise ConfigError(f"data.chat_template: {path} cannot be read: {error}") from None
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any, prompt: bool) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False))
+def _apply(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any, prompt: bool
+) -> str:
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False
+        )
+    )
 
 
 def render(
-    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, messages: Sequence[Message], *, prompt: bool = False
+    tokenizer: "PreTrainedTokenizerBase",
+    conversation: Conversation,
+    messages: Sequence[Message],
+    *,
+    prompt: bool = False,
 ) -> str:
-    """The text of `messages` (a beginning of the conversation's); with `prompt` up to where the assistant would go on.
+    """Renders `messages` with the tokenizer's chat template.
+
+    Args:
+        tokenizer: with its chat template set.
+        conversation: supplies the tools, and the name of the row for errors.
+        messages: the first messages of the conversation.
+        prompt: add the generation prompt.
 
     Raises:
-        DataError: the template refuses them; names the row.
+        DataError: the template rejects the messages; names the row.
     """
     try:
         return _apply(tokenizer, messages, conversation.tools, prompt)
     except RENDER_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
-            f"{conversation.source}: the chat template cannot show this conversation (roles: {roles}): {error}\n"
-            "Change the row, or choose another template: data.chat_template=plain"
+            f"{conversation.source}: the chat template cannot render this conversation (roles: {roles}): "
+            f"{error}\n"
+            "Change the row, or use another template: data.chat_template=plain"
         ) from None
 
 
 def check_template(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, origin: str) -> None:
-    """Renders one conversation in a child process with limits on time and memory, which the sandbox does not have.
+    """Renders one conversation in a child process, with the time and memory limits that the sandbox lacks.
 
     Raises:
-        ConfigError: the template is broken, hostile, or renders nothing.
+        ConfigError: the template is broken or malicious, or renders nothing.
     """
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_trial, args=(tokenizer, conversation, theirs), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_trial, args=(tokenizer, conversation, sender), daemon=True)
     child.start()
-    theirs.close()
+    sender.close()
+    problem: str | None = f"it ran for more than {TRIAL_SECONDS} s on one row"
     try:
-        problem = ours.recv() if ours.poll(TRIAL_SECONDS) else f"it ran for more than {TRIAL_SECONDS} s on one row"
+        if receiver.poll(TRIAL_SECONDS):
+            problem = receiver.recv()
     except EOFError:
-        problem = "it ended the process that rendered it (out of memory?)"
+        problem = "it crashed the process that rendered it (out of memory?)"
     finally:
         child.kill()
         child.join()
-        ours.close()
+        receiver.close()
     if problem:
         raise ConfigError(f"data.chat_template: {origin} cannot be used: {problem}")
 
 
-def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, answer: Connection) -> None:
+def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, sender: Connection) -> None:
     statm = Path("/proc/self/statm")
     if statm.exists():
         used = int(statm.read_text().split()[0]) * resource.getpagesize()
@@ -117,13 +146,13 @@ def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, ans
     problem = None
     try:
         if not _apply(tokenizer, conversation.messages, conversation.tools, prompt=False).strip():
-            problem = f"it renders {conversation.source} to nothing"
+            problem = f"it renders {conversation.source} to an empty string"
     except TemplateSyntaxError as error:
-        problem = f"syntax error in line {error.lineno}: {error.message}"
+        problem = f"syntax error on line {error.lineno}: {error.message}"
     except (SecurityError, OverflowError) as error:
-        problem = f"it does what a template must not do: {error}"
+        problem = f"it violates the sandbox: {error}"
     except MemoryError:
-        problem = f"it takes more than {TRIAL_BYTES // GIB} GiB of memory on one row"
+        problem = f"it uses more than {TRIAL_BYTES // GIB} GiB of memory on one row"
     except RENDER_ERRORS:
-        pass  # It may only dislike this row: `render` says so with the row's name.
-    answer.send(problem)
+        pass  # it may reject only this row; `render` then raises an error that names it
+    sender.send(problem)

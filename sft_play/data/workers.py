@@ -1,7 +1,5 @@
-"""Raw rows -> token arrays, a chunk at a time, in this process or in several; the results come in the order of the rows."""
+"""Raw rows -> token arrays, chunk by chunk and in order, in this process or in several."""
 
-import contextlib
-import ctypes
 import hashlib
 import itertools
 import json
@@ -20,19 +18,20 @@ from sft_play.data.chat import IGNORED, Chat, Tokens, encode
 from sft_play.data.formats import Conversation, convert
 from sft_play.data.reading import Row
 from sft_play.errors import DataError, LaunchError
+from sft_play.machine.host import usable_cores
+from sft_play.machine.parent_death import die_with_parent
 
 CHUNK_ROWS = 256
 MAX_WORKERS = 8
 SMALL_BYTES = 2 << 20  # below this, starting processes costs more than they save
-PR_SET_PDEATHSIG = 1
 
-NOTHING_LEARNED = "no answer to learn"
-CUT_AWAY = "no answer left after truncation"
+NO_ANSWER = "no answer to train on"
+ANSWER_TRUNCATED = "no answer left after truncation"
 
 
 @dataclass(frozen=True)
-class Job:
-    """What happens to each row."""
+class EncodingTask:
+    """Settings for encoding rows; sent to each worker."""
 
     chat: Chat
     format: str
@@ -42,37 +41,37 @@ class Job:
 
 @dataclass
 class Chunk:
-    """The result for some rows: tokens of all kept conversations one after the other, and what was left out."""
+    """Encoded rows: token arrays are concatenated, [total tokens]; `lengths` and `truncated` are [rows]."""
 
     input_ids: np.ndarray
     labels: np.ndarray
     lengths: np.ndarray
     owners: np.ndarray
-    """For each token row, which of the chunk's conversations it belongs to."""
+    """Index of the conversation that each row belongs to, [rows]."""
     truncated: np.ndarray
     conversations: list[str] = field(default_factory=list)
-    """As JSON; "" for plain text, from which nothing is generated."""
+    """As JSON; "" for plain text, which has no answers to generate."""
     digests: list[bytes] = field(default_factory=list)
-    """Equal for equal conversations."""
+    """One hash per conversation, to find duplicates."""
     dropped: Counter[str] = field(default_factory=Counter)
     rows_read: int = 0
 
 
 def too_long(max_tokens: int | None) -> str:
-    """Why a row was left out, with the limit."""
+    """The reason for dropping a row that is longer than the limit."""
     return f"longer than {max_tokens} tokens"
 
 
-def encode_chunk(job: Job, rows: list[Row]) -> Chunk:
-    """Converts, tokenises and fits rows to the length limit.
+def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
+    """Converts and tokenizes rows, and applies the length limit.
 
     Raises:
-        DataError: names the first row that is wrong.
+        DataError: a row is invalid; names the first one.
     """
     dropped: Counter[str] = Counter()
     conversations: list[Conversation] = []
     for row in rows:
-        converted = convert(row, job.format, job.system_prompt)
+        converted = convert(row, task.format, task.system_prompt)
         if isinstance(converted, str):
             dropped[converted] += 1
         else:
@@ -81,53 +80,60 @@ def encode_chunk(job: Job, rows: list[Row]) -> Chunk:
     tokens: list[Tokens] = []
     owners: list[int] = []
     truncated: list[bool] = []
-    for conversation, encoded in zip(conversations, encode(job.chat, conversations), strict=True):
-        fitting = [row for row in (_fit(job, row, conversation, dropped) for row in encoded) if row is not None]
+    for conversation, encoded in zip(conversations, encode(task.chat, conversations), strict=True):
+        fitted = [_fit(task, row, conversation, dropped) for row in encoded]
+        fitting = [row for row in fitted if row is not None]
         if not encoded:
-            dropped[NOTHING_LEARNED] += 1
+            dropped[NO_ANSWER] += 1
         if fitting:
             owners += [len(kept)] * len(fitting)
             kept.append(conversation)
-            tokens += [row for row, _ in fitting]
-            truncated += [was_cut for _, was_cut in fitting]
+        for row_tokens, was_cut in fitting:
+            tokens.append(row_tokens)
+            truncated.append(was_cut)
+    input_ids = [row.input_ids for row in tokens]
+    labels = [row.labels for row in tokens]
+    empty = np.zeros(0, np.int32)
     return Chunk(
-        input_ids=np.concatenate([row.input_ids for row in tokens] or [np.zeros(0, np.int32)]),
-        labels=np.concatenate([row.labels for row in tokens] or [np.zeros(0, np.int32)]),
-        lengths=np.array([len(row.input_ids) for row in tokens], np.int32),
+        input_ids=np.concatenate([empty, *input_ids]),
+        labels=np.concatenate([empty, *labels]),
+        lengths=np.array([len(ids) for ids in input_ids], np.int32),
         owners=np.array(owners, np.int64),
         truncated=np.array(truncated, bool),
-        conversations=[conversation_to_json(row) for row in kept],
-        digests=[_digest(row) for row in kept],
+        conversations=list(map(conversation_to_json, kept)),
+        digests=list(map(_digest, kept)),
         dropped=dropped,
         rows_read=len(rows),
     )
 
 
-def _fit(job: Job, row: Tokens, conversation: Conversation, dropped: Counter[str]) -> tuple[Tokens, bool] | None:
-    """The row within the length limit and whether it was cut; None if it is dropped."""
-    limit = job.chat.max_tokens
+def _fit(
+    task: EncodingTask, row: Tokens, conversation: Conversation, dropped: Counter[str]
+) -> tuple[Tokens, bool] | None:
+    """The row within the length limit, and whether it was truncated; None if it is dropped."""
+    limit = task.chat.max_tokens
     if limit is None or len(row.input_ids) <= limit:
         if (row.labels == IGNORED).all():
-            dropped[NOTHING_LEARNED] += 1
+            dropped[NO_ANSWER] += 1
             return None
         return row, False
-    if job.overlong == "error":
+    if task.overlong == "error":
         raise DataError(
-            f"{conversation.source}: the row has more than the {limit} tokens that are allowed. "
-            "Raise model.max_seq_len, or set data.overlong to drop or truncate"
+            f"{conversation.source}: the row is longer than {limit} tokens. "
+            "Increase model.max_seq_len, or set data.overlong to drop or truncate"
         )
-    if job.overlong == "drop":
+    if task.overlong == "drop":
         dropped[too_long(limit)] += 1
         return None
     cut = Tokens(row.input_ids[:limit], row.labels[:limit])
     if (cut.labels == IGNORED).all():
-        dropped[CUT_AWAY] += 1
+        dropped[ANSWER_TRUNCATED] += 1
         return None
     return cut, True
 
 
 def conversation_to_json(conversation: Conversation) -> str:
-    """For the cache; see `conversation_from_json`."""
+    """A conversation as JSON for the cache; "" for plain text."""
     if conversation.text is not None:
         return ""
     return json.dumps(
@@ -142,9 +148,11 @@ def conversation_to_json(conversation: Conversation) -> str:
 
 
 def conversation_from_json(text: str) -> Conversation:
-    """What `conversation_to_json` was given."""
+    """The inverse of `conversation_to_json`."""
     data = json.loads(text)
-    return Conversation(tuple(data["messages"]), tools=data["tools"], source=data["source"], context=data["context"])
+    return Conversation(
+        tuple(data["messages"]), tools=data["tools"], source=data["source"], context=data["context"]
+    )
 
 
 def _digest(conversation: Conversation) -> bytes:
@@ -153,59 +161,57 @@ def _digest(conversation: Conversation) -> bytes:
 
 
 def worker_count(setting: int | str, size_bytes: int) -> int:
-    """Processes that tokenise: as many as asked, or for "auto" the cores that this process may use, one for small data."""
+    """The number of tokenizing processes; "auto" is the usable CPU cores up to MAX_WORKERS, or 1."""
     if isinstance(setting, int):
         return setting
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if size_bytes < SMALL_BYTES else min(cores, MAX_WORKERS)
+    return 1 if size_bytes < SMALL_BYTES else min(usable_cores(), MAX_WORKERS)
 
 
-def encode_all(job: Job, rows: Iterable[Row], workers: int) -> Iterator[Chunk]:
-    """Chunks in the order of `rows`, which are read as they are needed.
+def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterator[Chunk]:
+    """Yields chunks in the order of `rows`, which are read lazily.
 
     Raises:
-        DataError: names the first row that is wrong.
+        DataError: a row is invalid; names the first one.
         LaunchError: a worker process was killed.
     """
     iterator = iter(rows)
     chunks = iter(lambda: list(itertools.islice(iterator, CHUNK_ROWS)), [])
     if workers == 1:
-        yield from (encode_chunk(job, chunk) for chunk in chunks)
+        yield from (encode_chunk(task, chunk) for chunk in chunks)
         return
     pool = ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(job, os.getpid())
+        workers,
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=_start_worker,
+        initargs=(task, os.getpid()),
     )
     waiting: deque[Future[Chunk]] = deque()
     try:
         for chunk in chunks:
             waiting.append(pool.submit(_work, chunk))
-            if len(waiting) > 2 * workers:  # bounds what is in memory at once
+            if len(waiting) > 2 * workers:  # bounds memory use
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise LaunchError(
-            "a process that tokenises was killed (by the system for want of memory?). "
-            "Fewer take less memory: data.num_workers=1"
+            "a tokenizing process was killed (out of memory?). Use fewer processes: data.num_workers=1"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_job: Job | None = None
+_task: EncodingTask | None = None
 
 
-def _start_worker(job: Job, parent: int) -> None:
-    global _job
-    _job = job
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of the parent do not exist here
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool
-    with contextlib.suppress(OSError, AttributeError):  # Linux: do not outlive a parent that is killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+def _start_worker(task: EncodingTask, parent: int) -> None:
+    global _task
+    _task = task
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parent's threads do not survive the fork
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent shuts the pool down
+    die_with_parent(parent)
 
 
 def _work(rows: list[Row]) -> Chunk:
-    assert _job is not None
-    return encode_chunk(_job, rows)
+    assert _task is not None
+    return encode_chunk(_task, rows)

@@ -1,9 +1,9 @@
-"""Signs of life. Each rank of a run keeps one line up to date that says where it is, and can be asked for its stacks.
+"""Heartbeats: each rank keeps one line up to date that says where it is, and dumps its stacks on a signal.
 
-ranks/<rank>.beat    process id, limit in seconds, where it is; the file's time is that of the sign
-ranks/<rank>.stack   stacks of all its threads, written on SIGUSR2, or by the rank itself shortly after the limit
+ranks/<rank>.beat    process id, time limit, current position; the file's mtime is the time of the heartbeat
+ranks/<rank>.stack   stacks of all threads, on SIGUSR2 or, shortly after the limit, by the rank itself
 
-Both work while the main thread is stuck in C code or holds the interpreter: the stacks are written by faulthandler.
+Stacks are dumped by faulthandler, which works even if the main thread is stuck in C code or holds the GIL.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ from sft_play.launch.ranks import reports_folder
 from sft_play.runlog import RunDir
 
 STACKS_SIGNAL = signal.SIGUSR2
-OWN_MARGIN_S = 5  # after the limit the process group speaks first, in the ranks that wait; then the one that hangs ends itself
+# When the limit is reached, the process group raises first, in the ranks that wait; then the hung one exits.
+EXIT_MARGIN_S = 5
 LINE = 160
 STACK_LINES = 12
-# Frames of a rank that waits for others; one that hangs by itself shows none of them.
+# Frames of a rank that waits for others in a collective; a rank that hangs by itself has none of them.
 WAITING = ("torch/distributed/", "run_backward", "deepspeed/comm/")
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of life of a rank."""
+    """The last heartbeat of a rank."""
 
     rank: int
     pid: int
@@ -39,7 +40,7 @@ class Beat:
 
 
 class Pulse:
-    """The signs of life of this process."""
+    """The heartbeats of this process."""
 
     def __init__(self, run: RunDir, rank: int, limit_s: float) -> None:
         folder = reports_folder(run)
@@ -50,25 +51,26 @@ class Pulse:
         faulthandler.register(STACKS_SIGNAL, file=self._stack, all_threads=True)
 
     def beat(self, where: str) -> None:
-        """Says where this rank is; a microsecond."""
-        with contextlib.suppress(OSError):  # a full disk is for those to report who need it
+        """Writes where this rank is; takes a microsecond."""
+        with contextlib.suppress(OSError):  # a full disk is reported when something important is written
             os.pwrite(self._beat, f"{os.getpid()} {self._limit_s} {where}"[:LINE].ljust(LINE).encode(), 0)
 
-    def end_unless_it_goes_on(self) -> None:
-        """From here on this process writes its stacks and ends if it is not called again within the limit and a margin."""
+    def restart_watchdog(self) -> None:
+        """Restarts the watchdog: this process dumps its stacks and exits if the limit and a margin pass."""
         now = time.monotonic()
-        if now - self._armed_at > min(1.0, self._limit_s / 10):  # starting anew takes a tenth of a millisecond
+        # Restarting takes a tenth of a millisecond, so it is done only once in a while.
+        if now - self._armed_at > min(1.0, self._limit_s / 10):
             self._armed_at = now
-            faulthandler.dump_traceback_later(self._limit_s + OWN_MARGIN_S, file=self._stack, exit=True)
+            faulthandler.dump_traceback_later(self._limit_s + EXIT_MARGIN_S, file=self._stack, exit=True)
 
     def stop(self) -> None:
-        """No more signs are to be expected."""
+        """Stops the watchdog."""
         faulthandler.cancel_dump_traceback_later()
         self.beat("done")
 
 
 def read_beats(run: RunDir, ranks: Iterable[int]) -> list[Beat]:
-    """The last signs of these ranks, as far as they gave one."""
+    """The last heartbeats of those `ranks` that have one."""
     beats = []
     for rank in ranks:
         path = reports_folder(run) / f"{rank}.beat"
@@ -78,13 +80,13 @@ def read_beats(run: RunDir, ranks: Iterable[int]) -> list[Beat]:
     return beats
 
 
-def stands_still(beats: Iterable[Beat]) -> bool:
-    """Whether no rank has moved for about the limit: then a wait has ended, not a crash been noticed."""
+def is_stalled(beats: Iterable[Beat]) -> bool:
+    """Whether no rank made progress for about the limit, so that a failure is a timeout and not a crash."""
     return min((beat.age_s / beat.limit_s for beat in beats), default=0.0) > 0.9
 
 
 def read_stack(run: RunDir, rank: int) -> str:
-    """The main thread's stack as the rank last wrote it, the innermost call first; "" if it did not."""
+    """The main thread's stack as last dumped by the rank, innermost call first; "" if it did not dump one."""
     try:
         text = (reports_folder(run) / f"{rank}.stack").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -94,26 +96,30 @@ def read_stack(run: RunDir, rank: int) -> str:
 
 
 def hanging(run: RunDir, beats: Iterable[Beat]) -> dict[int, str]:
-    """Of ranks that did not end: those that hang, and not only wait for others; rank -> what to tell about it."""
+    """The ranks that hang, rather than wait for others, among those still running: rank -> message."""
     stacks = {beat: read_stack(run, beat.rank) for beat in beats}
-    by_themselves = {beat: stack for beat, stack in stacks.items() if not any(word in stack for word in WAITING)}
-    return {beat.rank: _describe(run, beat, stack) for beat, stack in (by_themselves or stacks).items()}
+    not_waiting = {beat: stack for beat, stack in stacks.items() if not _is_waiting(stack)}
+    return {beat.rank: _describe(run, beat, stack) for beat, stack in (not_waiting or stacks).items()}
+
+
+def _is_waiting(stack: str) -> bool:
+    return any(frame in stack for frame in WAITING)
 
 
 def _describe(run: RunDir, beat: Beat, stack: str) -> str:
-    lines = [line.strip() for line in stack.splitlines() if line.strip().startswith("File")][:STACK_LINES]
-    return "\n".join(
-        [
-            f"rank {beat.rank} hangs: nothing from it for {beat.age_s:.0f} s (parallel.timeout_s is {beat.limit_s:.0f}), "
-            f"last seen in {beat.where}",
-            *(f"  {line}" for line in lines or ["it gave no stack: the process is stopped, or waits for the disk or a driver"]),
-            f"Stacks of all ranks: {reports_folder(run)}{os.sep}*.stack",
-        ]
+    lines = [line.strip() for line in stack.splitlines()]
+    frames = [f"  {line}" for line in lines if line.startswith("File")][:STACK_LINES]
+    no_stack = ["  no stack: the process is stopped (SIGSTOP), or blocked on the disk or a driver"]
+    headline = (
+        f"rank {beat.rank} hangs: no progress for {beat.age_s:.0f} s "
+        f"(parallel.timeout_s is {beat.limit_s:.0f}), last seen in {beat.where}"
     )
+    footer = f"Stacks of all ranks: {reports_folder(run)}{os.sep}*.stack"
+    return "\n".join([headline, *(frames or no_stack), footer])
 
 
 def forget(run: RunDir, ranks: Iterable[int]) -> None:
-    """Removes the signs of an earlier run."""
+    """Removes the heartbeats of an earlier run."""
     for rank in ranks:
         for suffix in ("beat", "stack"):
             Path(reports_folder(run) / f"{rank}.{suffix}").unlink(missing_ok=True)

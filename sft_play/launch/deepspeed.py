@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON file beside our plan: what both state must agree, before anything is launched."""
+"""Checks that DeepSpeed's JSON config agrees with the plan, before anything is launched."""
 
 import json
 import re
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.sizing.planner import Plan
+from sft_play.plan import Plan
 
 AUTO = "auto"  # the trainer fills it in from its own arguments
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
-    """The JSON file.
+    """Reads the JSON file.
 
     Raises:
-        ConfigError: it is missing or not a JSON object.
+        ConfigError: it does not exist, or is not a JSON object.
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
@@ -25,28 +25,48 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"DeepSpeed config {path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"DeepSpeed config {path}: expected an object such as configs/deepspeed_z2.json")
+        raise ConfigError(
+            f"DeepSpeed config {path}: expected a JSON object; see configs/deepspeed_z2.json for an example"
+        )
     return tree
 
 
-def check_deepspeed_config(tree: dict[str, Any], plan: Plan, *, max_grad_norm: float, source: str = "DeepSpeed config") -> None:
-    """Cross-checks the file with the plan.
+def check_deepspeed_config(
+    tree: dict[str, Any], plan: Plan, *, max_grad_norm: float, source: str = "DeepSpeed config"
+) -> None:
+    """Compares the file with the plan.
+
+    Args:
+        tree: the parsed file.
+        plan: the plan of the run.
+        max_grad_norm: train.max_grad_norm of the run.
+        source: name of the file for messages.
 
     Raises:
         ConfigError: lists every field that contradicts the plan, or that DeepSpeed would misread.
     """
-    problems = [*_quoted_numbers(tree, ""), *_contradictions(tree, plan, max_grad_norm), *_not_ours(tree)]
+    problems = [*_quoted_numbers(tree, ""), *_contradictions(tree, plan, max_grad_norm), *_unsupported(tree)]
     if problems:
-        raise ConfigError("\n  ".join([f"{source} does not fit the run:", *problems]))
+        raise ConfigError("\n  ".join([f"{source} does not match the run:", *problems]))
 
 
 def deepspeed_config(
     path: Path, plan: Plan, *, max_grad_norm: float, trainable_parameters: int | None = None
 ) -> dict[str, Any]:
-    """The checked file, ready for the trainer; buckets are no larger than what is trained.
+    """The checked file, ready for the trainer, with buckets no larger than the number of trained parameters.
 
-    With LoRA that matters: a bucket is allocated whole, and DeepSpeed's default of 5e8 elements costs 1 to 2 GB for nothing.
-    Where one bucket takes all, its exchange begins when the backward pass ends: overlapping would only cost a second bucket.
+    With LoRA that matters: a bucket is allocated in full, so DeepSpeed's default of 5e8 elements wastes 1 to
+    2 GB. If one bucket holds all gradients, communication starts when the backward pass ends, and overlapping
+    would only cost a second bucket.
+
+    Args:
+        path: the file.
+        plan: the plan of the run.
+        max_grad_norm: train.max_grad_norm of the run.
+        trainable_parameters: number of trained parameters; None leaves the buckets as they are.
+
+    Raises:
+        ConfigError: the file cannot be read, or contradicts the plan.
     """
     tree = read_deepspeed_config(path)
     check_deepspeed_config(tree, plan, max_grad_norm=max_grad_norm, source=str(path))
@@ -55,7 +75,9 @@ def deepspeed_config(
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             if isinstance(zero.get(name), int):
                 zero[name] = min(zero[name], trainable_parameters)
-        zero["overlap_comm"] = bool(zero.get("overlap_comm")) and zero.get("reduce_bucket_size", 0) < trainable_parameters
+        zero["overlap_comm"] = (
+            bool(zero.get("overlap_comm")) and zero.get("reduce_bucket_size", 0) < trainable_parameters
+        )
     return {**tree, "zero_optimization": zero}
 
 
@@ -67,15 +89,20 @@ def _quoted_numbers(value: Any, name: str) -> Iterator[str]:
         for index, item in enumerate(value):
             yield from _quoted_numbers(item, f"{name}[{index}]")
     elif isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?\s*", value):
-        yield f'{name}: "{value}" is text; write the number without quotes: {value.strip()}'
+        yield f'{name}: "{value}" is a string; write the number without quotes: {value.strip()}'
 
 
 def _contradictions(tree: dict[str, Any], plan: Plan, max_grad_norm: float) -> Iterator[str]:
-    rows = plan.rows_per_micro_batch
     expected = {
-        "train_micro_batch_size_per_gpu": (rows, "the plan's rows per micro-batch"),
-        "gradient_accumulation_steps": (plan.gradient_accumulation_steps, "the plan's accumulation"),
-        "train_batch_size": (plan.rows_per_step, f"{rows} x {plan.gradient_accumulation_steps} x {plan.world_size} processes"),
+        "train_micro_batch_size_per_gpu": (
+            1,
+            "DeepSpeed is handed one micro-batch at a time, its rows joined",
+        ),
+        "gradient_accumulation_steps": (plan.gradient_accumulation_steps, "the plan's accumulation steps"),
+        "train_batch_size": (
+            plan.gradient_accumulation_steps * plan.world_size,
+            f"1 x {plan.gradient_accumulation_steps} x {plan.world_size} processes",
+        ),
         "gradient_clipping": (max_grad_norm, "train.max_grad_norm"),
         "bf16.enabled": (plan.mixed_precision == "bf16", f"mixed precision is {plan.mixed_precision}"),
         "fp16.enabled": (plan.mixed_precision == "fp16", f"mixed precision is {plan.mixed_precision}"),
@@ -84,7 +111,7 @@ def _contradictions(tree: dict[str, Any], plan: Plan, max_grad_norm: float) -> I
     for name, (value, reason) in expected.items():
         found = _at(tree, name)
         if found not in (AUTO, None, value) and not _is_quoted_number(found):
-            yield f"{name} is {found}, but must be {value} ({reason}) or {AUTO}"
+            yield f'{name} is {found}, but must be {value} ({reason}) or "{AUTO}"'
     if _at(tree, "zero_optimization.stage") is None:
         yield "zero_optimization.stage is missing; it must be 2"
 
@@ -93,10 +120,10 @@ def _is_quoted_number(value: Any) -> bool:
     return isinstance(value, str) and any(_quoted_numbers(value, ""))
 
 
-def _not_ours(tree: dict[str, Any]) -> Iterator[str]:
+def _unsupported(tree: dict[str, Any]) -> Iterator[str]:
     for section, key in (("optimizer", "train.optimizer"), ("scheduler", "train.lr_schedule")):
         if section in tree:
-            yield f"{section}: remove this section; {key} of the run's config decides"
+            yield f"{section}: remove this section and set {key} in the run's config instead"
     for name in ("offload_optimizer", "offload_param"):
         path = _at(tree, f"zero_optimization.{name}.nvme_path")
         if isinstance(path, str) and not Path(path).is_dir():

@@ -1,4 +1,4 @@
-"""accelerate's own config file in the home folder: written by its wizard, easily out of date."""
+"""accelerate's own config file in the home folder: written by `accelerate config`, easily out of date."""
 
 import os
 from pathlib import Path
@@ -11,9 +11,9 @@ def default_config_path() -> Path:
 
 
 def stale_default_config(processes: int, engine: str = "ddp") -> str | None:
-    """What to tell about a default config that would start something else than this run; None if all is well.
+    """A warning if accelerate's default config would not start this run as planned; None if it would.
 
-    Our own targets never read that file: they name a shipped one and the number of processes.
+    Our make targets never read that file: they pass a shipped config and the number of processes.
     """
     import yaml
 
@@ -23,14 +23,20 @@ def stale_default_config(processes: int, engine: str = "ddp") -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     except yaml.YAMLError:
-        return f"{path} is not valid YAML; remove it or write it anew: make setup-accelerate"
+        return f"{path} is not valid YAML; remove it, or run `make setup-accelerate` to write it again"
     found = tree if isinstance(tree, dict) else {}
-    kind = "DEEPSPEED" if engine == "deepspeed_z2" else "MULTI_GPU" if processes > 1 else "NO"
+    wanted = {"num_processes": str(processes), "distributed_type": _distributed_type(processes, engine)}
     differs = [
-        f"{key} {found.get(key)} instead of {wanted}"
-        for key, wanted in (("num_processes", processes), ("distributed_type", kind))
-        if str(found.get(key)) != str(wanted)
+        f"{key} {found.get(key)} instead of {value}"
+        for key, value in wanted.items()
+        if str(found.get(key)) != value
     ]
     if not differs:
         return None
-    return f"{path} says {', '.join(differs)}; make targets do not read it, a bare `accelerate launch` would"
+    return f"{path} has {', '.join(differs)}; a plain `accelerate launch` would use it (make targets do not)"
+
+
+def _distributed_type(processes: int, engine: str) -> str:
+    if engine == "deepspeed_z2":
+        return "DEEPSPEED"
+    return "MULTI_GPU" if processes > 1 else "NO"

@@ -1,4 +1,4 @@
-"""DeepSpeed compiles an extension at its first launch, behind a lock file that a killed process leaves behind for ever."""
+"""Removes stale locks of DeepSpeed's extension build, which would block every later launch forever."""
 
 import contextlib
 import os
@@ -7,29 +7,32 @@ from pathlib import Path
 
 import psutil
 
-BUILD_BEGINS_WITHIN_S = 30  # between the lock and the compiler that works beside it
+BUILD_BEGINS_WITHIN_S = 30  # the most time between the creation of the lock and the start of the compiler
 
 
 def extensions_folder() -> Path:
-    """Where PyTorch keeps extensions that it compiled (torch.utils.cpp_extension)."""
+    """Where PyTorch stores compiled extensions (torch.utils.cpp_extension)."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
 
 
 def clear_abandoned_locks(folder: Path) -> list[Path]:
-    """Removes locks of builds that nobody works on, so that the next launch does not wait for them; returns those removed.
+    """Removes the locks of builds whose process was killed; returns the removed files.
 
-    A build runs ninja in the lock's own folder; a young lock is left alone, since its build may not have begun.
+    A build runs ninja in the folder of its lock, so a lock is stale if no process has that working directory.
+    A recent lock is kept, since its build may not have started yet.
     """
     removed = []
     for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
         with contextlib.suppress(OSError):
-            if time.time() - lock.stat().st_mtime > BUILD_BEGINS_WITHIN_S and not _someone_works_in(lock.parent):
+            is_old = time.time() - lock.stat().st_mtime > BUILD_BEGINS_WITHIN_S
+            if is_old and not _is_working_directory(lock.parent):
                 lock.unlink()
                 removed.append(lock)
     return removed
 
 
-def _someone_works_in(folder: Path) -> bool:
+def _is_working_directory(folder: Path) -> bool:
+    """Whether some process has this working directory."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if Path(process.cwd()) == folder.resolve():

@@ -1,4 +1,4 @@
-"""Several machines: which one this is, how it reaches the others, and what to type on each."""
+"""Multi-node runs: which machine this is, how it reaches the others, and the command to run on each."""
 
 import ipaddress
 import shlex
@@ -11,13 +11,13 @@ import psutil
 from sft_play.errors import ConfigError
 from sft_play.launch.ports import LOOPBACK
 
-DEFAULT_PORT = 29500  # where torchrun looks too
-SOMEONES_ADDRESS = "<address of machine 0>"
+DEFAULT_PORT = 29500  # torchrun's default too
+ADDRESS_PLACEHOLDER = "<address of machine 0>"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where this machine stands among several; the default is a single one."""
+    """This machine's place in a multi-node run; the default is a run on this machine alone."""
 
     count: int = 1
     rank: int = 0
@@ -30,7 +30,7 @@ ALONE = Nodes()
 
 @dataclass(frozen=True)
 class NodeFlags:
-    """The words of --nodes, --node-rank, --master-addr and --master-port as typed; empty or None where not given."""
+    """--nodes, --node-rank, --master-addr and --master-port as typed; empty or None if not given."""
 
     count: str | None = None
     rank: str | None = None
@@ -38,27 +38,32 @@ class NodeFlags:
     port: str | None = None
 
 
-def read_nodes(flags: NodeFlags, words: Sequence[str]) -> Nodes:
-    """This machine's place; a single machine where --nodes was not given.
+def read_nodes(flags: NodeFlags, settings: Sequence[str]) -> Nodes:
+    """This machine's place in a multi-node run; `ALONE` if --nodes was not given.
 
     Args:
-        flags: as typed.
-        words: settings of the make command that do not differ between machines, for the commands in a message.
+        flags: the flags as typed.
+        settings: settings of the make command that are the same on all machines, for messages.
 
     Raises:
-        ConfigError: a value is missing or no such number; names the command of each machine.
+        ConfigError: a value is missing or invalid; the message lists the command for each machine.
     """
     if flags.count is None:
         if any((flags.rank, flags.address, flags.port)):
-            raise ConfigError("--node-rank, --master-addr and --master-port need --nodes, the number of machines")
+            raise ConfigError(
+                "--node-rank, --master-addr and --master-port need --nodes, the number of machines"
+            )
         return ALONE
     count = whole_number("NODES", flags.count or "2", 1)
     port = whole_number("MASTER_PORT", flags.port or str(DEFAULT_PORT), 1, 65535)
     missing = [name for name, value in _needed(flags).items() if not value]
     if missing and count > 1:
-        commands = "\n".join(commands_for(count, flags.address or SOMEONES_ADDRESS, port, words))
-        raise ConfigError(f"{' and '.join(missing)} not given. Type on each of the {count} machines:\n{commands}")
-    return Nodes(count, whole_number("RANK", flags.rank or "0", 0, count - 1), flags.address or LOOPBACK, port)
+        commands = "\n".join(commands_for(count, flags.address or ADDRESS_PLACEHOLDER, port, settings))
+        raise ConfigError(
+            f"{' and '.join(missing)} not set. Run one command on each of the {count} machines:\n{commands}"
+        )
+    rank = whole_number("RANK", flags.rank or "0", 0, count - 1)
+    return Nodes(count, rank, flags.address or LOOPBACK, port)
 
 
 def _needed(flags: NodeFlags) -> dict[str, str | None]:
@@ -66,33 +71,55 @@ def _needed(flags: NodeFlags) -> dict[str, str | None]:
 
 
 def whole_number(name: str, text: str, low: int, high: int | None = None) -> int:
-    """The number of a knob.
+    """Parses the whole number of a make variable.
+
+    Args:
+        name: of the variable, for messages.
+        text: its value.
+        low: the smallest allowed number.
+        high: the largest allowed number, if there is one.
 
     Raises:
-        ConfigError: it is none, or out of range.
+        ConfigError: it is not a whole number, or out of range.
     """
-    if text.isdigit() and low <= int(text) <= (int(text) if high is None else high):
+    if text.isdigit() and low <= int(text) and (high is None or int(text) <= high):
         return int(text)
-    allowed = f"from {low} to {high}" if high is not None else f"from {low}"
+    allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
     raise ConfigError(f"{name}={text}: expected a whole number {allowed}")
 
 
-def commands_for(count: int, address: str, port: int, words: Sequence[str]) -> list[str]:
-    """What to type on each machine."""
-    where = f"MASTER_ADDR={address}" + ("" if port == DEFAULT_PORT else f" MASTER_PORT={port}")
-    rest = "".join(f" {word}" for word in words)
-    return [f"  make train-multinode NODES={count} RANK={rank} {where}{rest}" for rank in range(count)]
+def commands_for(count: int, address: str, port: int, settings: Sequence[str]) -> list[str]:
+    """The command for each machine.
+
+    Args:
+        count: number of machines.
+        address: of machine 0.
+        port: of machine 0.
+        settings: settings of the make command that are the same on all machines.
+    """
+    where = f"MASTER_ADDR={address}"
+    if port != DEFAULT_PORT:
+        where += f" MASTER_PORT={port}"
+    shared = " ".join([where, *settings])
+    return [f"  make train-multinode NODES={count} RANK={rank} {shared}" for rank in range(count)]
 
 
-def make_words(config: str, overrides: Sequence[str], processes: int, engine: str | None) -> list[str]:
-    """A run as settings of a make command, quoted for a shell."""
-    values = {"NGPU": str(processes) if processes else "", "ENGINE": engine or "", "CONFIG": config}
-    values["ARGS"] = " ".join(shlex.quote(word) for word in overrides)
+def make_settings(config: str, overrides: Sequence[str], processes: int, engine: str | None) -> list[str]:
+    """A run as settings of a make command, quoted for a shell.
+
+    Args:
+        config: path of the config.
+        overrides: `key=value` overrides.
+        processes: processes on each machine; 0 if not given.
+        engine: "ddp" or "deepspeed_z2"; None if not given.
+    """
+    values = {"NGPU": str(processes or ""), "ENGINE": engine or "", "CONFIG": config}
+    values["ARGS"] = shlex.join(overrides)
     return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]
 
 
 def is_address(text: str) -> bool:
-    """Whether this is an IP address and not a name."""
+    """Whether this is an IP address, not a host name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -101,9 +128,9 @@ def is_address(text: str) -> bool:
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface over which this machine reaches `address`, which may be its own; None if that is not known.
+    """The network interface through which this machine reaches `address`; None if unknown.
 
-    gloo and NCCL else take the interface of the machine's own name, which often is a loopback address.
+    By default, gloo and NCCL use the interface that the machine's own name resolves to, often loopback.
     """
     try:
         family, kind, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]

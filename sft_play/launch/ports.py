@@ -6,10 +6,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port(preferred: int = 0, host: str = LOOPBACK) -> int:
-    """`preferred` if nobody listens there, else another port that is free now."""
+    """`preferred` if it is free, otherwise another port that is free now."""
     for port in (preferred, 0):
         try:
-            with socket.create_server((host, port)) as server:  # reuses an address that only waits to be forgotten
+            # create_server sets SO_REUSEADDR, so a port in TIME_WAIT counts as free.
+            with socket.create_server((host, port)) as server:
                 return server.getsockname()[1]
         except (OSError, OverflowError):
             if port == 0:

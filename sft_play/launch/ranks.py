@@ -1,4 +1,4 @@
-"""What became of each rank, in small files of the run directory: accelerate and torchrun turn every exit code into 1."""
+"""The exits of ranks, in files of the run directory: accelerate and torchrun turn all exit codes into 1."""
 
 import json
 import os
@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sft_play.errors import ConfigError, Interrupted, LaunchError, SftPlayError
+from sft_play.errors import Interrupted, LaunchError, SftPlayError
+from sft_play.launch.environment import RankEnvironment
 from sft_play.runlog import RunDir
-
-RANKS_VARIABLE = "SFT_PLAY_RANKS"  # folder of the reports; our launcher sets it
-PROCESSES_VARIABLE = "SFT_PLAY_PROCESSES"  # world size that was asked for
 
 SAVED = Interrupted.exit_code
 STOPPED_BY_USER = 130
-NOT_KNOWN = "crashed, or killed (by the system, for memory?)"
-# How a rank's error reads when the cause is another rank that is gone.
+DIED_SILENTLY = "died without reporting an error"
+CAUSE_UNKNOWN = "crashed or killed, possibly by the out-of-memory killer"
+# Parts of a rank's error message when the cause is that another rank is gone.
 LOST_PEER = (
     "connection closed by peer",
     "connection reset",
@@ -31,7 +30,7 @@ LOST_PEER = (
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended: exit code of DESIGN section 4, what it says, and when."""
+    """How one rank ended: its exit code (errors.py), its message, and the time."""
 
     rank: int
     code: int
@@ -40,39 +39,20 @@ class RankExit:
 
 
 def reports_folder(run: RunDir) -> Path:
-    """Where the ranks of a run write."""
+    """The folder of the reports that the ranks of a run write."""
     return run.path / "ranks"
 
 
-def report_rank_exit(run: RunDir, rank: int, code: int, message: str) -> None:
-    """Writes down how a rank ended; called by the rank itself."""
-    _write(reports_folder(run), RankExit(rank, code, message, time.time()))
+def finish_rank(ranks: RankEnvironment, code: int, message: str = "") -> int:
+    """Reports this rank's exit to our launcher, if it started the rank; returns the process's exit status.
 
-
-def finish_rank(code: int, message: str = "") -> int:
-    """Reports to our launcher, if it started this rank, and returns the status that the process should exit with.
-
-    A rank that stopped after saving ends with 0 there, so that torchrun does not kill the ones that are still writing.
+    Under our launcher, a rank that was interrupted after saving exits with 0, so that torchrun does not kill
+    ranks that are still saving.
     """
-    folder = os.environ.get(RANKS_VARIABLE)
-    if folder is None:
+    if ranks.reports_folder is None:
         return code
-    _write(Path(folder), RankExit(int(os.environ.get("RANK", "0")), code, message, time.time()))
+    _write(ranks.reports_folder, RankExit(ranks.rank, code, message, time.time()))
     return 0 if code == SAVED else code
-
-
-def check_world_size() -> None:
-    """Every rank makes sure that as many processes were started as were asked for.
-
-    Raises:
-        ConfigError: accelerate started fewer or more.
-    """
-    asked, found = os.environ.get(PROCESSES_VARIABLE), os.environ.get("WORLD_SIZE", "1")
-    if asked is not None and found != asked:
-        raise ConfigError(
-            f"{asked} processes were asked for, but the launcher started {found}; the effective batch would be wrong. "
-            "Look at the accelerate config file (on a CPU it needs distributed_type: MULTI_GPU with use_cpu: true)"
-        )
 
 
 def _write(folder: Path, report: RankExit) -> None:
@@ -81,7 +61,7 @@ def _write(folder: Path, report: RankExit) -> None:
         temporary = folder / f".{report.rank}.{os.getpid()}"
         temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
         temporary.replace(folder / f"{report.rank}.json")
-    except OSError:  # the disk may be what failed; the exit status remains
+    except OSError:  # the disk may be what failed; the exit status is still returned
         return
 
 
@@ -97,7 +77,7 @@ def read_rank_exits(run: RunDir) -> list[RankExit]:
 
 
 def clear_rank_exits(run: RunDir, ranks: Sequence[int]) -> None:
-    """Forgets what these ranks reported in an earlier run."""
+    """Removes what these ranks reported in an earlier run."""
     for rank in ranks:
         (reports_folder(run) / f"{rank}.json").unlink(missing_ok=True)
 
@@ -112,18 +92,18 @@ def outcome(
     log_tail: str,
     hung: Mapping[int, str] | None = None,
 ) -> RankExit:
-    """What a launched run came to, from the ranks' own words and the launcher's exit status.
+    """The outcome of a launched run, from the reports of its ranks and the launcher's exit status.
 
-    The first rank that failed counts; one that only lost its peer does not if another one ended without a word.
+    The first rank that failed counts, unless it only lost its peer and another rank died without reporting.
 
     Args:
-        exits: what the ranks reported, the earliest first.
+        exits: the reports of the ranks, the earliest first.
         ranks: the ranks of this machine.
         status: exit status of the launcher.
-        started: whether a rank was ever seen.
-        stopped_by: name of the signal that the run was stopped with, if it was.
-        log_tail: the last lines that the launcher wrote.
-        hung: ranks that stood still when the wait of the others timed out, and what is known of each.
+        started: whether a rank was ever started.
+        stopped_by: name of the signal that stopped the run, if one did.
+        log_tail: the last lines of the launcher's log.
+        hung: ranks that made no progress when the others timed out, with a message for each.
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
@@ -133,35 +113,46 @@ def outcome(
     if hung:
         return RankExit(min(hung), LaunchError.exit_code, "\n".join(hung.values()))
     saved = [report for report in exits if report.code == SAVED]
-    if saved and not failed and not silent:  # torchrun stops the others politely when one is gone: that is no preemption
+    # With a silent rank this is no preemption: torchrun terminates the others when one dies, and they save.
+    if saved and not failed and not silent:
         return saved[0]
+    # All ranks reported success: a process that crashes while it exits loses nothing.
     if not failed and (status == 0 or not (silent or saved or stopped_by)):
-        return RankExit(rank=0, code=0)  # a process that breaks on its way out, after it said that all is written, lost nothing
+        return RankExit(rank=0, code=0)
     if stopped_by:
         text = f"stopped by {stopped_by} before a checkpoint could be saved"
     elif status < 0:
         text = f"accelerate launch was killed by {signal_name(-status)}, and its ranks with it"
     elif started and silent:
-        text = _how_they_ended(silent, log_tail)
+        text = _describe_silent(silent, log_tail)
+    elif started:
+        text = f"accelerate launch exited with status {status}"
     else:
-        text = f"accelerate launch ended with status {status}{'' if started else ' before it started a rank'}"
+        text = f"accelerate launch exited with status {status} before it started a rank"
     return RankExit(silent[0] if silent else 0, LaunchError.exit_code, f"{text}\n{log_tail}".strip())
 
 
-def _how_they_ended(silent: Sequence[int], log_tail: str) -> str:
-    """The one that torchrun saw fail first, and by which signal; all of them where it did not see."""
+def _describe_silent(silent: Sequence[int], log_tail: str) -> str:
+    """Names the rank that torchrun saw fail first, and its signal; all silent ranks if torchrun saw none."""
     found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", log_tail, re.DOTALL)
-    first = [int(found[1])] if found and int(found[1]) in silent else silent
-    names = f"rank {first[0]}" if len(first) == 1 else f"ranks {', '.join(map(str, first))}"
-    how = NOT_KNOWN
-    if found and first is not silent and int(found[2]) < 0:
-        name = signal_name(-int(found[2]))
-        how = f"killed by {name}{' (by the system, for memory?)' if name == 'SIGKILL' else ''}"
-    return f"{names} ended without a word: {how}"
+    if found is None or int(found[1]) not in silent:
+        names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        return f"{names} {DIED_SILENTLY}: {CAUSE_UNKNOWN}"
+    rank, code = int(found[1]), int(found[2])
+    return f"rank {rank} {DIED_SILENTLY}: {_describe_exit(code)}"
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return CAUSE_UNKNOWN
+    name = signal_name(-code)
+    if name == "SIGKILL":
+        return "killed by SIGKILL, possibly by the out-of-memory killer"
+    return f"killed by {name}"
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGKILL."""
+    """The name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -169,28 +160,36 @@ def signal_name(number: int) -> str:
 
 
 def cause_here(exits: Sequence[RankExit], ended: int) -> RankExit | None:
-    """What ended the run on this machine, seen from the ranks that ended so far; None if they only lost a peer elsewhere."""
+    """The failure on this machine that ended the run; None if its ranks only lost a peer on another machine.
+
+    Args:
+        exits: the reports of this machine's ranks so far.
+        ended: how many of its ranks have ended.
+    """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     if len(exits) < ended and not failed:
-        return RankExit(0, LaunchError.exit_code, f"a rank ended without a word: {NOT_KNOWN}")
+        return RankExit(0, LaunchError.exit_code, f"a rank {DIED_SILENTLY}: {CAUSE_UNKNOWN}")
     return next((report for report in failed if not lost_peer(report)), None)
 
 
 def lost_peer(report: RankExit) -> bool:
-    """Whether a rank's error is that another one is gone."""
-    return any(words in report.message.lower() for words in LOST_PEER)
+    """Whether a rank's error is that another rank is gone."""
+    return any(part in report.message.lower() for part in LOST_PEER)
 
 
 def raise_unless_done(result: RankExit) -> None:
-    """Turns a failed outcome into the error that has its exit code, so that the CLI ends as the rank did.
+    """Raises the error with the exit code of a failed outcome, so that the CLI exits as the rank did.
 
     Raises:
-        SftPlayError: the subclass of that code; the class itself for a bug, with the rank's traceback as text.
-        KeyboardInterrupt: a second Ctrl-C ended it at once.
+        SftPlayError: the subclass with that code, or the class itself for a bug, with the rank's traceback as
+            the message.
+        KeyboardInterrupt: a second Ctrl-C ended the run at once.
     """
     if result.code == 0:
         return
     if result.code == STOPPED_BY_USER:
         raise KeyboardInterrupt
     kinds = {kind.exit_code: kind for kind in SftPlayError.__subclasses__()}
-    raise kinds.get(result.code, SftPlayError)(result.message or f"rank {result.rank} ended with code {result.code}")
+    raise kinds.get(result.code, SftPlayError)(
+        result.message or f"rank {result.rank} exited with code {result.code}"
+    )

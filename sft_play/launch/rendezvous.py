@@ -1,10 +1,12 @@
-"""A store for the ranks of one machine that listens on loopback only.
+"""A rendezvous store for the ranks of one machine that listens on loopback only.
 
-torch's own rendezvous listens on every interface, without a password, whatever address it is given (also --standalone
-and --master-addr 127.0.0.1), and its port is chosen before it is bound. Here the socket is bound first, to 127.0.0.1 and a
-port that the kernel picks, and handed to the store: nobody outside can connect, and runs that start together never meet.
+torch's own rendezvous listens on every interface, without authentication, whatever address it is given (even
+with --standalone or --master-addr 127.0.0.1), and chooses its port before binding it. Here the socket is
+bound first, to 127.0.0.1 and a port that the kernel picks, and then passed to the store: nobody can connect
+from outside, and runs that start at the same time never collide.
 
-torch finds `get_handler` through the entry point "torchrun.handlers" of this package under the name "loopback":
+torch finds `get_handler` by this package's entry point "loopback" in the group "torchrun.handlers":
+
     accelerate launch --rdzv_backend loopback ...     torchrun --rdzv-backend loopback ...
 """
 
@@ -19,21 +21,23 @@ STORE_TIMEOUT = datetime.timedelta(seconds=600)
 
 
 def get_handler() -> Callable[[Any], Any]:
-    """What torch registers; importing this module costs nothing."""
+    """The function that torch registers; importing this module does not import torch."""
     return create_handler
 
 
 def create_handler(parameters: Any) -> Any:
-    """The rendezvous of one launcher, ready: there is nobody to wait for.
+    """The rendezvous of one launcher, complete at once, since a single machine waits for no other.
 
     Raises:
-        ValueError: several machines are asked for; they need an address that the others can reach.
+        ValueError: more than one machine is requested.
     """
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     if parameters.max_nodes != 1:
-        raise ValueError("--rdzv-backend loopback is for one machine; for several use static or c10d")
+        raise ValueError(
+            "--rdzv-backend loopback supports one machine only; use static or c10d for multi-node"
+        )
 
     class Loopback(StaticTCPRendezvous):
         def get_backend(self) -> str:
@@ -43,6 +47,12 @@ def create_handler(parameters: Any) -> Any:
     port = server.getsockname()[1]
     handler = Loopback(LOOPBACK, port, 0, 1, parameters.run_id, int(STORE_TIMEOUT.total_seconds()))
     handler._store = TCPStore(
-        LOOPBACK, port, 1, is_master=True, timeout=STORE_TIMEOUT, multi_tenant=True, master_listen_fd=server.detach()
+        LOOPBACK,
+        port,
+        1,
+        is_master=True,
+        timeout=STORE_TIMEOUT,
+        multi_tenant=True,
+        master_listen_fd=server.detach(),
     )
     return handler

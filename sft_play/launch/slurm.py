@@ -1,4 +1,4 @@
-"""A run as a SLURM job: configs/slurm/train.sbatch with the values filled in, handed to sbatch."""
+"""A run as a SLURM job: fills in configs/slurm/train.sbatch and submits it with sbatch."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sft_play.errors import ConfigError, LaunchError, StorageError
 from sft_play.launch.accelerate import REPOSITORY
-from sft_play.launch.nodes import DEFAULT_PORT, SOMEONES_ADDRESS, commands_for, make_words, whole_number
+from sft_play.launch.nodes import ADDRESS_PLACEHOLDER, DEFAULT_PORT, commands_for, make_settings, whole_number
 
 TEMPLATE = REPOSITORY / "configs" / "slurm" / "train.sbatch"
 LOGS = Path("logs")
@@ -19,34 +19,43 @@ LOGS = Path("logs")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What a job asks for; texts are as typed, None or "" where nothing was said."""
+    """The resources of a job; strings are as typed, None or "" if not given."""
 
     nodes: int
-    gpus: int | None  # on each node; 0: none, one process on the CPU; None: whatever the node shows
+    gpus: int | None  # per node; 0 for one process on the CPU; None for all visible GPUs of the node
     name: str
     partition: str | None = None
     time: str | None = None
     account: str | None = None
-    more: str | None = None  # further words for sbatch
+    more: str | None = None  # further options of sbatch
 
     @property
     def processes(self) -> int:
-        """On each node; 0: one for each GPU there."""
-        return {None: 0, 0: 1}.get(self.gpus, self.gpus or 0)
+        """Processes per node; 0 for one on each visible GPU."""
+        if self.gpus is None:
+            return 0
+        return max(1, self.gpus)
 
 
 def read_job(nodes: str | None, gpus: str | None, name: str, **rest: str | None) -> SlurmJob:
-    """Checks the numbers.
+    """Parses what was typed.
+
+    Args:
+        nodes: NODES.
+        gpus: NGPU.
+        name: name of the run.
+        rest: the other fields of `SlurmJob`.
 
     Raises:
-        ConfigError: a number is none, or out of range.
+        ConfigError: not a whole number, or out of range.
     """
     count = whole_number("NODES", nodes or "1", 1)
-    return SlurmJob(count, whole_number("NGPU", gpus, 0) if gpus else None, re.sub(r"[^\w.-]", "-", name), **rest)
+    per_node = whole_number("NGPU", gpus, 0) if gpus else None
+    return SlurmJob(count, per_node, re.sub(r"[^\w.-]", "-", name), **rest)
 
 
 def sbatch_options(job: SlurmJob) -> dict[str, str]:
-    """What is set in the #SBATCH lines."""
+    """The options in the #SBATCH lines."""
     values = {
         "job-name": job.name,
         "nodes": str(job.nodes),
@@ -58,11 +67,22 @@ def sbatch_options(job: SlurmJob) -> dict[str, str]:
     return {name: value for name, value in values.items() if value}
 
 
-def batch_file(template: str, job: SlurmJob, *, config: str, engine: str | None, overrides: Sequence[str], python: str) -> str:
+def batch_file(
+    template: str, job: SlurmJob, *, config: str, engine: str | None, overrides: Sequence[str], python: str
+) -> str:
     """The template with its #SBATCH options and its variables replaced; pure.
 
+    Args:
+        template: text of configs/slurm/train.sbatch.
+        job: the resources.
+        config: path of the run's config.
+        engine: "ddp" or "deepspeed_z2"; None for auto.
+        overrides: `key=value` overrides of the config.
+        python: path of the interpreter.
+
     Raises:
-        LaunchError: a variable is not in the template.
+        ConfigError: an option has more than one line.
+        LaunchError: a variable is missing from the template.
     """
     text = template
     for name, value in sbatch_options(job).items():
@@ -83,14 +103,17 @@ def batch_file(template: str, job: SlurmJob, *, config: str, engine: str | None,
     for name, value in variables.items():
         text, found = _with_line(text, f"{name}=", f"{name}={value}")
         if found != 1:
-            raise LaunchError(f"{TEMPLATE} has no line {name}=...; restore it with git checkout")
+            raise LaunchError(
+                f"{TEMPLATE} has no line {name}=...; restore it with `git checkout -- {TEMPLATE}`"
+            )
     return text
 
 
 def _with_line(text: str, start: str, line: str) -> tuple[str, int]:
-    """`line` in place of each line that starts so; and how many there were."""
-    lines = text.split("\n")
-    return "\n".join(line if old.startswith(start) else old for old in lines), sum(old.startswith(start) for old in lines)
+    """Replaces each line that begins with `start` with `line`; returns the text and how many there were."""
+    old_lines = text.split("\n")
+    new_lines = [line if old.startswith(start) else old for old in old_lines]
+    return "\n".join(new_lines), sum(old.startswith(start) for old in old_lines)
 
 
 def sbatch_command(file: Path, job: SlurmJob) -> list[str]:
@@ -101,16 +124,29 @@ def sbatch_command(file: Path, job: SlurmJob) -> list[str]:
 def submit(job: SlurmJob, *, config: str, engine: str | None, overrides: Sequence[str]) -> str:
     """Writes logs/<name>.sbatch, submits it and returns the job id.
 
+    Args:
+        job: the resources.
+        config: path of the run's config.
+        engine: "ddp" or "deepspeed_z2"; None for auto.
+        overrides: `key=value` overrides of the config.
+
     Raises:
-        LaunchError: there is no sbatch (the message has the command of each machine instead), or it refused the job.
+        LaunchError: sbatch rejected the job, or does not exist; the message then lists the command for each
+            machine.
         StorageError: the file cannot be written.
     """
     if shutil.which("sbatch") is None:
-        words = make_words(config, overrides, job.processes, engine)
-        commands = commands_for(job.nodes, SOMEONES_ADDRESS, DEFAULT_PORT, words)
-        raise LaunchError("\n".join(["sbatch is not on the PATH: no SLURM here. Without it, type on each machine:", *commands]))
+        settings = make_settings(config, overrides, job.processes, engine)
+        commands = commands_for(job.nodes, ADDRESS_PLACEHOLDER, DEFAULT_PORT, settings)
+        problem = "sbatch is not on the PATH, so there is no SLURM here. Without SLURM, run on each machine:"
+        raise LaunchError("\n".join([problem, *commands]))
     text = batch_file(
-        TEMPLATE.read_text(encoding="utf-8"), job, config=config, engine=engine, overrides=overrides, python=sys.executable
+        TEMPLATE.read_text(encoding="utf-8"),
+        job,
+        config=config,
+        engine=engine,
+        overrides=overrides,
+        python=sys.executable,
     )
     file = LOGS / f"{job.name}.sbatch"
     try:
@@ -125,14 +161,19 @@ def submit(job: SlurmJob, *, config: str, engine: str | None, overrides: Sequenc
 
 
 def refusal(errors: str) -> str:
-    """What sbatch says, as one sentence."""
+    """The error messages of sbatch as one sentence."""
     lines = [line.partition("error: ")[2] or line for line in errors.splitlines() if line.strip()]
-    return f"sbatch refused the job: {'; '.join(lines) or 'no reason given'}"
+    return f"sbatch rejected the job: {'; '.join(lines) or 'no reason given'}"
 
 
-def told(job_id: str, job: SlurmJob) -> str:
-    """What a person needs to know of a submitted job."""
-    each = f"{job.gpus} GPUs" if job.gpus else "one process on the CPU" if job.gpus == 0 else "all GPUs that it has"
+def submission_summary(job_id: str, job: SlurmJob) -> str:
+    """A submitted job for the console: its resources, its logs, how to watch and to cancel it."""
+    each = f"{job.gpus} GPUs per node"
+    if job.gpus is None:
+        each = "all GPUs of each node"
+    elif job.gpus == 0:
+        each = "one process on the CPU of each node"
+    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
     rows: Mapping[str, str] = {
         "log": f"{LOGS}/train_{job_id}.out",
         "errors": f"{LOGS}/train_{job_id}.err",
@@ -141,4 +182,4 @@ def told(job_id: str, job: SlurmJob) -> str:
         "cancel": f"scancel {job_id}",
     }
     lines = [f"  {name:<10}  {value}" for name, value in rows.items()]
-    return "\n".join([f"job {job_id}: {job.nodes} node{'s' if job.nodes > 1 else ''}, {each} on each", *lines])
+    return "\n".join([f"job {job_id}: {nodes}, {each}", *lines])

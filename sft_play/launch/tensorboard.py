@@ -1,4 +1,4 @@
-"""TensorBoard beside the runs: on 127.0.0.1 and a free port, remembered in a pid file, stopped by that file alone."""
+"""Runs TensorBoard on 127.0.0.1 and a free port; a pid file names the process, so that only it is stopped."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ from sft_play.runlog import console
 PORT = 6006
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
-CLOCK_SLACK_S = 2.0  # start times are counted from the boot, whose time moves when the clock is set
+CLOCK_SLACK_S = 2.0  # start times are relative to boot time, which moves when the clock is set
 
 
 @dataclass(frozen=True)
 class Server:
-    """A TensorBoard that we started; the start time tells it from a later process with the same id."""
+    """A TensorBoard that we started; the start time distinguishes it from a later process with its pid."""
 
     pid: int
     started: float
@@ -33,32 +33,33 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where to point a browser on this machine."""
+        """The address for a browser on this machine."""
         return f"http://{LOOPBACK}:{self.port}"
 
 
 def pid_file(runs: Path) -> Path:
-    """Remembers the server of a folder of runs."""
+    """The pid file of the server for a folder of runs."""
     return runs / ".tensorboard.pid"
 
 
 def running(runs: Path) -> Server | None:
-    """The server that was started for `runs` and still runs, checked to be that very process."""
+    """The server that was started for `runs`, if that same process is still running."""
     try:
         server = Server(**json.loads(pid_file(runs).read_text(encoding="utf-8")))
         process = psutil.Process(server.pid)
-        words = process.cmdline()  # empty for a moment after the start
-        same = abs(process.create_time() - server.started) < CLOCK_SLACK_S and (not words or "tensorboard.main" in words)
+        argv = process.cmdline()  # empty for a moment after the start
+        same_start = abs(process.create_time() - server.started) < CLOCK_SLACK_S
+        same = same_start and (not argv or "tensorboard.main" in argv)
         return server if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (OSError, ValueError, TypeError, psutil.Error):
         return None
 
 
 def start(runs: Path, port: int = PORT) -> Server:
-    """Starts TensorBoard on the runs of a folder, or finds the one that runs there; says how to reach it.
+    """Starts TensorBoard for a folder of runs, unless it is running already; prints how to reach it.
 
     Raises:
-        LaunchError: it did not come up.
+        LaunchError: it did not start.
         StorageError: the folder cannot be written.
     """
     server = running(runs)
@@ -66,8 +67,10 @@ def start(runs: Path, port: int = PORT) -> Server:
         server = _start(runs, free_port(port))
         _wait_until_it_answers(server, runs)
     host = socket.gethostname()
-    console().print(f"TensorBoard: {server.url}   stop it with: make tb-stop")
-    console().print(f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False)
+    console().print(f"TensorBoard: {server.url}   (stop it with `make tb-stop`)")
+    console().print(
+        f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False
+    )
     return server
 
 
@@ -76,16 +79,19 @@ def _log(runs: Path) -> Path:
 
 
 def _start(runs: Path, port: int) -> Server:
-    command = ["tensorboard.main", "--logdir", str(runs), "--host", LOOPBACK, "--port", str(port), "--reload_interval", "15"]
+    options = {"--logdir": str(runs), "--host": LOOPBACK, "--port": str(port), "--reload_interval": "15"}
+    argv = [sys.executable, "-m", "tensorboard.main"]
+    for name, value in options.items():
+        argv += [name, value]
     try:
         runs.mkdir(parents=True, exist_ok=True)
         with _log(runs).open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C of a training run is not for it
+                start_new_session=True,  # so that Ctrl-C during training does not stop it
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )
         server = Server(process.pid, psutil.Process(process.pid).create_time(), port)
@@ -104,11 +110,11 @@ def _wait_until_it_answers(server: Server, runs: Path) -> None:
             return
         time.sleep(0.2)
     stop(runs)
-    raise LaunchError(f"TensorBoard did not start; the reason is at the end of {_log(runs)}")
+    raise LaunchError(f"TensorBoard did not start; see the end of {_log(runs)}")
 
 
 def stop(runs: Path) -> bool:
-    """Ends the server of a folder, and no other; whether there was one."""
+    """Stops the server of a folder, and no other; returns whether there was one."""
     server = running(runs)
     pid_file(runs).unlink(missing_ok=True)
     if server is None:
@@ -126,7 +132,7 @@ def stop(runs: Path) -> bool:
 
 @contextlib.contextmanager
 def while_training(runs: Path) -> Iterator[None]:
-    """TensorBoard for as long as the block runs, also if it fails; one that ran before goes on afterwards."""
+    """Runs TensorBoard within this context; one that was running before keeps running afterwards."""
     before = running(runs)
     start(runs)
     try:

@@ -1,4 +1,4 @@
-"""Stands by a running launcher: knows its ranks, passes signals on, and lets nobody wait for a rank that is gone."""
+"""Supervises a running launcher: forwards signals to its ranks, and ends the others when a rank fails."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from sft_play.launch.beats import STACKS_SIGNAL, hanging, read_beats, read_stack, stands_still
+from sft_play.launch.beats import STACKS_SIGNAL, hanging, is_stalled, read_beats, read_stack
 from sft_play.launch.link import Link
 from sft_play.launch.ranks import SAVED, cause_here, read_rank_exits
 from sft_play.runlog import RunDir
 
 POLL_S = 0.25
 LAUNCHER_MODULE = "accelerate.commands.launch"
-FAILURE_GRACE_S = 3.0  # after one rank failed, the others have so long to notice it and to report
+FAILURE_GRACE_S = 3.0  # how long the other ranks have to notice and report after one has failed
 STACKS_WITHIN_S = 1.0
 KILL_TIMEOUT_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -27,17 +27,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 class Watch:
     """The processes of one launched run on this machine.
 
-    Signals go to the ranks themselves: torchrun would kill them after its own deadline, and dies of SIGUSR1.
+    Signals are sent to the ranks directly: torchrun kills its ranks after a deadline of its own, and SIGUSR1
+    kills torchrun.
     """
 
-    def __init__(self, process: subprocess.Popen, script: str, ranks: range, run: RunDir, link: Link | None = None) -> None:
+    def __init__(
+        self, process: subprocess.Popen, script: str, ranks: range, run: RunDir, link: Link | None = None
+    ) -> None:
         self.stopped_by: str | None = None
-        self.hung: dict[int, str] = {}  # rank -> what to tell about it
-        self.told = False  # the other machines know that the cause is here
+        self.hung: dict[int, str] = {}  # rank -> message about it
+        self.cause_reported = False  # whether the other machines know that the root cause is on this one
         self._link = link
         self._process, self._script, self._numbers, self._run = process, script, ranks, run
         self._ranks: dict[int, psutil.Process] = {}
-        self._killed = False  # the launcher, by us
+        self._killed = False  # whether we killed the launcher
 
     @property
     def started(self) -> bool:
@@ -45,33 +48,33 @@ class Watch:
         return bool(self._ranks)
 
     def until_end(self, timeout_s: float | None = None) -> int:
-        """Waits for the launcher and returns its exit status; nothing of the run is left behind then."""
+        """Waits for the launcher, kills processes that are left over, and returns its exit status."""
         began = time.monotonic()
         failed_at: float | None = None
-        stood_still = False  # when the first rank failed: it had waited in vain
+        stalled = False  # whether no rank made progress when the first one failed, so that it timed out
         while self._process.poll() is None:
             now = time.monotonic()
             if failed_at is None and (self._a_rank_failed() or (self._link and self._link.failure())):
-                failed_at, stood_still = now, stands_still(read_beats(self._run, self._numbers))
+                failed_at, stalled = now, is_stalled(read_beats(self._run, self._numbers))
             late = failed_at is not None and now - failed_at > FAILURE_GRACE_S
             if late or (timeout_s is not None and now - began > timeout_s):
-                if stood_still and not self.hung:
-                    self.hung = self._who_hangs()
+                if stalled and not self.hung:
+                    self.hung = self._hanging_ranks()
                 self._kill_all()
             time.sleep(POLL_S)
         if failed_at is None:
-            stood_still = stands_still(read_beats(self._run, self._numbers))
-        if stood_still and not self.hung:
-            self.hung = self._who_hangs()
+            stalled = is_stalled(read_beats(self._run, self._numbers))
+        if stalled and not self.hung:
+            self.hung = self._hanging_ranks()
         self._kill_all()
         psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
         return 1 if self._killed else self._process.returncode
 
     @contextlib.contextmanager
-    def signals_passed_on(self) -> Iterator[None]:
-        """While the block runs, signals to this process go to the ranks; a second Ctrl-C ends everything at once."""
+    def forwarded_signals(self) -> Iterator[None]:
+        """Forwards signals to the ranks within this context; a second Ctrl-C ends everything at once."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may set handlers
+            yield  # only the main thread can set handlers
             return
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
@@ -88,10 +91,10 @@ class Watch:
         self._look_for_ranks()
         alive = [rank for rank in self._ranks.values() if _alive(rank)]
         for rank in alive:
-            # a closed terminal means the same as being asked to stop
+            # A closed terminal (SIGHUP) is a request to stop.
             _send(rank.pid, signal.SIGTERM if number == signal.SIGHUP else number)
         if not alive:
-            _send(self._process.pid, signal.SIGTERM)  # still starting: nothing to save
+            _send(self._process.pid, signal.SIGTERM)  # still starting, so there is nothing to save
 
     def _look_for_ranks(self) -> None:
         if len(self._ranks) >= len(self._numbers):
@@ -99,28 +102,29 @@ class Watch:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    words = child.cmdline()
-                    # Between fork and exec any helper of the launcher has the launcher's own command line, script included.
-                    if self._script in words and LAUNCHER_MODULE not in words:
+                    argv = child.cmdline()
+                    # Between fork and exec, any helper of the launcher has the launcher's own argv, which
+                    # contains the script too.
+                    if self._script in argv and LAUNCHER_MODULE not in argv:
                         self._ranks[child.pid] = child
 
     def _a_rank_failed(self) -> bool:
-        """A rank has said so, even if it still takes leave, or is gone without a word."""
+        """Whether a rank reported a failure (it may still be exiting), or ended without a report."""
         self._look_for_ranks()
         ended = sum(not _alive(rank) for rank in self._ranks.values())
         reports = [report for report in read_rank_exits(self._run) if report.rank in self._numbers]
         failed = len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
         cause = cause_here(reports, ended) if failed and self._link else None
         if cause and self._link and not self._link.failure():
-            self._link.tell(cause)
-            self.told = True
+            self._link.report_failure(cause)
+            self.cause_reported = True
         return failed
 
-    def _who_hangs(self) -> dict[int, str]:
-        """Of the ranks that said nothing, asked for their stacks while they live: those that do not only wait."""
+    def _hanging_ranks(self) -> dict[int, str]:
+        """Asks the ranks without a report for their stacks; returns a message for each that hangs."""
         beats = read_beats(self._run, self._numbers)
-        said = {report.rank for report in read_rank_exits(self._run)}
-        silent = [beat for beat in beats if beat.rank not in said]
+        reported = {report.rank for report in read_rank_exits(self._run)}
+        silent = [beat for beat in beats if beat.rank not in reported]
         for beat in silent:
             if beat.pid in self._ranks and _alive(self._ranks[beat.pid]):
                 _send(beat.pid, STACKS_SIGNAL)
@@ -133,7 +137,8 @@ class Watch:
         alive = [pid for pid, rank in self._ranks.items() if _alive(rank)]
         self._killed = self._killed or self._process.poll() is None
         for pid in alive if self._process.poll() is not None else [self._process.pid, *alive]:
-            with contextlib.suppress(OSError):  # torchrun gives each rank a group of its own: its helpers go with it
+            # torchrun gives each rank a process group of its own, so this kills its helpers as well.
+            with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             _send(pid, signal.SIGKILL)
 

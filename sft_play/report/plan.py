@@ -1,4 +1,4 @@
-"""A plan for people: what was chosen, why, what it needs, and what else was possible."""
+"""Console report of a plan: what was chosen and why, its memory, and the alternatives."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def _table(*columns: str) -> Table:
 
 
 def reasons(why: Sequence[str]) -> RenderableType:
-    """One below the other; what does not fit into a line goes on below its own beginning."""
+    """A bulleted list with a hanging indent."""
     grid = Table.grid(padding=(0, 1))
     for reason in why:
         grid.add_row("  -", Text(reason))
@@ -30,7 +30,7 @@ def reasons(why: Sequence[str]) -> RenderableType:
 
 
 def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
-    """Predicted bytes by phase, and what the highest phase consists of."""
+    """Predicted memory by phase, and the breakdown of the peak."""
     phases = _table("phase", "peak", "of the budget")
     for name, size in memory["phases"].items():
         style = "bold" if name == memory["peak_phase"] else ""
@@ -41,24 +41,29 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
             terms.add_row(name, format_bytes(size))
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(phases, terms)
-    title = f"memory of one process, predicted; budget {format_bytes(memory['budget_bytes'])}, guard beside it"
-    return Group(Text(f"{title} {format_bytes(memory.get('guard_bytes', 0))}"), side_by_side)
+    budget, guard = format_bytes(memory["budget_bytes"]), format_bytes(memory.get("guard_bytes", 0))
+    title = f"predicted memory per process (budget {budget}, guard {guard})"
+    return Group(Text(title), side_by_side)
 
 
 def alternatives_table(alternatives: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The best plan of each other kind."""
-    table = _table("instead", "micro-batch", "peak", "fits", "speed")
+    """Other plans: the best of the same engine and checkpointing, and the best of each other combination."""
+    table = _table("alternative", "micro-batch", "peak", "fits", "speed")
     for row in alternatives:
-        name = f"{ENGINES[row['engine']]}, {'checkpointing' if row['gradient_checkpointing'] else 'no checkpointing'}"
+        checkpointing = "checkpointing" if row["gradient_checkpointing"] else "no checkpointing"
         speed = "n/a" if row["relative_speed"] is None else f"{row['relative_speed']:.0%}"
         table.add_row(
-            name, f"{row['micro_batch_size']:,}", format_bytes(row["peak_bytes"]), "yes" if row["fits"] else "no", speed
+            f"{ENGINES[row['engine']]}, {checkpointing}",
+            f"{row['micro_batch_size']:,}",
+            format_bytes(row["peak_bytes"]),
+            "yes" if row["fits"] else "no",
+            speed,
         )
     return table
 
 
 def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The same run on other numbers of GPUs; within 80 columns."""
+    """The same run on other numbers of GPUs; fits in 80 columns."""
     rules = [f"lr {rule}" if rule == "none" else rule for rule in ("none", "sqrt", "linear")]
     table = _table("GPUs", "micro", "accum", "batch", "steps/\nepoch", *rules, "peak\nGiB", "speed")
     table.pad_edge, table.padding = False, (0, 0)
@@ -85,35 +90,37 @@ def _speed_up(row: Mapping[str, Any]) -> str:
 
 
 def _scaling_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the columns assume, in short lines."""
+    """The assumptions behind the columns, in short lines."""
     if not rows:
         return []
     last = rows[-1]
-    in_use = f"by each rule of train.lr_scaling (in use: {last['lr_scaling']})"
-    notes = [f"lr: at batch {last['reference_batch_size']:,} as given, {in_use}"]
+    in_use = f"for each train.lr_scaling (in use: {last['lr_scaling']})"
+    notes = [f"lr: relative to batch {last['reference_batch_size']:,}, {in_use}"]
     if last["exchanged_bytes"] and last["link_bytes_per_second"]:
         sent, link = format_bytes(last["exchanged_bytes"]), f"{last['link_bytes_per_second'] / 1e9:g} GB/s"
         notes += [
-            f"speed: with {sent} that each of {last['world_size']} GPUs sends in a step (ring) at {link},",
-            "       none of it hidden behind computing: a lower bound",
+            f"speed: lower bound; each of {last['world_size']} GPUs sends {sent} per step (ring) at {link},",
+            "       not overlapped with computation",
         ]
     elif last["speed_up_at_most"]:
-        notes.append("speed: at most (<), without what is exchanged in a step: the link is not known")
+        notes.append("speed: upper bound (<), without communication, because the link is unknown")
     return notes
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
     """The whole plan, from `Plan.to_json()`."""
     plan = tree["plan"]
-    words = "tokens" if plan["packing"] else "sequences"
+    unit = "tokens" if plan["packing"] else "sequences"
     chosen = Text.assemble(
         ("plan  ", "bold"),
         f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']} x {plan['world_size']} = "
-        f"{plan['effective_batch_size']:,} {words} a step, {plan['steps_per_epoch']:,} steps an epoch, "
-        f"{plan['total_steps']:,} in all",
+        f"{plan['effective_batch_size']:,} {unit} per step, {plan['steps_per_epoch']:,} steps per epoch, "
+        f"{plan['total_steps']:,} steps in total",
     )
     parts: list[RenderableType] = [chosen, reasons(tree["why"])]
-    memory = memory_tables(tree["memory"]) if tree["memory"] else Text("memory: not predicted; the reasons above say why")
+    memory: RenderableType = Text("memory: not predicted, for the reason above")
+    if tree["memory"]:
+        memory = memory_tables(tree["memory"])
     parts.append(Padding(memory, (1, 0, 0, 0)))
     if tree["alternatives"]:
         parts.append(Padding(alternatives_table(tree["alternatives"]), (1, 0, 0, 0)))

@@ -1,4 +1,4 @@
-"""The tables that evaluation and the end of a run print: plain numbers in, rich renderables out."""
+"""Tables for evaluation and for the end of a run: plain numbers in, rich renderables out."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from rich.text import Text
 
 from sft_play.units import format_bytes, format_count, format_duration
 
+NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
-LARGE_BATCH = 0.98  # of the tokens that a batch may have: below, a difference to the prediction is to be expected
 SAMPLE_LINES = 8
-SAMPLE_CHARACTERS = 400  # of each text on the screen; the files hold them whole
+SAMPLE_CHARACTERS = 400  # of each text on the console; files have the full texts
 
 Format = Callable[[Any], str]
 
@@ -24,7 +24,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-# key of a result -> what a person reads, and how the number is written
+# Key of a result -> label and number format.
 METRICS: dict[str, tuple[str, Format]] = {
     "loss": ("loss", "{:.4f}".format),
     "perplexity": ("perplexity", "{:,.2f}".format),
@@ -44,7 +44,7 @@ def _rows(count: int) -> str:
 
 
 def _facts(rows: Iterable[tuple[str, str]] = ()) -> Table:
-    """Two columns without lines: a dim name and its value, which is never read as markup."""
+    """Two columns without rules: a dimmed name and its value, which is not parsed as markup."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -54,7 +54,7 @@ def _facts(rows: Iterable[tuple[str, str]] = ()) -> Table:
 
 
 def _columns(*names: str) -> Table:
-    """A table with a line under its head and numbers to the right."""
+    """A table with a rule below its header and right-aligned numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, name in enumerate(names):
         table.add_column(name, justify="right" if index else "left")
@@ -62,20 +62,21 @@ def _columns(*names: str) -> Table:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss): how many tokens the model wavers between; a diverged model's stays finite, so that JSON can hold it."""
+    """exp(loss), capped so that it stays finite in JSON for a diverged model."""
     return math.exp(min(loss, 700.0))
 
 
 def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
-    """The result of `make eval`: the metrics, and over how many rows each was taken."""
+    """The result of `make eval`: the metrics, and the rows that each was computed on."""
     table = _columns("metric", "value")
     table.add_column("over", style="dim")
     all_rows = f"{format_count(result['supervised_tokens'])} supervised tokens of {_rows(result['rows'])}"
     generated = f"answers to {_rows(result['answered_rows'])}"
+    matchable = result.get("exact_match_rows", result["answered_rows"])
     for key, (label, form) in METRICS.items():
         over = all_rows if key in ("loss", "perplexity", "token_accuracy") else generated
-        if key == "exact_match" and result.get("exact_match_rows", result["answered_rows"]) != result["answered_rows"]:
-            over = f"the {_rows(result['exact_match_rows'])} whose reference holds eval.answer_pattern"
+        if key == "exact_match" and matchable != result["answered_rows"]:
+            over = f"{_rows(matchable)} whose reference matches eval.answer_pattern"
         table.add_row(label, _number(result.get(key), form), over)
     title = Text(f"{result['name']} on the {result['split']} split", style="bold")
     notes = [unfinished_note(result)] if result.get("unfinished_answers") else []
@@ -83,16 +84,16 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
 
 
 def unfinished_note(result: Mapping[str, Any]) -> Text:
-    """Says how many answers were cut off, which lowers exact match for a reason that is not the model's."""
+    """How many answers were truncated, which lowers exact match."""
     return Text(
-        f"{result['unfinished_answers']} of {result['answered_rows']} answers were cut off at "
+        f"{result['unfinished_answers']} of {result['answered_rows']} answers were truncated at "
         f"{result['max_new_tokens']} tokens (eval.max_new_tokens)",
         style="yellow",
     )
 
 
 def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any], name: str = "metric") -> Table:
-    """The metrics that either side has, side by side; `name` heads the first column."""
+    """All metrics before and after training; `name` is the header of the first column."""
     table = _columns(name, "before", "after")
     table.columns[2].style = "bold"
     for key, (label, form) in METRICS.items():
@@ -102,21 +103,21 @@ def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any], name
 
 
 def shorten(text: str, limit: int = SAMPLE_CHARACTERS, lines: int = SAMPLE_LINES) -> str:
-    """`text` without outer white space, cut at so many characters and lines with a note of how many characters are missing."""
+    """Strips `text` and truncates it to `limit` characters and `lines` lines, noting how much is missing."""
     text = text.strip()
     kept = "\n".join(text.split("\n")[:lines])[:limit]
     return text if kept == text else f"{kept.rstrip()} ... ({len(text) - len(kept):,} more characters)"
 
 
 def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
-    """Prompt, reference and the answers before and after training, one block for each sample."""
+    """Prompt, reference, and the answers before and after training, one block per sample."""
     blocks: list[RenderableType] = []
     styles = {"prompt": "", "reference": "", "before": "red", "after": "green"}
     for sample in samples:
         block = _facts()
         for key, style in styles.items():
             if key in sample:
-                block.add_row(key, Text(shorten(sample[key]) or "(nothing)", style=style))
+                block.add_row(key, Text(shorten(sample[key]) or "(empty)", style=style))
         blocks += [block, ""]
     return Group(*blocks[:-1])
 
@@ -124,63 +125,93 @@ def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
 def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     keys = ("micro_batch_size", "gradient_accumulation_steps", "world_size", "effective_batch_size")
     micro, accumulated, world, effective = (summary.get(key, MISSING) for key in keys)
-    words = "tokens" if summary.get("packing") else "sequences"
+    unit = "tokens" if summary.get("packing") else "sequences"
     processes = "process" if world == 1 else "processes"
-    learned = f"{_number(summary.get('optimizer_steps'), '{:,} steps'.format)}, "
-    learned += f"{_number(summary.get('supervised_tokens'), format_count)} supervised tokens"
+    plan = (
+        f"{micro} (micro-batch) x {accumulated} (accumulation) x {world} ({processes}) = {effective} {unit}"
+    )
+    steps = _number(summary.get("optimizer_steps"), "{:,} steps".format)
+    tokens = _number(summary.get("supervised_tokens"), format_count)
     return [
-        ("plan", f"{micro} (micro-batch) x {accumulated} (accumulation) x {world} ({processes}) = {effective} {words}"),
-        ("learned", learned),
-        ("speed", _number(summary.get("tokens_per_second"), "{:,.0f} tokens/s, padding not counted".format)),
+        ("plan", plan),
+        ("trained on", f"{steps}, {tokens} supervised tokens"),
+        ("speed", _speed(summary)),
+        ("step", step_line(summary.get("predicted_step_seconds"), summary.get("measured_step_seconds"))),
         (
             "memory",
-            memory_line(
-                summary.get("predicted_peak_bytes"),
-                summary.get("measured_peak_bytes"),
-                (summary.get("probe") or {}).get("batch_share", 1.0),
-            ),
+            memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes")),
         ),
         ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
     ]
 
 
-def memory_line(predicted: int | None, measured: int | None, batch_share: float = 1.0) -> str:
-    """`memory_line(100 * GIB, 101 * GIB)` is "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0 % too low)".
+def _speed(summary: Mapping[str, Any]) -> str:
+    text = _number(summary.get("tokens_per_second"), "{:,.0f} tokens/s".format)
+    padding, mfu, wait = (summary.get(key) for key in ("padding_share", "mfu", "data_wait"))
+    text += f", padding not counted ({padding:.0%} of all tokens)" if padding else ", no padding"
+    if mfu is not None:
+        text += f", MFU {mfu:.0%}"
+    return f"{text}, {wait:.0%} of the time waiting for data" if wait and wait >= NOTABLE_WAIT else text
 
-    `batch_share` is how many of the tokens that a batch may have the largest one had, which is said where it explains a lot.
+
+def step_line(predicted: float | None, measured: float | None) -> str:
+    """Predicted and measured seconds of an optimizer step in one line."""
+    words = (
+        f"{name} {_number(value, format_duration)}"
+        for name, value in (("predicted", predicted), ("measured", measured))
+    )
+    line = ", ".join(words)
+    if not predicted or not measured:
+        return line
+    direction = "low" if measured > predicted else "high"
+    return f"{line} (prediction {100 * abs(measured - predicted) / measured:.0f} % too {direction})"
+
+
+def memory_line(predicted: int | None, measured: int | None) -> str:
+    """Predicted and measured memory in one line.
+
+    Example: `memory_line(100 * GIB, 101 * GIB)` is
+    "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0 % too low)".
     """
     line = f"predicted {_number(predicted, format_bytes)}, measured {_number(measured, format_bytes)}"
     if not predicted or not measured:
         return line
     error = 100 * (measured - predicted) / measured
     if abs(error) < 0.05:
-        return f"{line} (prediction right within 0.05 %)"
-    if batch_share < LARGE_BATCH:
-        return f"{line} (its largest batch has {batch_share:.0%} of the tokens that are planned for)"
+        return f"{line} (prediction accurate to 0.05 %)"
     return f"{line} (prediction {abs(error):.1f} % too {'low' if error > 0 else 'high'})"
 
 
 def _with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:
-    return {**scores, "perplexity": perplexity(scores["loss"])} if scores.get("loss") is not None else dict(scores)
+    if scores.get("loss") is None:
+        return dict(scores)
+    return {**scores, "perplexity": perplexity(scores["loss"])}
 
 
 def closing_screen(
-    summary: Mapping[str, Any], comparison: Mapping[str, Any] | None, places: Mapping[str, Any], next_commands: Sequence[str]
+    summary: Mapping[str, Any],
+    comparison: Mapping[str, Any] | None,
+    places: Mapping[str, Any],
+    next_commands: Sequence[str],
 ) -> RenderableType:
-    """The one screen that a training run ends with.
+    """The report at the end of a training run.
 
     Args:
-        summary: summary.json; `eval` in it holds {"before": {...}, "after": {...}} of the validation loss.
-        comparison: {"before": {...}, "after": {...}, "samples": [...]} of generated answers; None if there are none.
-        places: name -> path of what the run leaves behind.
-        next_commands: what to type next.
+        summary: summary.json; its `eval` is {"before": {...}, "after": {...}} with the validation loss.
+        comparison: {"before": {...}, "after": {...}, "samples": [...]} of generated answers; None if there
+            are none.
+        places: name -> path of each output of the run.
+        next_commands: commands to run next.
     """
     losses, answers = summary.get("eval") or {}, comparison or {}
-    before, after = (_with_perplexity({**(losses.get(when) or {}), **answers.get(when, {})}) for when in ("before", "after"))
+    before = _with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
+    after = _with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
     blocks: list[RenderableType] = [_facts(_run_facts(summary))]
     if before or after:
-        answered = f" (answers to {_rows(after['answered_rows'])} of {after['split']})" if "answered_rows" in after else ""
-        blocks.append(before_after_table(before, after, f"held-out rows{answered}"))
+        name = "held-out rows"
+        if "answered_rows" in after:
+            name += f" (answers to {_rows(after['answered_rows'])} of {after['split']})"
+        blocks.append(before_after_table(before, after, name))
         if after.get("unfinished_answers"):
             blocks[-1] = Group(blocks[-1], unfinished_note(after))
     if answers.get("samples"):
@@ -191,33 +222,45 @@ def closing_screen(
     seconds = summary.get("training_seconds")
     title = Text(str(summary.get("status", MISSING)), style="bold")
     title += Text(f": trained for {format_duration(seconds)}" if seconds else "")
-    return Group(Rule(title, align="left"), *(part for block in blocks for part in (block, "")), where)
+    spaced: list[RenderableType] = []
+    for block in blocks:
+        spaced += [block, ""]
+    return Group(Rule(title, align="left"), *spaced, where)
 
 
 COMPARED = {
     "merged": "merged model",
-    "base": "base alone",
-    "adapter_on_4bit": "adapter on 4-bit (info)",
+    "base": "base model",
+    "adapter_on_4bit": "adapter on 4-bit base (info)",
 }
 
 
 def logits_table(result: Mapping[str, Any]) -> RenderableType:
-    """How far each model's logits are from those of the adapter on the un-quantised base (the result of `make merge-test`).
+    """The result of `make merge-test`: differences from the logits of the adapter on the unquantized base.
 
-    "in deviations" is the average as a share of the logits' standard deviation.
+    "mean / std" is the mean difference relative to the standard deviation of the logits.
     """
-    table = _columns("logits, off by", "at most", "on average", "in deviations", "same top-1")
+    table = _columns("logit difference", "max", "mean", "mean / std", "same top-1")
     for key, label in COMPARED.items():
         if key in result:
             row = result[key]
             table.add_row(
-                label, f"{row['max_abs']:.1e}", f"{row['mean_abs']:.1e}", f"{row['relative_mean']:.1e}", _percent(row["top1"])
+                label,
+                f"{row['max_abs']:.1e}",
+                f"{row['mean_abs']:.1e}",
+                f"{row['relative_mean']:.1e}",
+                _percent(row["top1"]),
             )
     tolerance = result["tolerance"]
     table.add_row(
-        f"allowed in {result['dtype']}", "", "", f"{tolerance['mean']:.1e}", f">= {_percent(tolerance['top1'])}", style="dim"
+        f"tolerance for {result['dtype']}",
+        "",
+        "",
+        f"{tolerance['mean']:.1e}",
+        f">= {_percent(tolerance['top1'])}",
+        style="dim",
     )
     verdict = Text("passed", style="bold green") if result["passed"] else Text("failed", style="bold red")
     positions = result["merged"]["positions"]
-    what = f": against the adapter on the un-quantised base, {_rows(result['rows'])}, {positions:,} positions"
-    return Group(table, verdict + Text(what))
+    compared = f"{_rows(result['rows'])}, {positions:,} positions"
+    return Group(table, verdict + Text(f": compared with the adapter on the unquantized base, {compared}"))

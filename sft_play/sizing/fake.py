@@ -1,18 +1,19 @@
-"""The model that is trained, with fake tensors: shapes and data types but no memory, so that 70B parameters fit anywhere."""
+"""The trained model as fake tensors: shapes and types without memory, so that 70B parameters fit anywhere."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from sft_play import attention
-from sft_play.model import attach_adapter, keep_differentiable, nf4
-from sft_play.sizing.kernels import swapped
-from sft_play.sizing.ledger import Ledger
+from sft_play.model.load import attach_adapter, attention, keep_differentiable, nf4
+from sft_play.sizing.kernels import patched
+from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL
 
@@ -20,24 +21,33 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-NF4_BLOCK, NF4_SUPERBLOCK = 64, 256  # weights that share a scale, scales that share a scale of their own
-LISTED_KINDS = 4  # layers of more kinds than this are told apart by their parameters alone
+NF4_BLOCK, NF4_SUPERBLOCK = 64, 256  # weights per scale, scales per scale of the scales
+MAX_LAYER_KINDS = 4  # with more kinds than this, layers are distinguished only by their parameters
 
 
-def skeleton(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool) -> tuple["PreTrainedModel", tuple[int, ...]]:
-    """The base model on the meta device with few decoder layers, and for each layer of the whole model its stand-in.
+def skeleton(
+    config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool
+) -> tuple["PreTrainedModel", tuple[int, ...]]:
+    """The base model on the meta device, with few decoder layers unless `all_layers`.
 
-    Linear layers are replaced as bitsandbytes would for QLoRA.
+    For QLoRA, linear layers are replaced as bitsandbytes replaces them.
+
+    Returns:
+        The model, and for each layer of the full-depth model the layer that represents it.
     """
     attention.register()
     dtype = getattr(torch, spec.dtype)
-    with torch.device("meta"), without_initialisation():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=_implementation(spec))
-        stand_ins = (
-            tuple(range(model.config.get_text_config().num_hidden_layers)) if all_layers else keep_one_of_each_kind(model)
+    with torch.device("meta"), skip_weight_init():
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=_attention_to_trace(spec)
         )
+        if all_layers:
+            stand_ins = tuple(range(model.config.get_text_config().num_hidden_layers))
+        else:
+            stand_ins = keep_one_of_each_kind(model)
         if spec.mode == "qlora":
-            AutoHfQuantizer.from_config(nf4(dtype))._process_model_before_weight_loading(model, device_map=None)
+            quantizer = AutoHfQuantizer.from_config(nf4(dtype))
+            quantizer._process_model_before_weight_loading(model, device_map=None)
             model.is_loaded_in_4bit = True
             keep_differentiable(model)
     model.config.use_cache = False
@@ -45,24 +55,24 @@ def skeleton(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool) ->
 
 
 @contextmanager
-def without_initialisation() -> Iterator[None]:
-    """Within, layers do not draw their first weights, which on the meta device has no effect but takes half of the time."""
+def skip_weight_init() -> Iterator[None]:
+    """Skips weight initialization, which has no effect on the meta device but takes half of the time."""
     with ExitStack() as stack:
         for name in ("kaiming_uniform_", "uniform_", "normal_", "trunc_normal_"):
-            stack.enter_context(swapped(torch.nn.init, name, lambda tensor, *_, **__: tensor))
+            stack.enter_context(patched(torch.nn.init, name, lambda tensor, *_, **__: tensor))
         yield
 
 
-def _implementation(spec: StepSpec) -> str:
-    """Kernels that cost what ours costs are traced as ours: they need packages, or masks that only a traced model gets."""
+def _attention_to_trace(spec: StepSpec) -> str:
+    """Our implementation stands for all fused kernels: memory is the same, and no package is needed."""
     return spec.attention if spec.attention == "eager" else attention.NAME
 
 
 def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
-    """The list of the model's decoder layers, the module that has it and its name there.
+    """The module that holds the list of decoder layers, the list's attribute name, and the list itself.
 
     Raises:
-        LookupError: there is no list of as many modules as the config has layers.
+        LookupError: there is no module list as long as the config's number of layers.
     """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
@@ -73,46 +83,56 @@ def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torc
 
 
 def layer_kinds(layers: torch.nn.ModuleList) -> list[int]:
-    """A number for each layer; layers with equal numbers allocate alike."""
+    """A number for each layer; layers with equal numbers allocate the same."""
 
     def shapes(layer: torch.nn.Module) -> tuple:
         return tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
 
-    def settings(layer: torch.nn.Module) -> tuple:
-        return tuple(
-            (path, type(module).__name__, name, value)
-            for path, module in layer.named_modules()
-            for name, value in sorted(vars(module).items())
-            if isinstance(value, (bool, int, str)) and not any(part in name for part in ("idx", "layer_id", "layer_number"))
-        )
+    def shapes_and_settings(layer: torch.nn.Module) -> tuple:
+        return shapes(layer), tuple(_settings(layer))
 
-    for describe in (lambda layer: (shapes(layer), settings(layer)), shapes):
-        described = [describe(layer) for layer in layers]
-        kinds = list(dict.fromkeys(described))
-        if len(kinds) <= LISTED_KINDS:
+    for describe in (shapes_and_settings, shapes):
+        descriptions = [describe(layer) for layer in layers]
+        kinds = list(dict.fromkeys(descriptions))
+        if len(kinds) <= MAX_LAYER_KINDS:
             break
-    return [kinds.index(description) for description in described]
+    return [kinds.index(description) for description in descriptions]
+
+
+def _settings(layer: torch.nn.Module) -> Iterator[tuple[str, str, str, Any]]:
+    """Settings of the layer's modules, such as a sliding window, without the layer's own index."""
+    for path, module in layer.named_modules():
+        for name, value in sorted(vars(module).items()):
+            is_index = any(part in name for part in ("idx", "layer_id", "layer_number"))
+            if isinstance(value, (bool, int, str)) and not is_index:
+                yield path, type(module).__name__, name, value
 
 
 def choose_layers(kinds: list[int]) -> tuple[list[int], tuple[int, ...]]:
-    """The layers that are recorded - the first, the last, one of each kind between them - and for each layer its stand-in."""
+    """Which layers to trace: the first, the last, and one of each kind between them.
+
+    `choose_layers([0, 0, 1, 0, 1, 0])` is ([0, 1, 2, 5], (0, 1, 2, 1, 2, 3)).
+
+    Returns:
+        The traced layers, and for each layer the position among them of the one that represents it.
+    """
     last = len(kinds) - 1
     middle: dict[int, int] = {}
     for index in range(1, last):
         middle.setdefault(kinds[index], index)
     kept = sorted({0, last, *middle.values()})
-    stand_ins = [kept.index(middle[kind]) if 0 < index < last else kept.index(index) for index, kind in enumerate(kinds)]
-    return kept, tuple(stand_ins)
+    represented_by = [0, *(middle[kind] for kind in kinds[1:last]), last][: len(kinds)]
+    return kept, tuple(map(kept.index, represented_by))
 
 
 def keep_one_of_each_kind(model: "PreTrainedModel") -> tuple[int, ...]:
-    """Drops the decoder layers that need not be recorded, also in the config's per-layer lists; returns the stand-ins."""
+    """Drops layers that need no trace, also from the config's per-layer lists; returns the stand-ins."""
     owner, name, layers = decoder_layers(model)
     kept, stand_ins = choose_layers(layer_kinds(layers))
     setattr(owner, name, torch.nn.ModuleList(layers[index] for index in kept))
     count = len(layers)
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if getattr(m, "config", None) is not None}
-    for config in configs.values():
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for config in {id(config): config for config in configs if config is not None}.values():
         if getattr(config, "num_hidden_layers", None) == count:
             for key, value in list(vars(config).items()):
                 if isinstance(value, list) and len(value) == count:
@@ -122,12 +142,12 @@ def keep_one_of_each_kind(model: "PreTrainedModel") -> tuple[int, ...]:
 
 
 def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftModel":
-    """Adapters as the trainer has them: fp32, on the meta device."""
+    """The model with its adapters on the meta device, in fp32 as the trainer has them."""
     if spec.mode == "full":
         return model
-    with torch.device("meta"), without_initialisation():
+    with torch.device("meta"), skip_weight_init():
         adapted = attach_adapter(model, spec.lora)
-    if spec.all_in_dtype:
+    if spec.cast_adapters:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(getattr(torch, spec.dtype))
@@ -135,35 +155,46 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
 
 
 def layer_of_modules(model: torch.nn.Module, layers: torch.nn.ModuleList) -> dict[torch.nn.Module, int]:
-    """For each module the decoder layer that it is in."""
+    """The decoder layer that each module belongs to; `WHOLE_MODEL` for modules outside the layers."""
     owners = dict.fromkeys(model.modules(), WHOLE_MODEL)
     for index, layer in enumerate(layers):
         owners.update(dict.fromkeys(layer.modules(), index))
     return owners
 
 
-def materialise(model: torch.nn.Module, layers: torch.nn.ModuleList, ledger: Ledger) -> None:
-    """Gives parameters and buffers fake tensors and writes them down, layer by layer; must run in a FakeTensorMode."""
+def materialise(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> None:
+    """Replaces meta tensors with fake ones and records them layer by layer; runs in a `FakeTensorMode`.
+
+    First the weights, in the alphabetical order in which transformers loads them, then the adapters.
+    """
+    made: dict[int, torch.nn.Parameter] = {}  # keeps tied weights tied
+    modules: dict[tuple[str, int], list[torch.nn.Module]] = defaultdict(list)
+    owners = layer_of_modules(model, layers)
+    for path, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
+        modules["adapters" if ".lora_" in path else "weights", owners[module]].append(module)
+    for term, owner in product(("weights", "adapters"), (WHOLE_MODEL, *range(len(layers)))):
+        recorder.begin("load", owner)
+        for module in modules[term, owner]:
+            _materialise_module(module, term, made, recorder)
+    recorder.begin("load")
+
+
+def _materialise_module(
+    module: Any, term: str, made: dict[int, torch.nn.Parameter], recorder: AllocationRecorder
+) -> None:
     from bitsandbytes.nn import Linear4bit
 
-    owners = layer_of_modules(model, layers)
-    made: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
-    for owner in (WHOLE_MODEL, *range(len(layers))):
-        ledger.begin("load", owner)
-        for path, module in model.named_modules():
-            if owners[module] != owner:
-                continue
-            term = "adapters" if ".lora_" in path else "weights"
-            tensors = four_bit_tensors(module) if isinstance(module, Linear4bit) else ()
-            if tensors:  # the 16-bit weight is on the device while it is packed
-                ledger.add(module.weight.new_empty(module.weight.quant_state.shape, dtype=module.compute_dtype), "temporaries")
-            for tensor in (*tensors, *plain_tensors(module, made)):
-                ledger.add(tensor, term)
-    ledger.begin("load")
+    tensors = four_bit_tensors(module) if isinstance(module, Linear4bit) else ()
+    if tensors:  # while the weight is packed, its 16-bit original is on the device as well
+        shape = module.weight.quant_state.shape
+        original = module.weight.new_empty(shape, dtype=module.compute_dtype)  # lives until this returns
+        recorder.add(original, "temporaries")
+    for tensor in (*tensors, *plain_tensors(module, made)):
+        recorder.add(tensor, term)
 
 
 def plain_tensors(module: torch.nn.Module, made: dict[int, torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    """Replaces the module's own meta parameters and buffers."""
+    """Replaces the module's own meta parameters and buffers, of any shape, with fake ones; yields these."""
     for name, parameter in list(module._parameters.items()):
         if parameter is None or parameter.device.type != "meta":
             continue
@@ -180,7 +211,11 @@ def plain_tensors(module: torch.nn.Module, made: dict[int, torch.nn.Parameter]) 
 
 
 def four_bit_tensors(module: Any) -> list[torch.Tensor]:
-    """Packs the weight of a Linear4bit as bitsandbytes does: two weights a byte, 8-bit scales, 32-bit scales of the scales."""
+    """Packs the weight of a Linear4bit as bitsandbytes does.
+
+    A weight of [rows, columns] becomes bytes of two values each, [rows * columns / 2, 1], with an 8-bit scale
+    for each 64 values, a 32-bit scale for each 256 of these scales, and two code tables.
+    """
     from bitsandbytes.functional import QuantState
 
     rows, columns = module.weight.shape
@@ -202,7 +237,7 @@ def four_bit_tensors(module: Any) -> list[torch.Tensor]:
         offset=torch.empty(()),
         state2=inner,
     )
-    # A Params4bit cannot hold a fake tensor; an ordinary parameter that knows its quant_state serves.
+    # A Params4bit cannot hold a fake tensor, but an ordinary parameter with a quant_state works too.
     weight: Any = torch.nn.Parameter(packed, requires_grad=False)
     weight.quant_state, weight.bnb_quantized = state, True
     module._parameters["weight"], module.quant_state = weight, state

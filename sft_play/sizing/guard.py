@@ -1,57 +1,62 @@
-"""Memory that is never planned with, and why it is as much as it is: derived from recorded errors of the prediction. Pure.
+"""The guard: memory that no plan may use, derived from the measured errors of the prediction. Pure.
 
-A recording is a result of benchmarks/; tests/unit/sizing/test_recorded.py holds these figures against it.
+The errors come from benchmarks/results; tests/unit/sizing/test_benchmark_results.py compares the figures
+below with them.
 """
 
 from dataclasses import dataclass
 
 from sft_play.units import MIB
 
-SAFETY = 2  # times the worst under-prediction that was recorded: a grid does not hold the worst case
-LEAST_SHARE, UNRECORDED_SHARE, LEAST_BYTES = 0.01, 0.03, 256 * MIB
+SAFETY = 2  # times the worst measured under-prediction: a benchmark grid does not contain the worst case
+LEAST_SHARE = 0.01
+UNMEASURED_SHARE = 0.03  # if no benchmark has been run
+LEAST_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """The most by which memory was under-predicted, relative to the prediction."""
+class MeasuredError:
+    """The worst under-prediction in a benchmark, relative to the prediction."""
 
     worst: float
     where: str
 
 
-# cpu: allocated bytes, benchmarks/results/sizing_cpu.json. cuda: reserved bytes, benchmarks/results/sizing_gpu.json.
-RECORDED: dict[str, Recorded | None] = {
-    "cpu": Recorded(1.34e-5, "288 steps of small models on a CPU"),
+# cpu: allocated bytes, benchmarks/results/sizing_cpu.json
+# cuda: reserved bytes, benchmarks/results/sizing_gpu.json
+MEASURED_ERRORS: dict[str, MeasuredError | None] = {
+    "cpu": MeasuredError(0.0194, "288 steps of small models on a CPU, the worst of them in bf16"),
     "cuda": None,
 }
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Bytes, and the reason in words."""
+    """Bytes that stay free, and the reason for the user."""
 
     bytes: int
     why: str
 
 
 def guard(kind: str, free_bytes: int) -> Guard:
-    """What stays free of the memory that is free.
+    """The part of the free memory that a plan must not use.
 
     Args:
-        kind: cuda or cpu.
-        free_bytes: before the process starts.
+        kind: "cuda" or "cpu".
+        free_bytes: free memory before the process starts.
     """
-    share, why = _share(kind, RECORDED[kind])
+    share, why = _share(kind, MEASURED_ERRORS[kind])
     if share * free_bytes < LEAST_BYTES:
-        return Guard(LEAST_BYTES, f"the least that is kept free; otherwise {why}")
+        return Guard(LEAST_BYTES, f"the minimum; on a larger device {why}")
     return Guard(int(share * free_bytes), why)
 
 
-def _share(kind: str, recorded: Recorded | None) -> tuple[float, str]:
-    if kind == "cpu" and recorded:
-        taken = f"{UNRECORDED_SHARE:.0%} for what Python and its libraries take unseen"
-        return UNRECORDED_SHARE, f"{taken}; recorded errors are {recorded.worst:.4%} at most"
-    if recorded is None:
-        return UNRECORDED_SHARE, f"no GPU recording yet: a conservative {UNRECORDED_SHARE:.0%}"
-    share = max(LEAST_SHARE, SAFETY * recorded.worst)
-    return share, f"{share:.1%}, from at most {recorded.worst:.2%} under-predicted in {recorded.where}"
+def _share(kind: str, measured: MeasuredError | None) -> tuple[float, str]:
+    if kind == "cpu" and measured:
+        share = max(UNMEASURED_SHARE, SAFETY * measured.worst)
+        why = f"{share:.1%} for memory that Python and its libraries use outside of PyTorch"
+        return share, f"{why}; measured prediction errors are at most {measured.worst:.2%}"
+    if measured is None:
+        return UNMEASURED_SHARE, f"a conservative {UNMEASURED_SHARE:.0%}, since no GPU benchmark has been run"
+    share = max(LEAST_SHARE, SAFETY * measured.worst)
+    return share, f"{share:.1%}, from under-predictions of at most {measured.worst:.2%} in {measured.where}"

@@ -1,71 +1,94 @@
-"""From recorded steps to the memory of a run: other micro-batches, what engines add, what fits. Pure."""
+"""Derives the memory of a run from traced steps: other micro-batch sizes, engines, fragmentation. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sft_play.sizing.allocator import Replay, replay
+from sft_play.plan import Memory
 from sft_play.sizing.guard import Guard, guard
-from sft_play.sizing.planner import Memory
+from sft_play.sizing.history import Habits, replay_steps
 from sft_play.sizing.timeline import Peak, Step, StepTrace
+from sft_play.sizing.work import directions
 from sft_play.units import MIB
 
-GAPS_MATTER = 0.8  # of the budget: gaps between blocks took less than the rest in every step that was replayed
-CUDA_GRANULARITY = 512  # PyTorch's allocator rounds each block up to this
-DDP_BROADCAST = 250 * MIB  # DDP sends the weights of rank 0 to the others in pieces of this size
+# Below this share of the budget, fragmentation cannot matter: in no replayed step with expandable segments
+# did it need the other 20%. Fixed ones need more, up to a third in published runs (benchmarks/evidence).
+FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether segments are expandable
+CUDA_GRANULARITY = 512  # PyTorch's allocator rounds each block up to a multiple of this
+DDP_BROADCAST = 250 * MIB  # DDP broadcasts the weights of rank 0 in buffers of this size
+
+
+Counts = tuple[int, int]  # rows, and supervised tokens
 
 
 @dataclass(frozen=True)
-class Growth:
-    """A step as a function of the rows of its micro-batch, exact between and beyond two recordings that did the same things.
+class StepScaling:
+    """A step as a function of its micro-batch, from traces with the same structure.
 
-    Each block's size is a line in the rows; a phase's peak is the largest of many sums of such lines, so that it bends where
-    another moment of the phase takes over.
+    The size of each block is linear in the rows and in the supervised tokens, so two traces give the steps
+    with the same supervised share, and three those with any share. Blocks allocated in the evaluation depend
+    on the evaluation batch instead, which may be of another size. A phase's peak is the maximum over many
+    sums of block sizes, hence not linear: it has a kink where another moment of the phase becomes the
+    highest.
     """
 
     base: StepTrace
-    base_rows: int
-    bytes_per_row: np.ndarray
+    at_base: Counts
+    slopes: np.ndarray  # [blocks, 2]: bytes per row and per supervised token
+    in_evaluation: np.ndarray  # [blocks]: whether a block is allocated in the evaluation
 
     @classmethod
-    def between(cls, rows: Sequence[int], traces: Sequence[StepTrace]) -> "Growth | None":
-        """From two recordings; None if they differ in more than sizes."""
-        (first, second), (a, b) = rows, traces
-        if not a.same_structure(b):
+    def fit(cls, counts: Sequence[Counts], traces: Sequence[StepTrace]) -> "StepScaling | None":
+        """Fits two or three traces; None if they differ in more than sizes."""
+        base, *others = traces
+        if not all(base.same_structure(other) for other in others):
             return None
-        return cls(a, first, (b.sizes - a.sizes) / (second - first))
+        growth = np.stack([other.sizes - base.sizes for other in others], axis=-1)
+        return cls(base, counts[0], growth @ directions(counts), base.born_in("evaluation"))
 
-    def at(self, rows: int) -> Step:
-        """The step at this micro-batch."""
-        sizes = self.base.sizes + np.rint(self.bytes_per_row * (rows - self.base_rows)).astype(np.int64)
-        return Step(self.base.step.timeline, np.maximum(sizes, 0))
+    def at(self, counts: Counts, evaluated: Counts | None = None) -> Step:
+        """The step of a micro-batch, and of an evaluation batch (default: of the same size)."""
+        change, change_in_evaluation = (
+            np.rint(self.slopes @ np.subtract(each, self.at_base)) for each in (counts, evaluated or counts)
+        )
+        growth = np.where(self.in_evaluation, change_in_evaluation, change)
+        return Step(self.base.step.timeline, np.maximum(self.base.sizes + growth.astype(np.int64), 0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """What a process has beside its tensors. `assumed` names the numbers that were not measured on this machine."""
+    """What the tensors of a process may use, and the fixed costs besides them."""
 
     kind: str = "cuda"
-    budget_bytes: int = 0  # what tensors may use: free memory without context, communicator and guard
-    workspace_bytes: int = 0  # cuBLAS, inside the allocator
+    budget_bytes: int = 0  # for tensors: free memory minus context, communicator and guard
+    workspace_bytes: int = 0  # of cuBLAS, inside the allocator
     context_bytes: int = 0
     communicator_bytes: int = 0
     guard: Guard = Guard(0, "")
-    assumed: tuple[str, ...] = ()
+    expandable: bool = True  # segments of PyTorch's allocator
+    assumed: tuple[str, ...] = ()  # names of the costs that were not measured on this machine
 
     @property
     def granularity(self) -> int:
-        """What block sizes are rounded up to."""
+        """Block sizes are rounded up to a multiple of this."""
         return CUDA_GRANULARITY if self.kind == "cuda" else 1
 
 
-# After CublasHandlePool.cpp; one workspace for the thread of the forward and one for that of the backward.
+# After CublasHandlePool.cpp; one workspace for the forward thread and one for the backward thread.
 HOPPER_WORKSPACE, OTHER_WORKSPACE, HANDLES = 32 * MIB, 8 * MIB + 128 * 1024, 2
 
-# No figures exist for each GPU. Context: 287 MB with lazy loading (pytorch #86509), 426 MiB (unsloth-zoo #1053).
+# Not every GPU has published figures. Context: 141 MiB on a Tesla T4, the same in all runs of four series
+# (benchmarks/evidence); elsewhere 287 MB with lazy loading (pytorch #86509), 426 MiB (unsloth-zoo #1053).
 # Communicator: 544 and 688 MB on A100 (nccl #964), 1.06 GB on 8 H100 (nccl #1685).
+CONTEXTS = {(7, 5): 141 * MIB}
 ASSUMED_CONTEXT, ASSUMED_COMMUNICATOR = 500 * MIB, 700 * MIB
+
+
+def cublas_workspace(compute_capability: tuple[int, int] | None) -> int:
+    """Bytes of one workspace of cuBLAS: larger on Hopper and on every Blackwell GPU, also of the RTX 50."""
+    since_hopper = compute_capability is not None and compute_capability >= (9, 0)
+    return HOPPER_WORKSPACE if since_hopper else OTHER_WORKSPACE
 
 
 def device_budget(
@@ -76,33 +99,40 @@ def device_budget(
     compute_capability: tuple[int, int] | None = None,
     context_bytes: int | None = None,
     communicator_bytes: int | None = None,
+    expandable: bool = True,
 ) -> DeviceBudget:
     """The budget of a process on a device.
 
     Args:
-        kind: cuda or cpu.
-        free_bytes: before the process starts; the smallest over all ranks.
-        world_size: processes; more than one need a communicator.
+        kind: "cuda" or "cpu".
+        free_bytes: free memory before the process starts; the minimum over all ranks.
+        world_size: number of processes; more than one need a communicator.
         compute_capability: of the GPU, for the size of cuBLAS workspaces.
-        context_bytes: as measured; None for the assumption.
-        communicator_bytes: as measured; None for the assumption.
+        context_bytes: measured size; None to assume one.
+        communicator_bytes: measured size; None to assume one.
+        expandable: whether PyTorch's allocator has expandable segments.
     """
-    kept = guard(kind, free_bytes)
+    kept_free = guard(kind, free_bytes)
     if kind == "cpu":
-        return DeviceBudget(kind=kind, budget_bytes=free_bytes - kept.bytes, guard=kept)
-    assumed = [name for name, value in (("context", context_bytes), ("communicator", communicator_bytes)) if value is None]
-    context = ASSUMED_CONTEXT if context_bytes is None else context_bytes
-    communicator = ASSUMED_COMMUNICATOR if communicator_bytes is None else communicator_bytes
-    communicator = communicator if world_size > 1 else 0
-    hopper = compute_capability is not None and compute_capability[0] == 9
+        return DeviceBudget(kind=kind, budget_bytes=free_bytes - kept_free.bytes, guard=kept_free)
+    assumed = []
+    if context_bytes is None:
+        context_bytes = CONTEXTS.get(compute_capability or (0, 0), ASSUMED_CONTEXT)
+        assumed.append("context")
+    if world_size == 1:
+        communicator_bytes = 0
+    elif communicator_bytes is None:
+        communicator_bytes = ASSUMED_COMMUNICATOR
+        assumed.append("communicator")
     return DeviceBudget(
         kind=kind,
-        budget_bytes=free_bytes - kept.bytes - context - communicator,
-        workspace_bytes=HANDLES * (HOPPER_WORKSPACE if hopper else OTHER_WORKSPACE),
-        context_bytes=context,
-        communicator_bytes=communicator,
-        guard=kept,
-        assumed=tuple(name for name in assumed if name == "context" or world_size > 1),
+        budget_bytes=free_bytes - kept_free.bytes - context_bytes - communicator_bytes,
+        workspace_bytes=HANDLES * cublas_workspace(compute_capability),
+        context_bytes=context_bytes,
+        communicator_bytes=communicator_bytes,
+        guard=kept_free,
+        expandable=expandable,
+        assumed=tuple(assumed),
     )
 
 
@@ -114,9 +144,10 @@ class ZeroBuckets:
     overlap: bool = True
 
     def bytes(self, trained_parameters: int, element_bytes: int) -> int:
-        """Buffers that gradients are collected in during the backward pass; overlapping needs a second one.
+        """Bytes of the buffers that collect gradients; overlapping communication needs a second one.
 
-        What fits into one bucket is exchanged at its end, with nothing left to overlap: launch/deepspeed.py switches it off.
+        If all gradients fit into one bucket, they are reduced at the end of the backward pass and there is
+        nothing to overlap with, so launch/deepspeed.py turns overlapping off.
         """
         overlaps = self.overlap and self.elements < trained_parameters
         return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_parameters)
@@ -124,7 +155,7 @@ class ZeroBuckets:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How processes share the work."""
+    """The engine that distributes training over processes."""
 
     name: str = "none"  # "none", "ddp" or "deepspeed_z2"
     world_size: int = 1
@@ -133,25 +164,28 @@ class Engine:
 
 
 def _with(peak: Peak, **changes: int) -> Peak:
-    """The peak with bytes added to terms."""
+    """The peak with `changes` (term -> bytes) added."""
     terms = dict(peak.terms)
     for name, size in changes.items():
         terms[name] = terms.get(name, 0) + size
     return Peak(peak.bytes + sum(changes.values()), terms)
 
 
-def with_engine(peaks: dict[str, Peak], engine: Engine, trained_parameters: int, element_bytes: int) -> dict[str, Peak]:
-    """The phases of one of several processes.
+def with_engine(
+    peaks: dict[str, Peak], engine: Engine, trained_parameters: int, element_bytes: int
+) -> dict[str, Peak]:
+    """The peaks of one process among several.
 
     Args:
-        peaks: of one process alone, recorded with gradients alive from the start (`StepSpec.accumulates`).
-        engine: how the processes share the work.
-        trained_parameters: elements that are trained.
-        element_bytes: of a trained parameter and its gradient.
+        peaks: peaks by phase of a single process, traced with gradients live from the start
+            (`StepSpec.accumulates`).
+        engine: the engine of the run.
+        trained_parameters: number of trained elements.
+        element_bytes: bytes per element of a trained parameter and its gradient.
     """
     gradients = trained_parameters * element_bytes
     if engine.name == "ddp":
-        # Gradients are views into buckets, which exist from the first step to the last (gradient_as_bucket_view).
+        # Gradients are views into buckets (gradient_as_bucket_view), which live from the first step on.
         load = _with(peaks["load"], engine=min(DDP_BROADCAST, peaks["load"].bytes))
         evaluation = _with(peaks["evaluation"], engine=gradients)
         return {**peaks, "load": load, "evaluation": evaluation}
@@ -161,85 +195,88 @@ def with_engine(peaks: dict[str, Peak], engine: Engine, trained_parameters: int,
 
 
 def _with_zero2(peaks: dict[str, Peak], engine: Engine, trained: int, element_bytes: int) -> dict[str, Peak]:
-    """ZeRO stage 2 after DeepSpeed's stage_1_and_2.py: each process keeps fp32 weights and states of its share alone."""
+    """ZeRO-2 (DeepSpeed's stage_1_and_2.py): fp32 weights and optimizer states are partitioned."""
     share = -(-trained // engine.world_size)
     states, own_gradients = 12 * share, element_bytes * share  # master weights and two moments, 4 bytes each
-    kept_between = own_gradients if engine.accumulates else 0
+    accumulated = own_gradients if engine.accumulates else 0
     buckets = engine.buckets.bytes(trained, element_bytes)
-    extra = {
-        "load": dict(optimizer=states, engine=element_bytes * trained),  # parameters are copied into one flat buffer
-        "forward": dict(optimizer=states, gradients=kept_between),
-        # reduced gradients of the own share are kept, and before the step copied into one flat buffer
-        "backward": dict(optimizer=states, gradients=kept_between + own_gradients, engine=buckets),
+    partitioned = {
+        # All parameters are copied into one flat buffer.
+        "load": dict(optimizer=states, engine=element_bytes * trained),
+        "forward": dict(optimizer=states, gradients=accumulated),
+        # A process keeps the reduced gradients of its partition, and flattens them before the optimizer step.
+        "backward": dict(optimizer=states, gradients=accumulated + own_gradients, engine=buckets),
         "optimizer": dict(optimizer=states, gradients=own_gradients, engine=own_gradients + 4 * share),
         "evaluation": dict(optimizer=states),
     }
-    shared = {}
+    result = {}
     for phase, peak in peaks.items():
-        alone = {name: -peak.terms[name] for name in ("optimizer", "gradients")}
-        shared[phase] = _with(_with(peak, **alone), **extra[phase])
-    return shared
+        whole = {name: -peak.terms[name] for name in ("optimizer", "gradients")}
+        result[phase] = _with(_with(peak, **whole), **partitioned[phase])
+    return result
 
 
-def between_steps(forward: Peak, *, keeps_gradients: bool) -> Peak:
-    """What is there while a checkpoint is saved, tensor by tensor through main memory: weights and optimizer states.
+def checkpoint_peak(forward: Peak, *, keeps_gradients: bool) -> Peak:
+    """Memory while a checkpoint is saved, copied tensor by tensor through main memory: weights and states.
 
     Args:
-        forward: the phase that finds them as well.
-        keeps_gradients: whether gradients live in buffers that stay (DDP).
+        forward: the peak of the forward pass, which has these terms as well.
+        keeps_gradients: whether gradients live in buffers that are never freed (DDP).
     """
-    kept = ("weights", "adapters", "optimizer", *(["gradients"] if keeps_gradients else []))
+    kept = ["weights", "adapters", "optimizer"]
+    if keeps_gradients:
+        kept.append("gradients")
     terms = {name: size if name in kept else 0 for name, size in forward.terms.items()}
     return Peak(sum(terms.values()), terms)
 
 
-def trained_bytes(peaks: dict[str, Peak]) -> int:
-    """Bytes of all gradients, from a step that was recorded with them alive."""
+def gradient_bytes(peaks: dict[str, Peak]) -> int:
+    """Bytes of all gradients, from a step that was traced with them live."""
     return peaks["forward"].terms["gradients"]
 
 
-def estimate(step: Step, device: DeviceBudget, engine: Engine | None = None, *, element_bytes: int = 4) -> Memory:
+def estimate(
+    step: Step, device: DeviceBudget, engine: Engine | None = None, *, element_bytes: int = 4
+) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
     Args:
-        step: as recorded or fitted.
-        device: what else the process holds, and what it may use.
-        engine: how processes share the work; default one process.
-        element_bytes: of a trained parameter.
+        step: the step, traced or derived.
+        device: the budget and the fixed costs of the process.
+        engine: the engine of the run; default: a single process.
+        element_bytes: bytes per element of a trained parameter.
     """
     peaks = step.peaks(device.granularity)
     if engine is not None:
-        peaks = with_engine(peaks, engine, trained_bytes(peaks) // element_bytes, element_bytes)
-    peaks["save"] = between_steps(peaks["forward"], keeps_gradients=engine is not None and engine.name == "ddp")
-    peaks = {phase: peak if phase == "load" else _with(peak, engine=device.workspace_bytes) for phase, peak in peaks.items()}
+        peaks = with_engine(peaks, engine, gradient_bytes(peaks) // element_bytes, element_bytes)
+    is_ddp = engine is not None and engine.name == "ddp"
+    peaks["save"] = checkpoint_peak(peaks["forward"], keeps_gradients=is_ddp)
+    for phase in peaks:
+        if phase != "load":
+            peaks[phase] = _with(peaks[phase], engine=device.workspace_bytes)
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
-    tight = device.kind == "cuda" and GAPS_MATTER * device.budget_bytes < peaks[top].bytes <= device.budget_bytes
+    peak_bytes, budget = peaks[top].bytes, device.budget_bytes
+    matters_from = FRAGMENTATION_MATTERS_FROM[device.expandable] * budget
+    is_tight = device.kind == "cuda" and matters_from < peak_bytes <= budget
     return Memory(
-        budget_bytes=device.budget_bytes,
-        peak_bytes=peaks[top].bytes,
+        budget_bytes=budget,
+        peak_bytes=peak_bytes,
         peak_phase=top,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
         terms={**peaks[top].terms, "context": device.context_bytes + device.communicator_bytes},
-        reserved_bytes=reserved_bytes(step, peaks[top].bytes) if tight else None,
+        reserved_bytes=reserved_bytes(step, peak_bytes, device) if is_tight else None,
         guard_bytes=device.guard.bytes,
     )
 
 
-def reserved_bytes(step: Step, peak_bytes: int) -> int:
-    """What the caching allocator takes from the device for a peak: the gaps of the replayed step come on top."""
-    gaps = replay_step(step)
-    return peak_bytes + gaps.reserved - gaps.allocated
-
-
-def replay_step(step: Step, *, expandable: bool = True) -> Replay:
-    """What PyTorch's caching allocator reserves for two such steps: from the second on it finds what the first one left.
+def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget) -> int:
+    """What the allocator reserves at a peak: the peak plus the fragmentation in a replay of the step.
 
     Args:
-        step: from the first weight to the evaluation.
-        expandable: as in `sft_play.sizing.allocator.replay`.
+        step: the step.
+        peak_bytes: the predicted peak, which may include more than the step itself (an engine's buffers).
+        device: the fixed costs of the process, and how its allocator works.
     """
-    sizes = step.sizes[step.timeline.source].tolist()
-    events = [event for event in step.timeline.events.tolist() if sizes[abs(event) - 1]]
-    passing = {-event for event in events if event < 0}
-    again = [event for event in events if abs(event) in passing]
-    return replay(((abs(event), sizes[event - 1] if event > 0 else 0) for event in events + again), expandable=expandable)
+    habits = Habits(workspace_bytes=device.workspace_bytes // HANDLES)
+    replayed = replay_steps(step, habits, expandable=device.expandable)
+    return peak_bytes + replayed.reserved - replayed.requested

@@ -1,92 +1,110 @@
-"""What one training step is: everything that its memory depends on, besides the model's architecture."""
+"""The description of a training step: all that its memory depends on, besides the model's architecture."""
 
+import json
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sft_play.config.schema import LoraSettings, RunConfig
-from sft_play.sizing.planner import Plan
+from sft_play.data.batching import padded_length
+from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
+from sft_play.plan import Plan
 from sft_play.units import BYTES_PER_ELEMENT
 
-LOSS_TILE = 4096  # TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob
-PADDED_TO = 8  # the padding collator rounds rows up to this
+# Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of loss_head.py
+LOSS_TILES = {"cuda": 4096, "cpu": 256}
+SHARES = 20  # the supervised share is rounded up to a twentieth, so that few traces serve all micro-batches
 SIXTEEN_BIT = {"bf16": "bfloat16", "fp16": "float16"}
+ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
+SOURCES = tuple(PACKAGE / name for name in ("sizing", "model", "plan.py", "units.py"))
 
 
-def padded(tokens: int) -> int:
-    """What the padding collator makes of a longest row."""
-    return -(-tokens // PADDED_TO) * PADDED_TO
+def step_code() -> str:
+    """A key for what memory depends on besides the step: our code and the versions of the libraries."""
+    return f"{sources_digest(*SOURCES)} {json.dumps(installed_versions())}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """One micro-batch of a run, and what is done with it."""
+    """One micro-batch of a run, and how the model is trained on it."""
 
-    mode: str  # full, lora or qlora
+    mode: str  # "full", "lora" or "qlora"
     lora: LoraSettings = LoraSettings()
     dtype: str = "float32"  # of the weights
-    mixed_precision: str = "no"  # autocast type: bf16, fp16 or no
+    mixed_precision: str = "no"  # autocast type: "bf16", "fp16" or "no"
     attention: str = "varlen_sdpa"
     gradient_checkpointing: bool = False
-    packing: bool = False
+    joined: bool = False  # rows end to end without padding; else [rows, row_tokens], padded
     rows: int = 1
-    row_tokens: int = 128
-    accumulates: bool = True  # gradients of an earlier micro-batch are alive during forward and backward
-    device: str = "cpu"  # the device that is costed, not the one that costs
+    row_tokens: int = 128  # 1 if rows are joined and `rows` counts tokens
+    longest: int | None = None  # tokens of the longest sequence; default `row_tokens`
+    accumulates: bool = True  # gradients of an earlier micro-batch are live during forward and backward
+    device: str = "cpu"  # the device whose memory is predicted, not the one that predicts
+    compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
     optimizer: str = "adamw"
-    supervised_share: float = 1.0  # of the tokens: a GPU's loss head works on these alone
-    eval_rows: int | None = None  # rows of an evaluation batch, always padded; default `rows`
-    eval_row_tokens: int | None = None  # of the longest row there; default `row_tokens`
-    all_in_dtype: bool = False  # adapters too: DeepSpeed casts the whole model instead of computing under autocast
-    one_by_one: bool = False  # packed rows are attended in pieces of row_tokens, for models whose attention has a window
+    supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
+    eval_rows: int | None = None  # rows of an evaluation batch; default `rows`
+    eval_row_tokens: int | None = None  # longest row of an evaluation batch; default `row_tokens`
+    cast_adapters: bool = False  # adapters have `dtype` too: DeepSpeed casts the model and has no autocast
+    cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
 
     @property
     def tokens(self) -> int:
-        """Tokens in the micro-batch, padding counted."""
+        """Tokens in the micro-batch, padding included."""
         return self.rows * self.row_tokens
 
     @property
     def eval_shape(self) -> tuple[int, int]:
-        """Rows and tokens of an evaluation batch."""
+        """Rows of an evaluation batch, and tokens of each."""
         return self.eval_rows or self.rows, self.eval_row_tokens or self.row_tokens
 
     @property
-    def sequence_lengths(self) -> tuple[int, ...]:
-        """Tokens of each packed sequence. Two stand for any number: how a row is divided changes no more than rounding.
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence in it."""
+        return self.longest or self.row_tokens
 
-        Only a window makes a difference, since its mask grows with the square of the sequence.
+    def sequence_lengths(self, tokens: int) -> tuple[int, ...]:
+        """Tokens of each of the sequences that are joined to `tokens` tokens.
+
+        Two sequences stand for any number: how the tokens are divided changes memory only by rounding. The
+        exception is a sliding window, whose mask grows with the square of the sequence length.
         """
-        if self.one_by_one:
-            return (self.row_tokens,) * self.rows
-        return (self.tokens // 2, self.tokens - self.tokens // 2)
+        if self.cut_at_longest:
+            whole, rest = divmod(tokens, self.longest_sequence)
+            return (self.longest_sequence,) * whole + ((rest,) if rest else ())
+        return (tokens // 2, tokens - tokens // 2)
 
     @property
-    def kinks(self) -> tuple[int, int]:
-        """Equal for steps whose sizes are lines in the rows: which side of a tile of TRL's loss head their tokens are on."""
+    def loss_tiles(self) -> tuple[int, int]:
+        """Tiles of the output head for the micro-batch and for the evaluation batch; 3 stands for 3 or more.
+
+        Block sizes are linear in the rows among steps for which this is equal.
+        """
+        tile = LOSS_TILES[self.device]
         eval_rows, eval_row_tokens = self.eval_shape
-        eval_tokens = eval_rows * eval_row_tokens
-        if self.device == "cuda":
-            heads = (self.supervised(self.tokens), self.supervised(eval_tokens))
-        else:
-            heads = (self.tokens - (1 if self.packing else self.rows), eval_tokens - eval_rows)
-        return heads[0] > LOSS_TILE, heads[1] > LOSS_TILE
+        tokens = self.supervised(self.rows, self.row_tokens), self.supervised(eval_rows, eval_row_tokens)
+        first, second = (min(3, -(-count // tile)) for count in tokens)
+        return first, second
 
     @property
     def trained_element_bytes(self) -> int:
-        """Of a trained parameter and its gradient: adapters are fp32 unless everything is cast."""
-        return BYTES_PER_ELEMENT[self.dtype] if self.mode == "full" or self.all_in_dtype else 4
+        """Bytes per element of a trained parameter and its gradient; adapters are fp32 unless cast."""
+        return BYTES_PER_ELEMENT[self.dtype] if self.mode == "full" or self.cast_adapters else 4
 
-    def supervised(self, tokens: int) -> int:
-        """How many of the tokens carry loss."""
-        return max(1, round(self.supervised_share * tokens))
+    def supervised(self, rows: int, row_tokens: int) -> int:
+        """How many tokens of such a batch contribute to the loss: no sequence predicts its first one."""
+        tokens = rows * row_tokens
+        return max(1, min(round(self.supervised_share * tokens), tokens - (1 if self.joined else rows)))
 
     @classmethod
-    def of(cls, config: RunConfig, plan: Plan, supervised_share: float = 1.0, eval_row_tokens: int | None = None) -> "StepSpec":
-        """The step that `plan` describes, at its largest: every row has max_seq_len tokens.
+    def of(cls, config: RunConfig, plan: Plan, eval_shape: tuple[int, int] | None = None) -> "StepSpec":
+        """The largest step of a plan.
 
         Args:
-            config: the run.
-            plan: how it is carried out.
-            supervised_share: of the tokens, at most.
-            eval_row_tokens: of the longest row that is evaluated; default max_seq_len.
+            config: the run's config.
+            plan: the run's plan.
+            eval_shape: rows and row tokens of the largest evaluation batch, 1 row of all its tokens when
+                joined; default that of the micro-batch.
         """
         spec = cls(
             mode=config.tuning.mode,
@@ -95,17 +113,46 @@ class StepSpec:
             mixed_precision=plan.mixed_precision,
             attention=plan.attention,
             gradient_checkpointing=plan.gradient_checkpointing,
-            packing=plan.packing,
-            rows=plan.rows_per_micro_batch,
-            row_tokens=plan.max_seq_len if plan.packing else padded(plan.max_seq_len),
-            # On several processes gradients live in the engine's buffers from the start.
+            # With several processes, gradients live in the engine's buffers from the first step on.
             accumulates=plan.gradient_accumulation_steps > 1 or plan.engine != "none",
             device=plan.device,
+            compute_capability=plan.compute_capability or ASSUMED_CAPABILITY,
             optimizer=config.train.optimizer,
-            supervised_share=supervised_share,
-            eval_rows=None if config.eval.batch_size == "auto" else config.eval.batch_size,
-            eval_row_tokens=padded(eval_row_tokens or plan.max_seq_len),
+            supervised_share=_supervised_share(plan),
         )
+        shape = _joined_shape if plan.padding_free else _padded_shape
+        spec = replace(spec, **shape(plan, eval_shape))
         if plan.engine == "deepspeed_z2" and plan.mixed_precision in SIXTEEN_BIT:
-            return replace(spec, dtype=SIXTEEN_BIT[plan.mixed_precision], mixed_precision="no", all_in_dtype=True)
+            return replace(
+                spec, dtype=SIXTEEN_BIT[plan.mixed_precision], mixed_precision="no", cast_adapters=True
+            )
         return spec
+
+
+def _supervised_share(plan: Plan) -> float:
+    """The share of the largest micro-batch, assuming that it also has the most supervised tokens."""
+    if not plan.micro_batch_supervised:
+        return 1.0
+    return min(1.0, math.ceil(SHARES * plan.micro_batch_supervised / plan.micro_batch_tokens) / SHARES)
+
+
+def _joined_shape(plan: Plan, eval_shape: tuple[int, int] | None) -> dict[str, Any]:
+    """The shape of joined rows, where `rows` counts tokens."""
+    evaluated = eval_shape[0] * eval_shape[1] if eval_shape else plan.micro_batch_tokens
+    return dict(
+        joined=True,
+        rows=plan.micro_batch_tokens,
+        row_tokens=1,
+        longest=plan.max_seq_len,
+        eval_rows=None if evaluated == plan.micro_batch_tokens else evaluated,
+    )
+
+
+def _padded_shape(plan: Plan, eval_shape: tuple[int, int] | None) -> dict[str, Any]:
+    eval_rows, eval_row_tokens = eval_shape or (None, None)
+    return dict(
+        rows=plan.rows_per_micro_batch,
+        row_tokens=padded_length(plan.max_seq_len),
+        eval_rows=eval_rows,
+        eval_row_tokens=eval_row_tokens,
+    )

@@ -1,7 +1,9 @@
-"""One training step as a list of allocations and frees, and what follows from it: live bytes, their peak in each phase.
+"""One training step as a list of allocations and frees, and the memory peak of each of its phases.
 
-A step is recorded on a model with few layers (`StepTrace`). `expand` repeats the recorded layers until the model has all of
-its own, so that an 80-layer model costs no more to trace than three layers. Nothing here knows torch.
+A step is traced on a model with few layers (`StepTrace`). `expand` repeats the traced layers until the model
+has its full depth, so that tracing an 80-layer model costs no more than tracing three layers. No torch here.
+
+Shapes: E events, B traced blocks (a block is one allocation), N blocks of the expanded step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,55 +12,67 @@ from functools import cached_property
 
 import numpy as np
 
+from sft_play.sizing.work import NO_WORK, Work
+
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation")
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries")
 
-WHOLE_MODEL = -1  # the layer of what belongs to no decoder layer
+WHOLE_MODEL = -1  # stands in for a layer index where a block or segment belongs to no decoder layer
 
 
 class LayersDiffer(Exception):
-    """The recorded layers do not repeat, so they cannot stand for the others: record all layers instead."""
+    """The traced layers do not repeat, so they cannot represent the others: trace all layers instead."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the recording that belongs to one phase, and to one decoder layer or to none."""
+    """Consecutive events of a trace that belong to one phase and to one decoder layer, or to none."""
 
     phase: str
-    layer: int  # among the recorded layers, or WHOLE_MODEL
+    layer: int  # index among the traced layers, or WHOLE_MODEL
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A recorded step. Block b is allocated by event b + 1 and freed by event -(b + 1); some are never freed."""
+    """A traced step. Event b + 1 allocates block b, event -(b + 1) frees it; some blocks are never freed."""
 
-    events: np.ndarray
-    sizes: np.ndarray  # bytes of each block as asked for, before any allocator rounds them
-    terms: np.ndarray  # index into TERMS
-    owners: np.ndarray  # recorded layer that the block belongs to, or WHOLE_MODEL
+    events: np.ndarray  # [E]
+    sizes: np.ndarray  # [B] requested bytes of each block, before any allocator rounds them up
+    terms: np.ndarray  # [B] index into TERMS
+    owners: np.ndarray  # [B] traced layer that the block belongs to, or WHOLE_MODEL
     segments: tuple[Segment, ...]
-    stand_ins: tuple[int, ...]  # for each layer of the model, the recorded layer that stands for it
+    stand_ins: tuple[int, ...]  # for each layer of the model, the traced layer that represents it
+    work: Work = NO_WORK  # what the step computes
 
     def same_structure(self, other: "StepTrace") -> bool:
-        """Whether both recordings did the same things in the same order, with blocks of any size."""
+        """Whether both traces have the same events in the same order, whatever the sizes of their blocks."""
         return (
             self.segments == other.segments
             and self.stand_ins == other.stand_ins
             and np.array_equal(self.events, other.events)
             and np.array_equal(self.terms, other.terms)
+            and self.work.same_operations(other.work)
         )
+
+    def born_in(self, phase: str) -> np.ndarray:
+        """Whether each block is allocated in this phase, [blocks]."""
+        births = np.zeros(len(self.sizes), dtype=bool)
+        for segment in self.segments:
+            events = self.events[segment.start : segment.stop]
+            births[events[events > 0] - 1] = segment.phase == phase
+        return births
 
     @cached_property
     def step(self) -> "Step":
-        """The step of the model with all its layers."""
+        """The step of the full-depth model."""
         return Step(expand(self), self.sizes)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that were alive at once, and what they were."""
+    """The most bytes that were live at once, and their breakdown by term."""
 
     bytes: int
     terms: dict[str, int]
@@ -66,47 +80,54 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step with all layers: like StepTrace, but block n has the size and term of the recorded block `source[n]`."""
+    """A full-depth step: like `StepTrace`, but block n is a copy of the traced block `source[n]`."""
 
-    events: np.ndarray
-    source: np.ndarray
-    phases: np.ndarray  # of each event, index into PHASES
-    in_layers: np.ndarray  # of each event, whether a decoder layer was at work
-    terms: np.ndarray  # of each recorded block
+    events: np.ndarray  # [E]
+    source: np.ndarray  # [N] traced block whose size and term this block has
+    phases: np.ndarray  # [E] index into PHASES
+    in_layers: np.ndarray  # [E] whether a decoder layer was running
+    terms: np.ndarray  # [B] of each traced block
 
     @cached_property
     def _source_of_event(self) -> np.ndarray:
+        """The traced block of each event, [E]."""
         return self.source[np.abs(self.events) - 1]
 
     def changes(self, sizes: np.ndarray, granularity: int) -> np.ndarray:
-        """Bytes that each event adds or takes away, blocks rounded up to a multiple of `granularity`."""
+        """Bytes that each event allocates or, negative, frees.
+
+        Args:
+            sizes: [B] bytes of the traced blocks.
+            granularity: blocks are rounded up to a multiple of this.
+
+        Returns:
+            [E] bytes.
+        """
         rounded = -(-sizes // granularity) * granularity
         return np.sign(self.events) * rounded[self._source_of_event]
 
     def terms_at(self, event: int, changes: np.ndarray) -> dict[str, int]:
-        """What is alive after the event, by term."""
+        """Live bytes after the event, by term; `changes` is [E], as returned by the method of that name."""
         terms = self.terms[self._source_of_event[: event + 1]]
         return {name: int(changes[: event + 1][terms == index].sum()) for index, name in enumerate(TERMS)}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A timeline whose blocks have sizes: one step at one micro-batch."""
+    """A timeline whose blocks have sizes: one step at one micro-batch size."""
 
     timeline: Timeline
-    sizes: np.ndarray
-
-    def live_bytes(self, granularity: int = 1) -> np.ndarray:
-        """Bytes alive after each event."""
-        return np.cumsum(self.timeline.changes(self.sizes, granularity))
+    sizes: np.ndarray  # [B] bytes of the traced blocks
 
     def peaks(self, granularity: int = 1, *, in_layers: bool = False) -> dict[str, Peak]:
-        """The peak of each phase that the step has; with `in_layers` only while a decoder layer is at work."""
+        """The peak of each phase that the step has; with `in_layers`, only while a decoder layer runs."""
         changes = self.timeline.changes(self.sizes, granularity)
         live = np.cumsum(changes)
         peaks = {}
         for index, phase in enumerate(PHASES):
-            here = np.flatnonzero((self.timeline.phases == index) & (self.timeline.in_layers | (not in_layers)))
+            here = np.flatnonzero(
+                (self.timeline.phases == index) & (self.timeline.in_layers | (not in_layers))
+            )
             if here.size:
                 top = int(here[np.argmax(live[here])])
                 peaks[phase] = Peak(int(live[top]), self.timeline.terms_at(top, changes))
@@ -114,35 +135,35 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Lives:
-    """Where each recorded block is born and dies, as indices of segments (death -1: it stays)."""
+class Lifetimes:
+    """The segments in which each traced block is allocated and freed; -1 if it is never freed."""
 
-    birth: np.ndarray
-    death: np.ndarray
+    birth: np.ndarray  # [B] index of a segment
+    death: np.ndarray  # [B]
 
 
-def _lives(trace: StepTrace) -> Lives:
+def _lifetimes(trace: StepTrace) -> Lifetimes:
     birth = np.full(len(trace.sizes), -1)
     death = np.full(len(trace.sizes), -1)
     for index, segment in enumerate(trace.segments):
         for event in trace.events[segment.start : segment.stop].tolist():
             (birth if event > 0 else death)[abs(event) - 1] = index
-    return Lives(birth, death)
+    return Lifetimes(birth, death)
 
 
-def _runs(segments: Sequence[Segment]) -> Iterator[list[int]]:
-    """Groups segments: each stretch of layer after layer is one run, every other segment is a run of its own."""
-    run: list[int] = []
-    for index, segment in enumerate(segments):
-        if run and (segment.layer == WHOLE_MODEL or segment.phase != segments[run[0]].phase):
-            yield run
-            run = []
+def sweeps(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Groups segments: one pass through the layers is a group, any other segment is a group of its own."""
+    sweep: list[Segment] = []
+    for segment in segments:
+        if sweep and (segment.layer == WHOLE_MODEL or segment.phase != sweep[0].phase):
+            yield sweep
+            sweep = []
         if segment.layer == WHOLE_MODEL:
-            yield [index]
+            yield [segment]
         else:
-            run.append(index)
-    if run:
-        yield run
+            sweep.append(segment)
+    if sweep:
+        yield sweep
 
 
 class _Expansion:
@@ -150,33 +171,37 @@ class _Expansion:
 
     def __init__(self, trace: StepTrace):
         self.trace = trace
-        self.owners: list[int] = trace.owners.tolist()  # plain numbers: each is looked at for each layer of the model
-        self.lives = _lives(trace)
-        self.copies = [[j for j, s in enumerate(trace.stand_ins) if s == k] for k in range(max(trace.stand_ins) + 1)]
+        self.owners: list[int] = trace.owners.tolist()  # a list is faster than an array to index one by one
+        self.lifetimes = _lifetimes(trace)
+        self.copies: list[list[int]] = [[] for _ in range(max(trace.stand_ins) + 1)]
+        for layer, stand_in in enumerate(trace.stand_ins):
+            self.copies[stand_in].append(layer)
         self.crossing = self._crossing_blocks()
-        self.alive: dict[tuple[int, int], int] = {}
+        self.alive: dict[tuple[int, int], int] = {}  # (layer, traced block) -> block number of the copy
         self.events: list[int] = []
         self.phases: list[int] = []
         self.in_layers: list[bool] = []
         self.source: list[int] = []
 
     def _crossing_blocks(self) -> dict[tuple[int, int, int, int], list[int]]:
-        """Blocks that one layer leaves for its neighbour to free, in order of birth, by (phases, distance, owner)."""
+        """Blocks that one layer allocates and another one frees, by key, in order of allocation."""
         crossing: dict[tuple[int, int, int, int], list[int]] = {}
-        for block in np.argsort(self.lives.birth, kind="stable").tolist():
+        for block in np.argsort(self.lifetimes.birth, kind="stable").tolist():
             key = self._crossing_key(block)
             if key is not None:
                 crossing.setdefault(key, []).append(block)
         return crossing
 
     def _crossing_key(self, block: int) -> tuple[int, int, int, int] | None:
-        owner, death = self.owners[block], int(self.lives.death[block])
+        """Phases that allocate and free it, distance in layers, owner; None if it stays in its layer."""
+        owner, death = self.owners[block], int(self.lifetimes.death[block])
         if owner == WHOLE_MODEL or death < 0 or self.trace.segments[death].layer in (WHOLE_MODEL, owner):
             return None
-        born, died = self.trace.segments[self.lives.birth[block]], self.trace.segments[death]
+        born, died = self.trace.segments[self.lifetimes.birth[block]], self.trace.segments[death]
         return PHASES.index(born.phase), PHASES.index(died.phase), died.layer - owner, owner
 
     def emit(self, layer: int, event: int) -> None:
+        """Appends the traced event as an event of `layer`, with the number that this layer's copy has."""
         block = abs(event) - 1
         key = (layer, block)
         if event > 0:
@@ -189,6 +214,7 @@ class _Expansion:
         self.events.append(number)
 
     def whole_model_segment(self, segment: Segment) -> None:
+        """Copies a segment outside the layers; what it does to a layer's block, it does to every copy."""
         for event in self.trace.events[segment.start : segment.stop].tolist():
             owner = self.owners[abs(event) - 1]
             for layer in [WHOLE_MODEL] if owner == WHOLE_MODEL else self.copies[owner]:
@@ -196,59 +222,84 @@ class _Expansion:
         self._close(segment)
 
     def _close(self, segment: Segment) -> None:
-        """Notes what the events since the last call belong to."""
+        """Labels the events since the last call with the segment's phase."""
         new = len(self.events) - len(self.phases)
         self.phases += [PHASES.index(segment.phase)] * new
         self.in_layers += [segment.layer != WHOLE_MODEL] * new
 
     def layer_segment(self, segment: Segment, layer: int) -> None:
-        """Writes the recorded segment as that of `layer`, which `segment.layer` stands for."""
+        """Copies the traced segment of `segment.layer` as that of `layer`, which it represents."""
         for event in self.trace.events[segment.start : segment.stop].tolist():
             block = abs(event) - 1
             owner = self.owners[block]
             if event > 0 or owner == segment.layer:
                 self.emit(layer, event)
-            elif owner == WHOLE_MODEL:  # the first copy of the layer that frees it has done so
-                if (WHOLE_MODEL, block) in self.alive:
+            elif owner == WHOLE_MODEL:
+                if (WHOLE_MODEL, block) in self.alive:  # only the first copy of the layer can free it
                     self.emit(WHOLE_MODEL, event)
             else:
-                self._free_neighbours_block(segment, layer, block)
+                self._free_block_of_neighbor(layer, block)
         self._close(segment)
 
-    def _free_neighbours_block(self, segment: Segment, layer: int, block: int) -> None:
+    def _free_block_of_neighbor(self, layer: int, block: int) -> None:
+        """Frees the block of the layer's real neighbor that corresponds to `block`."""
         key = self._crossing_key(block)
         assert key is not None
         born, died, distance, owner = key
-        neighbour = layer - distance
-        if not 0 <= neighbour < len(self.trace.stand_ins) or abs(distance) != 1:
-            raise LayersDiffer(f"layer {layer} frees a block of layer {neighbour}")
-        theirs = self.crossing.get((born, died, distance, self.trace.stand_ins[neighbour]), [])
+        neighbor = layer - distance
+        if not 0 <= neighbor < len(self.trace.stand_ins) or abs(distance) != 1:
+            raise LayersDiffer(f"layer {layer} frees a block of layer {neighbor}")
+        theirs = self.crossing.get((born, died, distance, self.trace.stand_ins[neighbor]), [])
         rank = self.crossing[key].index(block)
         if len(theirs) != len(self.crossing[key]):
-            raise LayersDiffer(f"layers {owner} and {self.trace.stand_ins[neighbour]} leave different blocks to the next")
-        self.emit(neighbour, -(theirs[rank] + 1))
+            other = self.trace.stand_ins[neighbor]
+            raise LayersDiffer(f"layers {owner} and {other} pass different blocks to the next layer")
+        self.emit(neighbor, -(theirs[rank] + 1))
 
 
 def expand(trace: StepTrace) -> Timeline:
-    """Repeats the recorded layers as `trace.stand_ins` says.
+    """Repeats the traced layers as `trace.stand_ins` says.
+
+    A model of five equal layers is traced with three: the first, one from the middle and the last, so
+    `stand_ins` is (0, 1, 1, 1, 2). In the forward pass each layer saves one block (`s`) for its backward
+    pass, allocates its output (`o`) and frees its input, which is the output of the layer before. Block
+    numbers in the trace and, after expansion, in the timeline:
+
+        traced layer     0            1            2
+        traced events    +1 +2        +3 +4 -2     +5 +6 -4
+                         s0 o0        s1 o1 -o0    s2 o2 -o1
+
+        layer            0       1            2            3             4
+        stands for it    0       1            1            1             2
+        events           +1 +2   +3 +4 -2     +5 +6 -4     +7 +8 -6      +9 +10 -8
+        source           s0 o0   s1 o1 -o0    s1 o1 -o1    s1 o1 -o1     s2 o2 -o1
+
+    Each copy of layer 1 gets blocks of its own (3 and 4, 5 and 6, 7 and 8), which have the sizes of s1 and
+    o1. The interesting event is the free: in the trace layer 1 frees o0, but layer 2 of the model must free
+    the output of its own neighbor, layer 1. So a block that crosses from one layer to the next is looked up
+    by what it is - the n-th block that a layer allocates in this phase for the next one to free - in the
+    traced layer that represents the neighbor. If two traced layers leave their neighbors different numbers
+    of such blocks, they cannot represent one another, and all layers have to be traced.
+
+    The backward pass is expanded in the same way with the layers in reverse order, and events outside the
+    layers that touch a layer's block (an optimizer update, say) are repeated once for each copy.
 
     Raises:
-        LayersDiffer: what the recorded layers leave for one another does not fit together when they are repeated.
+        LayersDiffer: the blocks that traced layers pass to each other do not match when layers are repeated.
     """
     expansion = _Expansion(trace)
-    recorded = max(trace.stand_ins) + 1
-    for run in _runs(trace.segments):
-        first = trace.segments[run[0]]
-        if first.layer == WHOLE_MODEL:
-            expansion.whole_model_segment(first)
+    traced = max(trace.stand_ins) + 1
+    for sweep in sweeps(trace.segments):
+        if sweep[0].layer == WHOLE_MODEL:
+            expansion.whole_model_segment(sweep[0])
             continue
-        of_layer = {trace.segments[index].layer: trace.segments[index] for index in run}
-        order = [trace.segments[index].layer for index in run]
-        if order not in (list(range(recorded)), list(range(recorded - 1, -1, -1))):
+        segment_of = {segment.layer: segment for segment in sweep}
+        order = [segment.layer for segment in sweep]
+        if order not in (list(range(traced)), list(range(traced - 1, -1, -1))):
             raise LayersDiffer(f"layers ran in the order {order}")
         layers = range(len(trace.stand_ins))
         for layer in layers if order[0] == 0 else reversed(layers):
-            expansion.layer_segment(of_layer[trace.stand_ins[layer]], layer)
+            expansion.layer_segment(segment_of[trace.stand_ins[layer]], layer)
     return Timeline(
         events=np.array(expansion.events, dtype=np.int64),
         source=np.array(expansion.source, dtype=np.int64),

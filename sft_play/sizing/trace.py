@@ -1,4 +1,4 @@
-"""The symbolic step: one training step executed on fake tensors, every allocation counted. No weights, no GPU, a second."""
+"""The trace: one training step on fake tensors, with every allocation recorded. No weights, no GPU."""
 
 import gc
 import warnings
@@ -10,42 +10,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sft_play.errors import ConfigError
-from sft_play.model import freeze_all_but_text
+from sft_play.errors import ConfigError, UntraceableModel
+from sft_play.model.load import freeze_all_but_text
+from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.sizing.fake import attach, decoder_layers, layer_of_modules, materialise, skeleton
-from sft_play.sizing.kernels import SymbolicLedger, as_on_cpu, as_on_cuda, few_tiles, watched_loss
-from sft_play.sizing.ledger import Ledger
+from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
+from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-EIGHT_BIT_BLOCK, EIGHT_BIT_FROM = 256, 4096  # bitsandbytes: values that share a scale; smaller tensors keep 32-bit states
+EIGHT_BIT_BLOCK = 256  # bitsandbytes: values of an 8-bit optimizer state that share a scale
+EIGHT_BIT_FROM = 4096  # bitsandbytes: smaller tensors have 32-bit states
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SPARE_BATCHES = 1  # the data loader has fetched the next batch when one is worked on
-
-
-class UntraceableModel(ConfigError):
-    """The model's training step cannot be executed on fake tensors; only a real step can measure it."""
+PREFETCHED_BATCHES = 1  # batches that the data loader holds besides the current one
 
 
 def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool = False) -> StepTrace:
-    """Records one steady training step (optimizer states exist), then an evaluation batch.
+    """Traces a training step in the middle of a run (optimizer states exist), then an evaluation batch.
 
     Args:
-        config: the architecture, as transformers builds it.
+        config: the architecture.
         spec: the step.
-        all_layers: record every decoder layer instead of one of each kind.
+        all_layers: trace every decoder layer instead of one of each kind.
 
     Raises:
-        UntraceableModel: an operation needs data, or the architecture has no list of decoder layers.
+        UntraceableModel: an operation depends on data, or the architecture has no list of decoder layers.
     """
     try:
-        with warnings.catch_warnings(), _no_collection():
+        with warnings.catch_warnings(), _garbage_collector_off():
             warnings.simplefilter("ignore")
-            trace = _record(config, spec, all_layers)
-            trace.step  # noqa: B018  whether the layers repeat
+            trace = _trace(config, spec, all_layers)
+            trace.step  # noqa: B018  raises LayersDiffer if the layers do not repeat
             return trace
     except LayersDiffer:
         if all_layers:
@@ -53,17 +51,17 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
         return trace_step(config, spec, all_layers=True)
     except ConfigError:
         raise
-    except Exception as error:  # any library's code runs here, on any architecture
+    except Exception as error:  # libraries can raise anything for an unusual architecture
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UntraceableModel(
-            f"the training step of {type(config).__name__} cannot be traced symbolically: {first_line}\n"
-            "Its memory shows in the first real steps only; set train.batch_size by hand"
+            f"the training step of {type(config).__name__} cannot be traced: {first_line}\n"
+            "Its memory can only be measured in real steps, not predicted; set train.batch_size to a number"
         ) from error
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Within, the garbage collector is off: it takes a third of the time here and would free cycles at chance moments."""
+def _garbage_collector_off() -> Iterator[None]:
+    """Turns the garbage collector off: it takes a third of the time and frees cycles at random moments."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -73,50 +71,51 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _record(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
-    from trl.trainer.utils import add_fused_lm_head
-
+def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
     base, stand_ins = skeleton(config, spec, all_layers=all_layers)
     model = attach(base, spec)
     if spec.mode == "full":
         freeze_all_but_text(base)
-    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    add_loss_head(base)
     prepare_for_training(model, spec)
     layers = decoder_layers(base)[2]
-    spec = replace(spec, one_by_one=spec.packing and has_window(config, spec.row_tokens) and not is_flash(spec))
-    eval_tokens = spec.eval_shape[0] * spec.eval_shape[1]
-    with FakeTensorMode(allow_non_fake_inputs=True), few_tiles(), _costed_as(spec):
-        ledger = SymbolicLedger(
+    has_window_mask = has_window(config, spec.longest_sequence) and not is_flash(spec)
+    spec = replace(spec, cut_at_longest=spec.joined and has_window_mask)
+    with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
+        recorder = SymbolicRecorder(
             cuda=spec.device == "cuda",
-            supervised=spec.supervised(spec.tokens),
-            eval_supervised=spec.supervised(eval_tokens),
+            supervised=spec.supervised(spec.rows, spec.row_tokens),
+            eval_supervised=spec.supervised(*spec.eval_shape),
         )
-        with watched_loss(ledger):
-            materialise(model, layers, ledger)
-            optimizer = _with_states(model, layers, spec, ledger)
-            with ledger, marked_layers(layers, ledger):
-                run_step(model, optimizer, spec, ledger)
-    return ledger.trace(stand_ins)
+        with few_tiles(recorder), attributed_loss(recorder):
+            materialise(model, layers, recorder)
+            optimizer = _optimizer_with_states(model, layers, spec, recorder)
+            with recorder, layer_hooks(layers, recorder):
+                run_step(model, optimizer, spec, recorder)
+    return recorder.trace(stand_ins)
 
 
-def _costed_as(spec: StepSpec) -> Any:
-    return as_on_cuda(longest=spec.row_tokens, flash=is_flash(spec)) if spec.device == "cuda" else as_on_cpu()
+def _target_device(spec: StepSpec) -> Any:
+    """Makes libraries behave as they do on the device whose memory is predicted."""
+    if spec.device == "cuda":
+        return simulate_cuda(spec.longest_sequence, spec.compute_capability, flash=is_flash(spec))
+    return simulate_cpu()
 
 
 def is_flash(spec: StepSpec) -> bool:
-    """Whether attention is FlashAttention's package."""
+    """Whether the attention kernel is that of the FlashAttention package."""
     return spec.attention.startswith("flash")
 
 
 def has_window(config: "PretrainedConfig", tokens: int) -> bool:
-    """Whether some layer lets a token see fewer than `tokens` before it."""
+    """Whether some layer's attention has a sliding window that is shorter than `tokens`."""
     text = config.get_text_config()
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     return window is not None and window < tokens and (kinds is None or "sliding_attention" in kinds)
 
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:
-    """What the trainer does to a model before the first step."""
+    """Sets the model up as the trainer does before the first step."""
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if spec.mode != "full":
@@ -125,63 +124,75 @@ def prepare_for_training(model: Any, spec: StepSpec) -> None:
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What the optimizer updates, in its order."""
+    """The parameters that the optimizer updates, in its order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def optimizer_state(parameter: torch.Tensor, spec: StepSpec, *, embedding: bool) -> dict[str, torch.Tensor]:
-    """What the trainer's optimizer keeps for a parameter; 8-bit AdamW keeps embeddings in 32 bits at transformers' request."""
+    """The optimizer's state tensors for a parameter of any shape.
+
+    AdamW has two moments of the parameter's shape; 8-bit AdamW has two flat byte tensors with scales. For
+    embeddings, transformers makes bitsandbytes keep 32-bit states.
+    """
     if spec.optimizer == "adamw":
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), dtype=torch.float32), **moments}
     count = parameter.numel()
+    names = ("state1", "state2")
     if embedding or count < EIGHT_BIT_FROM:
-        return {name: torch.empty(count, dtype=torch.float32) for name in ("state1", "state2")}
-    scales = {name: torch.empty(-(-count // EIGHT_BIT_BLOCK), dtype=torch.float32) for name in ("absmax1", "absmax2")}
-    return {**{name: torch.empty(count, dtype=torch.uint8) for name in ("state1", "state2")}, **scales}
+        return {name: torch.empty(count, dtype=torch.float32) for name in names}
+    states = {name: torch.empty(count, dtype=torch.uint8) for name in names}
+    scales = -(-count // EIGHT_BIT_BLOCK)
+    for name in ("absmax1", "absmax2"):
+        states[name] = torch.empty(scales, dtype=torch.float32)
+    return states
 
 
-def _with_states(model: torch.nn.Module, layers: torch.nn.ModuleList, spec: StepSpec, ledger: Ledger) -> Any:
-    """An optimizer in the middle of training: each trained parameter has its state and, if the step accumulates, a gradient."""
-    owners = layer_of_modules(model, layers)
-    owner_of = {parameter: owner for module, owner in owners.items() for parameter in module.parameters(recurse=False)}
+def _optimizer_with_states(
+    model: torch.nn.Module, layers: torch.nn.ModuleList, spec: StepSpec, recorder: AllocationRecorder
+) -> Any:
+    """An optimizer as it is during training: with states and, if the step accumulates, gradients."""
+    owner_of: dict[torch.nn.Parameter, int] = {}
+    for module, owner in layer_of_modules(model, layers).items():
+        owner_of |= dict.fromkeys(module.parameters(recurse=False), owner)
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     parameters = trained_parameters(model)
-    ledger.parameters_per_layer = [owner_of[parameter] for parameter in parameters]
+    recorder.layer_of_parameter = [owner_of[parameter] for parameter in parameters]
+    recorder.elements_of_parameter = [parameter.numel() for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     for owner in (*range(len(layers)), WHOLE_MODEL):
-        ledger.begin("forward", owner)
+        recorder.begin("forward", owner)
         for parameter in (p for p in parameters if owner_of[p] == owner):
             if spec.accumulates:
                 parameter.grad = torch.empty_like(parameter)
-                ledger.add(parameter.grad, "gradients")
+                recorder.add(parameter.grad, "gradients")
             optimizer.state[parameter] = optimizer_state(parameter, spec, embedding=parameter in embeddings)
             for tensor in optimizer.state[parameter].values():
-                ledger.add(tensor, "optimizer")
+                recorder.add(tensor, "optimizer")
     return optimizer
 
 
 @contextmanager
-def marked_layers(layers: torch.nn.ModuleList, ledger: Ledger) -> Iterator[None]:
-    """Tells the ledger which decoder layer is at work, forward and backward."""
+def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> Iterator[None]:
+    """Tells the recorder which decoder layer runs, in the forward and the backward pass."""
     last = len(layers) - 1
 
     def mark_gradient(tensor: torch.Tensor, layer: int) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: ledger.begin("backward", layer))
+            tensor.register_hook(lambda _: recorder.begin("backward", layer))
 
     def before(layer: int, args: Sequence[Any]) -> None:
-        if ledger.phase == "backward":  # a checkpointed layer runs again
+        if recorder.phase == "backward":  # a checkpointed layer is being recomputed
             return
-        ledger.begin(ledger.phase, layer)
-        if layer == 0 and ledger.phase == "forward":
+        recorder.begin(recorder.phase, layer)
+        if layer == 0 and recorder.phase == "forward":
             mark_gradient(args[0], WHOLE_MODEL)
 
     def after(layer: int, output: Any) -> None:
-        if ledger.phase == "forward":
+        if recorder.phase == "forward":
             mark_gradient(output if isinstance(output, torch.Tensor) else output[0], layer)
-        if layer == last and ledger.phase != "backward":
-            ledger.leave_layer()
+        if layer == last and recorder.phase != "backward":
+            recorder.leave_layer()
 
     handles = []
     for index, layer in enumerate(layers):
@@ -195,32 +206,47 @@ def marked_layers(layers: torch.nn.ModuleList, ledger: Ledger) -> Iterator[None]
 
 
 def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu") -> dict[str, Any]:
-    """A micro-batch at its largest, as the collators make it; its tokens are all alike, which changes no size."""
+    """The largest micro-batch, with the keys and types of the collators' batches and zeros for tokens.
+
+    Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences.
+    """
     shape, lengths = spec.eval_shape if evaluation else (spec.rows, spec.row_tokens), {}
-    if spec.packing and not evaluation:
-        shape, lengths = (1, spec.tokens), {"sequence_lengths": list(spec.sequence_lengths)}
+    if spec.joined:
+        tokens = shape[0] * shape[1]
+        shape, lengths = (1, tokens), {"sequence_lengths": list(spec.sequence_lengths(tokens))}
     names = ("input_ids", "labels", "position_ids")
     return {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names} | lengths
 
 
-def run_step(model: Any, optimizer: torch.optim.Optimizer, spec: StepSpec, ledger: Ledger) -> None:
-    """The last micro-batch of an optimizer step, the step, and an evaluation batch."""
-    ledger.begin("forward")
+def run_step(
+    model: Any, optimizer: torch.optim.Optimizer, spec: StepSpec, recorder: AllocationRecorder
+) -> None:
+    """Runs the last micro-batch of an optimizer step, the optimizer, and an evaluation batch.
+
+    Args:
+        model: the model, real or fake.
+        optimizer: its optimizer, with states.
+        spec: the step.
+        recorder: told where phases begin.
+    """
+    recorder.begin("forward")
     parameters = trained_parameters(model)
     device = parameters[0].device
-    waiting = [make_batch(spec, device=device) for _ in range(SPARE_BATCHES)]  # noqa: F841
+    prefetched = [make_batch(spec, device=device) for _ in range(PREFETCHED_BATCHES)]  # noqa: F841
     loss = forward(model, make_batch(spec, device=device), spec)
-    ledger.retag((b for b in ledger.blocks_alive() if ledger.terms[b] == "temporaries"), "activations")
-    ledger.begin("backward")
+    saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
+    recorder.retag(saved, "activations")
+    recorder.begin("backward")
     loss.backward()
     del loss
-    ledger.begin("optimizer")
-    ledger.retag(ledger.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=spec.device == "cuda")  # its own choice on each device
-    if spec.optimizer == "adamw":  # the 8-bit one updates in place
+    recorder.begin("optimizer")
+    recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
+    # foreach as PyTorch would choose it on that device
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=spec.device == "cuda")
+    if spec.optimizer == "adamw":  # 8-bit AdamW updates in place and allocates nothing
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    ledger.begin("evaluation")
+    recorder.begin("evaluation")
     model.eval()
     with torch.no_grad():
         forward(model, make_batch(spec, evaluation=True, device=device), spec)
@@ -228,14 +254,8 @@ def run_step(model: Any, optimizer: torch.optim.Optimizer, spec: StepSpec, ledge
 
 
 def forward(model: Any, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
-    """The loss of a micro-batch, with autocast around the model as accelerate puts it, reduced as TRL does."""
+    """The scalar loss of a micro-batch, under autocast as with accelerate, reduced as TRL reduces it."""
     device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.mixed_precision)
     autocast = torch.autocast(device, dtype=dtype) if dtype else nullcontext()
     with autocast:
         return token_loss(model, batch)
-
-
-def token_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """TRL's loss of a micro-batch on this process alone, through the head that `add_fused_lm_head` gave the model."""
-    outputs = model(**batch, use_cache=False, fused_lm_head=True)
-    return -outputs.log_probs.sum() / outputs.label_mask.sum().clamp(min=1)

@@ -1,6 +1,5 @@
-"""What happens around the steps: numbers for people and files, a clean stop on a signal, a halt at NaN."""
+"""Trainer callbacks: metrics for files and the console, a clean stop on a signal."""
 
-import math
 import signal
 import time
 from pathlib import Path
@@ -10,24 +9,44 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sft_play.errors import NonFiniteError
-from sft_play.runlog import RunDir, append_metrics, console, is_main_rank
-from sft_play.sizing.planner import Plan
-from sft_play.train.meter import MemoryMeter
+from sft_play.plan import Plan
+from sft_play.runlog import RunDir, append_metrics, console
+from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
 from sft_play.units import GIB, format_duration
 
 
 class Reporter(TrainerCallback):
-    """Writes metrics.jsonl and, on the main rank, a bar and one line a logging step."""
+    """Times the steps; the main rank writes metrics.jsonl, a progress bar and one line per logging step."""
 
-    def __init__(self, plan: Plan, rows: TrainingRows, run: RunDir, meter: MemoryMeter) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rows: TrainingRows,
+        run: RunDir,
+        meter: MemoryMeter,
+        *,
+        main: bool,
+        flops_share: float | None = None,
+    ) -> None:
+        """Starts with nothing measured.
+
+        Args:
+            plan: of the run.
+            rows: that it learns from.
+            run: where the records go.
+            meter: of memory.
+            main: whether this is the main rank, which prints and writes.
+            flops_share: of the devices' peak, per token per second; None if the peak is unknown.
+        """
         self.plan, self.rows, self.run, self.meter = plan, rows, run, meter
-        self.training_seconds = 0.0
+        self.main, self.flops_share = main, flops_share
+        self.training_seconds = self.waiting_seconds = 0.0
+        self._free_since = 0.0
         self._step_began = self._window_seconds = 0.0
         self._window_start = self._began_at = 0
         self._first_step: int | None = None
-        self._timed_tokens = 0
+        self._timed_tokens = self._timed_steps = 0
         self._progress = Progress(
             TextColumn("  training"),
             BarColumn(32),
@@ -41,46 +60,77 @@ class Reporter(TrainerCallback):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that are not padding, over all devices; the first step, which warms up, is left out."""
+        """Non-padding tokens per second over all devices, without the first step, which warms up."""
         return self._timed_tokens / self.training_seconds if self.training_seconds else None
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Average seconds per step, without the first one, which warms up."""
+        return self.training_seconds / self._timed_steps if self._timed_steps else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization of the run; None if the devices' peak is unknown."""
+        return self._mfu(self.tokens_per_second)
+
+    @property
+    def data_wait(self) -> float | None:
+        """Share of the time that steps waited for their micro-batches; the first one is left out."""
+        total = self.training_seconds + self.waiting_seconds
+        return self.waiting_seconds / total if self._timed_steps else None
+
+    def _mfu(self, speed: float | None) -> float | None:
+        return None if speed is None or self.flops_share is None else speed * self.flops_share
+
     def _print(self, text: str) -> None:
-        if is_main_rank():
+        if self.main:
             self._progress.console.print(text)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Starts the bar where the run goes on."""
+        """Starts the progress bar at the current step."""
         self._window_start = self._began_at = state.global_step
         self._task = self._progress.add_task("train", total=state.max_steps, completed=state.global_step)
-        if is_main_rank() and console().is_terminal:
+        if self.main and console().is_terminal:
             self._progress.start()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Starts the clock of a step; evaluation and saving are outside of it."""
+        """Starts timing a step; evaluation, saving and the wait for data are not included."""
         self._step_began = time.perf_counter()
+        if self._first_step is not None:
+            self.waiting_seconds += self._step_began - self._free_since
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds up the time of the step."""
-        seconds = time.perf_counter() - self._step_began
+        """Adds the time of the step to the totals."""
+        self._free_since = time.perf_counter()
+        seconds = self._free_since - self._step_began
         self._window_seconds += seconds
         if self._first_step is None:
             self._first_step = state.global_step
         else:
             self.training_seconds += seconds
+            self._timed_steps += 1
             self._timed_tokens += self.rows.tokens_per_step[state.global_step - 1]
         self._progress.update(self._task, completed=state.global_step)
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any) -> None:
-        """One record of training, from the numbers that the trainer logs."""
+    def numbers(self, step: int) -> dict[str, float | None]:
+        """Speed since the last record, and the share of time spent waiting for data; None if unknown."""
+        tokens = sum(self.rows.tokens_per_step[self._window_start : step])
+        speed = tokens / self._window_seconds if self._window_seconds else 0.0
+        return {"tokens_per_second": speed, "mfu": self._mfu(speed), "data_wait": self.data_wait}
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any
+    ) -> None:
+        """Writes a training record from the trainer's logs."""
         if not logs or "loss" not in logs:
             return
         step = state.global_step
-        tokens = sum(self.rows.tokens_per_step[self._window_start : step])
-        speed = tokens / self._window_seconds if self._window_seconds else 0.0
+        numbers = self.numbers(step)
+        speed = numbers["tokens_per_second"]
         self._window_start, self._window_seconds = step, 0.0
         peak = self.meter.peak_bytes()
         epoch = step / self.plan.steps_per_epoch
-        if is_main_rank():
+        if self.main:
             record = {
                 "step": step,
                 "train/epoch": epoch,
@@ -88,93 +138,90 @@ class Reporter(TrainerCallback):
                 "train/grad_norm": logs.get("grad_norm"),
                 "train/learning_rate": logs["learning_rate"],
                 "train/supervised_tokens": sum(self.rows.supervised_per_step[:step]),
-                "speed/tokens_per_second": speed,
+                **{f"speed/{name}": value for name, value in numbers.items()},
                 "memory/peak_bytes": peak,
             }
             append_metrics(self.run, record)
         width = len(str(state.max_steps))
+        self._free_since = time.perf_counter()
         self._print(
-            f"  step {step:>{width}}/{state.max_steps}  loss [bold]{logs['loss']:.4f}[/]  lr {logs['learning_rate']:.2e}  "
+            f"  step {step:>{width}}/{state.max_steps}  loss [bold]{logs['loss']:.4f}[/]  lr "
+            f"{logs['learning_rate']:.2e}  "
             f"{speed:>7,.0f} tok/s  {peak / GIB:.2f} GiB  epoch {epoch:.2f}"
         )
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict | None = None, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict | None = None,
+        **kwargs: Any,
     ) -> None:
-        """One record of evaluation."""
+        """Writes an evaluation record."""
         metrics = metrics or {}
         scores = {"loss": metrics["eval_loss"], "token_accuracy": metrics["eval_token_accuracy"]}
-        if is_main_rank():
-            append_metrics(self.run, {"step": state.global_step, **{f"eval/{name}": value for name, value in scores.items()}})
+        if self.main:
+            append_metrics(
+                self.run,
+                {"step": state.global_step, **{f"eval/{name}": value for name, value in scores.items()}},
+            )
         self._print(
             f"  step {state.global_step}  validation loss [bold]{scores['loss']:.4f}[/]  "
             f"next-token accuracy {scores['token_accuracy']:.1%}"
         )
+        self._free_since = time.perf_counter()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops counting: saving is not waiting for data."""
+        self._free_since = time.perf_counter()
 
     def end_bar(self) -> None:
-        """Takes the bar off the screen, which also gives the cursor back."""
+        """Removes the bar from the screen, which also restores the cursor."""
         if self._progress.live.is_started:
             self._progress.stop()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ends the bar."""
+        """Removes the bar and prints the training time."""
         self.end_bar()
-        self._print(f"  trained {state.global_step - self._began_at} steps in {format_duration(self.training_seconds)}")
+        self._print(
+            f"  trained {state.global_step - self._began_at} steps in "
+            f"{format_duration(self.training_seconds)}"
+        )
 
 
 class EvaluateAtEnd(TrainerCallback):
-    """The last step is evaluated and saved too, wherever the intervals fall, so that it can be the best one."""
+    """Evaluates and saves after the last step too, wherever the intervals fall.
+
+    Otherwise the last step could not be the best one.
+    """
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Asks for both after the last step."""
+        """Requests both after the last step."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
 
 
 class TagOnEachMachine(TrainerCallback):
-    """DeepSpeed writes the file that names the folder of its state on the main rank only; each machine's own disk needs it."""
+    """Writes DeepSpeed's `latest` file, which names the folder of its state, on every machine.
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes it where it is not."""
+    DeepSpeed writes it on the main rank only, but checkpoints on each machine's own disk need it too.
+    """
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the file into the checkpoint that was just saved."""
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         for folder in checkpoint.glob("global_step*"):
             (checkpoint / "latest").write_text(folder.name, encoding="utf-8")
 
 
-class NonFiniteGuard(TrainerCallback):
-    """Stops before a step that would write NaN into the weights."""
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Looks at one gradient: clipping multiplies all of them by max_norm / total norm, so one NaN reaches every one.
-
-        fp16 is left to the gradient scaler, which skips such a step and lowers its scale. DeepSpeed hides its gradients.
-        """
-        if args.fp16 or kwargs.get("model") is None:
-            return
-        grads = (p.grad for p in kwargs["model"].parameters() if p.requires_grad and p.grad is not None)
-        smallest = min(grads, key=lambda grad: grad.numel(), default=None)
-        if smallest is not None and not torch.isfinite(smallest).all():
-            raise _not_finite("the gradient", state.global_step + 1)
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any) -> None:
-        """The loss is averaged over all ranks, so every rank stops at the same step."""
-        loss = (logs or {}).get("loss")
-        if loss is not None and not math.isfinite(loss):
-            raise _not_finite("the loss", state.global_step)
-
-
-def _not_finite(what: str, step: int) -> NonFiniteError:
-    return NonFiniteError(
-        f"{what} became NaN or infinite at step {step}; training stopped, nothing of this step was saved.\n"
-        "Lower train.learning_rate, lengthen train.warmup_ratio, or look at the rows of this step; "
-        "`make resume` goes on from the last checkpoint"
-    )
-
-
 class StopOnSignal(TrainerCallback):
-    """After SIGTERM, SIGINT or SIGUSR1 on any rank: finish the step, save a checkpoint, stop. A second SIGINT stops at once."""
+    """After SIGTERM, SIGINT or SIGUSR1 on any rank: finishes the step, saves a checkpoint and stops.
+
+    A second SIGINT stops at once.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -190,11 +237,11 @@ class StopOnSignal(TrainerCallback):
         self._asked = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Takes over the signals."""
+        """Installs the signal handlers."""
         self._earlier = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """All ranks learn of a signal to any of them, in the same step."""
+        """Stops all ranks at the same step if any of them got a signal."""
         asked = self._asked
         if self._world_size > 1:
             flag = torch.tensor(int(asked), device=self._device)
@@ -205,7 +252,7 @@ class StopOnSignal(TrainerCallback):
             console().print(f"  stopping after step {state.global_step}: saving a checkpoint")
 
     def give_signals_back(self) -> None:
-        """To whoever had them before training; also after an error, when no callback is called."""
+        """Restores the handlers from before training; also needed after an error, when no callback runs."""
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
         self._earlier = {}

@@ -1,8 +1,10 @@
-"""Training state that moves: saved by one process, DDP or ZeRO-2 on any number of processes, and read by any other of them.
+"""Converts a checkpoint's training state for another engine or world size while loading it.
 
-A checkpoint is never rewritten. The ranks map its files into memory and take what they need parameter by parameter, by name:
-from ZeRO-2, a parameter is joined from the fragments that the saving ranks held; into ZeRO-2, DeepSpeed takes this rank's
-fragment of it. Master weights in fp32 move along.
+It may come from a single process, DDP or ZeRO-2 on any number of processes, and go to any of these.
+
+A checkpoint is never rewritten. The ranks memory-map its files and read what they need parameter by
+parameter, by name: from ZeRO-2, a parameter is joined from the fragments that the saving ranks held; into
+ZeRO-2, DeepSpeed takes this rank's fragment of it. fp32 master weights are converted too.
 """
 
 import pickle
@@ -27,21 +29,25 @@ StateOf = Callable[[str], dict[str, Tensor]]
 
 
 def load_moved(trainer: Trainer, checkpoint: Path) -> None:
-    """Weights, optimizer and schedule of a checkpoint that another engine or number of processes saved.
+    """Loads weights, optimizer state and schedule from a checkpoint of another engine or world size.
 
-    The trainer's model, optimizer and schedule are there already, as in a run from the start.
+    The trainer's model, optimizer and schedule must exist already, as in a run from scratch.
 
     Raises:
-        CheckpointError: it does not hold the state of this model, or a file of it is damaged.
+        CheckpointError: it does not hold the state of this model, or one of its files is damaged.
     """
     model: Any = trainer.model
-    optimizer: Any = trainer.optimizer.optimizer  # type: ignore[union-attr]  # without accelerate's cover
+    optimizer: Any = trainer.optimizer.optimizer  # type: ignore[union-attr]  # without accelerate's wrapper
     sharded = trainer.is_deepspeed_enabled
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = optimizer.bit16_groups if sharded else [group["params"] for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group]
     try:
-        state_of = _read_zero2(checkpoint) if shards_of(checkpoint) else _read_whole(checkpoint, [names[p] for p in parameters])
+        state_of = (
+            _read_zero2(checkpoint)
+            if shards_of(checkpoint)
+            else _read_whole(checkpoint, [names[p] for p in parameters])
+        )
         rate = _load_schedule(trainer, checkpoint, len(groups))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -49,20 +55,26 @@ def load_moved(trainer: Trainer, checkpoint: Path) -> None:
         load(optimizer, {names[parameter]: parameter for parameter in parameters}, state_of)
     except (KeyError, IndexError, RuntimeError, OSError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be moved to this run: {type(error).__name__} {error}\nIs it of the same model and "
-            "tuning.mode? Otherwise go on from an earlier one with train.resume=<its folder>"
+            f"{checkpoint} cannot be converted for this run: {type(error).__name__} {error}\n"
+            "Check that it was saved with the same model and tuning.mode; if so, resume from an earlier one "
+            "with train.resume=<its folder>"
         ) from error
     if sharded:
-        trainer.model_wrapped.global_steps = read_json(checkpoint / STATE)["global_step"]  # names the next save
+        trainer.model_wrapped.global_steps = read_json(checkpoint / STATE)[
+            "global_step"
+        ]  # names the next save
 
 
 def _load(path: Path) -> Any:
-    """A file of tensors, mapped into memory: only what is used is read."""
+    """A file of tensors, memory-mapped: only what is used is read."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _read_zero2(checkpoint: Path) -> StateOf:
-    """Joins the ranks' fragments; DeepSpeed has written down which part of a parameter lies where in each rank's partition."""
+    """Joins the fragments that the ranks saved.
+
+    DeepSpeed stores which part of a parameter lies where in each rank's partition.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -71,7 +83,7 @@ def _read_zero2(checkpoint: Path) -> StateOf:
     with safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
         shards = [_load(path)["optimizer_state_dict"] for path in files]
     if len(shards) != max(shards[0]["partition_count"]):
-        raise KeyError(f"{len(shards)} of {max(shards[0]['partition_count'])} files of the optimizer state")
+        raise KeyError(f"found {len(shards)} of {max(shards[0]['partition_count'])} optimizer state files")
     shapes = _load(files[0].parent / "mp_rank_00_model_states.pt")["param_shapes"]
     found = {name: (index, shape) for index, group in enumerate(shapes) for name, shape in group.items()}
 
@@ -81,21 +93,29 @@ def _read_zero2(checkpoint: Path) -> StateOf:
         fragments = [(shard, address) for shard, address in held if address is not None]
 
         def join(parts: list[Tensor]) -> Tensor:
-            cuts = [part.narrow(0, at.start, at.numel) for part, (_, at) in zip(parts, fragments, strict=True)]
+            cuts = [
+                part.narrow(0, at.start, at.numel) for part, (_, at) in zip(parts, fragments, strict=True)
+            ]
             return torch.cat(cuts).view(shape)
 
         adam = [shard["base_optimizer_state"]["state"][group] for shard, _ in fragments]
         weight = join([shard["single_partition_of_fp32_groups"][group] for shard, _ in fragments])
-        return {"weight": weight, "step": adam[0]["step"], **{key: join([own[key] for own in adam]) for key in MOMENTS}}
+        state = {"weight": weight, "step": adam[0]["step"]}
+        for key in MOMENTS:
+            state[key] = join([own[key] for own in adam])
+        return state
 
     return state_of
 
 
 def _read_whole(checkpoint: Path, names: Sequence[str]) -> StateOf:
-    """The state that one process or DDP saved: by number, in the order of the optimizer, which is the same in every engine."""
+    """Reads the state that a single process or DDP saved.
+
+    It is keyed by the parameter's index in the optimizer, which is the same in every engine.
+    """
     state = _load(checkpoint / "optimizer.pt")["state"]
     if len(state) != len(names):
-        raise KeyError(f"optimizer state of {len(state)} parameters, this run trains {len(names)}")
+        raise KeyError(f"optimizer state for {len(state)} parameters, but this run trains {len(names)}")
     numbers = {name: number for number, name in enumerate(names)}
     files = [safe_open(path, "pt") for path in checkpoint.glob("*model*.safetensors")]
     found = {key: file for file in files for key in file.keys()}  # noqa: SIM118 - not a dictionary
@@ -104,29 +124,41 @@ def _read_whole(checkpoint: Path, names: Sequence[str]) -> StateOf:
         saved = name if name in found else name.replace(".default", "")  # PEFT leaves out the adapter's name
         saved = saved if saved in found else saved.removesuffix(".weight")
         own = state[numbers[name]]
-        return {"weight": found[saved].get_tensor(saved).float(), "step": own["step"], **{key: own[key] for key in MOMENTS}}
+        return {
+            "weight": found[saved].get_tensor(saved).float(),
+            "step": own["step"],
+            **{key: own[key] for key in MOMENTS},
+        }
 
     return state_of
 
 
 def _into_whole(optimizer: Any, parameters: dict[str, Tensor], state_of: StateOf) -> None:
+    """Sets parameters of any shape, and their states of the same shape in torch's own AdamW."""
     whole = optimizer.state_dict()
     for number, (name, parameter) in enumerate(parameters.items()):
         state = state_of(name)
         parameter.data.copy_(state.pop("weight"))
-        whole["state"][number] = {key: value.clone() for key, value in state.items()}  # a copy: not the mapped file
+        # copied, so that nothing refers to the mapped file
+        whole["state"][number] = {key: value.clone() for key, value in state.items()}
     optimizer.load_state_dict(whole)
 
 
 def _into_zero2(optimizer: Any, parameters: dict[str, Tensor], state_of: StateOf) -> None:
+    """Sets parameters of any shape, and this rank's part of their states, which ZeRO-2 keeps flat."""
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-    inner = optimizer.optimizer  # torch's, over one flat parameter for each group: this rank's partition
+    inner = optimizer.optimizer  # torch's, over one flat parameter per group: this rank's partition
     flats = [group["params"][0] for group in inner.param_groups]
     step = state_of(next(iter(parameters)))["step"]
-    empty = {i: {"step": step.clone(), **{key: torch.zeros_like(flat) for key in MOMENTS}} for i, flat in enumerate(flats)}
-    inner.load_state_dict({**inner.state_dict(), "state": empty})
-    optimizer._lazy_init_hp_params_optimizer_state()  # as after the first step: ties each parameter to its part of the state
+
+    def empty(flat: Tensor) -> dict[str, Tensor]:
+        return {"step": step.clone()} | {key: torch.zeros_like(flat) for key in MOMENTS}
+
+    states = {number: empty(flat) for number, flat in enumerate(flats)}
+    inner.load_state_dict({**inner.state_dict(), "state": states})
+    # as after the first step: ties each parameter to its part of the state
+    optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in parameters.items():
         state = {key: value.to(parameter.device) for key, value in state_of(name).items()}
         parameter.data.copy_(state["weight"])
@@ -136,11 +168,14 @@ def _into_zero2(optimizer: Any, parameters: dict[str, Tensor], state_of: StateOf
 
 
 def _load_schedule(trainer: Trainer, checkpoint: Path, groups: int) -> float:
-    """Restores the schedule; returns the learning rate to go on with.
+    """Restores the schedule and returns the current learning rate.
 
-    All groups have the same one; how many there are differs, since DeepSpeed drops a group without parameters.
+    All groups share it; their number differs between engines, since DeepSpeed drops a group without
+    parameters.
     """
     schedule: Any = trainer.lr_scheduler
     saved = _load(checkpoint / "scheduler.pt")
-    schedule.load_state_dict({key: value[:1] * groups if isinstance(value, list) else value for key, value in saved.items()})
+    schedule.load_state_dict(
+        {key: value[:1] * groups if isinstance(value, list) else value for key, value in saved.items()}
+    )
     return saved["_last_lr"][0]

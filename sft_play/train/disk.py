@@ -1,4 +1,4 @@
-"""A disk that is full, while checkpoints are written."""
+"""Explains errors of the disk while checkpoints are written, such as a full disk."""
 
 import errno
 import os
@@ -12,12 +12,13 @@ from sft_play.errors import StorageError
 from sft_play.runlog import RunDir
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-TORCH_SAVE = ("PytorchStreamWriter failed", "unexpected pos")  # what torch.save says when a write fails, without the reason
+# In the messages of torch.save when a write fails; they do not give the reason.
+TORCH_SAVE = ("PytorchStreamWriter failed", "unexpected pos")
 
 
 @contextmanager
 def disk_errors_explained(run: RunDir) -> Iterator[None]:
-    """Turns what the libraries raise when a write fails into one sentence.
+    """Turns what the libraries raise when a write fails into a clear message.
 
     Raises:
         StorageError: a write in the block failed.
@@ -29,8 +30,8 @@ def disk_errors_explained(run: RunDir) -> Iterator[None]:
         if reason is None:
             raise
         raise StorageError(
-            f"cannot write into {run.path}: {reason}. Free space or choose output.dir; `make resume` goes on from the last "
-            "checkpoint that is whole. Smaller ones: train.keep_checkpoints=1"
+            f"cannot write to {run.path}: {reason}. Free space and run `make resume` to continue from the "
+            "last complete checkpoint, or choose another output.dir. train.keep_checkpoints=1 saves space"
         ) from error
 
 
@@ -41,4 +42,4 @@ def _reason(error: Exception) -> str | None:
     number = re.search(r"os error (\d+)", str(error))
     if isinstance(error, SafetensorError) and number and int(number[1]) in FULL:
         return os.strerror(int(number[1]))
-    return "a file could not be written whole" if any(words in str(error) for words in TORCH_SAVE) else None
+    return "a file could not be written" if any(words in str(error) for words in TORCH_SAVE) else None

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,29 +14,29 @@ import torch
 from torch import distributed
 
 from sft_play.errors import CheckpointError, LaunchError
-from sft_play.job import Job, agreed_plan, fingerprint
+from sft_play.job import Job, agreed_plan, job_digest
 from sft_play.launch.beats import read_beats
 from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.ranks import reports_folder
-from sft_play.model import local_device
-from sft_play.runlog import is_main_rank
+from sft_play.model.load import local_device
 from sft_play.train.checkpoints import STATE, find_checkpoint
 
 
 @contextmanager
 def process_group(job: Job) -> Iterator[None]:
-    """Joins the ranks, with the config's timeout; a process alone has no group. Left behind where the block fails.
+    """Joins the process group for the duration of the block; a single process has none.
 
-    A group that is taken down while others still talk in it would turn one rank's error into a wait of all.
+    If the block fails, the group is not destroyed: destroying it while other ranks still communicate would
+    turn one rank's error into a hang of all.
     """
     if job.plan.world_size == 1:
         yield
         return
-    if job.plan.engine == "deepspeed_z2" and is_main_rank():
+    if job.plan.engine == "deepspeed_z2" and job.ranks.is_main:
         clear_abandoned_locks(extensions_folder())
     on_gpu = job.plan.device == "cuda"
     if on_gpu:
-        torch.cuda.set_device(local_device("cuda"))
+        torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     try:
@@ -46,58 +45,63 @@ def process_group(job: Job) -> Iterator[None]:
         if not str(error).lower().count("timed out"):
             raise
         raise LaunchError(_standstill(job, error)) from error
-    distributed.barrier()  # nobody leaves while another still waits for its last message
+    distributed.barrier()  # no rank leaves while another still waits for its last message
     distributed.destroy_process_group()
 
 
 def _standstill(job: Job, error: RuntimeError) -> str:
-    """What a rank says that has waited for the others in vain; our launcher then looks for the one that hangs."""
+    """The message of a rank that timed out waiting for the others.
+
+    The launcher then looks for the one that hangs.
+    """
     beats = read_beats(job.run, range(job.plan.world_size))
     return "\n".join(
         [
-            f"the wait for the other processes timed out after {job.config.parallel.timeout_s} s (parallel.timeout_s): "
-            f"{str(error).splitlines()[0]}",
+            f"timed out after {job.config.parallel.timeout_s} s (parallel.timeout_s) waiting for the other "
+            f"processes: {str(error).splitlines()[0]}",
             *(f"  rank {beat.rank} was last seen {beat.age_s:.0f} s ago in {beat.where}" for beat in beats),
-            f"The one that hangs writes where it is to {reports_folder(job.run)} as <rank>.stack",
+            f"The rank that hangs writes its stack traces to {reports_folder(job.run)}/<rank>.stack",
         ]
     )
 
 
 def agree_on_plan(job: Job) -> Job:
-    """The job with the plan of the rank that has the least memory to spend; all ranks take part.
+    """The job with the plan of the rank that has the smallest budget; all ranks must call it.
 
-    Without a launcher of ours nobody has made one plan for all, and free memory differs from rank to rank.
+    Without our launcher each rank makes its own plan, and free memory differs from rank to rank.
 
     Raises:
         LaunchError: the ranks were given different settings or data.
     """
     if job.plan.world_size == 1:
         return job
-    return replace(job, plan=agreed_plan(_from_all((fingerprint(job), job.plan.to_json()))))
+    return replace(job, plan=agreed_plan(_from_all((job_digest(job), job.plan.to_json()))))
 
 
 def agree_on_files(job: Job) -> Job:
-    """On several machines, the job that knows whether all see one run directory; all ranks take part.
+    """Finds out whether all machines see the same run directory (`run.shared`); all ranks must call it.
 
-    If they do not, each machine keeps checkpoints of its own, and all must hold the same one to go on from.
+    If they do not, each machine keeps its own checkpoints, and all must hold the one to resume from.
 
     Raises:
         LaunchError: some machines see the run directory of the main one and some do not.
         CheckpointError: the machines hold different checkpoints.
     """
-    if job.plan.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", job.plan.world_size)):
+    if not job.ranks.spans_machines:
         return job
     mark = job.run.path / f".seen-by-all-{_from_all(uuid.uuid4().hex)[0]}"
-    if is_main_rank():
+    if job.ranks.is_main:
         mark.touch()
     distributed.barrier()
     seen = _from_all(mark.exists())
-    if is_main_rank():
+    if job.ranks.is_main:
         mark.unlink(missing_ok=True)
-    machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    machine = job.ranks.local_world_size
     here_too = [rank for rank, sees in enumerate(seen) if sees and rank >= machine]
     if here_too and not all(seen):
-        raise LaunchError(f"the run directory {job.run.path} is shared by some of the machines; let all share it, or none")
+        raise LaunchError(
+            f"only some of the machines share the run directory {job.run.path}; all of them must, or none"
+        )
     job = replace(job, run=replace(job.run, shared=all(seen)))
     checkpoint, _ = find_checkpoint(job.run, job.config.train.resume)
     held = _from_all(_described(checkpoint))
@@ -105,18 +109,19 @@ def agree_on_files(job: Job) -> Job:
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(held)]
         raise CheckpointError(
             "\n  ".join(["the machines do not hold the same checkpoint:", *lines])
-            + f"\nCopy {job.run.checkpoints} from one machine to the others (with ZeRO-2 each has a part: merge the folders), "
-            "or put output.dir on a disk that all share"
+            + f"\nCopy {job.run.checkpoints} from one machine to the others (with ZeRO-2 each has a part: "
+            "merge the folders), or put output.dir on a shared disk"
         )
     return job
 
 
 def _described(checkpoint: Path | None) -> str:
-    """Folder and history of a checkpoint, the same on all machines that saved it."""
+    """Name of a checkpoint and digest of its losses, the same on all machines that saved it."""
     if checkpoint is None:
         return "none"
-    history = json.loads((checkpoint / STATE).read_text(encoding="utf-8")).get("log_history")
-    return f"{checkpoint.name} ({hashlib.sha256(json.dumps(history).encode()).hexdigest()[:8]})"
+    history = json.loads((checkpoint / STATE).read_text(encoding="utf-8")).get("log_history") or []
+    losses = [(entry["step"], entry.get("loss"), entry.get("eval_loss")) for entry in history]
+    return f"{checkpoint.name} ({hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:8]})"
 
 
 def _from_all(value: Any) -> list[Any]:

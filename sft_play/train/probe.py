@@ -1,140 +1,90 @@
-"""The probe: two optimizer steps and an evaluation batch for real, at the largest batch, before anything is trained.
+"""The probe: two real optimizer steps and an evaluation at the largest batch, before training starts.
 
-The steps go through the run's own trainer, engine and all, with a learning rate of zero: AdamW then adds exactly zero to each
-weight, so that the run begins from the weights it loaded. Optimizer states are thrown away and random numbers put back.
+The steps go through the run's own trainer and engine with a learning rate of zero: AdamW then adds exactly
+zero to each weight, so the run starts from the weights that it loaded. Afterwards optimizer states are
+discarded and the states of the random number generators restored.
 """
 
 import copy
-import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset
-from rich.padding import Padding
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from sft_play.errors import DoesNotFitError
-from sft_play.hardware import detect
 from sft_play.job import Job
-from sft_play.planning import plan_again, record_of
-from sft_play.report.probe import proof_line
+from sft_play.machine.gpus import detect
+from sft_play.model.loss_head import token_loss
+from sft_play.plan import Plan
+from sft_play.planning.devices import training_device
 from sft_play.report.progress import spinner
-from sft_play.runlog import console, is_main_rank
-from sft_play.sizing.phases import PhaseMeter
-from sft_play.sizing.planner import Plan
-from sft_play.sizing.records import Proof, write_overhead, write_record
+from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_record
+from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace import prepare_for_training, token_loss
-from sft_play.train.arguments import eval_batch_rows
-from sft_play.train.callbacks import NonFiniteGuard
+from sft_play.sizing.trace import prepare_for_training
 from sft_play.train.heartbeat import Heartbeat
-from sft_play.train.session import Session, TokenWeightedTrainer, open_session
-from sft_play.train.verify import verify
-from sft_play.units import format_bytes
+from sft_play.train.nonfinite import SkippedSteps
+from sft_play.train.session import PlannedTrainer, Session, release_memory
 
-STEPS = 2  # the second finds optimizer states and is the higher one
-ACCUMULATION = 2  # as good as any larger number: from the second micro-batch on gradients are there
-ATTEMPTS = 3  # on a CPU events may be lost (sizing/phases.py)
-SEARCH_SECONDS = 60.0
-WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")  # what accelerate.prepare leaves on a model
-
-
-def prove(job: Job) -> tuple[Session, Proof | None]:
-    """A session whose plan was seen to fit; over budget, one smaller plan is tried. With train.probe=search the fastest.
-
-    Raises:
-        DoesNotFitError: the smaller plan does not fit either, or the config leaves none.
-        LaunchError: the ranks do not agree.
-    """
-    session = _open(job)
-    if job.config.train.probe is False:
-        return session, None
-    proof = probe(session)
-    say_proof(session.job.plan, proof)
-    if not proof.fits(session.job.plan):
-        smaller = _smaller_plan(session, proof)
-        session = _open(_close(session, smaller))
-        proof = probe(session)
-        say_proof(session.job.plan, proof)
-        if not proof.fits(session.job.plan):
-            raise DoesNotFitError(f"{_too_much(session.job.plan, proof)}\n{remedies(session.job.plan)}")
-    elif job.config.train.probe == "search":
-        session, proof = _fastest(session, proof)
-    return session, proof
+STEPS = 2  # the second already has optimizer states, and the higher peak
+ACCUMULATION = 2  # as good as any larger number: from the second micro-batch on, gradients exist
+ATTEMPTS = 3  # on a CPU, events may be lost (sizing/phase_meter.py)
+# What accelerate.prepare leaves on a model.
+WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
-def say_proof(plan: Plan, proof: Proof) -> None:
-    """One line for the person who waits."""
-    console().print(Padding(proof_line(plan.to_json(), asdict(proof)), (0, 0, 0, 2)))
-
-
-def _open(job: Job, *, announce: bool = True) -> Session:
-    session = open_session(job)
-    verify(session.trainer, job.plan, announce=announce)
-    return session
-
-
-def _close(session: Session, plan: Plan) -> Job:
-    """Lets go of the model; the job again, with another plan."""
-    trainer: Any = session.trainer
-    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
-    _collect(trainer)
-    return replace(session.job, plan=plan)
-
-
-def probe(session: Session) -> Proof:
-    """What the largest batch of the run takes, over all ranks; the session is afterwards as it was."""
+def probe(session: Session) -> ProbeResult:
+    """Measures the largest batch of the run over all ranks, and leaves the session as it was."""
     trainer, plan = session.trainer, session.job.plan
-    rows, share = largest_batch(session.rows.dataset, plan)
+    rows = largest_micro_batch(session.rows.dataset)
     with _as_it_was(trainer):
         alone = _fits_alone(session, rows) if plan.world_size > 1 else True
-        if not _all_agree(trainer, alone):
-            return Proof(ran_out=True)
+        if not all_agree(trainer, alone):
+            return ProbeResult(ran_out=True)
         with spinner("  probe: two steps and an evaluation at the largest batch"):
             for _ in range(ATTEMPTS):
-                proof = Proof.of_all(gather_object([replace(_measure(session, rows), batch_share=share)]))
-                if proof.phases or proof.ran_out:
+                result = ProbeResult.of_all(gather_object([_measure(session, rows)]))
+                if result.phases or result.ran_out:
                     break
-    if is_main_rank():
-        path, device = record_of(session.job.config, plan)
-        write_record(path, plan, proof, device)
-        if proof.overhead_bytes:
-            write_overhead(device, plan.world_size, proof.overhead_bytes)
+    if session.job.ranks.is_main:
+        path, device = correction_path(session.job, plan), training_device(session.job.machine).name
+        write_record(path, plan, result, device)
+        if result.overhead_bytes:
+            write_overhead(device, plan.world_size, result.overhead_bytes)
     trainer.accelerator.wait_for_everyone()
-    return proof
+    return result
 
 
-def largest_batch(dataset: Dataset, plan: Plan) -> tuple[Dataset, float]:
-    """The rows of the micro-batch with the most tokens as the collator lays them out; these of those the plan allows for."""
-    batch, tokens = _largest(dataset, plan.rows_per_micro_batch, packed=plan.packing)
-    return batch, tokens / (plan.rows_per_micro_batch * plan.max_seq_len)
+def correction_path(job: Job, plan: Plan) -> Path:
+    """The file with the corrections for a plan's kind of step."""
+    architecture = job.architecture.to_json_string(use_diff=False)
+    return record_path(architecture, training_device(job.machine).name, job.config, plan)
 
 
-def _largest(dataset: Dataset, rows: int, *, packed: bool) -> tuple[Dataset, int]:
-    lengths = np.asarray(dataset.with_format("numpy")["length"])
-    lengths = lengths[: len(lengths) // rows * rows].reshape(-1, rows)
-    sizes = lengths.sum(axis=1) if packed else lengths.max(axis=1) * rows
-    at = int(sizes.argmax())
-    return dataset.select(range(at * rows, (at + 1) * rows)), int(sizes[at])
+def largest_micro_batch(batches: Dataset) -> Dataset:
+    """The micro-batch with the most tokens, alone in a data set."""
+    tokens = np.asarray(batches.with_format("numpy")["tokens"])
+    return batches.select([int(tokens.argmax())])
 
 
-def _repeated(rows: Dataset, times: int) -> Dataset:
-    return rows.select(np.tile(np.arange(len(rows)), times))
+def _repeated(micro_batch: Dataset, times: int) -> Dataset:
+    return micro_batch.select([0] * times)
 
 
 def _fits_alone(session: Session, rows: Dataset) -> bool:
-    """Whether one forward and backward pass fits, without the engine: a rank that runs out here leaves no other one waiting.
+    """Whether one forward and backward pass fits, without the engine.
 
-    The trainer's own loss would not do: it counts tokens over all ranks.
+    If a rank runs out of memory here, no other one is left waiting. The trainer's own loss cannot be used: it
+    counts tokens over all ranks.
     """
     trainer, plan = session.trainer, session.job.plan
     model: Any = trainer.model
@@ -152,7 +102,8 @@ def _fits_alone(session: Session, rows: Dataset) -> bool:
     return True
 
 
-def _all_agree(trainer: TokenWeightedTrainer, fine: bool) -> bool:
+def all_agree(trainer: PlannedTrainer, fine: bool) -> bool:
+    """Whether `fine` is true on all ranks; all of them must call it."""
     return all(gather_object([fine])) if trainer.accelerator.num_processes > 1 else fine
 
 
@@ -178,8 +129,8 @@ class _Clock(TrainerCallback):
         self.seconds = self._now() - self.began
 
 
-def _measure(session: Session, rows: Dataset) -> Proof:
-    """Runs the steps; out of memory is an answer where no other rank waits."""
+def _measure(session: Session, rows: Dataset) -> ProbeResult:
+    """Runs the steps; running out of memory is a result, not an error, if no other rank is waiting."""
     trainer, plan = session.trainer, session.job.plan
     ran_out, overhead = False, None
     model: Any = trainer.model
@@ -191,27 +142,38 @@ def _measure(session: Session, rows: Dataset) -> Proof:
         except torch.OutOfMemoryError as error:
             if plan.world_size > 1:
                 raise DoesNotFitError(
-                    f"memory ran out in the probe of micro-batch {plan.micro_batch_size}: {str(error).splitlines()[0]}\n"
-                    f"{remedies(plan)}"
+                    f"memory ran out in the probe of micro-batch {plan.micro_batch_size}: "
+                    f"{str(error).splitlines()[0]}\n"
+                    f"{memory_advice(plan)}"
                 ) from error
             ran_out = True
         finally:
             _let_go(trainer)
-    step = None if clock.seconds is None else clock.seconds / _accumulation(plan) * plan.gradient_accumulation_steps
-    return Proof(
+    tokens = rows["tokens"][0] * _accumulation(plan)
+    return ProbeResult(
         phases={} if ran_out else meter.peaks or {},
         reserved_bytes=meter.reserved_bytes,
         overhead_bytes=overhead,
-        step_seconds=step,
+        step_seconds=_average_step(session, clock.seconds, tokens),
+        seconds_per_token=None if clock.seconds is None else clock.seconds / tokens,
         ran_out=ran_out or meter.retries > 0,
     )
 
 
+def _average_step(session: Session, seconds: float | None, tokens: int) -> float | None:
+    """Seconds of an average step, scaled from those that `tokens` tokens took at the largest micro-batch."""
+    if seconds is None:
+        return None
+    rows, plan = session.rows, session.job.plan
+    mean = sum(rows.tokens_per_step) / len(rows.tokens_per_step) / plan.world_size
+    return seconds * mean / (1 - rows.padding_share) / tokens
+
+
 def _overhead(device: torch.device) -> int | None:
-    """What this process takes of its GPU beside what PyTorch's allocator holds, as far as the driver tells."""
+    """GPU memory of this process outside PyTorch's allocator; None if the driver does not report it."""
     if device.type != "cuda":
         return None
-    used = [p.used_bytes for gpu in detect().gpus for p in gpu.processes if p.pid == os.getpid() and p.used_bytes]
+    used = [gpu.own_bytes for gpu in detect().gpus if gpu.own_bytes]
     return used[0] - torch.cuda.memory_reserved(device) if used else None
 
 
@@ -220,7 +182,7 @@ def _accumulation(plan: Plan) -> int:
 
 
 def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
-    trainer, config, plan = session.trainer, session.job.config, session.job.plan
+    trainer, plan = session.trainer, session.job.plan
     settings = copy.copy(trainer.args)
     settings.max_steps, settings.learning_rate, settings.warmup_steps = STEPS, 0.0, 0
     settings.gradient_accumulation_steps = _accumulation(plan)
@@ -229,24 +191,25 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     trainer.args = settings
     trainer.train_dataset = _repeated(rows, STEPS * _accumulation(plan) * plan.world_size)
     beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
-    callbacks = [DefaultFlowCallback, clock, NonFiniteGuard(), *beats]
+    callbacks = [DefaultFlowCallback, clock, *beats]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
     trainer.begin_phase = clock.begin_phase
+    trainer.skipped = SkippedSteps(STEPS + 1)
     trainer.train()
     if trainer.eval_dataset is not None:
-        batch, _ = _largest(trainer.eval_dataset, eval_batch_rows(config, plan), packed=False)
-        trainer.evaluate(_repeated(batch, plan.world_size))
+        trainer.evaluate(_repeated(largest_micro_batch(trainer.eval_dataset), plan.world_size))
 
 
 @contextmanager
-def _as_it_was(trainer: TokenWeightedTrainer) -> Iterator[None]:
-    """Whatever happens within, the trainer starts from the beginning afterwards: same settings, rows, random numbers."""
-    names = ("args", "train_dataset", "callback_handler", "begin_phase")
+def _as_it_was(trainer: PlannedTrainer) -> Iterator[None]:
+    """Resets the trainer after the block, even after an error: settings, rows, random numbers."""
+    names = ("args", "train_dataset", "callback_handler", "begin_phase", "skipped")
     before = {name: getattr(trainer, name) for name in names}
     unwrapped = {name: trainer.model.__dict__[name] for name in WRAPPING if name in trainer.model.__dict__}
     scaler = trainer.accelerator.scaler
     scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
-    if scale:  # at the scale that fp16 begins with, first steps often overflow and are left out, optimizer states with them
+    if scale:
+        # at the initial scale of fp16 the first steps often overflow and are skipped, optimizer states too
         scaler.load_state_dict({**scale, "scale": 1.0})
     on_gpu = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):
@@ -273,106 +236,14 @@ def _let_go(trainer: Any) -> None:
         trainer.deepspeed = None
     trainer.model.zero_grad(set_to_none=True)
     trainer._tr_loss = None
-    _collect(trainer)
+    release_memory(trainer)
 
 
-def _collect(trainer: TokenWeightedTrainer) -> None:
-    trainer.accelerator.free_memory()
-    gc.collect()
-    if trainer.args.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _too_much(plan: Plan, proof: Proof) -> str:
-    if proof.peak_bytes is None or plan.memory is None:
-        return f"micro-batch {plan.micro_batch_size} does not fit: memory ran out in the probe"
-    return (
-        f"micro-batch {plan.micro_batch_size} does not fit: the probe measured {format_bytes(proof.peak_bytes)}, the budget is "
-        f"{format_bytes(plan.memory.budget_bytes)}"
+def memory_advice(plan: Plan) -> str:
+    """What to change after memory ran out."""
+    smaller = (
+        "train.batch_size=1"
+        if plan.rows_per_micro_batch > 1
+        else "tuning.mode=qlora or model.max_seq_len=<shorter>"
     )
-
-
-def remedies(plan: Plan) -> str:
-    """What to change where memory ran out."""
-    smaller = "train.batch_size=1" if plan.rows_per_micro_batch > 1 else "tuning.mode=qlora or model.max_seq_len=<shorter>"
     return f"Try train.gradient_checkpointing=true or {smaller}"
-
-
-def _smaller_plan(session: Session, proof: Proof) -> Plan:
-    """A plan that takes less, with the same effective batch and engine; rank 0 makes it for all.
-
-    Raises:
-        DoesNotFitError: the config leaves none.
-    """
-    job, plan = session.job, session.job.plan
-
-    def takes_less(other: Plan) -> bool:
-        recomputes = other.gradient_checkpointing and not plan.gradient_checkpointing
-        return other.micro_batch_size < plan.micro_batch_size or (
-            recomputes and other.micro_batch_size == plan.micro_batch_size
-        )
-
-    chosen: list[Any] = [None]
-    if is_main_rank():
-        try:
-            smaller = plan_again(job.config, job.data, plan, takes_less)
-            chosen = [replace(smaller, why=(*smaller.why, f"chosen because {_too_much(plan, proof)}")).to_json()]
-        except DoesNotFitError:
-            pass
-    broadcast_object_list(chosen)
-    if chosen[0] is None:
-        raise DoesNotFitError(f"{_too_much(plan, proof)}, and the config leaves nothing smaller\n{remedies(plan)}")
-    smaller = Plan.from_json(chosen[0])
-    console().print(f"  [yellow]{_too_much(plan, proof)}; planned again:[/] {smaller.why[0]}")
-    return smaller
-
-
-def _fastest(session: Session, proof: Proof) -> tuple[Session, Proof]:
-    """Times the plan's alternatives, for a minute in all, and goes on with the fastest."""
-    best, began = (session.job.plan, proof), time.monotonic()
-    for other in _alternatives(session.job):
-        session = _open(_close(session, other), announce=False)
-        found = probe(session)
-        seconds = found.step_seconds if found.fits(other) else None
-        _say_tried(other, found)
-        if seconds is not None and (best[1].step_seconds is None or seconds < best[1].step_seconds):
-            best = other, found
-        if not _all_agree(session.trainer, time.monotonic() - began < SEARCH_SECONDS):
-            break
-    plan, proof = best
-    if session.job.plan != plan:
-        session = _open(_close(session, plan))
-    return session, proof
-
-
-def _alternatives(job: Job) -> list[Plan]:
-    """The plans of this engine that the search ranked next and that fit; rank 0 makes them for all."""
-    plans: list[Any] = [None]
-    if is_main_rank():
-        wanted = [
-            (row["micro_batch_size"], row["gradient_checkpointing"])
-            for row in job.plan.alternatives
-            if row["fits"] and row["engine"] == job.plan.engine
-        ]
-        made = [_plan_with(job, *cut) for cut in wanted]
-        plans = [[plan.to_json() for plan in made if plan]]
-    broadcast_object_list(plans)
-    return [Plan.from_json(tree) for tree in plans[0]]
-
-
-def _plan_with(job: Job, micro_batch_size: int, checkpointing: bool) -> Plan | None:
-    """None if it does not fit by now: the probe of the chosen plan may have corrected the prediction."""
-
-    def wanted(plan: Plan) -> bool:
-        return plan.micro_batch_size == micro_batch_size and plan.gradient_checkpointing == checkpointing
-
-    try:
-        return plan_again(job.config, job.data, job.plan, wanted)
-    except DoesNotFitError:
-        return None
-
-
-def _say_tried(plan: Plan, proof: Proof) -> None:
-    step = "does not fit" if proof.step_seconds is None else f"{proof.step_seconds:.2f} s a step"
-    kept = "recomputed" if plan.gradient_checkpointing else "kept"
-    console().print(f"  [dim]tried micro-batch {plan.micro_batch_size}, activations {kept}: {step}[/]")

@@ -1,36 +1,44 @@
-"""Tokenised rows -> the data set that the trainer walks through in order, and the collators that make batches of it."""
+"""Groups tokenized rows into the micro-batches of the run, in the order in which the trainer reads them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from datasets import Dataset, concatenate_datasets
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
-from sft_play.data.batching import FILLER, padded_rows, schedule
+from sft_play.data.batching import FILLER, Schedule, make_schedule, padded_length
+from sft_play.data.chat import IGNORED
 from sft_play.data.packing import pack
-from sft_play.sizing.planner import Plan
-
-IGNORED = -100
+from sft_play.plan import Plan
+from sft_play.planning.batch import evaluation_batches
 
 
 @dataclass(frozen=True)
-class TrainingRows:
-    """The rows of the whole run in the order of learning, and how much each optimizer step learns from."""
+class MicroBatches:
+    """Rows and their grouping into micro-batches.
 
+    `dataset` has one element per micro-batch: the indices of its `rows`, and its number of `tokens` as the
+    model sees it.
+    """
+
+    rows: Dataset
     dataset: Dataset
+
+
+@dataclass(frozen=True)
+class TrainingRows(MicroBatches):
+    """The micro-batches of the whole run, and the tokens of each optimizer step."""
+
     tokens_per_step: list[int]  # padding not counted
     supervised_per_step: list[int]
+    padding_share: float  # of the tokens that the model sees in the whole run
 
 
 def pack_rows(dataset: Dataset, capacity: int) -> Dataset:
-    """Joins rows into sequences of at most `capacity` tokens; `sequence_lengths` keeps where each row ends.
+    """Joins rows into sequences of at most `capacity` tokens; `sequence_lengths` keeps those of the rows.
 
-    Tokens are not copied one by one: the columns' flat values stay, only the offsets of the list arrays change.
+    Tokens are not copied one by one: the flat values of the columns stay, only the offsets of the list arrays
+    change.
     """
     groups = pack(dataset["length"], capacity)
     table = dataset.select([row for group in groups for row in group]).with_format("arrow")[:]
@@ -57,7 +65,7 @@ def pack_rows(dataset: Dataset, capacity: int) -> Dataset:
 
 
 def with_filler(dataset: Dataset, pad_id: int) -> Dataset:
-    """Adds one last row that no loss sees; FILLER in a schedule stands for it."""
+    """Appends a row without supervised tokens; FILLER in a schedule stands for it."""
     row: dict[str, list] = {"input_ids": [[pad_id]], "labels": [[IGNORED]], "length": [1]}
     if "sequence_lengths" in dataset.column_names:
         row["sequence_lengths"] = [[1]]
@@ -65,76 +73,81 @@ def with_filler(dataset: Dataset, pad_id: int) -> Dataset:
 
 
 def count_supervised(dataset: Dataset) -> np.ndarray:
-    """Supervised tokens of each row."""
+    """Supervised tokens of each row, [rows]."""
     column = dataset.with_format("arrow")[:]["labels"].combine_chunks()
     learned = np.concatenate([[0], np.cumsum(column.flatten().to_numpy() != IGNORED)])
     ends = np.cumsum([0, *column.value_lengths().to_pylist()])
     return np.diff(learned[ends])
 
 
-def training_rows(dataset: Dataset, plan: Plan, *, seed: int, group_by_length: bool, pad_id: int) -> TrainingRows:
-    """All rows of the run in the order in which they are learned: `plan.total_steps` x `plan.rows_per_step`."""
-    rows = pack_rows(dataset, plan.max_seq_len) if plan.packing else dataset.select_columns(["input_ids", "labels", "length"])
-    lengths = list(rows["length"])
-    order = schedule(lengths, plan.rows_per_step, plan.total_steps, seed, group_by_length and not plan.packing)
-    indices = np.array(order)
-    real = indices != FILLER
-    tokens = np.where(real, np.array([*lengths, 0])[indices], 0).reshape(plan.total_steps, -1).sum(axis=1)
-    supervised = np.where(real, np.append(count_supervised(rows), 0)[indices], 0).reshape(plan.total_steps, -1).sum(axis=1)
-    indices[~real] = len(rows)
-    return TrainingRows(with_filler(rows, pad_id).select(indices), tokens.tolist(), supervised.tolist())
+def plan_schedule(lengths: np.ndarray, plan: Plan, *, seed: int, hidden_size: int) -> Schedule:
+    """The schedule of a plan, over rows of these lengths, [rows] (packed sequences when it packs)."""
+    return make_schedule(
+        lengths,
+        rows_per_step=plan.rows_per_step,
+        bins_per_step=plan.gradient_accumulation_steps * plan.world_size,
+        total_steps=plan.total_steps,
+        seed=seed,
+        hidden_size=hidden_size,
+        padding_free=plan.padding_free,
+    )
 
 
-def evaluation_rows(dataset: Dataset, multiple: int, pad_id: int) -> Dataset:
-    """All rows, filled up to a multiple of the rows that all processes score at once: no row is scored twice."""
+def training_rows(dataset: Dataset, plan: Plan, *, seed: int, hidden_size: int, pad_id: int) -> TrainingRows:
+    """All micro-batches of the run in training order: `plan.total_steps` x accumulation x world size.
+
+    Args:
+        dataset: columns input_ids, labels, length.
+        plan: of the run.
+        seed: of the training order.
+        hidden_size: of the model.
+        pad_id: the token for filler and padding.
+    """
+    columns = ["input_ids", "labels", "length"]
+    rows = pack_rows(dataset, plan.max_seq_len) if plan.packing else dataset.select_columns(columns)
+    lengths, supervised = np.array(rows["length"]), count_supervised(rows)
+    schedule = plan_schedule(lengths, plan, seed=seed, hidden_size=hidden_size)
+    real = schedule.sums(lengths)
+    seen = real if plan.padding_free else schedule.padded_tokens(lengths)
+    return TrainingRows(
+        with_filler(rows, pad_id),
+        _as_dataset(*schedule.micro_batches(), filler=len(rows), tokens=np.maximum(seen.ravel(), 1)),
+        tokens_per_step=real.sum(axis=1).tolist(),
+        supervised_per_step=schedule.sums(supervised).sum(axis=1).tolist(),
+        padding_share=1 - float(real.sum() / max(seen.sum(), 1)),
+    )
+
+
+def evaluation_rows(
+    dataset: Dataset, plan: Plan, *, pad_id: int, rows_per_batch: int | None = None
+) -> MicroBatches:
+    """All rows once, in batches as large as the plan's micro-batches, the same number for each process.
+
+    Args:
+        dataset: columns input_ids, labels, length.
+        plan: of the run.
+        pad_id: the token for filler and padding.
+        rows_per_batch: eval.batch_size; None fills batches up to the plan's token budget.
+    """
     rows = dataset.select_columns(["input_ids", "labels", "length"])
-    order = np.array(padded_rows(len(rows), multiple))
-    order[order == FILLER] = len(rows)
-    return with_filler(rows, pad_id).select(order)
+    lengths = np.array(rows["length"])
+    groups = evaluation_batches(lengths, plan, rows_per_batch)
+    sizes = [
+        int(lengths[group].sum()) if plan.padding_free else padded_length(lengths[group].max()) * len(group)
+        for group in groups
+    ]
+    missing = -len(groups) % plan.world_size
+    groups += [[FILLER]] * missing
+    values = np.concatenate(groups)
+    offsets = np.cumsum([0, *map(len, groups)])
+    tokens = np.array(sizes + [1] * missing)
+    return MicroBatches(
+        with_filler(rows, pad_id), _as_dataset(values, offsets, filler=len(rows), tokens=tokens)
+    )
 
 
-Collator = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
-
-
-def padded_collator(pad_id: int, multiple: int = 8) -> Collator:
-    """Rows padded on the right to the longest of the batch, rounded up to `multiple` tokens; no mask (see attention.py).
-
-    input_ids, labels and position_ids are [rows, tokens].
-    """
-
-    def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        ids = pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True, padding_value=pad_id)
-        labels = pad_sequence([torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=IGNORED)
-        extra = -ids.shape[1] % multiple
-        ids, labels = pad(ids, (0, extra), value=pad_id), pad(labels, (0, extra), value=IGNORED)
-        positions = torch.arange(ids.shape[1]).expand(len(rows), -1).contiguous()
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
-
-    return collate
-
-
-def packed_collator(flash: bool) -> Collator:
-    """Packed rows joined into one row of [1, tokens]; position_ids start anew in each sequence.
-
-    The first label of each sequence is -100 already, so no sequence predicts the next one's first token. FlashAttention
-    (`flash`) takes the boundaries as tensors, the other kernels as plain lengths.
-    """
-
-    def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        lengths = [length for row in rows for length in row["sequence_lengths"]]
-        batch: dict[str, Any] = {
-            "input_ids": torch.tensor([[token for row in rows for token in row["input_ids"]]]),
-            "labels": torch.tensor([[label for row in rows for label in row["labels"]]]),
-            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        }
-        if flash:
-            ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-            return batch | {
-                "cu_seq_lens_q": ends,
-                "cu_seq_lens_k": ends,
-                "max_length_q": max(lengths),
-                "max_length_k": max(lengths),
-            }
-        return batch | {"sequence_lengths": lengths}
-
-    return collate
+def _as_dataset(values: np.ndarray, offsets: np.ndarray, *, filler: int, tokens: np.ndarray) -> Dataset:
+    """Micro-batches from row indices, [rows], cut at offsets, [micro-batches + 1], with their tokens."""
+    numbers = pa.array(np.where(values == FILLER, filler, values), pa.int64())
+    lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), numbers)
+    return Dataset(pa.table({"rows": lists, "tokens": pa.array(tokens, pa.int64())}))

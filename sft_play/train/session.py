@@ -1,53 +1,189 @@
 """A run that is ready to start: model, rows and TRL's trainer with our callbacks."""
 
+import gc
+import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from accelerate.utils import gather_object
+from rich.markup import escape
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from trl import SFTTrainer
 
-from sft_play.config.schema import RunConfig
+from sft_play.data.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.job import Job
-from sft_play.model import build_model
-from sft_play.scoring import TokenScore, score_batch
-from sft_play.sizing.planner import Plan
-from sft_play.train.arguments import eval_batch_rows, sft_config
-from sft_play.train.callbacks import EvaluateAtEnd, NonFiniteGuard, Reporter, TagOnEachMachine
+from sft_play.machine.heap import keep_freed_memory
+from sft_play.model.loss_head import add_loss_head, token_loss
+from sft_play.model.scoring import TokenScore, score_batch
+from sft_play.model.workload import flops_per_token, workload
+from sft_play.plan import Plan
+from sft_play.planning.devices import device_speed
+from sft_play.runlog import console
+from sft_play.train.arguments import sft_config
+from sft_play.train.callbacks import EvaluateAtEnd, Reporter, TagOnEachMachine
 from sft_play.train.checkpoints import is_split_as
 from sft_play.train.convert import load_moved
 from sft_play.train.heartbeat import Heartbeat
-from sft_play.train.meter import MemoryMeter
-from sft_play.train.rows import TrainingRows, evaluation_rows, packed_collator, padded_collator, training_rows
+from sft_play.train.memory_meter import MemoryMeter
+from sft_play.train.nonfinite import (
+    SHOWN_TOKENS,
+    SkippedSteps,
+    ended,
+    poisoned_if_not_finite,
+    rows_not_finite,
+)
+from sft_play.train.rows import MicroBatches, TrainingRows, evaluation_rows, training_rows
+
+HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
 
-def _no_one_measures(phase: str) -> None:
-    """Between probes phases are of no interest."""
+def _no_phase(phase: str) -> None:
+    """Ignores phases, which matter only in a probe."""
 
 
-class TokenWeightedTrainer(SFTTrainer):
-    """SFTTrainer whose evaluation loss is the mean over supervised tokens.
+class PlannedTrainer(SFTTrainer):
+    """TRL's trainer with eight methods overridden, each where the library has no callback.
 
-    The library averages batch means, so its loss changes with the batch size and with how rows are dealt to processes.
+    - `training_step` sets training mode once instead of in every micro-batch.
+    - `compute_loss` tells a probe where the forward pass begins and ends.
+    - `floating_point_ops` counts nothing, since our own count is known before the run.
+    - `_get_grad_norm` skips the update of a step whose gradients are not finite; `log` leaves it out of the
+      mean loss, and adds the speed.
+    - `evaluate` averages the loss over supervised tokens. The library averages the means of batches, so its
+      loss depends on the batch size and on how rows are dealt to processes.
+    - `_prepare_for_training` converts a checkpoint of another engine or world size while loading it.
+    - `_load_best_model` loads only weights, which every engine saves in the same way.
     """
 
-    def __init__(self, *args: Any, eval_collator: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rows: MicroBatches,
+        eval_collator: Any,
+        checkpoint_parts: int,
+        skipped: SkippedSteps,
+        numbers: Callable[[int], dict[str, float | None]],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._rows, self.skipped, self._numbers = rows, skipped, numbers
+        self._step_loss: torch.Tensor | float = 0.0
+        add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
-        self.begin_phase: Callable[[str], None] = _no_one_measures
+        self._checkpoint_parts = checkpoint_parts
+        self.begin_phase: Callable[[str], None] = _no_phase
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss; tells a probe where the forward pass begins and where it ends."""
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward pass of a micro-batch; returns its share of its step's loss, a scalar.
+
+        The library's own method walks through all modules of the model to set their training mode.
+        """
+        unwrapped: Any = self.model
+        if not unwrapped.training:
+            model.train()
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(
+                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+            )
+        # compute_loss has already divided the loss by the number of micro-batches
+        engine = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        self.accelerator.backward(loss, **engine)
+        # added to the mean loss of the log, which a NaN would never leave again
+        share = loss.detach().nan_to_num(0.0, 0.0, 0.0)
+        self._step_loss = self._step_loss + share
+        return share
+
+    def compute_loss(
+        self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any
+    ) -> Any:
+        """A micro-batch's share of its step's loss; tells a probe where the forward pass begins and ends.
+
+        The library's own method also logs metrics that nobody reads here, for which it waits for the device
+        three times per micro-batch.
+
+        Args:
+            model: as the engine wrapped it.
+            inputs: of a collator (data/collators.py).
+            num_items_in_batch: supervised tokens of the step, over all ranks.
+        """
         self.begin_phase("forward")
-        loss = super().compute_loss(*args, **kwargs)
+        # DDP and ZeRO-2 average gradients over the ranks, and the loss is divided by the tokens of all.
+        ranks = self.accelerator.num_processes
+        shares = self.current_gradient_accumulation_steps * ranks
+        balance = self.router_aux_loss_coef / shares if self.aux_loss_enabled else 0.0
+        loss = ranks * token_loss(model, inputs, num_items_in_batch, router_weight=balance)
         self.begin_phase("backward")
-        return loss
+        return poisoned_if_not_finite(loss)
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The norm of the gradients, which clipping has computed; if it is not finite, the step is skipped.
+
+        Gradients are summed over the ranks before, so all ranks skip the same steps. DeepSpeed skips such a
+        step itself, in bf16 if its config has bf16.check_grad_overflow. In fp16, gradients may be infinite
+        because they are scaled too much; the scaler skips such a step and halves its scale.
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped, or DeepSpeed has updated the weights.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        finite = norm is None or math.isfinite(norm)
+        self.skipped.count(finite=finite)
+        if not finite:
+            self._tr_loss -= self._step_loss
+            if not self.args.fp16 or self.skipped.in_a_row > HALVINGS:
+                self._skip_step(model)
+        self._step_loss = 0.0
+        return norm
+
+    def _skip_step(self, model: Any) -> None:
+        step = self.state.global_step + 1
+        message = self.skipped.message(step, gather_object(self._rows_not_finite()))
+        updated = self.is_deepspeed_enabled and not model.optimizer.overflow
+        if updated or self.skipped.in_a_row >= self.skipped.limit:
+            raise ended(message)
+        if self.accelerator.is_main_process:
+            console().print(f"  [yellow]{escape(message)}[/]")
+        model.zero_grad()  # AdamW leaves weights without gradients as they are
+
+    def _rows_not_finite(self) -> list[str]:
+        """This rank's rows of the step whose loss is not finite by themselves."""
+        ranks, accumulation = self.accelerator.num_processes, self.args.gradient_accumulation_steps
+        first = self.state.global_step * accumulation * ranks + self.accelerator.process_index
+        places = range(first, first + accumulation * ranks, ranks)
+        micro_batches: Any = self.train_dataset
+        rows = [row for place in places for row in micro_batches[place]["rows"]]
+        tokenizer: Any = self.processing_class
+
+        def describe(row: int) -> str:
+            tokens = self._rows.rows[row]["input_ids"][:SHOWN_TOKENS]
+            return f"row {row} ({tokenizer.decode(tokens)!r} ...)"
+
+        def batch_of(row: int) -> Any:
+            return self._prepare_inputs(self._train_collator([{"rows": [row]}]))
+
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        with self.accelerator.autocast():
+            return rows_not_finite(model, rows, batch_of, describe)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Logs a record, with the speed for TensorBoard; its loss is the mean of the steps not skipped."""
+        record = self.skipped.corrected(logs)
+        if "loss" in record:
+            numbers = self._numbers(self.state.global_step)
+            record = record | {name: value for name, value in numbers.items() if value is not None}
+        super().log(record, start_time)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted here: the library walks through all modules for it, in every micro-batch."""
+        return 0
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Loss and token accuracy over the validation rows of all ranks."""
         self.begin_phase("evaluation")
         self.data_collator = self._eval_collator
@@ -57,31 +193,39 @@ class TokenWeightedTrainer(SFTTrainer):
         was_training = model.training
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
-        for batch in loader:
-            with self.compute_loss_context_manager():
-                sums += score_batch(model, self._prepare_inputs(batch))
+        with torch.random.fork_rng(devices=[]):  # the loader draws a number, which would change later dropout
+            for batch in loader:
+                with self.compute_loss_context_manager():
+                    sums += score_batch(model, self._prepare_inputs(batch))
         model.train(was_training)
         score = TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
-        metrics = {f"{metric_key_prefix}_loss": score.loss, f"{metric_key_prefix}_token_accuracy": score.accuracy}
+        metrics = {
+            f"{metric_key_prefix}_loss": score.loss,
+            f"{metric_key_prefix}_token_accuracy": score.accuracy,
+        }
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """Wraps model and optimizer, and loads a checkpoint also if it is split in another way than this run's will be."""
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Wraps model and optimizer and loads the checkpoint, converting it if it is split differently."""
         engine = "deepspeed_z2" if self.is_deepspeed_enabled else "ddp"
-        whole = not self.args.save_on_each_node
-        if not resume_from_checkpoint or is_split_as(Path(resume_from_checkpoint), engine, self.args.world_size, whole=whole):
+        checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        if checkpoint is None or is_split_as(checkpoint, engine, self._checkpoint_parts):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        load_moved(self, Path(resume_from_checkpoint))
+        load_moved(self, checkpoint)
         return prepared
 
     def _load_best_model(self) -> None:
-        """The best weights alone, as every engine saves them: they may be from before the run was moved to this one."""
+        """Loads only the best weights: they may have been saved before the run moved to this engine."""
         sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
-        super()._load_best_model()
-        self.is_deepspeed_enabled = sharded
+        try:
+            super()._load_best_model()
+        finally:
+            self.is_deepspeed_enabled = sharded
 
 
 @dataclass(frozen=True)
@@ -91,29 +235,67 @@ class Session:
     job: Job
     rows: TrainingRows
     reporter: Reporter
-    trainer: TokenWeightedTrainer
+    trainer: PlannedTrainer
 
 
-def open_session(job: Job) -> Session:
-    """Loads the model and makes the trainer; the rows lie in the order in which the whole run learns them."""
-    config, plan = job.config, job.plan
-    rows = training_rows(
+def ordered_rows(job: Job) -> TrainingRows:
+    """The micro-batches of the whole run in training order."""
+    return training_rows(
         job.data.train,
-        plan,
-        seed=config.train.seed,
-        group_by_length=config.train.group_by_length,
+        job.plan,
+        seed=job.config.train.seed,
+        hidden_size=job.architecture.get_text_config().hidden_size,
         pad_id=job.tokenizer.pad_token_id,
     )
-    reporter = Reporter(plan, rows, job.run, MemoryMeter.start(plan.device))
-    return Session(job, rows, reporter, make_trainer(job, build_model(config, plan), rows, reporter))
 
 
-def make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> TokenWeightedTrainer:
-    """TRL's trainer over our rows, with our callbacks."""
-    config, plan, pad_id = job.config, job.plan, job.tokenizer.pad_token_id
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(job.run.tensorboard)  # transformers has no argument for it any more
-    padded = padded_collator(pad_id)
-    trainer = TokenWeightedTrainer(
+def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: MemoryMeter) -> Session:
+    """TRL's trainer over our rows, with our callbacks.
+
+    Args:
+        job: the run.
+        model: to train.
+        rows: in training order.
+        meter: started before the model was loaded.
+    """
+    if job.plan.device == "cpu":
+        keep_freed_memory()
+    reporter = Reporter(job.plan, rows, job.run, meter, main=job.ranks.is_main, flops_share=flops_share(job))
+    return Session(job, rows, reporter, _make_trainer(job, model, rows, reporter))
+
+
+def flops_share(job: Job) -> float | None:
+    """Share of the peak FLOPs of all devices that a token per second takes; None if the peak is unknown."""
+    peak = device_speed(job.machine, job.plan.world_size).flops if job.plan.device == "cuda" else None
+    if peak is None:
+        return None
+    tokens = round(sum(job.data.train["length"]) / len(job.data.train))
+    work = workload(job.architecture, job.config)
+    return flops_per_token(work, tokens) / (peak * job.plan.world_size)
+
+
+def close_session(session: Session, plan: Plan) -> Job:
+    """Frees the model; returns the job with another plan."""
+    trainer: Any = session.trainer
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
+    release_memory(trainer)
+    return replace(session.job, plan=plan)
+
+
+def release_memory(trainer: PlannedTrainer) -> None:
+    """Frees what accelerate holds and what is no longer referenced, on the device too."""
+    trainer.accelerator.free_memory()
+    gc.collect()
+    if trainer.args.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
+    config, plan = job.config, job.plan
+    # transformers no longer has an argument for it
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(job.run.tensorboard)
+    validation = _validation_rows(job)
+    trainer = PlannedTrainer(
         model=model,
         args=sft_config(
             config,
@@ -122,30 +304,49 @@ def make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter:
             validation_rows=len(job.data.val or []),
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         ),
+        rows=rows,
+        skipped=SkippedSteps(config.train.max_skipped_steps),
+        numbers=reporter.numbers,
         train_dataset=rows.dataset,
-        eval_dataset=_validation_rows(job.data.val, config, plan, pad_id),
-        data_collator=packed_collator(plan.attention.startswith("flash")) if plan.packing else padded,
-        eval_collator=padded,
+        eval_dataset=validation.dataset if validation else None,
+        data_collator=_collator(job, rows),
+        eval_collator=_collator(job, validation) if validation else None,
+        checkpoint_parts=job.checkpoint_parts,
         processing_class=job.tokenizer,
         callbacks=_callbacks(job, reporter),
     )
     trainer.remove_callback(PrinterCallback)
     for parameter in model.parameters():
         if parameter.requires_grad and config.tuning.mode == "qlora":
-            parameter.data = parameter.data.float()  # TRL has cast them to bf16, which an fp16 gradient scaler cannot unscale
+            # TRL has cast them to bf16, which an fp16 gradient scaler cannot unscale
+            parameter.data = parameter.data.float()
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
     return trainer
 
 
-def _validation_rows(val: Dataset | None, config: RunConfig, plan: Plan, pad_id: int) -> Dataset | None:
-    return None if val is None else evaluation_rows(val, eval_batch_rows(config, plan) * plan.world_size, pad_id)
+def _validation_rows(job: Job) -> MicroBatches | None:
+    if job.data.val is None:
+        return None
+    asked = job.config.eval.batch_size
+    return evaluation_rows(
+        job.data.val,
+        job.plan,
+        pad_id=job.tokenizer.pad_token_id,
+        rows_per_batch=None if asked == "auto" else asked,
+    )
+
+
+def _collator(job: Job, batches: MicroBatches) -> Collator:
+    if job.plan.padding_free:
+        return joined_micro_batches(batches.rows, flash=job.plan.attention.startswith("flash"))
+    return padded_micro_batches(batches.rows, job.tokenizer.pad_token_id)
 
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
-    callbacks: list[TrainerCallback] = [reporter, NonFiniteGuard()]
+    callbacks: list[TrainerCallback] = [reporter]
     if job.plan.world_size > 1:
-        callbacks.append(Heartbeat(job.run, int(os.environ["RANK"]), job.config.parallel.timeout_s))
+        callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
     if not job.run.shared:

@@ -1,4 +1,4 @@
-"""THE main path: `train(job)` reads like what it does.
+"""The main path of a training run; `train(job)` is its table of contents.
 
 data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
 """
@@ -14,14 +14,19 @@ from transformers import TrainerState
 
 from sft_play.errors import DoesNotFitError, Interrupted
 from sft_play.job import Job, begin_run
-from sft_play.runlog import RunDir, console, is_main_rank, keeps_files, read_metrics, update_summary
-from sft_play.sizing.planner import Plan
-from sft_play.sizing.records import Proof
+from sft_play.model.load import build_model
+from sft_play.plan import Plan
+from sft_play.runlog import RunDir, console, read_metrics, update_summary
+from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.callbacks import StopOnSignal
 from sft_play.train.checkpoints import find_checkpoint, require_movable, step_of
 from sft_play.train.disk import disk_errors_explained
-from sft_play.train.probe import prove, remedies
-from sft_play.train.session import Session
+from sft_play.train.memory_meter import MemoryMeter
+from sft_play.train.nonfinite import check_weights
+from sft_play.train.probe import memory_advice
+from sft_play.train.session import Session, open_session, ordered_rows
+from sft_play.train.settle import settle_plan
+from sft_play.train.verify import verify
 
 
 def train(job: Job) -> dict[str, Any]:
@@ -29,29 +34,47 @@ def train(job: Job) -> dict[str, Any]:
 
     Raises:
         Interrupted: a signal stopped it after a checkpoint was saved.
-        NonFiniteError: loss or gradients became NaN.
+        NonFiniteError: loss or gradients were NaN or infinite in too many steps, or the weights are.
         DoesNotFitError: memory ran out.
         StorageError: the disk is full.
         LaunchError: the ranks do not agree.
     """
     checkpoint = checkpoint_to_resume(job)
     with memory_errors_explained(job.plan), disk_errors_explained(job.run):
-        session, proof = prove(job)
-        if keeps_files(job.run):
-            begin_run(session.job)
+        session = prepare_session(job)
+        session, probed = settle_plan(session, prepare_session)
+        begin_run(session.job)
         stopped = run_steps(session, checkpoint)
         save(session, stopped)
-    return summarise(session, proof, stopped)
+    return summarise(session, probed, stopped)
+
+
+def prepare_session(job: Job, *, announce: bool = True) -> Session:
+    """Everything that the steps of a plan need; with `announce`, prints which processes take part.
+
+    Raises:
+        LaunchError: the ranks do not agree.
+        ConfigError: the model cannot be loaded, or its attention does not keep packed sequences apart.
+    """
+    meter = MemoryMeter.start(job.plan.device)
+    rows = ordered_rows(job)
+    model = build_model(job.config, job.plan, job.ranks.local_rank)
+    session = open_session(job, model, rows, meter)
+    verify(session.trainer, job.plan, announce=announce)
+    return session
 
 
 def checkpoint_to_resume(job: Job) -> Path | None:
-    """The checkpoint that train.resume means, looked for before anything large is loaded."""
+    """The checkpoint that train.resume selects, found before anything large is loaded."""
     checkpoint, passed_over = find_checkpoint(job.run, job.config.train.resume)
     for line in passed_over:
         console().print(f"  [yellow]{line}[/]")
     if checkpoint:
-        moved = require_movable(checkpoint, job.config, job.plan, whole=job.run.shared)
-        console().print(f"  going on from {checkpoint}{', converted for these processes while it is read' if moved else ''}")
+        moved = require_movable(checkpoint, job.config, job.plan, job.checkpoint_parts)
+        note = ""
+        if moved:
+            note = "; optimizer state is converted while loading"
+        console().print(f"  resuming from {checkpoint}{note}")
     return checkpoint
 
 
@@ -66,7 +89,8 @@ def memory_errors_explained(plan: Plan) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
-            f"memory ran out at micro-batch {plan.micro_batch_size}: {str(error).splitlines()[0]}\n{remedies(plan)}"
+            f"memory ran out at micro-batch {plan.micro_batch_size}: "
+            f"{str(error).splitlines()[0]}\n{memory_advice(plan)}"
         ) from error
 
 
@@ -74,7 +98,8 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
     trainer = session.trainer
     if checkpoint:
-        trainer.args.eval_on_start = False  # it was done then; once more would count against early stopping's patience
+        # it was done at the start; doing it again would count against the patience of early stopping
+        trainer.args.eval_on_start = False
     stop = StopOnSignal(session.job.plan.world_size, trainer.args.device)
     trainer.add_callback(stop)
     try:
@@ -91,12 +116,20 @@ def result_folder(job: Job) -> Path:
 
 
 def save(session: Session, stopped: bool) -> None:
-    """Writes the trained weights and the tokenizer; only the main rank does. A stopped run has its checkpoint instead."""
+    """Writes the trained weights and the tokenizer on the main rank.
+
+    A stopped run has its checkpoint instead.
+
+    Raises:
+        NonFiniteError: a trained weight is NaN or infinite.
+    """
     trainer, job = session.trainer, session.job
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not stopped:
+        check_weights(model)
     if stopped or not trainer.accelerator.is_main_process:
         return
     target = result_folder(job)
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     model.save_pretrained(str(target), safe_serialization=True)
     job.tokenizer.save_pretrained(str(target))
 
@@ -109,23 +142,27 @@ def best_step(state: TrainerState) -> int:
 
 def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
     """Step -> {"loss", "token_accuracy"} of the validation rows, from metrics.jsonl."""
-    return {
-        record["step"]: {name.removeprefix("eval/"): value for name, value in record.items() if name.startswith("eval/")}
-        for record in read_metrics(run)
-        if "eval/loss" in record
-    }
+    found = {}
+    for record in read_metrics(run):
+        if "eval/loss" in record:
+            scores = (name for name in record if name.startswith("eval/"))
+            found[record["step"]] = {name.removeprefix("eval/"): record[name] for name in scores}
+    return found
 
 
-def measured_peak(session: Session, proof: Proof | None) -> int | None:
-    """The highest memory of any rank in bytes: of the whole run on a GPU; on a CPU of the probe, which counts as predicted."""
-    in_probe = proof.peak_bytes if proof else None
+def measured_peak(session: Session, probed: ProbeResult | None) -> int | None:
+    """The highest peak memory of any rank in bytes.
+
+    On a GPU, of the whole run. On a CPU, of the probe, which measures what is predicted.
+    """
+    in_probe = probed.peak_bytes if probed else None
     if session.job.plan.device == "cpu":
         return in_probe
     in_run = torch.tensor(session.reporter.meter.peak_bytes(), device=session.trainer.args.device)
     return max(in_probe or 0, int(session.trainer.accelerator.gather(in_run[None]).max()))
 
 
-def summarise(session: Session, proof: Proof | None, stopped: bool) -> dict[str, Any]:
+def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> dict[str, Any]:
     """Writes summary.json on the main rank.
 
     Raises:
@@ -142,22 +179,31 @@ def summarise(session: Session, proof: Proof | None, stopped: bool) -> dict[str,
         "packing": plan.packing,
         "effective_batch_size": plan.effective_batch_size,
         "micro_batch_size": plan.micro_batch_size,
+        "micro_batch_tokens": plan.micro_batch_tokens,
+        "padding_free": plan.padding_free,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "optimizer_steps": state.global_step,
+        "skipped_steps": session.trainer.skipped.total,
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
         "tokens_per_second": reporter.tokens_per_second,
         "training_seconds": reporter.training_seconds,
+        "mfu": reporter.mfu,
+        "data_wait": reporter.data_wait,
+        "padding_share": rows.padding_share,
+        "predicted_step_seconds": plan.step_seconds,
+        "measured_step_seconds": reporter.step_seconds,
         "predicted_peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-        "measured_peak_bytes": measured_peak(session, proof),
-        "probe": asdict(proof) if proof else None,
+        "measured_peak_bytes": measured_peak(session, probed),
+        "probe": asdict(probed) if probed else None,
         "train_loss": losses[-1] if losses else None,
         "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
         "best_checkpoint": state.best_model_checkpoint,
     }
-    if is_main_rank():
+    if job.ranks.is_main:
         summary = update_summary(job.run, **summary)
     if stopped:
         raise Interrupted(
-            f"stopped at step {state.global_step} with a checkpoint in {job.run.checkpoints}; `make resume` goes on"
+            f"stopped at step {state.global_step} with a checkpoint in {job.run.checkpoints}; "
+            "run `make resume` to continue"
         )
     return summary

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces joined by a cable of two virtual ends, each with an address and a name."""
+"""Two hosts on this machine: network namespaces with a name and an address each, joined by a veth pair."""
 
 import contextlib
 import os
@@ -43,7 +43,16 @@ def make_command(target: str, *words: str) -> list[str]:
     forgotten = [
         word for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS") for word in ("--unset", name)
     ]  # those of the tests' own make
-    return ["env", *forgotten, "make", "--silent", f"--old-file={VENV}/.ready", target, f"VENV={VENV}", *words]
+    return [
+        "env",
+        *forgotten,
+        "make",
+        "--silent",
+        f"--old-file={VENV}/.ready",
+        target,
+        f"VENV={VENV}",
+        *words,
+    ]
 
 
 class Host:
@@ -56,13 +65,31 @@ class Host:
         self.address = ADDRESSES[number]
 
     def start(self, *command: str, own: tuple[Path, Path] | None = None) -> subprocess.Popen:
-        """Starts a command here; with `own`, the second folder is another one on this host, at the same path."""
+        """Starts a command here; `own` bind-mounts its first folder over the second, on this host only."""
         disk = f"mount --bind {own[0]} {own[1]} && " if own else ""
         script = f'{disk}hostname host{self.number} && exec "$@"'
-        words = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", script, "sh", *command]
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *command,
+        ]
         pipe = subprocess.PIPE
-        guard = [sys.executable, "-m", "sft_play.launch.guard"]  # ends with the tests, however they end
-        return subprocess.Popen([*guard, *words], cwd=REPOSITORY, env=environment(), text=True, stdout=pipe, stderr=pipe)
+        guard = [
+            sys.executable,
+            "-m",
+            "sft_play.machine.parent_death",
+        ]  # ends with the tests, however they end
+        return subprocess.Popen(
+            [*guard, *words], cwd=REPOSITORY, env=environment(), text=True, stdout=pipe, stderr=pipe
+        )
 
     def train(self, *words: str, own: tuple[Path, Path] | None = None) -> subprocess.Popen:
         """`make train-multinode` with one process on each host."""

@@ -1,4 +1,4 @@
-"""A SLURM of two nodes on this machine: munged, slurmctld and a slurmd for each, with everything they keep in one folder."""
+"""A two-node SLURM on this machine: munged, slurmctld and a slurmd per node, with all state in one folder."""
 
 import contextlib
 import os
@@ -17,8 +17,9 @@ from tests.conftest import REPOSITORY
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
-# cred_expire: a requeued job waits until the credential of its earlier start has expired, two minutes by default.
-# GraceTime: the time between the signal and the end when a job of partition `high` takes the nodes of one in `low`.
+# cred_expire: a requeued job waits until the credential of its earlier start has expired, two minutes by
+# default. GraceTime: the time between the signal and the end when a job of partition `high` takes the nodes
+# of one in `low`.
 CONFIG = """\
 ClusterName=two
 FirstJobId={first_job}
@@ -74,11 +75,20 @@ class Slurm:
 
     def start(self, name: str, *command: str) -> None:
         log = (self.folder / f"{name}.out").open("w")
-        command = (sys.executable, "-m", "sft_play.launch.guard", *command)  # ends with the tests, however they end
-        self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+        command = (
+            sys.executable,
+            "-m",
+            "sft_play.machine.parent_death",
+            *command,
+        )  # ends with the tests, however they end
+        self.daemons[name] = subprocess.Popen(
+            command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+        )
 
     def run(self, *command: str, check: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess:
-        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done
 
@@ -95,7 +105,9 @@ class Slurm:
             if job["JobState"] in states and int(job["Restarts"]) >= restarts:
                 return job
             time.sleep(0.3)
-        raise AssertionError(f"job {job_id} is {job['JobState']} ({job['Reason']}) after {timeout_s} s, not {states}")
+        raise AssertionError(
+            f"job {job_id} is {job['JobState']} ({job['Reason']}) after {timeout_s} s, not {states}"
+        )
 
     def processes_of(self, node: int) -> list[psutil.Process]:
         """What SLURM runs on a node for a job, and the daemon of that step."""
@@ -106,7 +118,9 @@ class Slurm:
                 here = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
                 if here and environment.get("SLURMD_NODENAME") == f"node{node}":
                     found.append(process)
-        return found + list({process.parent() for process in found if process.parent().name().startswith("slurmstepd")})
+        return found + list(
+            {process.parent() for process in found if process.parent().name().startswith("slurmstepd")}
+        )
 
 
 @contextlib.contextmanager
@@ -122,8 +136,13 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
     key = folder / "munge.key-file"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    slurm = Slurm(folder, {**os.environ, "SLURM_CONF": str(conf), "PATH": _path(), "PYTHONPATH": str(REPOSITORY)})
-    munge = [f"--{name}={folder}/munge.{name}" for name in ("socket", "key-file", "log-file", "pid-file", "seed-file")]
+    slurm = Slurm(
+        folder, {**os.environ, "SLURM_CONF": str(conf), "PATH": _path(), "PYTHONPATH": str(REPOSITORY)}
+    )
+    munge = [
+        f"--{name}={folder}/munge.{name}"
+        for name in ("socket", "key-file", "log-file", "pid-file", "seed-file")
+    ]
     try:
         slurm.start("munged", "munged", "--foreground", "--force", *munge)
         _until(lambda: (folder / "munge.socket").exists(), "munged")

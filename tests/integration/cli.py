@@ -19,7 +19,8 @@ from sft_play import cli
 from sft_play.runlog import RunDir, read_metrics, set_console
 from tests.conftest import REPOSITORY
 
-# Libraries keep the stream that they find at their first import: these stay open, and write where the descriptors lead.
+# Libraries keep the stream that they find at their first import: these stay open, and write where the
+# descriptors lead.
 STREAMS = [open(number, "w", closefd=False, buffering=1) for number in (1, 2)]
 
 TRAINED = 37  # rows: no batch of the tests divides them, and two processes do not either
@@ -97,7 +98,9 @@ def start(*words: str | Path, **extra: str) -> subprocess.Popen:
     """Starts `python -m sft_play` or, if the first word is a path, that script."""
     program = [str(words[0])] if isinstance(words[0], Path) else ["-m", "sft_play", words[0]]
     command = [sys.executable, *program, *map(str, words[1:])]
-    return subprocess.Popen(command, env=environment(**extra), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=environment(**extra), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def finish(process: subprocess.Popen, timeout_s: float = 120) -> Done:
@@ -140,7 +143,9 @@ def snapshot(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.name.startswith((".", "log", "launcher.log")) and path.parent.name != "ranks"
+        if path.is_file()
+        and not path.name.startswith((".", "log", "launcher.log"))
+        and path.parent.name != "ranks"
     }
 
 
@@ -155,7 +160,9 @@ def signal_at_step(run: RunDir, step: int, pid: int, number: int, timeout_s: flo
 def gone(pids: list[int], within_s: float = 5.0) -> bool:
     """Whether these processes have ended."""
     deadline = time.monotonic() + within_s
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids
+    ):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from sft_play.runlog import RunDir
 from tests.integration.cli import Done, finish, make_workspace, start
@@ -13,6 +14,15 @@ class Finished(NamedTuple):
     config: Path
     run: RunDir
     done: Done
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For runs in this process: tests run side by side, and with more threads sums change their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

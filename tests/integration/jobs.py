@@ -1,4 +1,4 @@
-"""A job on random tokenised rows, and its numbers: what the tests of the invariants start from."""
+"""A job on random tokenized rows, and its numbers: what the tests of the invariants start from."""
 
 from pathlib import Path
 
@@ -6,13 +6,16 @@ from datasets import Dataset
 
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.packing import pack
 from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
-from sft_play.model import load_tokenizer
+from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
+from sft_play.machine.gpus import detect
+from sft_play.model.load import load_model_config, load_tokenizer
+from sft_play.plan import Device
+from sft_play.planning.drafts import draft_plans
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.search import choose_plan
 from sft_play.runlog import open_run, read_metrics
-from sft_play.sizing.planner import Device, draft_plans
-from sft_play.sizing.search import choose_plan
 from tests.conftest import token_rows
 
 SEQ = 64
@@ -24,13 +27,15 @@ def make_job(
     name: str,
     *,
     mode: str = "lora",
+    dropout: float = 0.0,
     rows=None,
     val=None,
     world_size: int = 1,
     engine: str = "auto",
+    ranks: RankEnvironment = SINGLE_PROCESS,
     **train,
 ) -> Job:
-    """A job of a few steps; `train` are settings of the config's train section. Without a probe, which would take longest."""
+    """A job of a few steps; `train` overrides the train section. No probe: it would take most of the time."""
     settings = {
         "probe": False,
         "logging_steps": 1,
@@ -44,7 +49,7 @@ def make_job(
         {
             "model": {"name": str(model)},
             "data": {"train_path": "generated"},
-            "tuning": {"mode": mode},
+            "tuning": {"mode": mode, "lora": {"dropout": dropout}},
             "train": settings,
             "parallel": {"engine": engine},
             "output": {"name": name, "dir": str(output)},
@@ -58,20 +63,35 @@ def make_job(
         stats={},
         cache_path=output,
     )
-    lengths = data.train["length"]
+    facts = DataFacts.of(data, config)
+    architecture = load_model_config(config.model)
+    padding_free = config.train.padding_free is not False
     drafts = draft_plans(
         config,
         device=Device(kind="cpu", name="CPU", bf16=True),
         world_size=world_size,
-        rows=len(pack(lengths, SEQ)) if config.train.packing else len(lengths),
+        rows=facts.rows,
         max_seq_len=SEQ,
         attention="varlen_sdpa",
+        padding_free=padding_free,
+        largest=lambda *cut: facts.largest_micro_batch(*cut, architecture.hidden_size, padding_free),
     )
     plan = choose_plan(config, drafts, None, None)
-    return Job(ResolvedConfig(config, {}, Path("test")), open_run(str(output), name), load_tokenizer(config.model), data, plan)
+    return Job(
+        ResolvedConfig(config, {}, Path("test")),
+        open_run(str(output), name, ranks.rank),
+        architecture,
+        load_tokenizer(config.model),
+        data,
+        detect(),
+        plan,
+        ranks,
+    )
 
 
 def losses(job: Job) -> tuple[list[float], list[float]]:
     """Training loss of each step, and the evaluation losses."""
     records = read_metrics(job.run)
-    return [r["train/loss"] for r in records if "train/loss" in r], [r["eval/loss"] for r in records if "eval/loss" in r]
+    return [r["train/loss"] for r in records if "train/loss" in r], [
+        r["eval/loss"] for r in records if "eval/loss" in r
+    ]

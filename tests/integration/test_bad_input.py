@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence, the right exit code, no traceback, and the finished run of the same name untouched."""
+"""Bad input: one clear sentence, the right exit code, no traceback, and an earlier run left untouched."""
 
 import fcntl
 import json
@@ -43,7 +43,8 @@ def refuses(finished):
     return call
 
 
-# --- config, flags, environment: 2 ------------------------------------------------------------------------------------
+# --- config, flags, environment: 2
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,12 +60,20 @@ def refuses(finished):
         (["model.max_seq_len=100000"], ["model.max_seq_len=100000", "512"]),
         (["train.mixed_precision=fp16"], ["train.mixed_precision=fp16", "auto, bf16 or no"]),
         (["train.batch_size=3"], ["train.batch_size=3", "allowed: 1, 2, 4, 8"]),
-        (["--processes", "3"], ["8", "does not divide among 3 processes", "nearest: 6 or 9"]),
+        (["--processes", "3"], ["8", "is not divisible by 3 processes", "nearest: 6 or 9"]),
         (["train.grad_accum=4"], ["contradicts", "remove one of the three"]),
         (["train.save_steps=3", "train.eval_steps=2"], ["train.save_steps=3", "nearest: 2 or 4"]),
         (["tuning.lora.target_modules=[nope]"], ["target_modules", "q_proj", "auto"]),
         (["data.chat_template=none.jinja"], ["none.jinja"]),
-        (["model.attention=flash_attention_2"], ["model.attention=flash_attention_2", "model.attention=auto"]),
+        (["eval.answer_pattern=a("], ["eval.answer_pattern", "not a regular expression", 'found "a("']),
+        (
+            ["eval.answer_pattern=zzz", "eval.generate=true"],
+            ["eval.answer_pattern: 'zzz' matches none of"],
+        ),
+        (
+            ["model.attention=flash_attention_2"],
+            ["model.attention=flash_attention_2", "model.attention=auto"],
+        ),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) and "=" in str(value[0]) else "",
 )
@@ -76,7 +85,9 @@ def test_flags_that_do_not_exist_are_refused_and_overrides_stand_anywhere(finish
     for words in (["train", "--config", finished.config, "--fast"], ["gpu-info", "a.b=c"]):
         done = sft(*words)
         assert done.code == 2 and f"unrecognized arguments: {words[-1]}" in done.err
-    done = sft("plan", "output.name=a", "--config", finished.config, "train.epochs=2", "--json", "train.max_steps=3")
+    done = sft(
+        "plan", "output.name=a", "--config", finished.config, "train.epochs=2", "--json", "train.max_steps=3"
+    )
     assert done.json["plan"]["total_steps"] == 3
 
 
@@ -88,34 +99,56 @@ def test_a_config_that_is_not_there_or_not_yaml_is_named(refuses, finished, tmp_
 
 
 def test_a_gpu_that_cannot_do_what_is_asked_is_named(refuses):
-    refuses(["plan", "--gpu", "Tesla T4", "train.mixed_precision=bf16"], 2, "mixed_precision=bf16", "T4", "use fp16, or auto")
+    refuses(
+        ["plan", "--gpu", "Tesla T4", "train.mixed_precision=bf16"],
+        2,
+        "mixed_precision=bf16",
+        "T4",
+        "use fp16, or auto",
+    )
     refuses(["plan", "--gpu", "RTX 9999"], 2, "RTX 9999", "RTX 4090")
 
 
 def test_more_memory_than_the_device_has_is_refused(refuses):
     limit = "parallel.memory_gib=30"
-    refuses(["plan", "--gpu", "RTX 4090", limit], 2, limit, "RTX 4090 has 23.99 GiB", "allowed: up to 23.98, or auto")
-    refuses(["plan", "parallel.memory_gib=1e6"], 2, "parallel.memory_gib=1e+06", "the RAM has", "allowed: up to")
+    refuses(
+        ["plan", "--gpu", "RTX 4090", limit],
+        2,
+        limit,
+        "RTX 4090 has 23.99 GiB",
+        "allowed: up to 23.98, or auto",
+    )
+    refuses(
+        ["plan", "parallel.memory_gib=1e6"], 2, "parallel.memory_gib=1e+06", "the RAM has", "allowed: up to"
+    )
     refuses(["train", "parallel.memory_gib=1e6"], 2, "parallel.memory_gib=1e+06", "the RAM has")
-    refuses(["plan", "parallel.memory_gib=0"], 2, "parallel.memory_gib", "a number above 0, or 'auto'", "found 0")
+    refuses(
+        ["plan", "parallel.memory_gib=0"], 2, "parallel.memory_gib", "a positive number or 'auto'", "found 0"
+    )
 
 
 def test_less_memory_than_a_run_needs_is_a_misfit_with_what_would_help(finished):
     done = sft("plan", "--config", finished.config, "--gpu", "RTX 4090", "parallel.memory_gib=0.75")
     said = " ".join(done.err.split())
-    assert done.code == 4 and said.startswith("error: this run does not fit") and "the budget is 12.00 MiB" in said
+    assert (
+        done.code == 4
+        and said.startswith("error: this run does not fit")
+        and "than the budget of 12.00 MiB" in said
+    )
     assert "train.batch_size=1: -" in said and "Traceback" not in done.err
 
 
 def test_an_effective_batch_that_the_gpus_do_not_divide_names_the_nearest(refuses):
-    words = ["plan", "--gpu", "H100", "--gpus", "3", "train.batch_size=auto"]
-    refuses(words, 2, "train.effective_batch_size=8 does not divide among 3 processes", "nearest: 6 or 9")
+    words = ["plan", "--gpu", "H100", "--gpus", "9", "train.batch_size=auto"]
+    refuses(words, 2, "train.effective_batch_size=8 is 8 sequences, fewer than the 9 processes")
 
 
 @pytest.mark.parametrize("size", ["two", "-1", "0", ""])
 def test_a_world_size_that_is_no_number_is_refused_by_each_rank(refuses, finished, monkeypatch, size):
     monkeypatch.setenv("WORLD_SIZE", size)
-    refuses(["--config", finished.config], 2, f"WORLD_SIZE={size}:", "whole number above 0", function=cli.run_rank)
+    refuses(
+        ["--config", finished.config], 2, f"WORLD_SIZE={size}:", "whole number above 0", function=cli.run_rank
+    )
 
 
 def test_half_a_launchers_environment_is_refused(refuses, finished, monkeypatch):
@@ -123,7 +156,13 @@ def test_half_a_launchers_environment_is_refused(refuses, finished, monkeypatch)
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    refuses(["--config", finished.config], 2, "RANK, LOCAL_RANK, MASTER_ADDR not set", "torchrun", function=cli.run_rank)
+    refuses(
+        ["--config", finished.config],
+        2,
+        "RANK, LOCAL_RANK, MASTER_ADDR not set",
+        "torchrun",
+        function=cli.run_rank,
+    )
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "0")
     refuses(["train"], 2, "WORLD_SIZE=2 is set", "scripts/train_distributed.py")
@@ -131,7 +170,9 @@ def test_half_a_launchers_environment_is_refused(refuses, finished, monkeypatch)
 
 def test_a_rank_whose_launcher_started_too_few_is_refused(refuses, finished, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_PROCESSES", "2")
-    refuses(["--config", finished.config], 2, "2 processes were asked for", "started 1", function=cli.run_rank)
+    refuses(
+        ["--config", finished.config], 2, "2 processes were requested", "started 1", function=cli.run_rank
+    )
 
 
 WITHOUT_BITSANDBYTES = """
@@ -153,20 +194,27 @@ def test_qlora_without_bitsandbytes_is_refused(finished, tmp_path):
     assert snapshot(finished.run.path) == before
 
 
-# --- data: 3 ----------------------------------------------------------------------------------------------------------
+# --- data: 3
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
         ([GOOD, {"messages": [USER, {"role": "assistant"}]}], ["bad.jsonl:2", "messages[1]", "content"]),
-        ([GOOD, GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}], ["bad.jsonl:3", "content", "null"]),
-        ([GOOD, {"messages": [{"role": "wizard", "content": "w1"}, ASSISTANT]}], ["bad.jsonl:2", "messages[0].role", "wizard"]),
+        (
+            [GOOD, GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}],
+            ["bad.jsonl:3", "content", "null"],
+        ),
+        (
+            [GOOD, {"messages": [{"role": "wizard", "content": "w1"}, ASSISTANT]}],
+            ["bad.jsonl:2", "messages[0].role", "wizard"],
+        ),
         ([GOOD, {"messages": []}], ["bad.jsonl:2", "messages"]),
         ([GOOD, {"question": "w1", "answer": "w2"}], ["bad.jsonl:2", "messages"]),
         ([GOOD, '{"messages": [{"role"'], ["bad.jsonl:2", "JSON"]),
         (["not json"], ["bad.jsonl:1", "JSON"]),
-        ([[1, 2]], ["bad.jsonl:1", "an object with named fields"]),
+        ([[1, 2]], ["bad.jsonl:1", "a JSON object"]),
         ([{"colour": "red"}], ["bad.jsonl:1", "colour"]),
         ([{"messages": [USER]}] * 3, ["0 supervised tokens", "3 rows"]),
         ([], ["empty"]),
@@ -193,7 +241,7 @@ def test_a_wrong_row_is_named_by_file_line_and_key(refuses, tmp_path, rows, said
 
 def test_data_that_is_not_there_or_of_no_known_kind_is_named(refuses, tmp_path):
     refuses(["train", "data.train_path=none.jsonl"], 3, "data.train_path", "none.jsonl", "does not exist")
-    refuses(["train", f"data.val_path={tmp_path}"], 3, "data.val_path", "holds no data file", ".parquet")
+    refuses(["train", f"data.val_path={tmp_path}"], 3, "data.val_path", "has no data files", ".parquet")
     (tmp_path / "rows.txt").write_text("w1")
     refuses(["train", f"data.train_path={tmp_path / 'rows.txt'}"], 3, "rows.txt", ".jsonl")
 
@@ -201,7 +249,11 @@ def test_data_that_is_not_there_or_of_no_known_kind_is_named(refuses, tmp_path):
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_rows_that_are_all_too_long_are_no_training(refuses, packing):
     refuses(
-        ["train", "model.max_seq_len=4", f"train.packing={packing}"], 3, "0 supervised tokens", f"{TRAINED} rows", "max_seq_len"
+        ["train", "model.max_seq_len=4", f"train.packing={packing}"],
+        3,
+        "0 supervised tokens",
+        f"{TRAINED} rows",
+        "max_seq_len",
     )
 
 
@@ -212,7 +264,8 @@ def test_prompts_that_cannot_be_answered_are_named_before_any_is(refuses, tmp_pa
     assert not (tmp_path / "out.jsonl").exists()
 
 
-# --- the model: 2 -----------------------------------------------------------------------------------------------------
+# --- the model: 2
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -243,11 +296,19 @@ def test_a_plan_needs_config_json_and_nothing_else_of_the_model(refuses, finishe
 def test_an_architecture_that_cannot_be_traced_is_planned_without_a_prediction(finished, tmp_path):
     tree = {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(tree))
-    words = ["plan", "--config", finished.config, "--gpu", "H100", f"model.name={tmp_path}", "tuning.mode=full"]
+    words = [
+        "plan",
+        "--config",
+        finished.config,
+        "--gpu",
+        "H100",
+        f"model.name={tmp_path}",
+        "tuning.mode=full",
+    ]
     done = sft(*words, "train.gradient_checkpointing=true")
     assert done.code == 0 and "Traceback" not in done.out + done.err, done.err
     said = " ".join(done.out.split())
-    assert "OpenAIGPTConfig cannot be traced symbolically" in said and "memory: not predicted" in said
+    assert "OpenAIGPTConfig cannot be traced" in said and "memory: not predicted" in said
 
 
 def test_pickled_weights_are_not_loaded(refuses, tiny_model, tmp_path):
@@ -264,7 +325,12 @@ def test_weights_that_are_cut_or_not_of_this_model_are_refused(refuses, tiny_mod
     weights = load_file(tiny_model / "model.safetensors")
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:99].clone()
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    refuses(["train", f"model.name={other}"], 2, str(other), "model.embed_tokens.weight (99, 64) instead of (256, 64)")
+    refuses(
+        ["train", f"model.name={other}"],
+        2,
+        str(other),
+        "model.embed_tokens.weight (99, 64) instead of (256, 64)",
+    )
     del weights["model.embed_tokens.weight"]
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     refuses(["train", f"model.name={other}"], 2, str(other), "model.embed_tokens.weight missing")
@@ -277,14 +343,18 @@ def test_a_model_that_is_neither_here_nor_on_the_hub_is_named(refuses):
 def test_code_that_comes_with_a_model_is_not_run_unasked(refuses, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     tree = json.loads((folder / "config.json").read_text())
-    tree |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    tree |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+    }
     (folder / "config.json").write_text(json.dumps(tree))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     refuses(["train", f"model.name={folder}"], 2, "model.name", "trust_remote_code=true")
     assert not (tmp_path / "ran").exists()
 
 
-# --- run directory and checkpoints: 6, 7, 8 ---------------------------------------------------------------------------
+# --- run directory and checkpoints: 6, 7, 8
+# ---------------------------------------------------------------------------
 
 
 def test_a_run_directory_that_is_in_use_is_left_to_its_holder(refuses, finished):
@@ -299,7 +369,9 @@ def test_a_folder_that_cannot_be_written_is_named(refuses, tmp_path):
     refuses(["train", "output.dir=/proc"], 6, "/proc", "output.dir=")
 
 
-@pytest.mark.parametrize("command", [["eval"], ["infer"], ["merge"], ["merge-test"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [["eval"], ["infer"], ["merge"], ["merge-test"]], ids=lambda words: words[0]
+)
 def test_what_comes_after_training_says_so_when_nothing_was_trained(refuses, command):
     refuses([*command, "output.name=never"], 8, "never", "make train")
 
@@ -309,7 +381,7 @@ def test_a_finished_run_whose_weights_are_damaged_is_refused(finished, tmp_path)
     weights = folder / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     done = sft("eval", "--config", finished.config, f"output.dir={tmp_path / 'runs'}")
-    assert_refused(done, 8, "adapter_model.safetensors", "damaged or half written")
+    assert_refused(done, 8, "adapter_model.safetensors", "damaged or incomplete")
 
 
 def test_a_checkpoint_that_cannot_be_resumed_from_is_named(refuses, finished):

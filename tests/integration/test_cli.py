@@ -1,4 +1,4 @@
-"""Every command from end to end on a tiny model: what it leaves, what it prints, and that interruptions cost nothing."""
+"""Every command end to end on a tiny model: its files, its output, and interruptions that cost nothing."""
 
 import json
 import os
@@ -14,26 +14,28 @@ from safetensors.torch import load_file
 
 from sft_play.config.load import load_config
 from sft_play.runlog import RunDir, read_json, read_metrics
-from tests.integration.cli import TRAINED, finish, make_workspace, sft, signal_at_step, snapshot, start, write_rows
+from tests.integration.cli import (
+    TRAINED,
+    finish,
+    make_workspace,
+    sft,
+    signal_at_step,
+    snapshot,
+    start,
+    write_rows,
+)
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
 SUMMARY_KEYS = {
-    "status", "world_size", "effective_batch_size", "micro_batch_size", "gradient_accumulation_steps", "optimizer_steps",
-    "supervised_tokens", "tokens_per_second", "predicted_peak_bytes", "measured_peak_bytes", "train_loss", "eval",
+    "status", "world_size", "effective_batch_size", "micro_batch_size", "gradient_accumulation_steps",
+    "optimizer_steps", "supervised_tokens", "tokens_per_second", "predicted_peak_bytes",
+    "measured_peak_bytes", "train_loss", "eval",
 }  # fmt: skip
 PLAN_KEYS = {
     "micro_batch_size", "gradient_accumulation_steps", "effective_batch_size", "world_size", "packing",
     "gradient_checkpointing", "mixed_precision", "learning_rate", "steps_per_epoch", "total_steps",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -42,7 +44,8 @@ def workspace(tmp_path, tiny_model):
     return make_workspace(tmp_path / "work", tiny_model), RunDir(tmp_path / "work" / "runs" / "one")
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_config_plan_numbers_and_weights(finished):
@@ -51,7 +54,8 @@ def test_a_run_leaves_config_plan_numbers_and_weights(finished):
     assert set(read_json(run.plan)["plan"]) >= PLAN_KEYS
     assert load_config(run.config).config == load_config(finished.config).config
     assert (
-        f"train_path: {json.dumps(str(finished.config.parent / 'train.jsonl'))}  # {finished.config}" in run.config.read_text()
+        f"train_path: {json.dumps(str(finished.config.parent / 'train.jsonl'))}  # {finished.config}"
+        in run.config.read_text()
     )
     assert load_file(run.adapter / "adapter_model.safetensors") and (run.adapter / "tokenizer.json").is_file()
     assert list(run.checkpoints.glob("checkpoint-8")) and list(run.tensorboard.glob("events.*"))
@@ -79,8 +83,9 @@ def test_metrics_have_a_line_for_each_logging_step_with_keys_of_group_and_unit(f
 def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_log(finished):
     out, log = finished.done.out, finished.run.log.read_text()
     for text in (
-        "Distributed type: NO", "Number of processes: 1", "Mixed precision: no", "Process 0 using device: cpu (CPU)",
-        "Effective batch: 8 sequences = 4 x 2 x 1", "step 8/8  loss", "done: trained for", "held-out rows", "exact match",
+        "Distributed type: NO", "Number of processes: 1", "Mixed precision: no",
+        "Process 0 using device: cpu (CPU)", "Effective batch: 8 sequences = 4 x 2 x 1", "step 8/8  loss",
+        "done: trained for", "held-out rows", "exact match",
         f"make infer CONFIG={finished.config}", str(finished.run.adapter),
     ):  # fmt: skip
         assert text.replace(" ", "") in re.sub(r"\s", "", out), text
@@ -104,16 +109,22 @@ def test_training_again_moves_the_earlier_run_aside_whole(finished, workspace):
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_every_mode_learns(workspace, mode, packing):
     config, run = workspace
-    batch = ["model.max_seq_len=32", "train.batch_size=32", "train.effective_batch_size=64"] if packing else []
+    batch = (
+        ["model.max_seq_len=32", "train.batch_size=32", "train.effective_batch_size=64"] if packing else []
+    )
     done = sft("train", "--config", config, f"tuning.mode={mode}", f"train.packing={packing}".lower(), *batch)
     assert done.code == 0, done.err
     summary = read_json(run.summary)
-    assert summary["packing"] is packing and summary["eval"]["after"]["loss"] < summary["eval"]["before"]["loss"] - 0.02
+    assert (
+        summary["packing"] is packing
+        and summary["eval"]["after"]["loss"] < summary["eval"]["before"]["loss"] - 0.02
+    )
     weights = run.model / "model.safetensors" if mode == "full" else run.adapter / "adapter_model.safetensors"
     assert load_file(weights)
 
 
-# --- interruption -----------------------------------------------------------------------------------------------------
+# --- interruption
+# -----------------------------------------------------------------------------------------------------
 
 
 def assert_interrupted(done, run, step):
@@ -121,11 +132,13 @@ def assert_interrupted(done, run, step):
     assert "make resume" in done.err and "Traceback" not in done.err + done.out
     summary = read_json(run.summary)
     assert summary["status"] == "interrupted" and step <= summary["optimizer_steps"] < 30
-    assert (run.checkpoints / f"checkpoint-{summary['optimizer_steps']}").is_dir() and not run.adapter.exists()
+    assert (
+        run.checkpoints / f"checkpoint-{summary['optimizer_steps']}"
+    ).is_dir() and not run.adapter.exists()
 
 
 def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
-    """By SIGTERM, then by Ctrl-C; the rest is trained at one go. Numbers and weights are the same to the last bit."""
+    """First by SIGTERM, then by Ctrl-C; numbers and weights equal an uninterrupted run bit for bit."""
     config, run = workspace
     long = ["train.max_steps=30", "train.batch_size=1", "train.effective_batch_size=8", "eval.generate=false"]
     process = start("train", "--config", config, *long)
@@ -134,10 +147,15 @@ def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
     threading.Thread(target=signal_at_step, args=(run, 12, os.getpid(), signal.SIGINT), daemon=True).start()
     assert_interrupted(sft("train", "--config", config, *long, "--resume"), run, 12)
     done = sft("train", "--config", config, *long, "--resume")
-    assert done.code == 0 and f"going on from {run.checkpoints}/checkpoint-" in done.out.replace("\n", ""), done.err
+    assert done.code == 0 and f"resuming from {run.checkpoints}/checkpoint-" in done.out.replace("\n", ""), (
+        done.err
+    )
     assert sft("train", "--config", config, *long, "output.name=whole").code == 0
     whole = RunDir(run.path.with_name("whole"))
-    numbers = [[(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in read_metrics(one)] for one in (run, whole)]
+    numbers = [
+        [(r["step"], r.get("train/loss"), r.get("eval/loss")) for r in read_metrics(one)]
+        for one in (run, whole)
+    ]
     assert sorted(map(str, numbers[0])) == sorted(map(str, numbers[1])) and len(numbers[1]) > 30
     ours, theirs = (load_file(one.adapter / "adapter_model.safetensors") for one in (run, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -146,7 +164,8 @@ def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
         assert ended[0][key] == ended[1][key], key
 
 
-# --- after training ---------------------------------------------------------------------------------------------------
+# --- after training
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_eval_gives_the_loss_that_training_ended_with(finished):
@@ -159,8 +178,12 @@ def test_eval_gives_the_loss_that_training_ended_with(finished):
 
 
 def test_infer_answers_every_row_of_a_file(finished, tmp_path):
-    asked = write_rows(tmp_path / "in.jsonl", [{"question": "w1 w2"}, {"messages": [{"role": "user", "content": "w3"}]}])
-    done = sft("infer", "--config", finished.config, "--input", asked, "--output", tmp_path / "out.jsonl", "--json")
+    asked = write_rows(
+        tmp_path / "in.jsonl", [{"question": "w1 w2"}, {"messages": [{"role": "user", "content": "w3"}]}]
+    )
+    done = sft(
+        "infer", "--config", finished.config, "--input", asked, "--output", tmp_path / "out.jsonl", "--json"
+    )
     assert done.code == 0, done.err
     assert done.json["answered"] == 2
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -176,26 +199,35 @@ def test_the_merged_model_has_the_logits_of_the_adapter(finished, tmp_path):
     assert tested.code == 0 and tested.json["passed"] is True, tested.err
 
 
-# --- one object on standard output ------------------------------------------------------------------------------------
+# --- one object on standard output
+# ------------------------------------------------------------------------------------
 
 
 def test_prepare_prints_what_was_counted(finished):
     assert sft("prepare", "--config", finished.config, "--json").json["train"]["rows"] == TRAINED
     shown = sft("prepare", "--config", finished.config, "--show", "1")
-    assert shown.code == 0 and "supervised" in shown.out and "<eos>+}" in shown.out  # the end of a turn is learned
+    assert (
+        shown.code == 0 and "supervised" in shown.out and "<eos>+}" in shown.out
+    )  # the end of a turn is learned
 
 
 def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
     before = snapshot(finished.run.path)
     tree = sft("plan", "--config", finished.config, "--gpus", "2", "--json").json
-    assert set(tree) == {"plan", "memory", "why", "alternatives", "scaling"} and set(tree["plan"]) >= PLAN_KEYS
+    assert (
+        set(tree) == {"plan", "memory", "why", "alternatives", "scaling"} and set(tree["plan"]) >= PLAN_KEYS
+    )
     assert tree["plan"]["world_size"] == 2 and tree["plan"]["effective_batch_size"] == 8
     assert snapshot(finished.run.path) == before
 
 
 def test_check_prints_its_findings(finished):
     done = sft("check", "--config", finished.config, "--json")
-    assert done.json["exit_code"] == done.code and {f["topic"] for f in done.json["findings"]} >= {"config", "data", "model"}
+    assert done.json["exit_code"] == done.code and {f["topic"] for f in done.json["findings"]} >= {
+        "config",
+        "data",
+        "model",
+    }
 
 
 def test_the_schema_and_the_machine_are_json_too():
@@ -217,8 +249,16 @@ def test_a_resolved_config_trains_the_same_run_again(finished, tmp_path):
     """Also from within the run directory that is set aside."""
     folder = tmp_path / "runs" / "one"
     shutil.copytree(finished.run.path, folder)
-    done = sft("train", "--config", folder / "config.resolved.yaml", f"output.dir={tmp_path / 'runs'}", "eval.generate=false")
+    done = sft(
+        "train",
+        "--config",
+        folder / "config.resolved.yaml",
+        f"output.dir={tmp_path / 'runs'}",
+        "eval.generate=false",
+    )
     assert done.code == 0, done.err
     assert yaml.safe_load((folder / "config.resolved.yaml").read_text())["eval"]["generate"] is False
-    ours, theirs = ([r.get("train/loss") for r in read_metrics(run)] for run in (RunDir(folder), finished.run))
+    ours, theirs = (
+        [r.get("train/loss") for r in read_metrics(run)] for run in (RunDir(folder), finished.run)
+    )
     assert ours == theirs

@@ -1,8 +1,8 @@
-"""A run that meets a fault ends soon, says which rank it was and why, and leaves nothing behind (docs/faults.md)."""
+"""A faulty run ends quickly, names the rank and the reason, and leaves no process behind (docs/faults.md)."""
 
 import pytest
 
-from benchmarks.faults import under_torchrun, within
+from benchmarks.faults import under_launcher, under_torchrun
 
 pytestmark = pytest.mark.integration
 
@@ -12,18 +12,23 @@ LIMIT_S = 4  # parallel.timeout_s
 @pytest.mark.parametrize(
     ("fault", "seconds", "code", "words"),
     [
-        ("raise", 5, 1, ["in _raise", "ValueError: a fault on purpose"]),
-        ("kill", 5, 9, ["rank 1 ended without a word: killed by SIGKILL"]),
+        ("raise", 5, 1, ["in _raise", "ValueError: an injected fault"]),
+        ("kill", 5, 9, ["rank 1 died without reporting an error: killed by SIGKILL"]),
         (
             "sleep",
             LIMIT_S + 10,
             9,
-            ["rank 1 hangs: nothing from it for", "last seen in step 4", "faulty_rank.py", "in on_step_begin"],
+            [
+                "rank 1 hangs: no progress for",
+                "last seen in step 4",
+                "faulty_rank.py",
+                "in on_step_begin",
+            ],
         ),
     ],
 )
 def test_the_rank_is_named_and_all_end(tmp_path, fault, seconds, code, words):
-    ended = within(fault, tmp_path, LIMIT_S)
+    ended = under_launcher(fault, tmp_path, LIMIT_S)
     assert ended.exit_code == code and ended.seconds < seconds and ended.left_over == 0, ended
     for text in words:
         assert text in ended.message

@@ -1,8 +1,9 @@
 """The guides cannot rot: their commands are run here, on the CPU, with a tiny config in place of theirs.
 
-Each kind of launch is run once, in the first form that it comes in. Only looked at (bash -n; make -n and our own parser of what
-it would start): forms with other knobs, what the tests in ELSEWHERE run, lines that say "needs GPUs" or "needs answers",
-and sections about several machines, which have tests of their own (tests/cluster).
+Each kind of launch is run once, in the first form that it comes in. Only looked at (bash -n; make -n and our
+own parser of what it would start): forms with other settings, what the tests in ELSEWHERE run, lines that say
+"needs GPUs" or "needs answers", and multi-node sections, which have tests of their own
+(tests/cluster).
 """
 
 import contextlib
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.integration
 GUIDES = ("MULTI_GPU_GUIDE.md", "ACCELERATE_SETUP.md")
 MARKS = ("needs GPUs", "needs answers")
 OTHER_LANGUAGES = ("text", "yaml")
-CLUSTER = re.compile(r"machines|slurm", re.IGNORECASE)
+CLUSTER = re.compile(r"multi-node|slurm", re.IGNORECASE)
 # Several launches of two processes, each of which costs 20 s of CPU time, are made by other tests already
 ELSEWHERE = {
     r"make train( ARGS=.*)?$": "integration/test_demo.py",
@@ -70,7 +71,11 @@ def commands_of(guide: str) -> list[Command]:
 
 def kind(text: str) -> str:
     """What a command starts, without its settings."""
-    words = [word for word in shlex.split(text.replace(".venv/bin/", "")) if "=" not in word and not word.startswith("-")]
+    words = [
+        word
+        for word in shlex.split(text.replace(".venv/bin/", ""))
+        if "=" not in word and not word.startswith("-")
+    ]
     return " ".join(words[:2] if words[0] in ("make", "accelerate") else words)
 
 
@@ -89,7 +94,7 @@ EXECUTED, LOOKED_AT = sort_out()
 
 
 class Place(NamedTuple):
-    """Where the guides' commands run: a copy of what they name, a home, an environment that is installed already."""
+    """Where the guides' commands run: links to what they name, a home folder, an installed environment."""
 
     folder: Path
     config: Path
@@ -99,7 +104,15 @@ class Place(NamedTuple):
 @pytest.fixture(scope="module")
 def place(tiny_model, tmp_path_factory) -> Place:
     folder = tmp_path_factory.mktemp("guides")
-    for name in ("Makefile", "configs", "scripts", "requirements.lock", "pyproject.toml", "sft_play", "benchmarks"):
+    for name in (
+        "Makefile",
+        "configs",
+        "scripts",
+        "requirements.lock",
+        "pyproject.toml",
+        "sft_play",
+        "benchmarks",
+    ):
         (folder / name).symlink_to(REPOSITORY / name)
     venv = folder / ".venv"
     venv.mkdir()
@@ -113,14 +126,21 @@ def place(tiny_model, tmp_path_factory) -> Place:
     config = make_workspace(folder / "work", tiny_model)
     text = config.read_text().replace("max_steps: 8", "max_steps: 2\n  probe: false")
     config.write_text(text.replace("  max_new_tokens: 6", "  generate: false"))
-    knobs = set(re.findall(r"\$\((?:if )?([A-Z]+)\)", (REPOSITORY / "Makefile").read_text()))  # those of `make test` itself
-    dropped = knobs | {"MAKEFLAGS", "MAKELEVEL", "HF_HOME", "XDG_CACHE_HOME"}
+    settings = set(
+        re.findall(r"\$\((?:if )?([A-Z]+)\)", (REPOSITORY / "Makefile").read_text())
+    )  # those of `make test` itself
+    dropped = settings | {"MAKEFLAGS", "MAKELEVEL", "HF_HOME", "XDG_CACHE_HOME"}
     inherited = {name: os.environ[name] for name in os.environ.keys() - dropped}
     environment = {
         **inherited,
-        "HOME": str(folder / "home"), "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "CONFIG": str(config),
-        "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+        "HOME": str(folder / "home"),
+        "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "CONFIG": str(config),
+        "PYTHONPATH": str(folder),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     return Place(folder, config, environment)
 
 
@@ -143,7 +163,7 @@ def test_what_the_guides_say_to_type_works(place, text):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -171,7 +191,12 @@ def test_what_cannot_run_here_is_at_least_understood(place, text):
 def test_the_guides_are_read_as_they_are_meant():
     assert len(EXECUTED) >= 10 and len(LOOKED_AT) >= 10
     assert "CUDA_VISIBLE_DEVICES=2,3 make train-distributed" in LOOKED_AT
-    for start in ("make train-distributed", "make resume", "accelerate launch", "python scripts/train_distributed.py"):
+    for start in (
+        "make train-distributed",
+        "make resume",
+        "accelerate launch",
+        "python scripts/train_distributed.py",
+    ):
         assert sum(text.startswith(start) for text in EXECUTED) == 1, start
 
 

@@ -1,4 +1,4 @@
-"""Real launches on the CPU: who listens, who is told of signals, who is left behind, and which exit code comes out."""
+"""Real launches on the CPU: listening sockets, forwarded signals, leftover processes and exit codes."""
 
 import contextlib
 import json
@@ -23,36 +23,39 @@ from tests.integration.cli import gone
 
 pytestmark = pytest.mark.integration
 
-# A rank without torch: what it does is its first argument, for rank 1 the second; the third is the folder of its notes.
+# A rank without torch: what it does is its first argument, for rank 1 the second; the third is the folder of
+# its notes.
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from sft_play.launch.guard import die_with_parent
+from sft_play.machine.parent_death import die_with_parent
 die_with_parent()
 from sft_play.errors import SftPlayError
-from sft_play.launch.ranks import check_world_size, finish_rank
+from sft_play.launch.environment import RankEnvironment
+from sft_play.launch.ranks import finish_rank
 
-rank = int(os.environ.get("RANK", "0"))
+ranks = RankEnvironment.read()
+rank = ranks.rank
 does, notes = sys.argv[1 + rank], Path(sys.argv[3])
 try:
-    check_world_size()
+    ranks.require_whole_world()
 except SftPlayError as error:
-    sys.exit(finish_rank(error.exit_code, str(error)))
+    sys.exit(finish_rank(ranks, error.exit_code, str(error)))
 stopped = []
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, lambda number, frame: stopped.append(signal.Signals(number).name))
 note = {"pid": os.getpid(), "parent": os.getppid(), "address": os.environ.get("MASTER_ADDR")}
 (notes / f"rank{rank}").write_text(json.dumps(note))
 if does == "fail":
-    sys.exit(finish_rank(3, "rows.jsonl:7: content is null"))
+    sys.exit(finish_rank(ranks, 3, "rows.jsonl:7: content is null"))
 if does == "vanish":
     os.kill(os.getpid(), signal.SIGKILL)
 while not stopped and does != "end":
     time.sleep(0.05)
 if stopped:
     time.sleep(0.5 * rank)  # the other one is still writing when the first has ended
-    sys.exit(finish_rank(75, stopped[0]))
-sys.exit(finish_rank(0))
+    sys.exit(finish_rank(ranks, 75, stopped[0]))
+sys.exit(finish_rank(ranks, 0))
 """
 
 
@@ -95,13 +98,17 @@ def test_two_ranks_come_up_and_end(start, tmp_path):
 
 def test_the_rank_that_failed_gives_its_exit_code_and_its_words_and_ends_the_others(start, tmp_path):
     result, seconds = start("wait", "fail")
-    assert (result.rank, result.code, result.message) == (1, DataError.exit_code, "rows.jsonl:7: content is null")
+    assert (result.rank, result.code, result.message) == (
+        1,
+        DataError.exit_code,
+        "rows.jsonl:7: content is null",
+    )
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0) and seconds < 20
 
 
 def test_a_rank_that_is_killed_is_named(start, tmp_path):
     result, _ = start("wait", "vanish")
-    assert result.code == LaunchError.exit_code and "rank 1 ended without a word" in result.message
+    assert result.code == LaunchError.exit_code and "rank 1 died without reporting an error" in result.message
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
 
 
@@ -137,7 +144,8 @@ from pathlib import Path
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.runlog import RunDir
 words = [{str(tmp_path / "rank.py")!r}, "wait", "wait", {str(tmp_path)!r}]
-run_launcher(launch_command(words, engine="ddp", device="cpu", processes=2), RunDir(Path({str(tmp_path)!r})), processes=2)
+command = launch_command(words, engine="ddp", device="cpu", processes=2)
+run_launcher(command, RunDir(Path({str(tmp_path)!r})), processes=2)
 """
     command = subprocess.Popen([sys.executable, "-c", script])
     try:
@@ -152,10 +160,12 @@ run_launcher(launch_command(words, engine="ddp", device="cpu", processes=2), Run
 
 def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(start, tmp_path):
     own = tmp_path / "own.yaml"
-    own.write_text((CONFIGS / "ddp_cpu.yaml").read_text().replace("MULTI_GPU", "MULTI_CPU").replace("# ", "#"))
+    own.write_text(
+        (CONFIGS / "ddp_cpu.yaml").read_text().replace("MULTI_GPU", "MULTI_CPU").replace("# ", "#")
+    )
     result, _ = start("end", "end", config=own)
     assert result.code == ConfigError.exit_code
-    assert "2 processes were asked for, but the launcher started 1" in result.message
+    assert "2 processes were requested, but the launcher started 1" in result.message
 
 
 LISTENERS = """
@@ -168,7 +178,8 @@ state = PartialState(cpu=True)
 total = torch.ones(1)
 dist.all_reduce(total)
 pids = [os.getpid(), os.getppid()]
-found = [list(c.laddr) for pid in pids for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+sockets = [c for pid in pids for c in psutil.Process(pid).net_connections("inet")]
+found = [list(c.laddr) for c in sockets if c.status == psutil.CONN_LISTEN]
 note = {"world": state.num_processes, "sum": total.item(), "listening": found}
 Path(sys.argv[1], f"rank{state.process_index}").write_text(json.dumps(note))
 dist.barrier()
@@ -178,8 +189,10 @@ dist.destroy_process_group()
 
 def test_the_process_group_of_one_machine_listens_on_loopback_only(tmp_path):
     (tmp_path / "listeners.py").write_text(LISTENERS)
-    command = launch_command([str(tmp_path / "listeners.py"), str(tmp_path)], engine="ddp", device="cpu", processes=2, cores=2)
-    assert run_launcher(command, RunDir(tmp_path), processes=2, timeout_s=90).code == 0
+    command = launch_command(
+        [str(tmp_path / "listeners.py"), str(tmp_path)], engine="ddp", device="cpu", processes=2, cores=2
+    )
+    assert run_launcher(command, RunDir(tmp_path), processes=2, timeout_s=200).code == 0
     for note in ranks_up(tmp_path):
         assert (note["world"], note["sum"]) == (2, 2.0)
         assert len(note["listening"]) >= 2  # the store and gloo
@@ -208,7 +221,7 @@ def test_five_runs_started_at_once_do_not_meet_nor_mind_that_the_usual_port_is_t
     def run(folder: Path) -> None:
         folder.mkdir()
         command = launch_command([str(script), str(folder)], engine="ddp", device="cpu", processes=2, cores=2)
-        run_launcher(command, RunDir(folder), processes=2, timeout_s=120)
+        run_launcher(command, RunDir(folder), processes=2, timeout_s=240)
 
     with contextlib.suppress(OSError), socket.create_server((LOOPBACK, 29500)):  # or somebody else has it
         threads = [threading.Thread(target=run, args=(folder,)) for folder in folders]

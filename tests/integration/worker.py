@@ -1,54 +1,66 @@
-"""A rank of the tests: trains one job after another in one process group, so that a launch costs its start only once.
+"""A rank of the tests: trains several jobs in one process group, so that the launch is paid for once.
 
-accelerate launch ... worker.py <specs.json>     each spec: the arguments of jobs.make_job, and what else is asked for
+accelerate launch ... worker.py <specs.json>     each spec: the arguments of jobs.make_job, and what else is
+asked for
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from sft_play.launch.guard import die_with_parent
+from sft_play.machine.parent_death import die_with_parent
 
 die_with_parent()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
 
 from sft_play.job import Job  # noqa: E402
+from sft_play.launch.environment import RankEnvironment  # noqa: E402
 from sft_play.launch.ranks import finish_rank  # noqa: E402
 from sft_play.runlog import quiet_libraries  # noqa: E402
 from sft_play.train.group import process_group  # noqa: E402
-from sft_play.train.session import open_session  # noqa: E402
-from sft_play.train.trainer import train  # noqa: E402
+from sft_play.train.trainer import prepare_session, train  # noqa: E402
 from tests.integration.jobs import make_job  # noqa: E402
 
 
-def job_of(spec: dict[str, Any], world_size: int) -> Job:
-    return make_job(Path(spec["model"]), Path(spec["output"]), spec["name"], world_size=world_size, **spec["settings"])
+def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:
+    where = Path(spec["model"]), Path(spec["output"]), spec["name"]
+    return make_job(*where, world_size=ranks.world_size, ranks=ranks, **spec["settings"])
 
 
 def look(job: Job) -> dict[str, Any]:
     """The rows of each micro-batch that this rank would learn from, and how DDP is set up."""
-    trainer = open_session(job).trainer
+    trainer = prepare_session(job).trainer
     ddp = trainer.accelerator.prepare(trainer.model)
-    kept = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap")
+    kept = (
+        "find_unused_parameters",
+        "broadcast_buffers",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "bucket_bytes_cap",
+    )
     return {
-        "rows": [batch["input_ids"].tolist() for batch in trainer.get_train_dataloader()],
+        "rows": [
+            [row.tolist() for row in batch["input_ids"][0].split(batch["sequence_lengths"])]
+            for batch in trainer.get_train_dataloader()
+        ],
         "ddp": {name: getattr(ddp, name) for name in kept},
     }
 
 
 def main(path: Path) -> int:
     specs = json.loads(path.read_text())
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    jobs = [job_of(spec, world_size) for spec in specs]
-    with quiet_libraries(path.with_name(f"{path.stem}.{rank}.log")), process_group(jobs[0]):
+    ranks = RankEnvironment.read()
+    rank = ranks.rank
+    jobs = [job_of(spec, ranks) for spec in specs]
+    log = path.with_name(f"{path.stem}.{rank}.log")
+    with quiet_libraries(log, silent=not ranks.is_main), process_group(jobs[0]):
         for job, spec in zip(jobs, specs, strict=True):
             if spec.get("only_look"):
                 (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
             else:
                 train(job)
-    return finish_rank(0)
+    return finish_rank(ranks, 0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import prepare
-from sft_play.model import attach_adapter, load_base, load_tokenizer
+from sft_play.model.load import attach_adapter, load_base, load_tokenizer
 from sft_play.runlog import RunDir
 
 ROWS = 24
@@ -27,7 +27,10 @@ def question_rows(seed: int = 0) -> list[dict]:
     rng = random.Random(seed)
     questions = rng.sample([(a, b) for a in range(8) for b in range(8)], ROWS)
     answers = [" ".join(f"w{rng.randrange(40, 60)}" for _ in range(rng.randint(1, 3))) for _ in questions]
-    return [{"question": f"w{a} w{b + 20}", "answer": text} for (a, b), text in zip(questions, answers, strict=True)]
+    return [
+        {"question": f"w{a} w{b + 20}", "answer": text}
+        for (a, b), text in zip(questions, answers, strict=True)
+    ]
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -36,7 +39,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 def decisive_model(model: Path, folder: Path) -> Path:
-    """The tiny model with a larger output head: with a frozen one of small numbers no adapter could be sure of a word."""
+    """The tiny model with a larger output head: a frozen small one caps any adapter's confidence."""
     copy = folder / "base"
     shutil.copytree(model, copy)
     weights = load_file(copy / "model.safetensors")
@@ -51,7 +54,12 @@ def make_config(model: Path, folder: Path, mode: str = "lora", **evaluation) -> 
     return RunConfig.model_validate(
         {
             "model": {"name": str(decisive_model(model, folder))},
-            "data": {"train_path": str(data), "val_path": str(data), "test_path": str(data), "num_workers": 1},
+            "data": {
+                "train_path": str(data),
+                "val_path": str(data),
+                "test_path": str(data),
+                "num_workers": 1,
+            },
             "tuning": {"mode": mode},
             "eval": {"max_new_tokens": 8, **evaluation},
             "output": {"name": mode, "dir": str(folder / "runs")},
@@ -67,7 +75,13 @@ def train_by_heart(config: RunConfig) -> FinishedRun:
     tokenizer = load_tokenizer(config.model)
     rows = prepare(config, tokenizer, model_limit=512, progress=False).train
     quantize = config.tuning.mode == "qlora"
-    model = load_base(config.model, dtype="float32", attn_implementation="sdpa", device=torch.device("cpu"), quantize=quantize)
+    model = load_base(
+        config.model,
+        dtype="float32",
+        attn_implementation="sdpa",
+        device=torch.device("cpu"),
+        quantize=quantize,
+    )
     if config.tuning.mode != "full":
         model = attach_adapter(model, config.tuning.lora)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -11,7 +11,17 @@ MEASURED = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_tex
 
 def test_every_row_is_a_measurement():
     rows = re.findall(r"^\| .* \| ([^|]*) \| ([\d.]+) \|$", TEXT, re.MULTILINE)
-    order = ["raise", "kill", "segfault", "exit", "sleep", "spin", "stop", "kill -9 of the launcher", "kill -9 of the command"]
+    order = [
+        "raise",
+        "kill",
+        "segfault",
+        "exit",
+        "sleep",
+        "spin",
+        "stop",
+        "kill -9 of the launcher",
+        "kill -9 of the command",
+    ]
     found = {fault["fault"]: fault for fault in MEASURED["faults"]}
     names = [*order, "torchrun raise", "torchrun sleep"]
     assert set(names) == set(found) and len(rows) == len(names)

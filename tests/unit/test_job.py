@@ -7,9 +7,10 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import LaunchError
-from sft_play.job import Job, agreed_plan, fingerprint
+from sft_play.job import Job, agreed_plan, job_digest
+from sft_play.launch.environment import RankEnvironment
+from sft_play.plan import Memory
 from sft_play.runlog import RunDir, cache_dir
-from sft_play.sizing.planner import Memory
 from tests.unit.train.plans import PLAN
 
 
@@ -19,10 +20,26 @@ def plan(budget: int, **changes) -> dict:
 
 
 def job(cache: Path, *, output: str = "runs", rate: float = 1e-4, rows: str = "abc") -> Job:
-    tree = {"model": {"name": str(cache / "tiny")}, "data": {"train_path": "x"}, "train": {"learning_rate": rate}}
+    tree = {
+        "model": {"name": str(cache / "tiny")},
+        "data": {"train_path": "x"},
+        "train": {"learning_rate": rate},
+    }
     config = RunConfig.model_validate({**tree, "output": {"dir": output}})
     data = PreparedData(train=None, val=None, test=None, max_seq_len=8, stats={}, cache_path=cache / rows)
-    return Job(ResolvedConfig(config, {}, Path("x.yaml")), RunDir(Path(output)), None, data, PLAN)
+    return Job(ResolvedConfig(config, {}, Path("x.yaml")), RunDir(Path(output)), None, None, data, None, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "shared", "keeps"),
+    [(0, 0, True, True), (0, 0, False, True), (2, 0, True, False), (2, 0, False, True), (3, 1, False, False)],
+)
+def test_one_process_keeps_the_run_directory_and_one_on_each_machine_without_a_shared_disk(
+    tmp_path, rank, local_rank, shared, keeps
+):
+    ranks = RankEnvironment(rank=rank, local_rank=local_rank, world_size=4, local_world_size=2)
+    asked = replace(job(tmp_path), run=RunDir(tmp_path, shared), ranks=ranks)
+    assert asked.keeps_files is keeps
 
 
 def test_the_plan_of_the_one_with_the_least_memory_is_everybodys():
@@ -45,7 +62,7 @@ def test_those_who_differ_do_not_start(offers, words):
 def test_settings_and_data_are_compared_and_places_are_not(tmp_path, monkeypatch):
     def of(cache: str, **changes) -> str:
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / cache))
-        return fingerprint(job(cache_dir(), **changes))
+        return job_digest(job(cache_dir(), **changes))
 
     assert of("here") == of("there") == of("here", output="/scratch/runs")
     assert len({of("here"), of("here", rate=2e-4), of("here", rows="abd")}) == 3

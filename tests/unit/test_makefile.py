@@ -1,4 +1,4 @@
-"""The face of the project: documented, true to itself, and harmless when only looked at."""
+"""The Makefile is documented, consistent, and does nothing under `make -n`."""
 
 import importlib.metadata
 import os
@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,28 +16,42 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Makefile").read_text()
 TARGETS = dict(re.findall(r"^([a-zA-Z0-9][\w./-]*):(?!=)(.*)$", TEXT, re.MULTILINE))
 PHONY = re.findall(r"^\.PHONY: (\S+)$", TEXT, re.MULTILINE)
-KNOBS = {"IN": "in.jsonl", "OUT": "out.jsonl", "STYLE": "Be brief.", "CONFIRM": "1", "RUN": "name", "NGPU": "2"}
+SETTINGS = {
+    "IN": "in.jsonl",
+    "OUT": "out.jsonl",
+    "STYLE": "Be brief.",
+    "CONFIRM": "1",
+    "RUN": "name",
+    "NGPU": "2",
+}
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
-    "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop", "setup-accelerate",
-    "gpu-info", "memory-check", "check",
-    "prepare", "process", "style", "render", "plan", "probe", "eval", "infer", "infer-batch", "merge", "merge-test",
-    "test", "test-gpu", "test-cluster", "check-code", "bench-sizing", "bench-sizing-gpu", "bench-gpu", "bench-scaling",
+    "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
+    "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
+    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "test", "test-gpu", "test-cluster",
+    "check-code", "check-style", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-all",
 ]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]
 
 
-def make(*words, dry=True, **knobs) -> subprocess.CompletedProcess:
-    command = ["make", *(["-n"] if dry else []), *words, *(f"{name}={value}" for name, value in knobs.items())]
+def make(*words, dry=True, **settings) -> subprocess.CompletedProcess:
+    command = [
+        "make",
+        *(["-n"] if dry else []),
+        *words,
+        *(f"{name}={value}" for name, value in settings.items()),
+    ]
     environment = {
-        name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "CONFIG", "ARGS"}
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"MAKEFLAGS", "MAKELEVEL", "CONFIG", "ARGS"}
     }
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
-def recipe(target: str, **knobs) -> str:
-    done = make(target, **knobs)
+def recipe(target: str, **settings) -> str:
+    done = make(target, **settings)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -61,14 +76,16 @@ def test_help_lists_every_target_and_fits_80_columns():
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_make_n_shows_what_each_target_would_do_and_does_nothing(target, tmp_path):
-    assert recipe(target, VENV=str(tmp_path / "venv"), RUNS=str(tmp_path / "runs"), **KNOBS).strip()
+    assert recipe(target, VENV=str(tmp_path / "venv"), RUNS=str(tmp_path / "runs"), **SETTINGS).strip()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("target", "knob"), [("infer-batch", "IN"), ("style", "STYLE"), ("clean-all", "CONFIRM")])
-def test_a_knob_that_is_needed_is_asked_for(target, knob):
-    done = make(target, **{name: value for name, value in KNOBS.items() if name != knob})
-    assert done.returncode != 0 and knob in done.stderr
+@pytest.mark.parametrize(
+    ("target", "setting"), [("infer-batch", "IN"), ("style", "STYLE"), ("clean-all", "CONFIRM")]
+)
+def test_a_required_setting_is_asked_for(target, setting):
+    done = make(target, **{name: value for name, value in SETTINGS.items() if name != setting})
+    assert done.returncode != 0 and setting in done.stderr
 
 
 @pytest.fixture
@@ -91,16 +108,21 @@ def test_a_new_lock_installs_again(ready):
 
 
 @pytest.mark.parametrize(
-    ("target", "knobs", "words"),
+    ("target", "settings", "words"),
     [
-        ("train", {"CONFIG": "configs/x.yaml", "ARGS": "a.b=c d.e=f"}, 'train  --config "configs/x.yaml"  a.b=c d.e=f'),
+        (
+            "train",
+            {"CONFIG": "configs/x.yaml", "ARGS": "a.b=c d.e=f"},
+            'train  --config "configs/x.yaml"  a.b=c d.e=f',
+        ),
         ("train", {"RUN": "mine"}, '"output.name=mine"'),
         ("train-distributed", {}, '--processes "0" --engine ddp'),
         ("train-distributed", {"NGPU": "2"}, '--processes "2" --engine ddp'),
         (
             "train-multinode",
             {"NODES": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "NGPU": "4", "ENGINE": "ddp"},
-            '--nodes "2" --node-rank "1" --master-addr "10.0.0.1" --master-port "" --processes "4" --engine "ddp"',
+            '--nodes "2" --node-rank "1" --master-addr "10.0.0.1" --master-port "" --processes "4" '
+            '--engine "ddp"',
         ),
         (
             "train-slurm",
@@ -113,18 +135,21 @@ def test_a_new_lock_installs_again(ready):
         ("setup-accelerate", {"AUTO": "1"}, "setup-accelerate --auto"),
         ("prepare", {"SHOW": "3"}, 'prepare --show "3"'),
         ("bench-scaling", {"NGPU": "1 2"}, '-m benchmarks.scaling --processes "1 2"'),
+        ("check-style", {"AGAINST": "main"}, 'scripts/check_style.py --against "main"'),
         ("tb-stop", {}, 'tensorboard --runs "runs" --stop'),
     ],
 )
-def test_knobs_become_flags(ready, target, knobs, words):
-    assert words in recipe(target, VENV=ready, **knobs)
+def test_settings_become_flags(ready, target, settings, words):
+    assert words in recipe(target, VENV=ready, **settings)
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_the_command_line_understands_every_recipe(target, ready):
     from sft_play.cli import build_parser
 
-    for line in recipe(target, VENV=ready, AUTO="1", SHOW="1", SPLIT="test", LIMIT="5", DTYPE="bfloat16", **KNOBS).splitlines():
+    for line in recipe(
+        target, VENV=ready, AUTO="1", SHOW="1", SPLIT="test", LIMIT="5", DTYPE="bfloat16", **SETTINGS
+    ).splitlines():
         if "-m sft_play" not in line:
             continue
         words = shlex.split(line.split("-m sft_play", 1)[1])
@@ -155,7 +180,9 @@ def commands_in(text: str) -> set[str]:
     """Targets of `make ...` within code: fenced blocks and spans, not prose."""
     code = re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)
     words = re.findall(r"(?:^|[\s`;&])make((?:[ \t]+-?[\w./-]+(?:=\S*)?)*)", "\n".join(code), re.MULTILINE)
-    return {word for group in words for word in group.split()[:1] if "=" not in word and not word.startswith("-")}
+    return {
+        word for group in words for word in group.split()[:1] if "=" not in word and not word.startswith("-")
+    }
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
@@ -191,20 +218,49 @@ def test_the_lock_names_one_exact_version_of_everything_that_is_needed():
     pins = lock()
     for name, found in pins.items():
         assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in found), name
-        for python in ("3.10", "3.11", "3.12", "3.13"):
-            assert sum(pin.marker is None or pin.marker.evaluate({"python_version": python}) for pin in found) <= 1, name
+        for python in ("3.11", "3.12", "3.13"):
+            assert (
+                sum(pin.marker is None or pin.marker.evaluate({"python_version": python}) for pin in found)
+                <= 1
+            ), name
     assert [str(pin.specifier) for pin in pins["torch"]] == ["==2.13.0"]
     for text in importlib.metadata.requires("sft-play") or []:
         wanted = Requirement(text)
-        here = [pin for pin in pins[wanted.name.lower().replace("_", "-")] if pin.marker is None or pin.marker.evaluate()]
+        here = [
+            pin
+            for pin in pins[wanted.name.lower().replace("_", "-")]
+            if pin.marker is None or pin.marker.evaluate()
+        ]
         assert here and wanted.specifier.contains(str(here[0].specifier).removeprefix("==")), text
+
+
+def test_the_floor_is_the_lowest_version_of_each_range():
+    script = ROOT / "scripts" / "floor_requirements.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    floor = {Requirement(line).name: Requirement(line) for line in done.stdout.splitlines()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert list(floor) == [Requirement(text).name for text in wanted]
+    for requirement in map(Requirement, wanted):
+        exact = str(floor[requirement.name].specifier)
+        assert exact == "" or f">={exact.removeprefix('==')}" in str(requirement.specifier).split(",")
+    assert str(floor["torch"]) == "torch==2.12" and str(floor["types-PyYAML"]) == "types-PyYAML"
+
+
+def test_every_range_ends_and_holds_what_the_lock_has():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["dependencies"]):
+        assert any(part.operator == "<" for part in requirement.specifier), requirement
+        (pin,) = lock()[requirement.name.lower().replace("_", "-")]
+        assert requirement.specifier.contains(str(pin.specifier).removeprefix("==")), requirement
 
 
 def test_torch_has_the_same_version_in_the_makefile_and_the_lock():
     assert f"torch{lock()['torch'][0].specifier}" in TEXT
 
 
-SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+DEVELOPER_SCRIPTS = {"check_style.py", "floor_requirements.py"}  # programs with tests of their own
+SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.name not in DEVELOPER_SCRIPTS)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -220,5 +276,7 @@ def test_scripts_are_thin_and_explain_themselves(path):
 )
 def test_the_shell_script_is_the_make_target(words, processes, rest):
     script = [str(ROOT / "scripts" / "train_multi_gpu.sh"), *words]
-    done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "PYTHON": "echo", "CONFIG": "x.yaml"})
+    done = subprocess.run(
+        script, capture_output=True, text=True, env={**os.environ, "PYTHON": "echo", "CONFIG": "x.yaml"}
+    )
     assert done.stdout == f"-m sft_play train --config x.yaml --processes {processes}{rest}\n"

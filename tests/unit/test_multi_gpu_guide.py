@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.schema import RunConfig, TrainConfig
-from sft_play.sizing.batch import batch_choices, count_steps, scaled_learning_rate
+from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "MULTI_GPU_GUIDE.md").read_text()
@@ -53,7 +53,10 @@ def test_files_that_are_named_exist(name):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(re.findall(r"(?<![/\w])(?:model|data|tuning|train|parallel|eval|output)\.[a-z_]+(?=[=`])", TEXT)))
+    "name",
+    sorted(
+        set(re.findall(r"(?<![/\w])(?:model|data|tuning|train|parallel|eval|output)\.[a-z_]+(?=[=`])", TEXT))
+    ),
 )
 def test_settings_that_are_named_exist(name):
     section, key = name.split(".")

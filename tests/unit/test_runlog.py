@@ -6,10 +6,8 @@ import pytest
 
 from sft_play.errors import RunInUseError, StorageError
 from sft_play.runlog import (
-    RunDir,
     append_metrics,
     hold_run,
-    keeps_files,
     open_run,
     read_json,
     read_metrics,
@@ -46,13 +44,19 @@ def test_an_earlier_run_is_moved_aside_and_nothing_of_it_is_lost(tmp_path):
     aside = set_aside_earlier_run(run)
     assert aside.name.startswith("one.")
     assert read_json(aside / "summary.json") == {"status": "done"}
-    assert (aside / "checkpoints" / "weights").read_text() == "x" and (aside / "log.txt").read_text() == "old log"
+    assert (aside / "checkpoints" / "weights").read_text() == "x" and (
+        aside / "log.txt"
+    ).read_text() == "old log"
     assert not run.checkpoints.exists() and not run.summary.exists()
 
 
 def test_metrics_after_a_resume_count_once_and_a_cut_line_is_left_out(tmp_path):
     run = open_run(str(tmp_path), "one")
-    for record in ({"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}, {"step": 2, "eval/loss": 2.5}):
+    for record in (
+        {"step": 1, "train/loss": 3.0},
+        {"step": 2, "train/loss": 2.0},
+        {"step": 2, "eval/loss": 2.5},
+    ):
         append_metrics(run, record)
     append_metrics(run, {"step": 2, "train/loss": 1.9})
     with run.metrics.open("a") as file:
@@ -60,7 +64,9 @@ def test_metrics_after_a_resume_count_once_and_a_cut_line_is_left_out(tmp_path):
     assert [r.get("train/loss", r.get("eval/loss")) for r in read_metrics(run)] == [3.0, 1.9, 2.5]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 and not os.access("/proc", os.R_OK), reason="needs a folder that cannot be written")
+@pytest.mark.skipif(
+    os.geteuid() != 0 and not os.access("/proc", os.R_OK), reason="needs a folder that cannot be written"
+)
 def test_a_folder_that_cannot_be_written_is_a_storage_error():
     with pytest.raises(StorageError, match="cannot be written"):
         open_run("/proc", "one")
@@ -68,7 +74,8 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error():
 
 def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
     script = (
-        "import os, sys, warnings\nfrom pathlib import Path\nfrom sft_play.runlog import console, quiet_libraries\n"
+        "import os, sys, warnings\nfrom pathlib import Path\nfrom sft_play.runlog import console, "
+        "quiet_libraries\n"
         f"with quiet_libraries(Path({str(tmp_path / 'log.txt')!r})):\n"
         "    print('library print'); sys.stderr.write('library stderr\\n')\n"
         "    os.write(2, b'from C\\n'); warnings.warn('old name')\n"
@@ -102,21 +109,3 @@ def test_machines_that_share_a_run_directory_hold_it_side_by_side(tmp_path):
     run = open_run(str(tmp_path), "shared")
     with hold_run(run), hold_run(run, 1), pytest.raises(RunInUseError), hold_run(run, 1):
         pass
-
-
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "shared", "keeps"),
-    [
-        ("0", "0", True, True),
-        ("0", "0", False, True),
-        ("2", "0", True, False),
-        ("2", "0", False, True),
-        ("3", "1", False, False),
-    ],
-)
-def test_one_process_keeps_the_run_directory_and_one_on_each_machine_without_a_shared_disk(
-    monkeypatch, tmp_path, rank, local_rank, shared, keeps
-):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert keeps_files(RunDir(tmp_path, shared)) is keeps

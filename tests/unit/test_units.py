@@ -3,16 +3,31 @@ import pytest
 from sft_play.units import GIB, format_bytes, format_count, format_duration
 
 
-@pytest.mark.parametrize(("value", "text"), [(5 * GIB, "5.00 GiB"), (1536, "1.50 KiB"), (3, "3 B"), (10**9, "953.67 MiB")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(5 * GIB, "5.00 GiB"), (1536, "1.50 KiB"), (3, "3 B"), (10**9, "953.67 MiB")]
+)
 def test_bytes_are_labelled_in_powers_of_two(value, text):
     assert format_bytes(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(8_030_000_000, "8.03B"), (7473, "7.47K"), (12, "12"), (1.5e12, "1.5T")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(8_030_000_000, "8.03B"), (7473, "7.47K"), (12, "12"), (1.5e12, "1.5T")]
+)
 def test_counts_are_short(value, text):
     assert format_count(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(4.21, "4.2 s"), (75, "1 min 15 s"), (4020, "1 h 07 min"), (59.99, "60.0 s")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (4.21, "4.2 s"),
+        (75, "1 min 15 s"),
+        (4020, "1 h 07 min"),
+        (59.99, "60.0 s"),
+        (0.0786, "79 ms"),
+        (0.9996, "1.0 s"),
+        (0.0, "0 ms"),
+    ],  # fmt: skip
+)
 def test_durations_read_well(value, text):
     assert format_duration(value) == text

@@ -15,7 +15,9 @@ def demo(tmp_path_factory):
     pages = world.diary_pages(0, 20 * models.DEMO_PAGES_PER_STEP)
     before = torch.get_rng_state()
     facts = models.make_demo_model(folder, pages, ["Please send a letter."], seed=0, done=read.append)
-    assert torch.equal(torch.get_rng_state(), before), "making a model must not change the caller's random numbers"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "making a model must not change the caller's random numbers"
+    )
     return folder, facts, sum(read), pages
 
 
@@ -41,7 +43,9 @@ def test_every_word_of_the_world_is_one_token(demo):
         assert len(tokenizer(f" {word}")["input_ids"]) == 1, word
 
 
-@pytest.mark.parametrize("text", ["nine white tables", "  two  spaces\n\tand a tab ", "Größe 漢字 🙂", "<|unknown|> | a: b"])
+@pytest.mark.parametrize(
+    "text", ["nine white tables", "  two  spaces\n\tand a tab ", "Größe 漢字 🙂", "<|unknown|> | a: b"]
+)
 def test_decoding_gives_back_what_was_encoded(demo, text):
     tokenizer = AutoTokenizer.from_pretrained(demo[0])
     ids = tokenizer(text)["input_ids"]
@@ -50,7 +54,11 @@ def test_decoding_gives_back_what_was_encoded(demo, text):
 
 def test_the_tokenizer_survives_saving_with_its_special_tokens_and_chat_template(demo):
     tokenizer = AutoTokenizer.from_pretrained(demo[0])
-    assert (tokenizer.pad_token, tokenizer.unk_token, tokenizer.eos_token) == (models.PAD, models.UNKNOWN, models.END)
+    assert (tokenizer.pad_token, tokenizer.unk_token, tokenizer.eos_token) == (
+        models.PAD,
+        models.UNKNOWN,
+        models.END,
+    )
     messages = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
@@ -64,7 +72,9 @@ def test_the_tokenizer_survives_saving_with_its_special_tokens_and_chat_template
 
 
 def test_the_tiny_model_is_of_two_to_five_million_parameters(tmp_path):
-    texts = [f"row {i} costs {i * 7919 % 10007} coins, which {chr(97 + i % 26) * 5} pays" for i in range(6000)]
+    texts = [
+        f"row {i} costs {i * 7919 % 10007} coins, which {chr(97 + i % 26) * 5} pays" for i in range(6000)
+    ]
     facts = models.make_tiny_model(tmp_path, texts, seed=0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert 2e6 < facts["parameters"] == model.num_parameters() < 5e6

@@ -16,12 +16,19 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
 
 
 def test_every_problem_is_reported_at_once_with_its_dotted_name(tmp_path):
-    path = write(tmp_path, "model: {nam: x}\ndata: {train_path: a}\ntrain: {learning_rate: -1e-4, batch_size: 0}\n")
+    path = write(
+        tmp_path, "model: {nam: x}\ndata: {train_path: a}\ntrain: {learning_rate: -1e-4, batch_size: 0}\n"
+    )
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     text = str(caught.value)
     assert "4 problems" in text
-    for line in ("model.name: is required", "did you mean model.name?", "train.learning_rate: ", "train.batch_size: expected"):
+    for line in (
+        "model.name: is required",
+        "did you mean model.name?",
+        "train.learning_rate: ",
+        "train.batch_size: expected",
+    ):
         assert line in text
 
 
@@ -29,9 +36,9 @@ def test_every_problem_is_reported_at_once_with_its_dotted_name(tmp_path):
     ("override", "hint"),
     [
         ("train.learning_rat=1", "did you mean train.learning_rate?"),
-        ("train.dedup=true", "belongs to data.dedup"),
+        ("train.dedup=true", "did you mean data.dedup?"),
         ("optim.lr=1", "unknown key"),
-        ("tuning.lora.rank=4", "unknown key; allowed are r, alpha"),
+        ("tuning.lora.rank=4", "unknown key; allowed: r, alpha"),
     ],
 )
 def test_unknown_key_names_the_nearest_valid_one(tmp_path, override, hint):
@@ -61,7 +68,7 @@ def test_yaml_reads_values_as_people_write_them(text, value):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a: 1\na: 2", "stands already in line 1"),
+        ("a: 1\na: 2", "duplicate key .*first on line 1"),
         ("a: !!python/object/apply:os.system ['true']", "not allowed"),
         ("a: &x [1]\nb: *x", "aliases"),
         ("a: [1", "not valid YAML"),
@@ -84,14 +91,17 @@ def test_include_lies_under_the_file_and_overrides_lie_on_top_with_origins(tmp_p
     assert origins["train.packing"] == "default"
 
 
-def test_an_include_circle_is_found(tmp_path):
-    with pytest.raises(ConfigError, match="circle"):
+def test_an_include_cycle_is_found(tmp_path):
+    with pytest.raises(ConfigError, match="include cycle"):
         load_config(write(tmp_path, "include: run.yaml\n"))
 
 
 def test_dumped_config_loads_back_to_the_same_config(tmp_path):
     resolved = load_config(write(tmp_path, MINIMAL), ["tuning.lora.r=8", "train.mixed_precision=no"])
-    again = load_config(write(tmp_path, dump_resolved(resolved), "dumped.yaml"), [f"output.name={resolved.config.output.name}"])
+    again = load_config(
+        write(tmp_path, dump_resolved(resolved), "dumped.yaml"),
+        [f"output.name={resolved.config.output.name}"],
+    )
     assert again.config == resolved.config
 
 
@@ -110,6 +120,13 @@ def test_settings_without_effect_are_errors(tmp_path):
             load_config(write(tmp_path, MINIMAL), [override])
     with pytest.raises(ConfigError, match="no effect with tuning.mode=full"):
         load_config(write(tmp_path, MINIMAL), ["tuning.mode=full", "tuning.lora.r=4"])
+
+
+def test_an_answer_pattern_that_is_no_expression_is_a_problem_beside_the_others(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, MINIMAL), ["eval.answer_pattern=(", "train.epochs=-1"])
+    assert "2 problems" in str(error.value) and "train.epochs" in str(error.value)
+    assert "eval.answer_pattern: not a regular expression: missing ), unterminated" in str(error.value)
 
 
 def test_missing_config_file_names_the_shipped_ones():

@@ -25,7 +25,11 @@ SPECIAL = [
     "<|assistant|>",
     "<|end|>",
 ]
-SENTENCES = ["What is two plus two? It is four.", "And three plus two? Five it is.", "You are brief. Hello there, friend!"]
+SENTENCES = [
+    "What is two plus two? It is four.",
+    "And three plus two? Five it is.",
+    "You are brief. Hello there, friend!",
+]
 
 
 def _train(kind: str):
@@ -33,7 +37,10 @@ def _train(kind: str):
 
     raw = Tokenizer(models.BPE(unk_token=None if kind == "bytes" else "<|endoftext|>"))
     if kind == "bytes":  # as GPT-2, Llama 3, Qwen
-        raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        raw.pre_tokenizer, raw.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:  # as Llama 2, Mistral, Gemma: a word carries the space before it
         raw.pre_tokenizer, raw.decoder = (
@@ -41,7 +48,9 @@ def _train(kind: str):
             decoders.Metaspace(prepend_scheme="first"),
         )
         alphabet = sorted(set(string.ascii_letters + "".join(SENTENCES) + "#:\n\"'<>_/|[]{}.0123456789"))
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     raw.train_from_iterator(SENTENCES * 3, trainer)
     return raw
 
@@ -80,7 +89,9 @@ def write_rows(tmp_path):
         if isinstance(rows, bytes):
             path.write_bytes(rows)
         else:
-            path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+            path.write_text(
+                rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+            )
         return path
 
     return write

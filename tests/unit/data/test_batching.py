@@ -1,71 +1,103 @@
-import random
-
+import numpy as np
 import pytest
 
-from sft_play.data.batching import FILLER, epoch_order, padded_rows, schedule, steps_per_epoch
+from sft_play.data.batching import (
+    FILLER,
+    deal,
+    deal_alike,
+    draw_steps,
+    make_schedule,
+    row_costs,
+    steps_per_epoch,
+)
 
-RNG = random.Random(1)
-LENGTHS = [RNG.randint(1, 500) for _ in range(1003)]
+RNG = np.random.default_rng(1)
+LENGTHS = RNG.integers(1, 500, 1003)
 
 
-@pytest.mark.parametrize("group", [True, False])
+def schedule_of(lengths=LENGTHS, **changes):
+    settings = {"rows_per_step": 16, "bins_per_step": 4, "total_steps": 63, "seed": 0, "hidden_size": 64}
+    return make_schedule(lengths, **settings | changes)
+
+
 @pytest.mark.parametrize("rows_per_step", [1, 7, 16, 2000])
-def test_each_row_is_learned_once_an_epoch_and_filler_only_ends_a_step(group, rows_per_step):
-    order = epoch_order(LENGTHS, rows_per_step, seed=0, epoch=0, group_by_length=group)
-    assert sorted(row for row in order if row != FILLER) == list(range(len(LENGTHS)))
-    assert len(order) == steps_per_epoch(len(LENGTHS), rows_per_step) * rows_per_step
-    for start in range(0, len(order), rows_per_step):
-        step = order[start : start + rows_per_step]
-        assert step.count(FILLER) < rows_per_step
-        assert FILLER not in step[: rows_per_step - step.count(FILLER)]
+def test_each_row_is_learned_once_an_epoch_and_filler_only_ends_a_step(rows_per_step):
+    steps = steps_per_epoch(1003, rows_per_step)
+    drawn = draw_steps(1003, rows_per_step, steps, seed=0)
+    assert drawn.shape == (steps, rows_per_step)
+    assert sorted(drawn[drawn != FILLER]) == list(range(1003))
+    assert (drawn[:-1] != FILLER).all() and (np.diff(drawn[-1] == FILLER) >= 0).all()
 
 
 def test_epochs_and_seeds_differ_and_repeat():
-    assert epoch_order(LENGTHS, 8, 0, 0, True) == epoch_order(LENGTHS, 8, 0, 0, True)
-    assert epoch_order(LENGTHS, 8, 0, 0, True) != epoch_order(LENGTHS, 8, 0, 1, True)
-    assert epoch_order(LENGTHS, 8, 0, 0, True) != epoch_order(LENGTHS, 8, 1, 0, True)
+    both = draw_steps(1003, 8, 252, seed=0)
+    assert (draw_steps(1003, 8, 126, seed=0) == both[:126]).all()
+    assert (both[:126] != both[126:]).any() and (draw_steps(1003, 8, 126, seed=1) != both[:126]).any()
 
 
-def test_grouping_by_length_saves_most_of_the_padding():
-    def padded_share(group: bool) -> float:
-        order = epoch_order(LENGTHS, 16, 0, 0, group)
-        steps = [[LENGTHS[r] for r in order[i : i + 16] if r != FILLER] for i in range(0, len(order), 16)]
-        return 1 - sum(map(sum, steps)) / sum(max(step) * len(step) for step in steps)
-
-    assert padded_share(True) < 0.15 < 0.4 < padded_share(False)
-
-
-def test_schedule_goes_on_over_epochs_and_stops_at_the_last_step():
-    flat = schedule(LENGTHS, 10, total_steps=150, seed=0, group_by_length=False)
-    assert len(flat) == 1500
-    assert flat[:1010] == epoch_order(LENGTHS, 10, 0, 0, False)
-    assert flat[1010:] == epoch_order(LENGTHS, 10, 0, 1, False)[:490]
+def test_a_run_stops_at_its_last_step_in_the_middle_of_an_epoch():
+    assert len(draw_steps(100, 10, 17, seed=0)) == 17
 
 
 def test_no_rows_is_an_error():
     with pytest.raises(ValueError, match="no rows"):
-        schedule([], 4, 1, 0, False)
+        draw_steps(0, 4, 1, 0)
 
 
-def test_evaluation_rows_are_filled_up_to_a_multiple():
-    assert padded_rows(5, 4) == [0, 1, 2, 3, 4, FILLER, FILLER, FILLER]
-    assert padded_rows(4, 4) == [0, 1, 2, 3]
+def test_a_long_row_costs_more_than_its_tokens():
+    short, long = row_costs(np.array([100, 1000]), hidden_size=64)
+    assert long > 10 * short
+    assert row_costs(np.array([100]), hidden_size=8192) == pytest.approx(100, rel=2e-3)
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-@pytest.mark.parametrize(("micro", "accumulation"), [(1, 1), (3, 1), (2, 5), (4, 3)])
+@pytest.mark.parametrize("bins", [1, 2, 3, 5, 16])
+def test_bins_are_balanced_within_a_third_of_the_best_possible(bins):
+    """Graham's bound: 4/3 of the optimum, which is at least the mean and the largest single cost."""
+    costs = RNG.integers(1, 500, (200, 16)).astype(float)
+    loads = np.stack([(costs * (deal(costs, bins) == number)).sum(axis=1) for number in range(bins)], axis=1)
+    best = np.maximum(costs.sum(axis=1) / bins, costs.max(axis=1))
+    assert (loads.max(axis=1) <= 4 / 3 * best + 1e-9).all()
+    assert (loads.sum(axis=1) == costs.sum(axis=1)).all()
+
+
+def test_padded_bins_hold_equally_many_rows_of_similar_length():
+    costs = np.array([[5.0, 400.0, 7.0, 390.0]])
+    assert deal_alike(costs, 2).tolist() == [[1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("bins", [1, 3, 4, 16])
 @pytest.mark.parametrize("rows", [1, 23, 96, 101])
-def test_every_row_reaches_one_process_once_an_epoch_whatever_their_number(world_size, micro, accumulation, rows):
-    """Micro-batches are dealt in turn, as accelerate does; the remainder of an epoch need not divide anything."""
-    per_step = micro * accumulation * world_size
-    epochs = 2
-    steps = epochs * steps_per_epoch(rows, per_step)
-    flat = schedule(LENGTHS[:rows], per_step, steps, seed=3, group_by_length=True)
-    batches = [flat[i : i + micro] for i in range(0, len(flat), micro)]
-    dealt = [batches[rank::world_size] for rank in range(world_size)]
-    assert {len(own) for own in dealt} == {steps * accumulation}  # nobody waits for a rank that has run out
-    per_epoch = steps // epochs * accumulation
+def test_every_row_is_in_one_micro_batch_an_epoch_whatever_their_number(rows, bins, padding_free):
+    epochs, per_epoch = 2, steps_per_epoch(rows, 16)
+    schedule = schedule_of(
+        LENGTHS[:rows], bins_per_step=bins, total_steps=epochs * per_epoch, padding_free=padding_free
+    )
+    values, offsets = schedule.micro_batches()
+    batches = np.split(values, offsets[1:-1])
+    assert len(batches) == epochs * per_epoch * bins  # nobody waits for a rank that has run out
+    assert all(len(batch) for batch in batches)
     for epoch in range(epochs):
-        seen = [row for own in dealt for batch in own[epoch * per_epoch : (epoch + 1) * per_epoch] for row in batch]
-        assert sorted(row for row in seen if row != FILLER) == list(range(rows))
-        assert seen.count(FILLER) == -rows % per_step
+        seen = np.concatenate(batches[epoch * per_epoch * bins : (epoch + 1) * per_epoch * bins])
+        assert sorted(seen[seen != FILLER]) == list(range(rows))
+
+
+@pytest.mark.parametrize("bins", [1, 2, 16])
+def test_a_step_has_the_same_rows_however_it_is_dealt(bins):
+    whole, other = schedule_of(bins_per_step=4), schedule_of(bins_per_step=bins)
+    assert (whole.rows == other.rows).all()
+    assert (whole.sums(LENGTHS).sum(axis=1) == other.sums(LENGTHS).sum(axis=1)).all()
+
+
+def test_sums_and_padding_are_those_of_the_micro_batches():
+    schedule = schedule_of(LENGTHS[:101], total_steps=7)
+    values, offsets = schedule.micro_batches()
+    batches = [batch[batch != FILLER] for batch in np.split(values, offsets[1:-1])]
+    assert schedule.sums(LENGTHS).ravel().tolist() == [LENGTHS[batch].sum() for batch in batches]
+    padded = [len(batch) * -(-max(LENGTHS[batch], default=0) // 8) * 8 for batch in batches]
+    assert schedule.padded_tokens(LENGTHS).ravel().tolist() == padded
+
+
+def test_more_bins_than_rows_are_filled_with_a_row_that_no_loss_sees():
+    values, offsets = schedule_of([5, 3, 9], rows_per_step=2, bins_per_step=3, total_steps=2).micro_batches()
+    assert (values == FILLER).sum() == 1 + 2 and len(offsets) == 7

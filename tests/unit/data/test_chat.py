@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.data.chat import IGNORED, encode, label_mask, layout, make_chat, prompt_and_answer
+from sft_play.data.chat import IGNORED, encode, label_mask, make_chat, prompt_and_answer, render_rows
 from sft_play.data.formats import Conversation
 from sft_play.data.template import use_template
 from sft_play.errors import ConfigError, DataError
@@ -53,7 +53,8 @@ MARKED = CHATML.replace("m.role + '\\n' + m.content + '<|im_end|>\\n' }}", "m.ro
     "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}",
 )
 MARKED_WITHOUT_END = MARKED.replace(
-    "{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}",
+    "{{ m.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
 )
 STYLES = {  # template, and what follows an answer in the middle and at the end
     "chatml": (CHATML, "<|im_end|>", "<|im_end|>"),
@@ -98,7 +99,10 @@ def style(request, make_tokenizer, raw_tokenizer):
 def test_exactly_the_answers_and_their_end_tokens_are_learned(style):
     tokenizer, middle, end = style
     (row,) = rows_of(tokenizer, TWO_TURNS)
-    assert [text.lstrip() for text in learned_texts(tokenizer, row)] == [f"It is four.{middle}", f"Five it is.{end}"]
+    assert [text.lstrip() for text in learned_texts(tokenizer, row)] == [
+        f"It is four.{middle}",
+        f"Five it is.{end}",
+    ]
 
 
 def test_last_learns_the_last_answer_only_and_sees_the_same_text(style):
@@ -120,14 +124,18 @@ def test_the_tokens_are_those_of_the_whole_text_as_the_template_renders_it(style
     tokenizer, *_ = style
     (row,) = rows_of(tokenizer, TWO_TURNS)
     whole = tokenizer.apply_chat_template(list(TWO_TURNS.messages), tokenize=True, return_dict=False)
-    common = min(len(whole), len(row.input_ids)) - 2  # the ends differ by template white space and the added end token
+    common = (
+        min(len(whole), len(row.input_ids)) - 2
+    )  # the ends differ by template white space and the added end token
     assert row.input_ids[:common].tolist() == whole[:common]
 
 
 def test_the_prompt_is_what_the_model_is_given_at_inference(style):
     tokenizer, *_ = style
     (row,) = rows_of(tokenizer, TWO_TURNS, "last")
-    given = tokenizer.apply_chat_template(list(TWO_TURNS.messages[:-1]), add_generation_prompt=True, tokenize=False)
+    given = tokenizer.apply_chat_template(
+        list(TWO_TURNS.messages[:-1]), add_generation_prompt=True, tokenize=False
+    )
     first = int(np.flatnonzero(row.labels != IGNORED)[0])
     assert tokenizer.decode(row.input_ids[:first]).strip() == given.strip()
 
@@ -135,7 +143,10 @@ def test_the_prompt_is_what_the_model_is_given_at_inference(style):
 def test_what_comes_after_the_last_answer_is_not_part_of_the_row(style):
     tokenizer, *_ = style
     longer = talk(*[message["content"] for message in TWO_TURNS.messages], "Hello there, friend!")
-    assert rows_of(tokenizer, longer)[0].input_ids.tolist() == rows_of(tokenizer, TWO_TURNS)[0].input_ids.tolist()
+    assert (
+        rows_of(tokenizer, longer)[0].input_ids.tolist()
+        == rows_of(tokenizer, TWO_TURNS)[0].input_ids.tolist()
+    )
 
 
 def test_the_end_token_is_learned_also_where_it_is_the_padding_token(make_tokenizer):
@@ -148,7 +159,9 @@ def test_an_answer_that_holds_white_space_and_other_scripts_is_learned_whole(sty
     tokenizer, _, end = style
     answer = "Zwölf 🙂 猫\n\n  indented\ttoo"
     (row,) = rows_of(tokenizer, talk("What?", answer))
-    if tokenizer.backend_tokenizer.pre_tokenizer.__class__.__name__ == "ByteLevel":  # the other knows no such letters
+    if (
+        tokenizer.backend_tokenizer.pre_tokenizer.__class__.__name__ == "ByteLevel"
+    ):  # the other knows no such letters
         assert [text.lstrip() for text in learned_texts(tokenizer, row)] == [answer + end]
     else:
         assert (row.labels[-3:] != IGNORED).all()
@@ -169,15 +182,21 @@ def test_the_two_ways_to_find_answers_agree_with_each_other_and_with_transformer
 
 def test_a_turn_that_the_template_later_rewrites_becomes_a_row_of_its_own(make_tokenizer):
     tokenizer = make_tokenizer(QWEN3)
-    thinking = talk("What?", "<think>\nHm.\n</think>\n\nFour.", "And?", "<think>\nOh.\n</think>\n\nFive.", "So?", "Two.")
+    thinking = talk(
+        "What?", "<think>\nHm.\n</think>\n\nFour.", "And?", "<think>\nOh.\n</think>\n\nFive.", "So?", "Two."
+    )
     rows = rows_of(tokenizer, thinking)
     assert [learned_texts(tokenizer, row) for row in rows] == [
         ["<think>\nHm.\n</think>\n\nFour.<|im_end|>"],
         ["<think>\nOh.\n</think>\n\nFive.<|im_end|>"],
         ["<think>\n\n</think>\n\nTwo.<|im_end|>"],
     ]
-    for turn, row in zip((1, 3, 5), rows, strict=True):  # given is what is given at inference: history without thoughts
-        given = tokenizer.apply_chat_template(list(thinking.messages[:turn]), add_generation_prompt=True, tokenize=False)
+    for turn, row in zip(
+        (1, 3, 5), rows, strict=True
+    ):  # given is what is given at inference: history without thoughts
+        given = tokenizer.apply_chat_template(
+            list(thinking.messages[:turn]), add_generation_prompt=True, tokenize=False
+        )
         assert tokenizer.decode(row.input_ids).startswith(given)
     assert [learned_texts(tokenizer, row) for row in rows_of(tokenizer, thinking, "last")] == [
         ["<think>\n\n</think>\n\nTwo.<|im_end|>"]
@@ -189,12 +208,20 @@ def test_turns_of_one_question_stay_in_one_row_of_a_rewriting_template(make_toke
     messages = [{"role": role, "content": text} for role, text in
                 [("user", "What?"), ("assistant", "A call."), ("tool", "2"), ("assistant", "Two.")]]  # fmt: skip
     (row,) = rows_of(tokenizer, Conversation(tuple(messages), source="f:1"))
-    assert learned_texts(tokenizer, row) == [f"<think>\n\n</think>\n\n{text}<|im_end|>" for text in ("A call.", "Two.")]
+    assert learned_texts(tokenizer, row) == [
+        f"<think>\n\n</think>\n\n{text}<|im_end|>" for text in ("A call.", "Two.")
+    ]
 
 
-def test_a_prompt_that_the_template_does_not_write_before_the_answer_is_an_error_naming_the_row(make_tokenizer):
-    tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"))
-    with pytest.raises(DataError, match=r"f.jsonl:3: messages\[3\] cannot be learned .*'<think>\\n'.*'Five it is"):
+def test_a_prompt_that_the_template_does_not_write_before_the_answer_is_an_error_naming_the_row(
+    make_tokenizer,
+):
+    tokenizer = make_tokenizer(
+        CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
+    )
+    with pytest.raises(
+        DataError, match=r"f.jsonl:3: messages\[3\] cannot be trained on .*'<think>\\n'.*'Five it is"
+    ):
         rows_of(tokenizer, TWO_TURNS)
 
 
@@ -204,11 +231,13 @@ def test_a_prompt_may_end_in_white_space_that_the_template_does_not_write(make_t
     assert learned_texts(tokenizer, row) == ["\nFive it is.<|im_end|>"]
 
 
-def test_of_a_far_too_long_text_no_less_is_tokenised_than_shows_that_it_is_too_long(make_tokenizer):
+def test_of_a_far_too_long_text_no_less_is_tokenized_than_shows_that_it_is_too_long(make_tokenizer):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     word = "x" * 99  # many characters a token: the first guess at how much text is enough is too short
-    raw = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "<pad>": 1, "<unk>": 2, word: 3}, unk_token="<unk>"))
+    raw = Tokenizer(
+        models.WordLevel({"<|endoftext|>": 0, "<pad>": 1, "<unk>": 2, word: 3}, unk_token="<unk>")
+    )
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     chat = make_chat(make_tokenizer(raw=raw), "all", max_tokens=10)
     rows = encode(chat, [Conversation((), text=" ".join([word] * count)) for count in (9, 10, 1000)])
@@ -217,15 +246,21 @@ def test_of_a_far_too_long_text_no_less_is_tokenised_than_shows_that_it_is_too_l
 
 
 def test_a_template_that_shows_no_text_is_an_error_naming_the_row(make_tokenizer):
-    tokenizer = make_tokenizer(CHATML.replace("m.content", "('' if m.content is string else m.content[0].text)"))
-    with pytest.raises(DataError, match=r"f.jsonl:3: the chat template does not show the text of messages\[3\]"):
+    tokenizer = make_tokenizer(
+        CHATML.replace("m.content", "('' if m.content is string else m.content[0].text)")
+    )
+    with pytest.raises(
+        DataError, match=r"f.jsonl:3: the chat template does not render the text of messages\[3\]"
+    ):
         rows_of(tokenizer, TWO_TURNS)
 
 
 def test_a_conversation_that_the_template_refuses_is_an_error_naming_the_row(make_tokenizer):
     tokenizer = make_tokenizer(GEMMA, bos_token="<bos>")
     system = {"role": "system", "content": "You are brief."}
-    with pytest.raises(DataError, match=r"f.jsonl:3: .*roles: system, user, assistant.*System role not supported"):
+    with pytest.raises(
+        DataError, match=r"f.jsonl:3: .*roles: system, user, assistant.*System role not supported"
+    ):
         rows_of(tokenizer, Conversation((system, *TWO_TURNS.messages[:2]), source="f.jsonl:3"))
     with pytest.raises(DataError, match="must alternate"):
         rows_of(tokenizer, Conversation((*TWO_TURNS.messages[:2], TWO_TURNS.messages[1]), source="f.jsonl:3"))
@@ -244,7 +279,9 @@ def test_a_greeting_before_the_first_question_and_a_given_prompt_are_not_learned
 
 def test_an_answer_to_a_system_message_alone_is_learned(make_tokenizer):
     tokenizer = make_tokenizer(CHATML)
-    (row,) = rows_of(tokenizer, Conversation(({"role": "system", "content": "You are brief."}, TWO_TURNS.messages[1])))
+    (row,) = rows_of(
+        tokenizer, Conversation(({"role": "system", "content": "You are brief."}, TWO_TURNS.messages[1]))
+    )
     assert learned_texts(tokenizer, row) == ["It is four.<|im_end|>"]
 
 
@@ -261,9 +298,14 @@ def test_plain_text_is_learned_whole_with_the_end_token_behind_it(make_tokenizer
 def test_rows_of_text_and_of_messages_keep_their_order(make_tokenizer):
     tokenizer = make_tokenizer(CHATML)
     rows = encode(
-        make_chat(tokenizer, "assistant"), [Conversation((), text="Hello there"), TWO_TURNS, Conversation((), text="four")]
+        make_chat(tokenizer, "assistant"),
+        [Conversation((), text="Hello there"), TWO_TURNS, Conversation((), text="four")],
     )
-    assert [tokenizer.decode(row[0].input_ids)[:10] for row in rows] == ["Hello ther", "<|im_start", "four<|endo"]
+    assert [tokenizer.decode(row[0].input_ids)[:10] for row in rows] == [
+        "Hello ther",
+        "<|im_start",
+        "four<|endo",
+    ]
 
 
 @pytest.mark.parametrize("shipped", ["plain", "chatml"])
@@ -278,9 +320,11 @@ def test_the_shipped_templates_show_tools_calls_and_thoughts(make_tokenizer, shi
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "Four.", "reasoning_content": "Easy."},
     )
-    (part,) = layout(make_chat(tokenizer, "assistant"), Conversation(messages, tools=[{"name": "adder"}]))
+    (part,) = render_rows(
+        make_chat(tokenizer, "assistant"), Conversation(messages, tools=[{"name": "adder"}])
+    )
     end = "<|im_end|>" if shipped == "chatml" else "<|endoftext|>"
-    assert [part.text[a:b] for a, b in part.learned] == [
+    assert [part.text[a:b] for a, b in part.supervised] == [
         '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' + end,
         f"<think>\nEasy.\n</think>\n\nFour.{end}",
     ]
@@ -308,7 +352,9 @@ def test_prompt_and_answer_split_before_the_last_answer():
 
 def test_marks_decide_also_where_the_prompt_ends_otherwise_than_the_history(make_tokenizer):
     tokenizer = make_tokenizer(
-        MARKED.replace("'<|im_start|>assistant\\n' }}{% endif %}", "'<|im_start|>assistant\\n<think>' }}{% endif %}")
+        MARKED.replace(
+            "'<|im_start|>assistant\\n' }}{% endif %}", "'<|im_start|>assistant\\n<think>' }}{% endif %}"
+        )
     )
     assert "<think>" in tokenizer.chat_template
     for supervise, learned in (
@@ -322,13 +368,17 @@ def test_marks_decide_also_where_the_prompt_ends_otherwise_than_the_history(make
 TRL_TEMPLATES = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "cohere", "phi3", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "cohere", "phi3", "lfm2"]
+)
 def test_real_templates_give_the_answers_that_their_marked_twins_in_trl_give(make_tokenizer, family):
     """The other way round from ours: TRL put {% generation %} into copies of these templates by hand."""
     found = []
     for suffix in ("", "_training"):
         tokenizer = make_tokenizer((TRL_TEMPLATES / f"{family}{suffix}.jinja").read_text(), bos_token="<bos>")
-        (part,) = layout(make_chat(tokenizer, "assistant"), TWO_TURNS)
-        learned = "".join(part.text[a:b] for a, b in part.learned)
-        found.append((part.text, learned.replace("\n", "")))  # where they differ it is in line breaks of the template
+        (part,) = render_rows(make_chat(tokenizer, "assistant"), TWO_TURNS)
+        learned = "".join(part.text[a:b] for a, b in part.supervised)
+        found.append(
+            (part.text, learned.replace("\n", ""))
+        )  # where they differ it is in line breaks of the template
     assert found[0] == found[1]

@@ -19,12 +19,19 @@ def converted(data, **kwargs):
     ("name", "data", "messages"),
     [
         ("messages", {"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
-        ("messages", {"messages": [{"role": "developer", "content": "s"}, USER, ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
+        (
+            "messages",
+            {"messages": [{"role": "developer", "content": "s"}, USER, ASSISTANT]},
+            [SYSTEM, USER, ASSISTANT],
+        ),
         (
             "messages",
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]},
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}],
+                    },
                     ASSISTANT,
                 ]
             },
@@ -32,7 +39,10 @@ def converted(data, **kwargs):
         ),
         (
             "sharegpt",
-            {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            {
+                "system": "s",
+                "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+            },
             [SYSTEM, USER, ASSISTANT],
         ),
         ("sharegpt", {"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
@@ -43,13 +53,17 @@ def converted(data, **kwargs):
             [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "q\n\ni"}, ASSISTANT],
         ),
         ("prompt_completion", {"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
-        ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
+        (
+            "prompt_completion",
+            {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
+            [SYSTEM, USER, ASSISTANT],
+        ),
         ("question_answer", {"question": "q", "answer": "a", "extra": 5}, [USER, ASSISTANT]),
         ("system_user_assistant", {"system": "s", "user": "q", "assistant": "a"}, [SYSTEM, USER, ASSISTANT]),
         ("system_user_assistant", {"system": None, "user": "q", "assistant": "a"}, [USER, ASSISTANT]),
     ],
 )
-def test_each_format_is_told_from_its_keys_and_becomes_messages(name, data, messages):
+def test_each_format_is_detected_from_its_keys_and_becomes_messages(name, data, messages):
     assert detect_format(Row(data, "f", 1)) == name
     conversation = converted(data)
     assert list(conversation.messages) == messages
@@ -68,7 +82,11 @@ def test_tool_calls_and_tool_results_are_kept_with_arguments_as_objects():
     }
     result = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"}
     conversation = converted({"messages": [USER, asks, result, ASSISTANT], "tools": [TOOL]})
-    assert conversation.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **CALL}]}
+    assert conversation.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", **CALL}],
+    }
     assert conversation.messages[2] == result
     assert conversation.tools == [TOOL]
 
@@ -82,7 +100,12 @@ def test_sharegpt_function_calls_and_tools_as_json_text_are_understood():
     ]
     conversation = converted({"conversations": turns, "tools": '[{"name": "add"}]'})
     assert conversation.messages[1]["tool_calls"] == [CALL]
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in conversation.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert conversation.tools == [{"name": "add"}]
 
 
@@ -93,7 +116,11 @@ def test_reasoning_is_kept_under_the_name_that_templates_read():
 
 def test_the_system_prompt_is_added_only_where_there_is_none():
     assert converted({"messages": [USER, ASSISTANT]}, system_prompt="new").messages[0]["content"] == "new"
-    assert converted({"messages": [SYSTEM, USER, ASSISTANT]}, system_prompt="new").messages == (SYSTEM, USER, ASSISTANT)
+    assert converted({"messages": [SYSTEM, USER, ASSISTANT]}, system_prompt="new").messages == (
+        SYSTEM,
+        USER,
+        ASSISTANT,
+    )
     blank = {"role": "system", "content": " "}
     assert converted({"messages": [blank, USER, ASSISTANT]}).messages == (USER, ASSISTANT)
 
@@ -115,7 +142,7 @@ def test_the_prompt_of_prompt_completion_messages_is_context_also_behind_an_adde
         ({"text": "  "}, "blank text"),
     ],
 )
-def test_a_row_with_nothing_to_learn_is_left_out_with_the_reason(data, reason):
+def test_a_row_with_nothing_to_train_on_is_dropped_with_the_reason(data, reason):
     assert converted(data) == reason
 
 
@@ -126,19 +153,28 @@ def test_a_row_with_nothing_to_learn_is_left_out_with_the_reason(data, reason):
         ({"messages": []}, "messages is a list ([]); expected a list of messages"),
         ({"messages": "hello"}, "messages is 'hello'; expected a list"),
         ({"messages": ["hello"]}, "messages[0] is 'hello'; expected an object"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content is missing or null; expected text"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}]},
+            "messages[1].content is missing or null; expected a string",
+        ),
         ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content is missing or null"),
-        ({"messages": [USER, {"role": "assistant", "content": 5}]}, "messages[1].content is int 5; expected text"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": 5}]},
+            "messages[1].content is int 5; expected a string",
+        ),
         (
             {"messages": [{"role": "user", "content": ""}, ASSISTANT]},
-            "messages[0].content is an empty text; expected text that",
+            "messages[0].content is an empty string; expected a non-blank string",
         ),
         ({"messages": [USER, {"role": "assistant", "content": [["a"]]}]}, "messages[1].content[0] is a list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ASSISTANT]},
-            "images and audio cannot be trained on",
+            "images and audio are not supported",
         ),
-        ({"messages": [{"role": "wizard", "content": "q"}]}, "messages[0].role is 'wizard'; expected one of system, "),
+        (
+            {"messages": [{"role": "wizard", "content": "q"}]},
+            "messages[0].role is 'wizard'; expected one of system, ",
+        ),
         ({"messages": [{"role": ["user"], "content": "q"}]}, "messages[0].role is a list"),
         ({"messages": [{"content": "q"}]}, "messages[0].role is missing"),
         ({"conversations": [{"from": "alien", "value": "q"}]}, "conversations[0].from is 'alien'"),
@@ -148,16 +184,16 @@ def test_a_row_with_nothing_to_learn_is_left_out_with_the_reason(data, reason):
         ),
         (
             {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{oops"}]}]},
-            "tool_calls[0].function.arguments is text but not valid JSON",
+            "tool_calls[0].function.arguments is a string but not valid JSON",
         ),
         ({"messages": [USER, ASSISTANT], "tools": {"name": "f"}}, "tools is an object"),
         ({"question": "q", "answer": None}, "answer is missing or null"),
-        ({"question": "", "answer": "a"}, "question is an empty text"),
+        ({"question": "", "answer": "a"}, "question is an empty string"),
         ({"instruction": "q", "output": 4.5}, "output is float 4.5"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, "history[0] is 'x'; expected a pair"),
         ({"prompt": [USER], "completion": "a"}, "completion is 'a'; expected a list of messages"),
         ({"text": None}, "text is missing or null"),
-        ({"question": "\ud800", "answer": "a"}, "half a surrogate pair"),
+        ({"question": "\ud800", "answer": "a"}, "unpaired surrogate"),
     ],
 )
 def test_a_wrong_row_is_named_with_file_line_and_key(data, said):
@@ -169,7 +205,8 @@ def test_a_wrong_row_is_named_with_file_line_and_key(data, said):
 
 def test_a_later_row_without_the_keys_of_the_first_is_refused():
     with pytest.raises(
-        DataError, match=r"f:9: key 'answer' is missing; format question_answer needs question, answer \(found q"
+        DataError,
+        match=r"f:9: key 'answer' is missing; format question_answer needs question, answer \(found q",
     ):
         convert(Row({"question": "q"}, "f", 9), "question_answer")
 

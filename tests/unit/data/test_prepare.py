@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from sft_play import fingerprints
 from sft_play.config.schema import RunConfig
 from sft_play.data import prepare as module
 from sft_play.data import store, workers
@@ -75,7 +76,9 @@ def test_the_counts_are_those_of_the_rows(run):
         stats = data.stats[split]
         assert stats["rows"] == len(dataset)
         assert stats["tokens"] == sum(dataset["length"])
-        assert stats["supervised_tokens"] == sum(label != IGNORED for labels in dataset["labels"] for label in labels)
+        assert stats["supervised_tokens"] == sum(
+            label != IGNORED for labels in dataset["labels"] for label in labels
+        )
         assert stats["lengths"]["max"] == max(dataset["length"])
         assert sorted(dataset["length"])[len(dataset) // 2] == pytest.approx(stats["lengths"]["p50"], abs=3)
     assert data.stats["largest_token_id"] == max(max(ids) for ids in data.train["input_ids"])
@@ -109,7 +112,10 @@ def test_files_of_their_own_are_used_whole_and_held_out_rows_come_from_the_rest(
 
 def test_conversations_for_generation_come_back_from_the_cache(run, write_rows):
     data = run(
-        rows(20), val_path=str(write_rows([{"text": "once"}], "val.jsonl")), test_fraction=0.2, system_prompt="Be brief."
+        rows(20),
+        val_path=str(write_rows([{"text": "once"}], "val.jsonl")),
+        test_fraction=0.2,
+        system_prompt="Be brief.",
     )
     asked = data.conversations("test")
     assert len(asked) == len(data.test) == 4
@@ -118,9 +124,9 @@ def test_conversations_for_generation_come_back_from_the_cache(run, write_rows):
     assert data.conversations("val") == []
 
 
-def test_the_second_time_nothing_is_tokenised(run, monkeypatch):
+def test_the_second_time_nothing_is_tokenized(run, monkeypatch):
     first = run(rows(20))
-    monkeypatch.setattr(module, "encode_all", lambda *args: pytest.fail("tokenised again"))
+    monkeypatch.setattr(module, "encode_all", lambda *args: pytest.fail("tokenized again"))
     second = run(rows(20))
     assert second.stats == first.stats
     assert list(second.train["labels"]) == list(first.train["labels"])
@@ -144,11 +150,25 @@ def test_what_changes_the_rows_changes_the_cache(run, change):
     assert run(rows(20), **change).cache_path != run(rows(20)).cache_path
 
 
+def test_other_code_or_another_version_of_a_library_tokenizes_anew(run, monkeypatch, tmp_path):
+    seen, real = {run(rows(20)).cache_path}, fingerprints._version
+    monkeypatch.setattr(fingerprints, "_version", lambda name: "99" if name == "tokenizers" else real(name))
+    seen.add(run(rows(20)).cache_path)
+    monkeypatch.setattr(module, "SOURCES", tmp_path)
+    seen.add(run(rows(20)).cache_path)
+    assert len(seen) == 3
+
+
 def test_what_does_not_change_the_rows_finds_the_cache(run, write_rows, make_tokenizer):
     first = run(rows(20), val_fraction=0.0)
     padded = make_tokenizer()
-    padded(["a b c"], padding="max_length", max_length=100, truncation=True)  # leaves its mark on the tokenizer
-    assert run(rows(20), val_fraction=0.0, seed=5, num_workers=2, tokenizer=padded).cache_path == first.cache_path
+    padded(
+        ["a b c"], padding="max_length", max_length=100, truncation=True
+    )  # leaves its mark on the tokenizer
+    assert (
+        run(rows(20), val_fraction=0.0, seed=5, num_workers=2, tokenizer=padded).cache_path
+        == first.cache_path
+    )
 
 
 def test_a_cut_cache_is_made_anew(run):
@@ -189,10 +209,14 @@ def _prepare_and_report(config, tokenizer, queue):
 
 
 def test_processes_that_prepare_at_once_do_the_work_once(write_rows, make_tokenizer):
-    config = RunConfig.model_validate({"model": {"name": "toy"}, "data": {"train_path": str(write_rows(rows(500)))}})
+    config = RunConfig.model_validate(
+        {"model": {"name": "toy"}, "data": {"train_path": str(write_rows(rows(500)))}}
+    )
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    processes = [context.Process(target=_prepare_and_report, args=(config, make_tokenizer(), queue)) for _ in range(4)]
+    processes = [
+        context.Process(target=_prepare_and_report, args=(config, make_tokenizer(), queue)) for _ in range(4)
+    ]
     for process in processes:
         process.start()
     results = [queue.get(timeout=60) for _ in processes]
@@ -212,7 +236,7 @@ def test_rows_are_read_only_a_little_ahead_of_the_workers(make_tokenizer):
 
     tokenizer = make_tokenizer()
     use_template(tokenizer, "plain")
-    job = workers.Job(make_chat(tokenizer, "assistant"), "question_answer", None, "drop")
+    job = workers.EncodingTask(make_chat(tokenizer, "assistant"), "question_answer", None, "drop")
     chunks = workers.encode_all(job, source(), 2)
     first = next(chunks)
     assert len(first.digests) == workers.CHUNK_ROWS
@@ -228,12 +252,16 @@ def test_dropped_rows_are_counted_with_their_reason(run):
 
 
 def test_overlong_rows_are_cut_or_refused_as_the_config_says(run):
-    mixed = [*rows(30), {"question": "What?", "answer": "two " * 300}, {"question": "long " * 300, "answer": "a"}]
+    mixed = [
+        *rows(30),
+        {"question": "What?", "answer": "two " * 300},
+        {"question": "long " * 300, "answer": "a"},
+    ]
     data = run(mixed, max_seq_len=150, val_fraction=0.0, overlong="truncate")
     assert data.stats["train"]["truncated"] == 1
     assert data.stats["train"]["dropped"] == {"no answer left after truncation": 1}
     assert data.train[30]["length"] == 150
-    with pytest.raises(DataError, match=r"rows.jsonl:31: the row has more than the 150 tokens"):
+    with pytest.raises(DataError, match=r"rows.jsonl:31: the row is longer than 150 tokens"):
         run(mixed, max_seq_len=150, overlong="error")
 
 
@@ -247,10 +275,14 @@ def test_dedup_drops_later_copies_over_all_chunks(run):
 @pytest.mark.parametrize(
     ("train", "settings", "said"),
     [
-        ([{"messages": [{"role": "user", "content": "q"}]}] * 3, {}, "none of the 3 rows .*3 no assistant turn"),
-        (rows(40), {"max_seq_len": 4}, "40 longer than 4 tokens.*\nRaise model.max_seq_len"),
+        (
+            [{"messages": [{"role": "user", "content": "q"}]}] * 3,
+            {},
+            "none of the 3 rows .*3 no assistant turn",
+        ),
+        (rows(40), {"max_seq_len": 4}, "40 longer than 4 tokens.*\nIncrease model.max_seq_len"),
         (rows(40), {"max_seq_len": 4, "overlong": "truncate"}, "40 no answer left after truncation"),
-        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "1 no answer to learn"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "1 no answer to train on"),
         ([{"text": " "}], {}, "1 blank text"),
         ("\n\n", {}, "has no rows"),
     ],
@@ -269,9 +301,9 @@ def test_an_unusable_validation_file_is_an_error_too(run, write_rows):
 def test_odd_data_is_warned_of(run, write_rows):
     same = rows(20)
     warnings = run(same * 2, val_path=str(write_rows(same, "val.jsonl")), limit=30).stats["warnings"]
-    assert "only 30 training rows: the model will learn them by heart" in warnings
-    assert "20 of 20 val conversations are in the training data too" in warnings
-    assert "10 of 30 training conversations repeat an earlier one; data.dedup=true drops them" in warnings
+    assert "only 30 training rows: the model will overfit" in warnings
+    assert "20 of 20 val conversations are also in the training data" in warnings
+    assert "10 of 30 training conversations are duplicates; set data.dedup=true to drop them" in warnings
     (one,) = run(rows(1)).stats["warnings"]
     assert one.startswith("only 1 training row:")
     assert run(rows(1)).val is None
@@ -303,14 +335,16 @@ def test_a_tokenizer_that_knows_none_of_the_text_is_a_config_error(run, make_tok
 
 def test_the_length_limit_is_the_configs_then_the_models_then_the_tokenizers(make_tokenizer):
     def limit(asked, model_limit, **special):
-        config = RunConfig.model_validate({"model": {"name": "m", "max_seq_len": asked}, "data": {"train_path": "x"}})
+        config = RunConfig.model_validate(
+            {"model": {"name": "m", "max_seq_len": asked}, "data": {"train_path": "x"}}
+        )
         return length_limit(config, make_tokenizer(**special), model_limit)
 
     assert limit(100, 200) == 100
     assert limit("auto", 200, model_max_length=50) == 200
     assert limit("auto", None, model_max_length=50) == 50
     assert limit("auto", None) is None
-    with pytest.raises(ConfigError, match=r"model.max_seq_len=300 is more than the 200 positions"):
+    with pytest.raises(ConfigError, match=r"model.max_seq_len=300 exceeds the 200 positions"):
         limit(300, 200)
 
 
@@ -331,10 +365,13 @@ def test_a_row_of_megabytes_is_dropped_without_taking_the_others_along(run):
     stats = run(huge, max_seq_len=150, val_fraction=0.0).stats["train"]
     assert (stats["rows"], stats["dropped"]) == (40, {"longer than 150 tokens": 2})
     cut = run(huge, max_seq_len=150, val_fraction=0.0, overlong="truncate")
-    assert time.monotonic() - started < 10  # to tokenise them whole takes minutes
+    assert time.monotonic() - started < 10  # to tokenize them whole takes minutes
     assert cut.train[40]["length"] == 150
     short = run(
-        [*rows(40), {"question": "What?", "answer": "friend " * 200}], max_seq_len=150, val_fraction=0.0, overlong="truncate"
+        [*rows(40), {"question": "What?", "answer": "friend " * 200}],
+        max_seq_len=150,
+        val_fraction=0.0,
+        overlong="truncate",
     )
     assert cut.train[40] == short.train[40]
 
@@ -346,7 +383,11 @@ def test_workers_are_as_many_as_asked_or_as_the_data_is_worth():
 
 
 def test_a_content_key_depends_on_every_part():
-    assert store.content_key({"a": 1, "b": 2}) == store.content_key({"b": 2, "a": 1}) != store.content_key({"a": 1, "b": 3})
+    assert (
+        store.content_key({"a": 1, "b": 2})
+        == store.content_key({"b": 2, "a": 1})
+        != store.content_key({"a": 1, "b": 3})
+    )
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not here")
@@ -354,4 +395,6 @@ def test_real_rows_learn_each_answer_letter_by_letter(run, make_tokenizer):
     data = run(GSM8K.read_bytes(), limit=300, val_fraction=0.0)
     answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()[:300]]
     learned = [[label for label in labels if label != IGNORED] for labels in data.train["labels"]]
-    assert [make_tokenizer().decode(ids) for ids in learned] == [answer + "<|endoftext|>" for answer in answers]
+    assert [make_tokenizer().decode(ids) for ids in learned] == [
+        answer + "<|endoftext|>" for answer in answers
+    ]

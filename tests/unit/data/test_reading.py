@@ -49,23 +49,37 @@ def test_a_csv_row_over_several_lines_has_the_number_of_its_first(write_rows):
 
 
 def test_a_csv_cell_can_hold_a_conversation_as_json(write_rows):
-    assert read(write_rows('messages\n"[{""role"": ""user""}]"\n', "a.csv"))[0].data == {"messages": [{"role": "user"}]}
+    assert read(write_rows('messages\n"[{""role"": ""user""}]"\n', "a.csv"))[0].data == {
+        "messages": [{"role": "user"}]
+    }
 
 
 def test_parquet_is_read_without_the_nulls_that_fill_its_structs(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    calls = [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "a", "name": "bot"}]
+    calls = [
+        {"role": "user", "content": "q", "name": None},
+        {"role": "assistant", "content": "a", "name": "bot"},
+    ]
     pq.write_table(pa.Table.from_pylist([{"messages": calls, "tools": None}]), tmp_path / "a.parquet")
     (row,) = read(tmp_path / "a.parquet")
-    assert row.data == {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "name": "bot"}]}
+    assert row.data == {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "name": "bot"}]
+    }
 
 
-def test_a_folder_is_read_in_the_order_of_its_file_names_and_the_limit_counts_for_each_file(write_rows, tmp_path):
+def test_a_folder_is_read_in_the_order_of_its_file_names_and_the_limit_counts_for_each_file(
+    write_rows, tmp_path
+):
     for name in ("b.jsonl", "a.json", "notes.txt"):
         write_rows([{"text": name + str(i)} for i in range(3)], name)
-    assert [row.data["text"] for row in read(tmp_path, limit=2)] == ["a.json0", "a.json1", "b.jsonl0", "b.jsonl1"]
+    assert [row.data["text"] for row in read(tmp_path, limit=2)] == [
+        "a.json0",
+        "a.json1",
+        "b.jsonl0",
+        "b.jsonl1",
+    ]
 
 
 def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
@@ -79,29 +93,29 @@ def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
     ("name", "content", "said"),
     [
         ("a.jsonl", b"", "empty (0 bytes)"),
-        ("a.jsonl", f'{LINE}\n{{"question": "q", "ans', "is the file cut?"),
+        ("a.jsonl", f'{LINE}\n{{"question": "q", "ans', "is the file truncated?"),
         ("a.jsonl", f"{LINE}\ngarbage\n{LINE}\n", ":2: not valid JSON: Expecting value at character 1"),
         ("a.jsonl", LINE.encode() + b"\n\x00\x00\n", ":2: not valid JSON"),
         ("a.jsonl", LINE.encode() + b'\n{"a": "\xff"}\n', f":2: byte 0xff at offset {len(LINE) + 8} is not UTF-8"),
         ("a.jsonl", LINE.encode("utf-16"), "UTF-16"),
-        ("a.jsonl", f'{LINE}\n{{"a": 1, "b": {{"c": 1, "c": 2}}}}\n', ":2: key 'c' stands twice"),
-        ("a.jsonl", f"{LINE}\n[1, 2]\n", ":2: expected an object with named fields, found list"),
+        ("a.jsonl", f'{LINE}\n{{"a": 1, "b": {{"c": 1, "c": 2}}}}\n', ":2: duplicate key 'c'"),
+        ("a.jsonl", f"{LINE}\n[1, 2]\n", ":2: expected a JSON object, found list"),
         ("a.jsonl", "[" * 100_000, "recursion"),
-        ("a.json", f"[{LINE},\n{LINE}", ":2: not valid JSON: expected ',' or ']' after a row, found the end: is the file cut?"),
+        ("a.json", f"[{LINE},\n{LINE}", ":2: not valid JSON: expected ',' or ']' after a row, found the end: is the file truncated?"),
         ("a.json", f"[{LINE},\n{LINE}\n{LINE}]", ":3: not valid JSON: expected ','"),
-        ("a.json", f"[{LINE},\n5]", ":2: expected an object"),
+        ("a.json", f"[{LINE},\n5]", ":2: expected a JSON object"),
         ("a.json", f"[{LINE}]\ngarbage", "after the array"),
-        ("a.json", f'[{LINE},\n{{"a": 1,\n"a": 2}}]', ":2: key 'a' stands twice"),
+        ("a.json", f'[{LINE},\n{{"a": 1,\n"a": 2}}]', ":2: duplicate key 'a'"),
         ("a.json", b'[{"a": 1},\n{"b": "\xff"}]', ":2: byte 0xff at offset 18"),
         ("a.json", "not json", ":1: not valid JSON"),
         ("a.csv", 'question,answer\nq\n', ":2: expected 2 fields"),
         ("a.csv", 'question,answer\nq,a\nq,a,b\n', ":3: expected 2 fields"),
         ("a.csv", 'question,answer\nq,"a\n', ":2: not valid CSV"),
-        ("a.csv", "text,text\na,b\n", "a column name stands twice"),
+        ("a.csv", "text,text\na,b\n", ":1: duplicate column name"),
         ("a.csv", b"text\na\n\xff\n", ":3: byte 0xff at offset 7"),
         ("a.csv", "messages\n[oops\n", ":2: column 'messages' is not valid JSON"),
         ("a.parquet", b"PAR1 no parquet", "not a readable Parquet file"),
-        ("a.txt", "hello", "has the ending .txt; allowed are .jsonl"),
+        ("a.txt", "hello", "has the extension .txt; allowed: .jsonl"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named_with_its_line(write_rows, name, content, said):
@@ -111,15 +125,19 @@ def test_what_cannot_be_read_is_named_with_its_line(write_rows, name, content, s
     assert said in message
 
 
-@pytest.mark.parametrize("path", ["missing.jsonl", "./org/name", "org/name/more/parts", "name", "$(id)", "x" * 5000, "a\0b"])
-def test_a_path_that_is_no_file_and_no_hub_name_is_an_error_that_says_what_is_allowed(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "path", ["missing.jsonl", "./org/name", "org/name/more/parts", "name", "$(id)", "x" * 5000, "a\0b"]
+)
+def test_a_path_that_is_no_file_and_no_hub_name_is_an_error_that_says_what_is_allowed(
+    path, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"data.val_path"):
         open_source(path, "val")
 
 
 def test_a_folder_without_data_files_and_a_fifo_are_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no data file"):
+    with pytest.raises(DataError, match="has no data files"):
         open_source(str(tmp_path), "train")
     import os
 
@@ -130,15 +148,23 @@ def test_a_folder_without_data_files_and_a_fifo_are_refused(tmp_path):
 
 def test_a_hub_name_that_cannot_be_reached_is_a_data_error_of_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"data.train_path: 'no-such-org/no-such-data' is no file here, and as a hub data set"):
+    with pytest.raises(
+        DataError,
+        match=r"data.train_path: 'no-such-org/no-such-data' is not a local file, and loading it as a Hub dataset",
+    ):
         open_source("no-such-org/no-such-data", "train")
 
 
 def test_a_hub_data_set_is_read_from_the_split_that_its_use_or_its_name_asks_for(tmp_path, monkeypatch):
     import datasets
 
-    rows = {name: datasets.Dataset.from_list([{"text": name, "extra": None}]) for name in ("train", "validation", "odd")}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config: datasets.DatasetDict(rows) if config != "x" else {})
+    rows = {
+        name: datasets.Dataset.from_list([{"text": name, "extra": None}])
+        for name in ("train", "validation", "odd")
+    }
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, config: datasets.DatasetDict(rows) if config != "x" else {}
+    )
     monkeypatch.chdir(tmp_path)
     assert [row.data for row in read_rows(open_source("org/name", "train"))] == [{"text": "train"}]
     assert [row.where for row in read_rows(open_source("org/name", "val"))] == ["org/name:1"]

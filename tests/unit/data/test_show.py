@@ -42,12 +42,17 @@ def test_the_table_shows_counts_reasons_and_warnings(config, make_tokenizer, scr
     made.print(show.table(data))
     text = made.file.getvalue()
     supervised = 100 * data.stats["train"]["supervised_tokens"] / data.stats["train"]["tokens"]
-    for expected in ("1 blank assistant turn", f"{supervised:.1f} %", "99th percentile", "the shipped plain.jinja"):
+    for expected in (
+        "1 blank assistant turn",
+        f"{supervised:.1f} %",
+        "99th percentile",
+        "the shipped plain.jinja",
+    ):
         assert expected in text
     assert "warning: only" not in text
 
 
-def test_samples_mark_what_is_learned_with_brackets_or_with_colour(config, make_tokenizer, screen):
+def test_samples_mark_supervised_tokens_with_brackets_or_with_colour(config, make_tokenizer, screen):
     tokenizer = make_tokenizer()
     data = prepare(config, tokenizer, progress=False)
     plain, coloured = screen(), None
@@ -63,12 +68,14 @@ def test_samples_mark_what_is_learned_with_brackets_or_with_colour(config, make_
 
 
 def test_the_three_steps_write_what_the_next_one_reads(config, make_tokenizer, tmp_path):
-    processed, styled, rendered = (tmp_path / "out" / f"{name}.jsonl" for name in ("processed", "styled", "rendered"))
+    processed, styled, rendered = (
+        tmp_path / "out" / f"{name}.jsonl" for name in ("processed", "styled", "rendered")
+    )
     assert show.process(config, processed) == {"written": 40, "dropped: blank assistant turn": 1}
     assert read(processed)[0]["messages"][1] == {"role": "assistant", "content": "It is [0]."}
     assert show.style(processed, styled, "Be brief.") == {"written": 40}
     assert read(styled)[0]["messages"][0] == {"role": "system", "content": "Be brief."}
-    left = "left as they are (plain text, or a system message of their own)"
+    left = "unchanged (plain text, or has its own system message)"
     assert show.style(styled, tmp_path / "again.jsonl", "Be long.") == {"written": 40, left: 40}
     tokenizer = make_tokenizer()
     assert show.render(config, tokenizer, styled, rendered) == {"written": 40}

@@ -34,13 +34,13 @@ def test_a_template_file_replaces_the_tokenizers_own(make_tokenizer, tmp_path):
 
 
 def test_a_missing_or_unreadable_template_file_is_a_config_error(make_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="allowed are auto, chatml, plain, or the path"):
+    with pytest.raises(ConfigError, match="allowed: auto, chatml, plain, or the path"):
         use_template(make_tokenizer(), "chat-ml")
     (tmp_path / "bad.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot be read"):
         use_template(make_tokenizer(), str(tmp_path / "bad.jinja"))
     (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)
-    with pytest.raises(ConfigError, match="at most 1000000"):
+    with pytest.raises(ConfigError, match="the limit is 1000000"):
         use_template(make_tokenizer(), str(tmp_path / "big.jinja"))
 
 
@@ -54,19 +54,22 @@ def test_chatml_is_refused_where_the_tokenizer_does_not_know_its_tokens(make_tok
 def test_a_conversation_the_template_refuses_is_an_error_with_its_row(make_tokenizer):
     tokenizer = make_tokenizer("{{ raise_exception('no') }}")
     check_template(tokenizer, ROW, "mine.jinja")  # it may like other rows
-    with pytest.raises(DataError, match=r"f:1: the chat template cannot show this conversation \(roles: user, assistant\): no"):
+    with pytest.raises(
+        DataError,
+        match=r"f:1: the chat template cannot render this conversation \(roles: user, assistant\): no",
+    ):
         render(tokenizer, ROW, ROW.messages)
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}", "syntax error in line 1"),
-        ("{# nothing #}  ", "renders f:1 to nothing"),
-        ("{{ messages.__class__.__mro__ }}", "does what a template must not do"),
-        ("{{ messages.append(1) }}", "does what a template must not do"),
-        ("{% for i in range(1000000000) %}x{% endfor %}", "does what a template must not do"),
-        ("{{ 'a' * 3000000000 }}", "takes more than 1 GiB of memory"),
+        ("{% for m in messages %}", "syntax error on line 1"),
+        ("{# nothing #}  ", "renders f:1 to an empty string"),
+        ("{{ messages.__class__.__mro__ }}", "violates the sandbox"),
+        ("{{ messages.append(1) }}", "violates the sandbox"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "violates the sandbox"),
+        ("{{ 'a' * 3000000000 }}", "uses more than 1 GiB of memory"),
     ],
 )
 def test_a_broken_or_hostile_template_is_found_in_a_child_process(make_tokenizer, template, said):

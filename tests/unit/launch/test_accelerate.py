@@ -5,15 +5,21 @@ import yaml
 
 from sft_play.errors import ConfigError
 from sft_play.launch import accelerate
-from sft_play.launch.accelerate import CONFIGS, DEEPSPEED_CONFIG, config_file, launch_command, launch_environment
+from sft_play.launch.accelerate import (
+    CONFIGS,
+    DEEPSPEED_CONFIG,
+    config_file,
+    launch_command,
+    launch_environment,
+)
 from sft_play.launch.nodes import ALONE, Nodes
 
 SCRIPT = ["train.py", "--config", "run.yaml"]
 
 
 def flags(launch) -> dict[str, str]:
-    words = launch.argv[launch.argv.index("accelerate.commands.launch") + 1 : launch.argv.index("train.py")]
-    return dict(zip(words[::2], words[1::2], strict=True))
+    argv = launch.argv[launch.argv.index("accelerate.commands.launch") + 1 : launch.argv.index("train.py")]
+    return dict(zip(argv[::2], argv[1::2], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,8 @@ def test_a_config_says_what_it_is_for_and_leaves_the_numbers_to_the_command_line
     text = path.read_text()
     tree = yaml.safe_load(text)
     assert (
-        text.startswith("# accelerate: ") and "# Use: accelerate launch --config_file configs/accelerate/" + path.name in text
+        text.startswith("# accelerate: ")
+        and "# Use: accelerate launch --config_file configs/accelerate/" + path.name in text
     )
     several = tree["distributed_type"] != "NO"
     assert tree["num_processes"] == (-1 if several else 1)
@@ -78,7 +85,11 @@ def test_zero_2_is_given_the_full_path_of_its_json():
 def test_several_machines_get_the_address_of_the_first():
     nodes = Nodes(count=2, rank=1, main_address="10.0.0.1", main_port=29500)
     found = flags(launch_command(SCRIPT, engine="ddp", device="cuda", processes=8, cores=16, nodes=nodes))
-    assert (found["--main_process_ip"], found["--main_process_port"], found["--machine_rank"]) == ("10.0.0.1", "29500", "1")
+    assert (found["--main_process_ip"], found["--main_process_port"], found["--machine_rank"]) == (
+        "10.0.0.1",
+        "29500",
+        "1",
+    )
     assert found["--num_cpu_threads_per_process"] == "4" and "--rdzv_backend" not in found
 
 
@@ -95,7 +106,11 @@ def test_processes_that_cannot_be_shared_out_are_refused(processes, nodes):
 
 def test_the_environment_hides_gpus_from_a_cpu_run_and_names_the_interface_to_listen_on():
     one = launch_environment("cpu", 2, "lo")
-    assert (one["CUDA_VISIBLE_DEVICES"], one["GLOO_SOCKET_IFNAME"], one["NCCL_SOCKET_IFNAME"]) == ("", "lo", "lo")
+    assert (one["CUDA_VISIBLE_DEVICES"], one["GLOO_SOCKET_IFNAME"], one["NCCL_SOCKET_IFNAME"]) == (
+        "",
+        "lo",
+        "lo",
+    )
     assert "ACCELERATE_USE_CPU" not in one  # would switch DeepSpeed off
     many = launch_environment("cuda", 8, None)
     assert "CUDA_VISIBLE_DEVICES" not in many and "GLOO_SOCKET_IFNAME" not in many
@@ -111,5 +126,10 @@ def test_what_the_user_has_set_stays_but_for_what_keeps_the_world_whole(monkeypa
 def test_the_shipped_deepspeed_file_leaves_to_the_trainer_what_the_trainer_knows():
     tree = json.loads(DEEPSPEED_CONFIG.read_text())
     assert tree["zero_optimization"]["stage"] == 2
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
         assert tree[key] == "auto"

@@ -4,12 +4,17 @@ import time
 
 import pytest
 
-from sft_play.launch.beats import Beat, Pulse, forget, hanging, read_beats, read_stack, stands_still
+from sft_play.launch.beats import Beat, Pulse, forget, hanging, is_stalled, read_beats, read_stack
 from sft_play.launch.ranks import reports_folder
 from sft_play.runlog import RunDir
 
-OWN = 'Current thread 0x1 (most recent call first):\n  File "rows.py", line 7 in read\n  File "trainer.py", line 1 in train\n'
-WAITS = 'Current thread 0x1 (most recent call first):\n  File "torch/distributed/c10d.py", line 7 in all_reduce\n'
+OWN = (
+    'Current thread 0x1 (most recent call first):\n  File "rows.py", line 7 in read\n'
+    '  File "trainer.py", line 1 in train\n'
+)
+WAITS = (
+    'Current thread 0x1 (most recent call first):\n  File "torch/distributed/c10d.py", line 7 in all_reduce\n'
+)
 OTHER = 'Thread 0x2 (most recent call first):\n  File "threading.py", line 1 in wait\n\n'
 
 
@@ -28,7 +33,12 @@ def test_a_sign_of_life_says_where_and_a_signal_asks_for_the_stack(run):
     pulse.beat("step 4")
     pulse.beat("step 5")
     (found,) = read_beats(run, range(8))
-    assert (found.rank, found.pid, found.limit_s, found.where) == (3, os.getpid(), 10.0, "step 5") and found.age_s < 5
+    assert (found.rank, found.pid, found.limit_s, found.where) == (
+        3,
+        os.getpid(),
+        10.0,
+        "step 5",
+    ) and found.age_s < 5
     os.kill(os.getpid(), signal.SIGUSR2)
     deadline = time.monotonic() + 5
     while not read_stack(run, 3) and time.monotonic() < deadline:
@@ -40,9 +50,9 @@ def test_a_sign_of_life_says_where_and_a_signal_asks_for_the_stack(run):
 
 
 def test_all_must_have_stood_still_for_the_limit():
-    assert stands_still([beat(0), beat(1, 30.0)])
-    assert not stands_still([beat(0, 1.0), beat(1, 30.0)])  # one has just moved: the other crashed
-    assert not stands_still([])
+    assert is_stalled([beat(0), beat(1, 30.0)])
+    assert not is_stalled([beat(0, 1.0), beat(1, 30.0)])  # one has just moved: the other crashed
+    assert not is_stalled([])
 
 
 def test_the_one_that_hangs_is_told_from_those_that_wait(run):
@@ -51,10 +61,10 @@ def test_the_one_that_hangs_is_told_from_those_that_wait(run):
     told = hanging(run, [beat(rank) for rank in range(3)])
     assert list(told) == [1]
     assert told[1].splitlines()[:2] == [
-        "rank 1 hangs: nothing from it for 11 s (parallel.timeout_s is 10), last seen in step 4",
+        "rank 1 hangs: no progress for 11 s (parallel.timeout_s is 10), last seen in step 4",
         '  File "rows.py", line 7 in read',
     ]
 
 
 def test_a_process_that_gives_no_stack_is_named_all_the_same(run):
-    assert "it gave no stack: the process is stopped" in hanging(run, [beat(2)])[2]
+    assert "no stack: the process is stopped" in hanging(run, [beat(2)])[2]

@@ -5,13 +5,25 @@ import pytest
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import check_deepspeed_config, deepspeed_config, read_deepspeed_config
-from sft_play.sizing.planner import Plan
+from sft_play.plan import Plan
 
 PLAN = Plan(
-    micro_batch_size=2, gradient_accumulation_steps=4, effective_batch_size=16, world_size=2, engine="deepspeed_z2",
-    max_seq_len=128, packing=False, gradient_checkpointing=False, mixed_precision="bf16", dtype="bfloat16", attention="sdpa",
-    learning_rate=1e-4, steps_per_epoch=10, total_steps=10, device="cuda",
-)  # fmt: skip
+    micro_batch_size=2,
+    gradient_accumulation_steps=4,
+    effective_batch_size=16,
+    world_size=2,
+    engine="deepspeed_z2",
+    max_seq_len=128,
+    packing=False,
+    gradient_checkpointing=False,
+    mixed_precision="bf16",
+    dtype="bfloat16",
+    attention="sdpa",
+    learning_rate=1e-4,
+    steps_per_epoch=10,
+    total_steps=10,
+    device="cuda",
+)
 
 
 def changed(**values):
@@ -23,51 +35,76 @@ def test_the_shipped_file_fits_any_plan():
 
 
 def test_numbers_that_agree_with_the_plan_are_allowed():
-    tree = changed(train_batch_size=16, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4, gradient_clipping=1.0)
+    tree = changed(
+        train_batch_size=8,
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=4,
+        gradient_clipping=1.0,
+    )
     check_deepspeed_config(tree, PLAN, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
-        ({"train_batch_size": 8}, r"train_batch_size is 8, but must be 16 \(2 x 4 x 2 processes\) or auto"),
-        ({"train_micro_batch_size_per_gpu": "2"}, 'train_micro_batch_size_per_gpu: "2" is text; write the number'),
+        (
+            {"train_batch_size": 16},
+            r"train_batch_size is 16, but must be 8 \(1 x 4 x 2 processes\) or \"auto\"",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": "2"},
+            'train_micro_batch_size_per_gpu: "2" is a string; write the number',
+        ),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps is 1, but must be 4"),
         ({"gradient_clipping": 0.5}, r"gradient_clipping is 0.5, but must be 1.0 \(train.max_grad_norm\)"),
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, but must be False"),
         ({"zero_optimization": {"stage": 3}}, "stage is 3, but must be 2"),
         ({"zero_optimization": {}}, "stage is missing"),
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, 'reduce_bucket_size: "5e8" is text'),
-        ({"optimizer": {"type": "Adam"}}, "remove this section; train.optimizer"),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}},
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}},
+            'reduce_bucket_size: "5e8" is a string',
+        ),
+        ({"optimizer": {"type": "Adam"}}, "remove this section and set train.optimizer"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"},
+                }
+            },
             "/nowhere is not a folder",
         ),
     ],
 )
-def test_what_contradicts_the_plan_is_refused_before_the_launch(values, words):
-    with pytest.raises(ConfigError, match=words):
+def test_what_contradicts_the_plan_is_refused_before_the_launch(values, message):
+    with pytest.raises(ConfigError, match=message):
         check_deepspeed_config(changed(**values), PLAN, max_grad_norm=1.0)
 
 
 def test_all_contradictions_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        check_deepspeed_config(changed(train_batch_size=8, gradient_clipping="1"), PLAN, max_grad_norm=1.0)
+        check_deepspeed_config(changed(train_batch_size=16, gradient_clipping="1"), PLAN, max_grad_norm=1.0)
     assert str(caught.value).count("\n") == 2
 
 
 def test_buckets_are_no_larger_than_what_is_trained():
-    zero = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=1000)["zero_optimization"]
+    zero = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=1000)[
+        "zero_optimization"
+    ]
     assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"], zero["stage"]) == (1000, 1000, 2)
-    whole = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=10**12)["zero_optimization"]
+    whole = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=10**12)[
+        "zero_optimization"
+    ]
     assert whole == json.loads(DEEPSPEED_CONFIG.read_text())["zero_optimization"] and whole["overlap_comm"]
     assert not zero["overlap_comm"]  # there is nothing to overlap with, and it would cost a second bucket
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("{", "not valid JSON"), ("[]", "expected an object")])
-def test_a_file_that_is_no_config_is_refused(tmp_path, text, words):
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot be read"), ("{", "not valid JSON"), ("[]", "expected a JSON object")]
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path, text, message):
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         read_deepspeed_config(path)

@@ -3,41 +3,48 @@ import shlex
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.launch.nodes import ALONE, NodeFlags, Nodes, interface_towards, make_words, read_nodes
+from sft_play.launch.nodes import ALONE, NodeFlags, Nodes, interface_towards, make_settings, read_nodes
 from sft_play.launch.ports import LOOPBACK
 
-WORDS = make_words("configs/run.yaml", ["train.epochs=1", "output.name=a b"], 4, "ddp")
+SETTINGS = make_settings("configs/run.yaml", ["train.epochs=1", "output.name=a b"], 4, "ddp")
 
 
 def test_without_the_flag_there_is_one_machine():
-    assert read_nodes(NodeFlags(), WORDS) == ALONE == Nodes()
+    assert read_nodes(NodeFlags(), SETTINGS) == ALONE == Nodes()
 
 
 def test_a_machine_knows_its_place_and_where_the_first_one_is():
-    assert read_nodes(NodeFlags("2", "1", "10.0.0.1", ""), WORDS) == Nodes(2, 1, "10.0.0.1", 29500)
-    assert read_nodes(NodeFlags("3", "0", "node7", "12345"), WORDS) == Nodes(3, 0, "node7", 12345)
-    assert read_nodes(NodeFlags("1", "", "", ""), WORDS).count == 1  # as SLURM's script says it for one node
+    assert read_nodes(NodeFlags("2", "1", "10.0.0.1", ""), SETTINGS) == Nodes(2, 1, "10.0.0.1", 29500)
+    assert read_nodes(NodeFlags("3", "0", "node7", "12345"), SETTINGS) == Nodes(3, 0, "node7", 12345)
+    assert (
+        read_nodes(NodeFlags("1", "", "", ""), SETTINGS).count == 1
+    )  # as SLURM's script says it for one node
 
 
 def test_what_is_missing_is_asked_for_with_the_command_of_each_machine():
-    with pytest.raises(ConfigError, match="^RANK and MASTER_ADDR not given") as error:
-        read_nodes(NodeFlags("3", "", "", "12345"), WORDS)
+    with pytest.raises(ConfigError, match="^RANK and MASTER_ADDR not set") as error:
+        read_nodes(NodeFlags("3", "", "", "12345"), SETTINGS)
     commands = str(error.value).splitlines()[1:]
     assert len(commands) == 3
     for rank, command in enumerate(commands):
-        assert f"make train-multinode NODES=3 RANK={rank} MASTER_ADDR=<address of machine 0> MASTER_PORT=12345" in command
-        knobs = dict(word.split("=", 1) for word in shlex.split(command.replace("<address of machine 0>", "x"))[2:])
+        assert (
+            f"make train-multinode NODES=3 RANK={rank} MASTER_ADDR=<address of machine 0> MASTER_PORT=12345"
+            in command
+        )
+        knobs = dict(
+            word.split("=", 1) for word in shlex.split(command.replace("<address of machine 0>", "x"))[2:]
+        )
         assert (knobs["NGPU"], knobs["ENGINE"], knobs["CONFIG"]) == ("4", "ddp", "configs/run.yaml")
         assert shlex.split(knobs["ARGS"]) == ["train.epochs=1", "output.name=a b"]
-    with pytest.raises(ConfigError, match="RANK not given") as error:
-        read_nodes(NodeFlags("2", "", "10.0.0.1", ""), WORDS)
+    with pytest.raises(ConfigError, match="RANK not set") as error:
+        read_nodes(NodeFlags("2", "", "10.0.0.1", ""), SETTINGS)
     assert "MASTER_ADDR=10.0.0.1 NGPU=4" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (NodeFlags("0", "0", "a", ""), "NODES=0: expected a whole number from 1"),
+        (NodeFlags("0", "0", "a", ""), "NODES=0: expected a whole number of at least 1"),
         (NodeFlags("x", "0", "a", ""), "NODES=x"),
         (NodeFlags("2", "2", "a", ""), "RANK=2: expected a whole number from 0 to 1"),
         (NodeFlags("2", "0", "a", "70000"), "MASTER_PORT=70000"),
@@ -46,7 +53,7 @@ def test_what_is_missing_is_asked_for_with_the_command_of_each_machine():
 )
 def test_numbers_that_cannot_be_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
-        read_nodes(flags, WORDS)
+        read_nodes(flags, SETTINGS)
 
 
 def test_the_interface_is_that_of_the_route():

@@ -2,19 +2,16 @@ import json
 
 import pytest
 
-from sft_play.errors import ConfigError, DataError, DoesNotFitError, Interrupted, LaunchError, SftPlayError
+from sft_play.errors import DataError, DoesNotFitError, Interrupted, LaunchError, SftPlayError
+from sft_play.launch.environment import RankEnvironment
 from sft_play.launch.ranks import (
-    PROCESSES_VARIABLE,
-    RANKS_VARIABLE,
     RankExit,
     cause_here,
-    check_world_size,
     clear_rank_exits,
     finish_rank,
     outcome,
     raise_unless_done,
     read_rank_exits,
-    report_rank_exit,
     reports_folder,
 )
 from sft_play.runlog import RunDir
@@ -25,40 +22,32 @@ def run(tmp_path):
     return RunDir(tmp_path)
 
 
+def rank(folder, number=0, **rest):
+    return RankEnvironment(rank=number, world_size=4, reports_folder=folder, **rest)
+
+
 def test_reports_come_back_in_the_order_of_time_and_broken_ones_are_passed_over(run):
-    report_rank_exit(run, 1, 4, "out of memory")
-    report_rank_exit(run, 0, 1, "Traceback")
+    finish_rank(rank(reports_folder(run), 1), 4, "out of memory")
+    finish_rank(rank(reports_folder(run), 0), 1, "Traceback")
     (reports_folder(run) / "2.json").write_text("{")
     assert [(report.rank, report.code) for report in read_rank_exits(run)] == [(1, 4), (0, 1)]
     clear_rank_exits(run, range(2))
     assert read_rank_exits(run) == []
 
 
-def test_a_rank_without_our_launcher_keeps_its_exit_code(monkeypatch, tmp_path):
-    monkeypatch.delenv(RANKS_VARIABLE, raising=False)
-    assert finish_rank(75) == 75 and not list(tmp_path.iterdir())
+def test_a_rank_without_our_launcher_keeps_its_exit_code(tmp_path):
+    assert finish_rank(rank(None), 75) == 75 and not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_saved_ends_with_0_so_that_the_others_may_finish_writing(monkeypatch, tmp_path):
-    monkeypatch.setenv(RANKS_VARIABLE, str(tmp_path / "ranks"))
-    monkeypatch.setenv("RANK", "3")
-    assert finish_rank(75, "saved") == 0 and finish_rank(4) == 4
+def test_a_rank_that_saved_ends_with_0_so_that_the_others_may_finish_writing(tmp_path):
+    third = rank(tmp_path / "ranks", 3)
+    assert finish_rank(third, 75, "saved") == 0 and finish_rank(third, 4) == 4
     assert json.loads((tmp_path / "ranks" / "3.json").read_text())["code"] == 4
 
 
-def test_a_disk_that_cannot_take_the_report_leaves_the_exit_code(monkeypatch, tmp_path):
+def test_a_disk_that_cannot_take_the_report_leaves_the_exit_code(tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(RANKS_VARIABLE, str(tmp_path / "file" / "ranks"))
-    assert finish_rank(6) == 6
-
-
-def test_a_world_smaller_than_asked_for_is_refused(monkeypatch):
-    monkeypatch.setenv(PROCESSES_VARIABLE, "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check_world_size()
-    monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ConfigError, match=r"2 processes were asked for, but the launcher started 1"):
-        check_world_size()
+    assert finish_rank(rank(tmp_path / "file" / "ranks"), 6) == 6
 
 
 def result(exits, status=1, ranks=(0, 1), started=True, stopped_by=None, log=""):
@@ -71,24 +60,28 @@ LOST = RankExit(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:4711"
 
 
 @pytest.mark.parametrize(
-    ("exits", "code", "words"),
+    ("exits", "code", "message"),
     [
         ([RankExit(0, 0), RankExit(1, 0)], 0, ""),
         ([OOM], 4, "out of memory"),
         ([LOST, OOM], 4, "out of memory"),  # the other one only lost its peer
         ([BUG, OOM], 4, "out of memory"),  # a known error says more than a traceback
         ([BUG], 1, "ZeroDivisionError"),
-        ([LOST], 9, "rank 1 ended without a word"),
+        ([LOST], 9, "rank 1 died without reporting an error"),
         ([LOST, RankExit(1, 1, "timed out", 2.0)], 1, "Connection closed"),  # nobody else to blame
-        ([], 9, "ranks 0, 1 ended without a word"),
+        ([], 9, "ranks 0, 1 died without reporting an error"),
         ([RankExit(0, 75, "saved"), RankExit(1, 75, "saved")], 75, "saved"),
         ([RankExit(0, 75, "saved"), OOM], 4, "out of memory"),
-        ([RankExit(0, 75, "SIGTERM")], 9, "rank 1 ended without a word"),  # torchrun told the survivor to stop
+        (
+            [RankExit(0, 75, "SIGTERM")],
+            9,
+            "rank 1 died without reporting an error",
+        ),  # torchrun told the survivor to stop
     ],
 )
-def test_the_rank_that_was_the_cause_decides_the_outcome(exits, code, words):
+def test_the_rank_that_was_the_cause_decides_the_outcome(exits, code, message):
     found = result(exits, status=0 if code in (0, 75) else 1)
-    assert found.code == code and words in found.message
+    assert found.code == code and message in found.message
 
 
 def test_a_launcher_that_started_nothing_shows_its_own_words():
@@ -135,32 +128,39 @@ ROOT_CAUSE = """Root Cause (first observed failure):
 
 
 @pytest.mark.parametrize(
-    ("status", "tail", "words"),
+    ("status", "tail", "message"),
     [
-        (1, ROOT_CAUSE, "rank 1 ended without a word: killed by SIGKILL (by the system, for memory?)"),
-        (1, ROOT_CAUSE.replace("-9", "-11"), "rank 1 ended without a word: killed by SIGSEGV"),
-        (1, ROOT_CAUSE.replace(": 1 (local", ": 0 (local"), "crashed, or killed"),
+        (
+            1,
+            ROOT_CAUSE,
+            "rank 1 died without reporting an error: killed by SIGKILL, possibly by the out-of-memory killer",
+        ),
+        (1, ROOT_CAUSE.replace("-9", "-11"), "rank 1 died without reporting an error: killed by SIGSEGV"),
+        (1, ROOT_CAUSE.replace(": 1 (local", ": 0 (local"), "crashed or killed"),
         (-9, "", "accelerate launch was killed by SIGKILL"),
     ],
 )
-def test_a_silent_end_is_explained_as_far_as_it_is_known(status, tail, words):
+def test_a_silent_end_is_explained_as_far_as_it_is_known(status, tail, message):
     said = [RankExit(0, 1, "RuntimeError: Connection closed by peer", 1.0)]
     result = outcome(said, range(2), status, started=True, stopped_by=None, log_tail=tail)
-    assert result.code == LaunchError.exit_code and words in result.message
+    assert result.code == LaunchError.exit_code and message in result.message
 
 
 def test_of_several_silent_ranks_the_first_that_failed_is_named():
     """The others were stopped by torchrun before they could report."""
     result = outcome([], range(2), 1, started=True, stopped_by=None, log_tail=ROOT_CAUSE)
-    assert result.message.startswith("rank 1 ended without a word: killed by SIGKILL")
+    assert result.message.startswith("rank 1 died without reporting an error: killed by SIGKILL")
 
 
 def test_a_rank_that_hangs_is_the_cause_of_the_others_timeouts():
-    said = [RankExit(0, 9, "the wait for the other processes timed out after 10 s", 1.0)]
+    said = [RankExit(0, 9, "timed out after 10 s waiting for the other processes", 1.0)]
     result = outcome(said, range(2), 1, started=True, stopped_by=None, log_tail="", hung={1: "rank 1 hangs"})
     assert (result.rank, result.code, result.message) == (1, LaunchError.exit_code, "rank 1 hangs")
     real = [RankExit(1, 3, "rows.jsonl:7", 1.0)]
-    assert outcome(real, range(2), 1, started=True, stopped_by=None, log_tail="", hung={0: "rank 0 hangs"}).code == 3
+    assert (
+        outcome(real, range(2), 1, started=True, stopped_by=None, log_tail="", hung={0: "rank 0 hangs"}).code
+        == 3
+    )
 
 
 def test_machines_tell_what_began_with_them_and_not_what_they_suffered_from_another():
@@ -169,4 +169,8 @@ def test_machines_tell_what_began_with_them_and_not_what_they_suffered_from_anot
     assert cause_here([RankExit(0, 0), RankExit(1, 75)], ended=2) is None
     assert cause_here([lost, RankExit(1, 3, "rows.jsonl:7")], ended=2) == RankExit(1, 3, "rows.jsonl:7")
     silent = cause_here([], ended=1)
-    assert silent and silent.code == LaunchError.exit_code and "without a word" in silent.message
+    assert (
+        silent
+        and silent.code == LaunchError.exit_code
+        and "died without reporting an error" in silent.message
+    )

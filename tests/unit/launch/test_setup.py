@@ -4,9 +4,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from sft_play.hardware import GpuProcess, Machine, detect_host, what_if
 from sft_play.launch.default_config import default_config_path, stale_default_config
-from sft_play.launch.setup import default_config, memory_report, memory_table, setup_accelerate
+from sft_play.launch.setup import default_config, memory_report, setup_accelerate
+from sft_play.machine.gpus import GpuProcess, Machine, detect_host, what_if
+from sft_play.report.machine import memory_table
 from sft_play.units import GIB
 
 CPU_ONLY = Machine(gpus=(), note="no driver", host=detect_host())
@@ -41,17 +42,17 @@ def test_auto_writes_the_file_and_keeps_the_earlier_one():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("num_processes: 8\ndistributed_type: MULTI_GPU\n", "num_processes 8 instead of 2"),
         ("num_processes: 2\ndistributed_type: 'NO'\n", "distributed_type NO instead of MULTI_GPU"),
         ("[1\n", "not valid YAML"),
     ],
 )
-def test_a_stale_file_in_the_home_folder_is_told_of(text, words):
+def test_a_stale_file_in_the_home_folder_is_told_of(text, message):
     default_config_path().parent.mkdir(parents=True)
     default_config_path().write_text(text)
-    assert words in stale_default_config(2)
+    assert message in stale_default_config(2)
 
 
 def test_where_there_is_no_such_file_there_is_nothing_to_tell(monkeypatch):
@@ -63,13 +64,15 @@ def test_where_there_is_no_such_file_there_is_nothing_to_tell(monkeypatch):
 
 def test_the_fullest_gpu_decides_what_is_left():
     machine = what_if("H100", 2)
-    busy = dataclasses.replace(machine.gpus[1], free_bytes=10 * GIB, processes=(GpuProcess(7, "python", 60 * GIB),))
+    busy = dataclasses.replace(
+        machine.gpus[1], free_bytes=10 * GIB, processes=(GpuProcess(7, "python", 60 * GIB),)
+    )
     machine = dataclasses.replace(machine, gpus=(machine.gpus[0], busy))
     assert memory_report(machine)["left_per_process_bytes"] == 10 * GIB
     console = Console(width=100, record=True)
-    console.print(memory_table(machine))
+    console.print(memory_table(machine, 10 * GIB))
     text = console.export_text()
-    assert "Left for a run: 10.00 GiB on each GPU" in text and "7 python 60.00 GiB" in text
+    assert "Available to a run: 10.00 GiB per GPU" in text and "7 python 60.00 GiB" in text
 
 
 def test_without_a_gpu_the_ram_is_what_is_left():

@@ -6,7 +6,16 @@ import pytest
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch import slurm
 from sft_play.launch.accelerate import REPOSITORY
-from sft_play.launch.slurm import TEMPLATE, SlurmJob, batch_file, read_job, refusal, sbatch_command, submit, told
+from sft_play.launch.slurm import (
+    TEMPLATE,
+    SlurmJob,
+    batch_file,
+    read_job,
+    refusal,
+    sbatch_command,
+    submission_summary,
+    submit,
+)
 
 RUN = {
     "config": "configs/a b.yaml",
@@ -28,9 +37,18 @@ def test_what_was_asked_for_stands_in_the_batch_file_and_the_rest_stays():
     job = SlurmJob(nodes=4, gpus=8, name="mine", partition="gpu", time="1-00:00:00", account="lab")
     found = options(filled(job))
     for line in (
-        "--job-name=mine", "--nodes=4", "--gres=gpu:8", "--partition=gpu", "--time=1-00:00:00", "--account=lab",
-        "--ntasks-per-node=1", "--output=logs/train_%j.out", "--error=logs/train_%j.err", "--requeue", "--signal=B:USR1@300",
-    ):  # fmt: skip
+        "--job-name=mine",
+        "--nodes=4",
+        "--gres=gpu:8",
+        "--partition=gpu",
+        "--time=1-00:00:00",
+        "--account=lab",
+        "--ntasks-per-node=1",
+        "--output=logs/train_%j.out",
+        "--error=logs/train_%j.err",
+        "--requeue",
+        "--signal=B:USR1@300",
+    ):
         assert found.count(line) == 1, line
     assert len({line.partition("=")[0] for line in found}) == len(found)
 
@@ -49,10 +67,12 @@ def test_the_file_is_bash_and_hands_every_word_over_as_it_was_typed(tmp_path):
     head = text[: text.index("# The launchers end together")]
     env = {"PATH": "/usr/bin:/bin", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_ID": "7"}
     script = f'set -u\n{head}\nprintf "%s\\n" "${{words[@]}}" "$REPOSITORY" "$PYTHON"'
-    lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env).stdout.splitlines()
+    lines = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=env
+    ).stdout.splitlines()
     assert lines[0].startswith("job 7 runs again (restart 2)")
-    words = ["--config", RUN["config"], "--processes", "1", "--engine", "ddp", *RUN["overrides"], "--resume"]
-    assert lines[1:] == [*words, str(REPOSITORY), "py"]
+    argv = ["--config", RUN["config"], "--processes", "1", "--engine", "ddp", *RUN["overrides"], "--resume"]
+    assert lines[1:] == [*argv, str(REPOSITORY), "py"]
 
 
 def test_the_template_works_as_it_is_from_the_folder_of_the_repository():
@@ -60,7 +80,10 @@ def test_the_template_works_as_it_is_from_the_folder_of_the_repository():
     head = text[: text.index("# The launchers end together")]
     script = f'set -u\n{head}\nprintf "%s\\n" "${{words[@]}}" "$REPOSITORY"'
     done = subprocess.run(
-        ["bash", "-c", script, "sbatch", "train.epochs=1"], capture_output=True, text=True, env={"SLURM_SUBMIT_DIR": "/here"}
+        ["bash", "-c", script, "sbatch", "train.epochs=1"],
+        capture_output=True,
+        text=True,
+        env={"SLURM_SUBMIT_DIR": "/here"},
     )
     config = "configs/run_distributed.yaml"
     assert done.stdout.splitlines() == ["--config", config, "--processes", "0", "train.epochs=1", "/here"]
@@ -69,10 +92,16 @@ def test_the_template_works_as_it_is_from_the_folder_of_the_repository():
 
 def test_a_template_without_a_variable_is_refused():
     with pytest.raises(LaunchError, match="PROCESSES"):
-        batch_file(TEMPLATE.read_text().replace("PROCESSES=", "PROCS="), SlurmJob(nodes=2, gpus=1, name="mine"), **RUN)
+        batch_file(
+            TEMPLATE.read_text().replace("PROCESSES=", "PROCS="),
+            SlurmJob(nodes=2, gpus=1, name="mine"),
+            **RUN,
+        )
 
 
-@pytest.mark.parametrize(("nodes", "gpus", "knob"), [("0", "1", "NODES=0"), ("two", "1", "NODES=two"), ("2", "-1", "NGPU=-1")])
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "knob"), [("0", "1", "NODES=0"), ("two", "1", "NODES=two"), ("2", "-1", "NGPU=-1")]
+)
 def test_numbers_that_are_none_are_refused(nodes, gpus, knob):
     with pytest.raises(ConfigError, match=f"{knob}: expected a whole number"):
         read_job(nodes, gpus, "mine")
@@ -99,23 +128,43 @@ def test_further_words_reach_sbatch_one_by_one(tmp_path):
 
 
 def test_what_sbatch_says_becomes_one_sentence():
-    errors = "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid name\n"
+    errors = (
+        "sbatch: error: invalid partition specified: x\n"
+        "sbatch: error: Batch job submission failed: Invalid name\n"
+    )
     reasons = "invalid partition specified: x; Batch job submission failed: Invalid name"
-    assert refusal(errors) == f"sbatch refused the job: {reasons}"
+    assert refusal(errors) == f"sbatch rejected the job: {reasons}"
 
 
 def test_a_submitted_job_is_told_with_its_logs_and_what_to_type():
-    text = told("42", SlurmJob(nodes=2, gpus=4, name="mine"))
-    for words in ("job 42: 2 nodes, 4 GPUs on each", "logs/train_42.out", "logs/train_42.err", "squeue --job 42", "scancel 42"):
-        assert words in text
+    text = submission_summary("42", SlurmJob(nodes=2, gpus=4, name="mine"))
+    for part in (
+        "job 42: 2 nodes, 4 GPUs per node",
+        "logs/train_42.out",
+        "logs/train_42.err",
+        "squeue --job 42",
+        "scancel 42",
+    ):
+        assert part in text
 
 
 def test_without_slurm_the_command_of_each_machine_is_printed(monkeypatch):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
     with pytest.raises(LaunchError) as error:
-        submit(SlurmJob(nodes=2, gpus=4, name="mine"), config="configs/x.yaml", engine="ddp", overrides=["train.epochs=1"])
+        submit(
+            SlurmJob(nodes=2, gpus=4, name="mine"),
+            config="configs/x.yaml",
+            engine="ddp",
+            overrides=["train.epochs=1"],
+        )
     commands = [shlex.split(line) for line in str(error.value).splitlines()[1:]]
-    shared = ["MASTER_ADDR=<address of machine 0>", "NGPU=4", "ENGINE=ddp", "CONFIG=configs/x.yaml", "ARGS=train.epochs=1"]
-    for rank, words in enumerate(commands):
-        assert " ".join(words) == " ".join(["make train-multinode NODES=2", f"RANK={rank}", *shared])
+    shared = [
+        "MASTER_ADDR=<address of machine 0>",
+        "NGPU=4",
+        "ENGINE=ddp",
+        "CONFIG=configs/x.yaml",
+        "ARGS=train.epochs=1",
+    ]
+    for rank, argv in enumerate(commands):
+        assert " ".join(argv) == " ".join(["make train-multinode NODES=2", f"RANK={rank}", *shared])
     assert len(commands) == 2

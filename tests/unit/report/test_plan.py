@@ -34,22 +34,35 @@ def row(world=8, **changes):
 
 def test_the_largest_numbers_fit_into_80_columns():
     text = screen(scaling_table([row(1, speed_up=1.0), row()]))
-    for word in ("131,072", "16,777,216", "12,500", "2.00e-04", "5.66e-04", "1.60e-03", "123.00", "7.50x", "lr none", "linear"):
+    for word in (
+        "131,072",
+        "16,777,216",
+        "12,500",
+        "2.00e-04",
+        "5.66e-04",
+        "1.60e-03",
+        "123.00",
+        "7.50x",
+        "lr none",
+        "linear",
+    ):
         assert word in text, word
     assert "…" not in text and "in use: sqrt" in text
     said = " ".join(text.split())
-    assert "7.00 GiB that each of 8 GPUs sends in a step (ring) at 450 GB/s" in said and "a lower bound" in said
+    assert "each of 8 GPUs sends 7.00 GiB per step (ring) at 450 GB/s" in said and "lower bound" in said
 
 
 def test_an_unknown_link_gives_a_bound_and_says_so():
     text = screen(scaling_table([row(2, speed_up=None, link_bytes_per_second=None)]))
-    assert "<8.00x" in text and "the link is not known" in text
-    nothing = screen(scaling_table([row(2, speed_up=None, speed_up_at_most=None, peak_bytes=None, exchanged_bytes=None)]))
+    assert "<8.00x" in text and "the link is unknown" in text
+    nothing = screen(
+        scaling_table([row(2, speed_up=None, speed_up_at_most=None, peak_bytes=None, exchanged_bytes=None)])
+    )
     assert nothing.count("n/a") == 2 and "speed:" not in nothing
 
 
 def test_a_problem_takes_a_line_of_its_own():
-    problem = "train.effective_batch_size=6 does not divide among 4 processes; nearest: 4 or 8"
+    problem = "train.effective_batch_size=6 is not divisible by 4 processes; nearest: 4 or 8"
     text = " ".join(screen(scaling_table([row(1), {"world_size": 4, "problem": problem}])).split())
     assert f"4 GPUs: {problem}" in text
 
@@ -76,4 +89,4 @@ def test_the_guard_stands_beside_the_budget():
         "budget_bytes": 4 * GIB,
         "guard_bytes": GIB,
     }
-    assert "budget 4.00 GiB, guard beside it 1.00 GiB" in screen(plan_report(PLAN | {"memory": memory}))
+    assert "budget 4.00 GiB, guard 1.00 GiB" in screen(plan_report(PLAN | {"memory": memory}))

@@ -2,6 +2,7 @@ import io
 import subprocess
 import sys
 
+import pytest
 from rich.console import Console
 
 from sft_play.report.tables import (
@@ -64,14 +65,17 @@ def test_evaluation_table_gives_each_metric_with_the_rows_it_was_taken_over():
     assert "loss 0.5000 168K supervised tokens of 1,319 rows" in lines
     assert "token accuracy 81.2 % 168K supervised tokens of 1,319 rows" in lines
     assert "exact match 42.0 % answers to 100 rows" in lines
-    assert "chrF (0 to 100) 55.5 answers to 100 rows" in lines or "chrF (0 to 100) 55.6 answers to 100 rows" in lines
-    assert not any("cut off" in line for line in lines)
+    assert (
+        "chrF (0 to 100) 55.5 answers to 100 rows" in lines
+        or "chrF (0 to 100) 55.6 answers to 100 rows" in lines
+    )
+    assert not any("truncated" in line for line in lines)
 
 
 def test_evaluation_table_says_how_many_answers_were_cut_off_and_which_rows_could_be_matched():
     text = shown(evaluation_table({**RESULT, "unfinished_answers": 7, "exact_match_rows": 90}))
-    assert "7 of 100 answers were cut off at 64 tokens (eval.max_new_tokens)" in text
-    assert "the 90 rows whose reference holds eval.answer_pattern" in text
+    assert "7 of 100 answers were truncated at 64 tokens (eval.max_new_tokens)" in text
+    assert "90 rows whose reference matches eval.answer_pattern" in text
 
 
 def test_a_metric_that_was_not_measured_reads_as_not_available():
@@ -83,9 +87,24 @@ def test_a_metric_that_was_not_measured_reads_as_not_available():
 def test_memory_line_says_in_which_direction_the_prediction_was_off():
     assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0 % too low)")
     assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0 % too high)")
-    assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction right within 0.05 %)")
-    assert memory_line(2 * GIB, GIB, 0.5).endswith("(its largest batch has 50% of the tokens that are planned for)")
+    assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction accurate to 0.05 %)")
     assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("measured", "ending"),
+    [
+        ({}, "4,321 tokens/s, no padding"),
+        ({"mfu": 0.412, "data_wait": 0.004}, "no padding, MFU 41%"),
+        ({"padding_share": 0.2, "data_wait": 0.03}, "(20% of all tokens), 3% of the time waiting for data"),
+    ],
+)
+def test_the_speed_comes_with_what_held_it_back(measured, ending):
+    lines = [
+        " ".join(line.split())
+        for line in shown(closing_screen(SUMMARY | measured, None, {}, [])).splitlines()
+    ]
+    assert any(line.startswith("speed") and line.endswith(ending) for line in lines), lines
 
 
 def test_long_texts_are_cut_with_a_note_of_what_is_missing():
@@ -97,17 +116,19 @@ def test_long_texts_are_cut_with_a_note_of_what_is_missing():
 def test_answers_are_shown_as_they_are_and_never_read_as_markup():
     text = shown(samples_table(SAMPLES))
     assert "[bold]2[/bold]" in text
-    assert "(nothing)" in text
+    assert "(empty)" in text
 
 
 def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_next_command():
     comparison = {**ANSWERED, "samples": SAMPLES}
-    text = shown(closing_screen(SUMMARY, comparison, {"adapter": "runs/demo/adapter"}, ["make infer", "make merge"]))
+    text = shown(
+        closing_screen(SUMMARY, comparison, {"adapter": "runs/demo/adapter"}, ["make infer", "make merge"])
+    )
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert any(line.startswith("done: trained for 1 min 40 s") for line in lines)
     assert "plan 4 (micro-batch) x 3 (accumulation) x 2 (processes) = 24 sequences" in lines
-    assert "learned 1,200 steps, 5M supervised tokens" in lines
-    assert "speed 4,321 tokens/s, padding not counted" in lines
+    assert "trained on 1,200 steps, 5M supervised tokens" in lines
+    assert "speed 4,321 tokens/s, no padding" in lines
     assert "held-out rows (answers to 50 rows of test) before after" in lines
     assert "loss 2.0000 0.1000" in lines
     assert "exact match 2.0 % 96.0 %" in lines
@@ -123,7 +144,9 @@ def test_closing_screen_without_generated_answers_still_shows_the_loss():
 
 
 def test_closing_screen_of_a_run_without_validation_rows_says_what_it_has():
-    text = shown(closing_screen({"status": "done", "eval": {"before": None, "after": None}}, None, {}, ["make infer"]))
+    text = shown(
+        closing_screen({"status": "done", "eval": {"before": None, "after": None}}, None, {}, ["make infer"])
+    )
     assert "held-out" not in text
     assert "n/a" in text
 
@@ -140,11 +163,11 @@ LOGITS = {
 
 def test_logits_table_states_the_tolerance_and_the_verdict():
     text = shown(logits_table(LOGITS))
-    assert "passed: against the adapter on the un-quantised base, 8 rows, 1,024 positions" in text
-    assert "allowed in bfloat16" in text
+    assert "passed: compared with the adapter on the unquantized base, 8 rows, 1,024 positions" in text
+    assert "tolerance for bfloat16" in text
     assert ">= 95.0 %" in text
     assert "4-bit" not in text
-    assert "failed: against" in shown(logits_table({**LOGITS, "passed": False}))
+    assert "failed: compared" in shown(logits_table({**LOGITS, "passed": False}))
 
 
 def test_tables_need_no_torch():

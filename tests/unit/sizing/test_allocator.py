@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from sft_play.sizing.allocator import replay
+from sft_play.sizing.allocator import EMPTY_CACHE, replay
 from sft_play.units import MIB
 
 
@@ -19,7 +19,8 @@ def test_small_requests_share_segments_of_two_mebibytes():
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "segment"), [(MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (11 * MIB, 12 * MIB)]
+    ("request_bytes", "segment"),
+    [(MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (11 * MIB, 12 * MIB)],
 )
 def test_a_segment_is_as_large_as_the_request_class_says(request_bytes, segment):
     assert replay(allocate(request_bytes), expandable=False).reserved == segment
@@ -31,8 +32,9 @@ def test_what_was_freed_serves_the_next_request():
 
 
 def test_a_block_too_large_by_less_than_a_mebibyte_is_given_whole():
-    changes = [(1, 30 * MIB), (1, 0), (2, 29 * MIB + 512)]
-    assert replay(changes, expandable=False).allocated == 30 * MIB
+    changes = [(1, 30 * MIB), (1, 0), (2, 29 * MIB + 512), (3, 400)]
+    found = replay(changes, expandable=False)
+    assert found.allocated == 30 * MIB + 512 and found.requested == 30 * MIB
 
 
 def test_growing_requests_fragment_fixed_segments_but_not_expandable_ones():
@@ -42,6 +44,25 @@ def test_growing_requests_fragment_fixed_segments_but_not_expandable_ones():
         changes += [(number, (20 + number) * MIB), (number, 0)]
     assert replay(changes, expandable=False).reserved == sum(range(22, 32, 2)) * MIB
     assert replay(changes, expandable=True).reserved == 40 * MIB
+
+
+def test_of_equal_free_blocks_the_newest_segment_is_taken():
+    """The driver puts a new segment below the others: the first stays whole for a larger request."""
+    changes = [(1, 30 * MIB), (2, 20 * MIB), (2, 0), (3, 20 * MIB), (1, 0), (4, 10 * MIB), (4, 0)]
+    assert replay([*changes, (5, 30 * MIB)], expandable=False).reserved == 50 * MIB
+    pieces = [(1, 40 * MIB), (1, 0), (2, 20 * MIB), (3, 20 * MIB), (4, 20 * MIB), (2, 0), (3, 0)]
+    split_newest = [(1, 20 * MIB), (2, 40 * MIB), (2, 0), (3, 20 * MIB), (1, 0), (4, 20 * MIB), (3, 0)]
+    assert replay([*pieces, (5, 40 * MIB)], expandable=False).reserved == 60 * MIB
+    assert replay([*split_newest, (5, 20 * MIB)], expandable=False).reserved == 60 * MIB
+
+
+def test_an_emptied_cache_returns_whole_segments_only():
+    changes = [(1, 40 * MIB), (2, 30 * MIB), (2, 0), (3, 15 * MIB), (1, 0), EMPTY_CACHE, (4, 30 * MIB)]
+    assert replay(changes, expandable=False).reserved == 70 * MIB
+    without = [change for change in changes if change != EMPTY_CACHE]
+    later = [*changes, (5, 40 * MIB)]
+    assert replay(without, expandable=False).reserved == 70 * MIB
+    assert replay(later, expandable=False).reserved == 100 * MIB
 
 
 def test_free_neighbours_merge():

@@ -1,6 +1,7 @@
-"""Bytes that are kept for the backward pass, against closed forms: exact for each geometry.
+"""Bytes that layers save for the backward pass, against closed forms: exact for each geometry.
 
-h hidden, I feed-forward, q and k the widths of all query and all key heads, n and nk their numbers, d head size, r rank.
+h hidden size, I feed-forward size, q and k widths of all query and key heads, n and nk numbers of heads, d
+head size, r rank.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from sft_play.config.schema import LoraSettings
-from sft_play.sizing.kernels import SymbolicLedger, few_tiles
+from sft_play.sizing.kernels import SymbolicRecorder, few_tiles
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import TERMS, StepTrace
 from sft_play.sizing.trace import trace_step
@@ -25,30 +26,36 @@ CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfi
 
 FULL = dict(mode="full", dtype="bfloat16")
 MASTER = dict(mode="full", dtype="float32", mixed_precision="bf16")
-LORA_16 = dict(mode="lora", dtype="bfloat16", all_in_dtype=True)
+LORA_16 = dict(mode="lora", dtype="bfloat16", cast_adapters=True)
 LORA_32 = dict(mode="lora", dtype="bfloat16")
 GPU = dict(device="cuda", mixed_precision="bf16")
-QLORA_16 = dict(mode="qlora", dtype="bfloat16", all_in_dtype=True)
+QLORA_16 = dict(mode="qlora", dtype="bfloat16", cast_adapters=True)
 
 LLAMA = "4*q + 4*k + 4*n + 8"
 QWEN3_NORMS = "4*(q+k) + 4*(n+nk)"
 GEMMA3_LORA = "20*h + 8*I + 8*q + 8*k + 8*n + 4*nk + 16 + 14*r"
 GEMMA3_FULL = "36*h + 8*I + 12*q + 12*k + 8*n + 4*nk + 16"
-# Constant bytes a layer: Gemma's norms keep (1 + w) in fp32; autocast keeps 16-bit copies of the fp32 weights it uses.
+# Constant bytes per layer: Gemma's norms keep (1 + w) in fp32; autocast keeps 16-bit copies of the fp32
+# weights it uses.
 GEMMA3_ONE_PLUS_W = "4*(4*h + 2*d)"
 BASE_COPIES = "2*(2*h*q + 2*h*k + 3*h*I)"
 ADAPTER_COPIES = "2*r*(2*(h+q) + 2*(h+k) + 3*(h+I))"
 FLASH_SEED = "16"
 
-KEPT = [
+SAVED = [
     ("llama", FULL, f"16*h + 8*I + {LLAMA}", "0"),
     ("llama", MASTER, f"26*h + 8*I + {LLAMA}", BASE_COPIES),
     ("llama", LORA_16, f"12*h + 8*I + {LLAMA} + 14*r", "0"),
     ("llama", LORA_32 | GPU, f"18*h + 8*I + 2*q + {LLAMA} + 14*r", f"{ADAPTER_COPIES} + {FLASH_SEED}"),
     ("llama", LORA_32, f"28*h + 10*I + 4*q + {LLAMA} + 28*r", "0"),
     ("llama", QLORA_16, f"12*h + 8*I + {LLAMA} + 14*r", "0"),
-    # On CUDA PEFT leaves the input of a 4-bit layer to autocast, so that no fp32 copies of it are kept
-    ("llama", LORA_32 | GPU | dict(mode="qlora"), f"12*h + 8*I + {LLAMA} + 14*r", f"{ADAPTER_COPIES} + {FLASH_SEED}"),
+    # On CUDA PEFT leaves the input of a 4-bit layer to autocast, so that no fp32 copies of it are saved
+    (
+        "llama",
+        LORA_32 | GPU | dict(mode="qlora"),
+        f"12*h + 8*I + {LLAMA} + 14*r",
+        f"{ADAPTER_COPIES} + {FLASH_SEED}",
+    ),
     ("qwen3", FULL, f"16*h + 8*I + {LLAMA} + {QWEN3_NORMS} + 2*(q+k)", "0"),
     ("qwen3", MASTER, f"26*h + 8*I + {LLAMA} + {QWEN3_NORMS} + 2*(q+k)", BASE_COPIES),
     ("qwen3", LORA_16, f"12*h + 8*I + {LLAMA} + 14*r + {QWEN3_NORMS}", "0"),
@@ -77,26 +84,32 @@ def value(form: str, g) -> int:
     return eval(form, {"__builtins__": {}}, names)
 
 
-def record(name, g, **spec) -> StepTrace:
-    return trace_step(small(name, g), StepSpec(rows=ROWS, row_tokens=ROW_TOKENS, lora=LoraSettings(r=RANK), **spec))
+def traced(name, g, **spec) -> StepTrace:
+    return trace_step(
+        small(name, g), StepSpec(rows=ROWS, row_tokens=ROW_TOKENS, lora=LoraSettings(r=RANK), **spec)
+    )
 
 
-def kept_by_the_middle_layer(trace: StepTrace) -> int:
-    """What is born in its forward and still there when the backward begins."""
-    segment = next(s for s in trace.segments if s.phase == "forward" and s.layer == 1 and _is_computing(trace, s))
-    born = [event - 1 for event in trace.events[segment.start : segment.stop] if event > 0]
-    return int(sum(trace.sizes[block] for block in born if TERMS[trace.terms[block]] == "activations"))
+def saved_by_the_middle_layer(trace: StepTrace) -> int:
+    """Bytes that are allocated in its forward pass and still live when the backward pass begins."""
+    segment = next(
+        s for s in trace.segments if s.phase == "forward" and s.layer == 1 and _is_computing(trace, s)
+    )
+    allocated = [event - 1 for event in trace.events[segment.start : segment.stop] if event > 0]
+    return int(sum(trace.sizes[block] for block in allocated if TERMS[trace.terms[block]] == "activations"))
 
 
 def _is_computing(trace, segment) -> bool:
-    """Not the stretch where gradients and optimizer states are put in place."""
+    """Whether it is not the segment that sets up gradients and optimizer states."""
     return any(event < 0 for event in trace.events[segment.start : segment.stop])
 
 
 @pytest.mark.parametrize("g", GEOMETRIES, ids=lambda g: f"h{g['h']}")
-@pytest.mark.parametrize(("name", "spec", "per_token", "constant"), KEPT)
-def test_a_layer_keeps_what_the_closed_form_says(name, spec, per_token, constant, g):
-    assert kept_by_the_middle_layer(record(name, g, **spec)) == value(per_token, g) * TOKENS + value(constant, g)
+@pytest.mark.parametrize(("name", "spec", "per_token", "constant"), SAVED)
+def test_a_layer_saves_what_the_closed_form_says(name, spec, per_token, constant, g):
+    assert saved_by_the_middle_layer(traced(name, g, **spec)) == value(per_token, g) * TOKENS + value(
+        constant, g
+    )
 
 
 @pytest.mark.parametrize("g", GEOMETRIES, ids=lambda g: f"h{g['h']}")
@@ -107,10 +120,10 @@ def test_a_layer_keeps_what_the_closed_form_says(name, spec, per_token, constant
         (FULL, "18*h + 12*I + 4*q + 4*k + 4*n + 4*d + 16"),
     ],
 )
-def test_a_recomputed_layer_needs_its_working_set_and_keeps_its_input(spec, working_set, g):
-    trace = record("llama", g, gradient_checkpointing=True, **spec)
+def test_a_recomputed_layer_needs_its_working_set_and_saves_its_input(spec, working_set, g):
+    trace = traced("llama", g, gradient_checkpointing=True, **spec)
     random_state = torch.get_rng_state().numel()
-    assert kept_by_the_middle_layer(trace) == 2 * g["h"] * TOKENS + random_state
+    assert saved_by_the_middle_layer(trace) == 2 * g["h"] * TOKENS + random_state
     changes = np.sign(trace.events) * trace.sizes[np.abs(trace.events) - 1]
     live = np.cumsum(changes)
     layer = next(s for s in trace.segments if s.phase == "backward" and s.layer == 1)
@@ -123,26 +136,28 @@ def head_peaks(tokens, hidden, vocabulary, *, trained, whole) -> tuple[int, int]
     """Peaks of the forward and the backward of an output head in bf16, above its inputs."""
     from trl.kernels import ChunkedLogProbFunction
 
-    from sft_play.sizing.kernels import as_on_cuda
+    from sft_play.sizing.kernels import simulate_cuda
 
-    with FakeTensorMode(), few_tiles(), as_on_cuda(tokens, flash=False):
-        ledger = SymbolicLedger(cuda=True, supervised=tokens, eval_supervised=tokens)
-        with ledger:
+    with FakeTensorMode(), simulate_cuda(tokens, (8, 0), flash=False):
+        recorder = SymbolicRecorder(cuda=True, supervised=tokens, eval_supervised=tokens)
+        with few_tiles(recorder), recorder:
             weight = torch.empty((vocabulary, hidden), dtype=torch.bfloat16, requires_grad=trained)
             states = torch.empty((tokens, hidden), dtype=torch.bfloat16, requires_grad=True)
             labels = torch.zeros(tokens, dtype=torch.int64)
-            inputs = ledger.live
+            inputs = recorder.live
             if whole:
                 logits = states @ weight.t()
                 loss = torch.nn.functional.cross_entropy(logits.float(), labels)
                 del logits
             else:
-                parts = ChunkedLogProbFunction.apply(states, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs",))
+                parts = ChunkedLogProbFunction.apply(
+                    states, weight, None, labels, 1.0, 32768, None, 1.0, ("log_probs",)
+                )
                 loss = parts[0].sum()
                 del parts
-            forward, ledger.peak = ledger.peak, ledger.live
+            forward, recorder.peak = recorder.peak, recorder.live
             loss.backward()
-    return forward - inputs, ledger.peak - inputs
+    return forward - inputs, recorder.peak - inputs
 
 
 def test_whole_logits_cost_ten_bytes_each_forward_and_twelve_backward():
@@ -156,10 +171,12 @@ def test_whole_logits_cost_ten_bytes_each_forward_and_twelve_backward():
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("tokens", [512, 4096, 20000])
 def test_the_tiled_head_costs_one_tile_and_its_gradients(trained, tokens):
-    """TRL 1.16 on CUDA: one tile of up to 4096 x 32768 logits, fp32 sums of the gradients, and their copies in bf16."""
+    """TRL 1.16 on CUDA: a tile of up to 4096 x 32768 logits, fp32 sums of gradients, their bf16 copies."""
     hidden, vocabulary = 64, 100_000
     tile = 2 * min(tokens, 4096) * 32768
     forward, backward = head_peaks(tokens, hidden, vocabulary, trained=trained, whole=False)
     gradients = 6 * hidden * tokens + (6 * hidden * vocabulary if trained else 0)
     assert forward == tile + 9 * 4 * tokens  # seven running sums, the normaliser and the result
-    assert 0 <= backward - tile - gradients <= 20 * tokens  # log-probabilities, their gradient, the normaliser
+    assert (
+        0 <= backward - tile - gradients <= 20 * tokens
+    )  # log-probabilities, their gradient, the normaliser

@@ -1,21 +1,27 @@
-"""What the search asks: memory of a plan, recorded once, kept on disk."""
+"""The estimator: the memory of a plan, traced once, cached on disk."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
-from sft_play.sizing import recordings
+from sft_play.plan import Plan
+from sft_play.sizing import step, trace, traces
 from sft_play.sizing.estimator import estimator, zero_buckets
 from sft_play.sizing.memory import device_budget
-from sft_play.sizing.planner import Plan
 from sft_play.units import GIB
 
 
 def run(mode="lora", **train) -> RunConfig:
     return RunConfig.model_validate(
-        {"model": {"name": "some/model"}, "data": {"train_path": "x"}, "tuning": {"mode": mode}, "train": train}
+        {
+            "model": {"name": "some/model"},
+            "data": {"train_path": "x"},
+            "tuning": {"mode": mode},
+            "train": train,
+        }
     )
 
 
@@ -27,6 +33,7 @@ PLAN = Plan(
     engine="none",
     max_seq_len=128,
     packing=False,
+    micro_batch_tokens=256,
     gradient_checkpointing=False,
     mixed_precision="bf16",
     dtype="bfloat16",
@@ -39,19 +46,64 @@ PLAN = Plan(
 
 
 @pytest.fixture
-def estimate(tmp_path):
-    return estimator(small_config("llama", WIDE), device_budget("cuda", 10 * GIB), 1.0, cache=tmp_path)
+def fresh(tmp_path, monkeypatch):
+    """A function that makes an estimator as another process would."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+
+    def make(free=10 * GIB):
+        monkeypatch.setattr(traces, "_SHARED", {})
+        return estimator(small_config("llama", WIDE), device_budget("cuda", free))
+
+    return make
 
 
-def test_a_plan_is_answered_from_disk_the_second_time(estimate, monkeypatch):
+@pytest.fixture
+def estimate(fresh):
+    return fresh()
+
+
+def test_what_was_traced_is_read_the_second_time_for_any_budget(fresh, monkeypatch):
+    joined = replace(PLAN, padding_free=True, micro_batch_supervised=200)
+    others = [
+        replace(joined, micro_batch_tokens=500, micro_batch_supervised=300),
+        replace(joined, micro_batch_tokens=900, micro_batch_supervised=500),
+    ]
+    estimate = fresh()
+    first = [estimate(run(), plan) for plan in (PLAN, joined, *others)]
+    monkeypatch.setattr(trace, "trace_step", lambda *_, **__: pytest.fail("traced again"))
+    again = fresh()
+    assert [again(run(), plan) for plan in (PLAN, joined, *others)] == first
+    assert [fresh(20 * GIB)(run(), plan).peak_bytes for plan in others] == [m.peak_bytes for m in first[2:]]
+
+
+def test_a_damaged_file_is_traced_anew(fresh, tmp_path):
+    expected = fresh()(run(), PLAN)
+    for path in tmp_path.rglob("*.npz"):
+        path.write_bytes(path.read_bytes()[:-100])
+    assert fresh()(run(), PLAN) == expected
+
+
+def test_the_terms_add_up_to_the_peak(estimate):
     first = estimate(run(), PLAN)
-    monkeypatch.setattr(recordings, "trace_step", lambda *_, **__: pytest.fail("recorded again"))
-    assert estimate(run(), PLAN) == first
-    assert first.needed_bytes >= first.peak_bytes == sum(size for name, size in first.terms.items() if name != "context")
+    assert (
+        first.needed_bytes
+        >= first.peak_bytes
+        == sum(size for name, size in first.terms.items() if name != "context")
+    )
+
+
+def test_with_other_code_everything_is_traced_anew(fresh, monkeypatch, tmp_path):
+    fresh()(run(), PLAN)
+    before = len(list(tmp_path.rglob("*.npz")))
+    monkeypatch.setattr(step, "SOURCES", (Path(__file__),))
+    fresh()(run(), PLAN)
+    assert len(list(tmp_path.rglob("*.npz"))) == 2 * before > 0
 
 
 def test_target_modules_given_as_a_list_are_a_question_of_their_own(estimate):
-    few = run().model_copy(update={"tuning": run().tuning.model_validate({"lora": {"target_modules": ["q_proj"]}})})
+    few = run().model_copy(
+        update={"tuning": run().tuning.model_validate({"lora": {"target_modules": ["q_proj"]}})}
+    )
     assert estimate(few, PLAN).terms["adapters"] < estimate(run(), PLAN).terms["adapters"]
 
 

@@ -8,16 +8,16 @@ from sft_play.sizing.memory import (
     ASSUMED_CONTEXT,
     DeviceBudget,
     Engine,
-    Growth,
+    StepScaling,
     ZeroBuckets,
-    between_steps,
+    checkpoint_peak,
     device_budget,
     estimate,
     with_engine,
 )
 from sft_play.sizing.timeline import PHASES, TERMS, Peak
 from sft_play.units import GIB, MIB
-from tests.unit.sizing.recorded import step_of
+from tests.unit.sizing.handmade import step_of
 
 
 def peaks(**terms):
@@ -25,16 +25,16 @@ def peaks(**terms):
     return {phase: Peak(sum(terms.values()), terms) for phase in PHASES}
 
 
-def test_a_phase_bends_where_another_moment_takes_over():
-    """The loss does not grow with the rows here, what layers keep does: no line goes through three micro-batches."""
-    recorded = {rows: step_of(3, (0, *[1] * 8, 2), saved=10 * rows) for rows in (2, 3, 40)}
-    growth = Growth.between((2, 3), (recorded[2], recorded[3]))
-    assert growth.at(40).peaks() == recorded[40].step.peaks()
-    assert growth.at(1).peaks() == step_of(3, (0, *[1] * 8, 2), saved=10).step.peaks()
+def test_a_phase_has_a_kink_where_another_moment_becomes_the_highest():
+    """Here only what layers save grows with the rows, not the loss: the peak is not linear."""
+    traces = {rows: step_of(3, (0, *[1] * 8, 2), saved=10 * rows) for rows in (2, 3, 40)}
+    scaling = StepScaling.fit([(2, 2), (3, 3)], [traces[2], traces[3]])
+    assert scaling.at((40, 40)).peaks() == traces[40].step.peaks()
+    assert scaling.at((1, 1)).peaks() == step_of(3, (0, *[1] * 8, 2), saved=10).step.peaks()
 
 
-def test_recordings_that_did_different_things_give_no_line():
-    assert Growth.between((1, 2), (step_of(3, (0, 1, 2)), step_of(4, (0, 1, 2, 3)))) is None
+def test_traces_of_different_structure_give_no_scaling():
+    assert StepScaling.fit([(1, 1), (2, 2)], [step_of(3, (0, 1, 2)), step_of(4, (0, 1, 2, 3))]) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,12 @@ def test_one_bucket_that_holds_all_needs_no_second_one():
 def test_zero2_holds_a_share_of_the_states():
     trained, world = 1000_000, 4
     alone = peaks(weights=2 * trained, gradients=2 * trained, optimizer=4 * trained)
-    engine = Engine(name="deepspeed_z2", world_size=world, accumulates=True, buckets=ZeroBuckets(elements=1000, overlap=False))
+    engine = Engine(
+        name="deepspeed_z2",
+        world_size=world,
+        accumulates=True,
+        buckets=ZeroBuckets(elements=1000, overlap=False),
+    )
     shared = with_engine(alone, engine, trained, 2)
     assert shared["forward"].terms["optimizer"] == 12 * trained // world
     assert shared["forward"].terms["gradients"] == 2 * trained // world
@@ -95,6 +100,22 @@ def test_the_budget_leaves_room_for_context_communicator_and_guard():
     assert one.assumed == ("context",) and two.assumed == ("context", "communicator")
 
 
+@pytest.mark.parametrize(
+    ("capability", "workspace"),
+    [((7, 5), 8.125), ((8, 0), 8.125), ((8, 9), 8.125), (None, 8.125)]
+    + [(since, 32) for since in ((9, 0), (10, 0), (10, 3), (12, 0))],
+)
+def test_workspaces_are_larger_on_hopper_and_on_every_blackwell_gpu(capability, workspace):
+    device = device_budget("cuda", 80 * GIB, compute_capability=capability)
+    assert device.workspace_bytes == 2 * workspace * MIB
+
+
+def test_the_context_is_that_of_the_generation_where_it_was_measured():
+    turing = device_budget("cuda", 15 * GIB, compute_capability=(7, 5))
+    assert turing.context_bytes == 141 * MIB and turing.assumed == ("context",)
+    assert device_budget("cuda", 15 * GIB, compute_capability=(8, 9)).context_bytes == ASSUMED_CONTEXT
+
+
 def test_measured_overheads_are_not_called_assumed():
     device = device_budget("cuda", GIB, context_bytes=300 * MIB, world_size=2, communicator_bytes=100 * MIB)
     assert device.assumed == () and device.context_bytes == 300 * MIB
@@ -110,11 +131,13 @@ def test_the_estimate_takes_the_highest_phase_and_its_terms_add_up():
 
 def test_the_cpu_rounds_nothing_and_has_no_context():
     memory = estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", 10 * GIB))
-    assert memory.peak_bytes == 1000 + 3 * 110 + 2 + 7 + 2  # the loss and its gradient, while the stream is there
+    assert (
+        memory.peak_bytes == 1000 + 3 * 110 + 2 + 7 + 2
+    )  # the loss and its gradient, while the stream is there
     assert memory.terms["context"] == 0
 
 
-def test_on_a_gpu_the_gaps_between_blocks_count():
+def test_on_a_gpu_fragmentation_counts():
     step = step_of(3, (0, 1, 2), saved=300 * MIB).step
     tight = DeviceBudget(budget_bytes=GIB)
     memory = estimate(step, tight)
@@ -124,8 +147,19 @@ def test_on_a_gpu_the_gaps_between_blocks_count():
     assert estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", GIB)).needed_bytes < 2000
 
 
+def test_fixed_segments_need_more_than_expandable_ones_and_matter_earlier():
+    step = step_of(3, (0, 1, 2), saved=31 * MIB + 600 * 1024).step
+    fixed, expandable = (
+        estimate(step, DeviceBudget(budget_bytes=170 * MIB, expandable=value)) for value in (False, True)
+    )
+    assert fixed.peak_bytes == expandable.peak_bytes < 0.8 * 170 * MIB
+    assert fixed.reserved_bytes > fixed.peak_bytes and expandable.reserved_bytes is None
+
+
 def test_a_checkpoint_finds_weights_and_states_and_under_ddp_the_gradients_too():
-    forward = Peak(1000, {"weights": 400, "adapters": 50, "optimizer": 100, "gradients": 50, "activations": 400})
-    assert between_steps(forward, keeps_gradients=False).bytes == 550
-    assert between_steps(forward, keeps_gradients=True).bytes == 600
+    forward = Peak(
+        1000, {"weights": 400, "adapters": 50, "optimizer": 100, "gradients": 50, "activations": 400}
+    )
+    assert checkpoint_peak(forward, keeps_gradients=False).bytes == 550
+    assert checkpoint_peak(forward, keeps_gradients=True).bytes == 600
     assert estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", 10 * GIB)).phases["save"] > 0

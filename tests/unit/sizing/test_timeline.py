@@ -1,18 +1,22 @@
-"""Recordings with a few layers, repeated to any depth."""
+"""Traces with a few layers, repeated to any depth."""
 
 import numpy as np
 import pytest
 
 from sft_play.sizing.timeline import PHASES, LayersDiffer
-from tests.unit.sizing.recorded import Recorder, step_of
+from tests.unit.sizing.handmade import TraceBuilder, step_of
+
+
+def live_bytes(step):
+    return np.cumsum(step.timeline.changes(step.sizes, 1))
 
 
 @pytest.mark.parametrize("depth", [3, 4, 30])
-def test_three_recorded_layers_stand_for_any_number(depth):
+def test_three_traced_layers_represent_any_number(depth):
     few = step_of(3, (0, *[1] * (depth - 2), 2)).step
     all_of_them = step_of(depth, tuple(range(depth))).step
     assert few.peaks() == all_of_them.peaks()
-    assert np.array_equal(few.live_bytes(), all_of_them.live_bytes())
+    assert np.array_equal(live_bytes(few), live_bytes(all_of_them))
     assert few.peaks()["forward"].bytes == 1000 + depth * 110 + 2 + 7
 
 
@@ -36,8 +40,24 @@ def test_peaks_inside_layers_leave_out_the_loss():
     assert step.peaks()["forward"].bytes - step.peaks(in_layers=True)["forward"].bytes == 7 - 2
 
 
-def test_layers_that_hand_on_different_things_cannot_stand_for_each_other():
-    r = Recorder()
+def test_the_worked_example_of_expand():
+    r = TraceBuilder()
+    r.segment("forward")
+    previous = None
+    for layer in range(3):
+        r.segment("forward", layer)
+        r.allocate(10 * layer)  # what the layer saves for its backward pass
+        output = r.allocate(10 * layer + 1)
+        if previous:
+            r.free(previous)
+        previous = output
+    timeline = r.trace((0, 1, 1, 1, 2)).step.timeline
+    assert timeline.events.tolist() == [1, 2, 3, 4, -2, 5, 6, -4, 7, 8, -6, 9, 10, -8]
+    assert timeline.source.tolist() == [0, 1, 2, 3, 2, 3, 2, 3, 4, 5]
+
+
+def test_layers_that_pass_on_different_blocks_cannot_represent_each_other():
+    r = TraceBuilder()
     r.segment("forward")
     r.allocate(1)
     r.segment("forward", 0)
@@ -46,7 +66,8 @@ def test_layers_that_hand_on_different_things_cannot_stand_for_each_other():
     r.free(first)
     r.allocate(2)
     r.allocate(2)
-    r.segment("forward", 2)  # the middle layer leaves two blocks that nobody frees, so a copy of it finds nothing to free
+    # Nobody frees the two blocks of the middle layer, so a copy of it finds nothing to free.
+    r.segment("forward", 2)
     with pytest.raises(LayersDiffer):
         _ = r.trace((0, 1, 1, 2)).step
 

@@ -1,37 +1,47 @@
-"""The symbolic step: every architecture, and equal to the real one."""
+"""The trace: works for every architecture, and equals the real step."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
+from benchmarks.cpu_meter import measure_step
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
-from sft_play import attention
 from sft_play.config.schema import LoraSettings, ModelConfig
-from sft_play.model import attach_adapter, load_base
-from sft_play.sizing.measure import measure_step
-from sft_play.sizing.recordings import Recordings
+from sft_play.errors import UntraceableModel
+from sft_play.model.load import attach_adapter, attention, load_base
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trace import UntraceableModel, trace_step
+from sft_play.sizing.trace import trace_step
+from sft_play.sizing.traces import Traces
 
 LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 5, "vocabulary": 300}
 
 
 def on_gpu(**changes) -> StepSpec:
-    return StepSpec(**{"dtype": "bfloat16", "mixed_precision": "bf16", "device": "cuda", "lora": LORA, "rows": 2, **changes})
+    return StepSpec(
+        **{
+            "dtype": "bfloat16",
+            "mixed_precision": "bf16",
+            "device": "cuda",
+            "lora": LORA,
+            "rows": 2,
+            **changes,
+        }
+    )
 
 
 def assert_alike(few, full):
     few, full = few.step.peaks(), full.step.peaks()
-    # The optimizer's list of gradient norms is one tensor, in which recorded layers alone are counted: some bytes.
+    # The optimizer's gradient norms are stacked into one tensor, which has only the traced layers' norms.
     assert few.pop("optimizer").bytes == pytest.approx(full.pop("optimizer").bytes, abs=1000)
     assert few == full
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_architecture_traces_and_three_layers_stand_for_all(name):
+def test_every_architecture_traces_and_three_layers_represent_all(name):
     spec = on_gpu(mode="qlora", gradient_checkpointing=True)
     config = small_config(name, SMALL)
     few, full = trace_step(config, spec), trace_step(config, spec, all_layers=True)
@@ -42,7 +52,10 @@ def test_every_architecture_traces_and_three_layers_stand_for_all(name):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("gemma3_text", dict(sliding_window=64)),  # layers with and without a window, whose masks cost memory here
+        (
+            "gemma3_text",
+            dict(sliding_window=64),
+        ),  # layers with and without a window, whose masks cost memory here
         ("qwen3_moe", dict(mlp_only_layers=[1, 3])),  # layers with and without experts
     ],
 )
@@ -57,14 +70,18 @@ def test_layers_of_several_kinds_are_told_apart(name, changes):
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_real_step_on_the_cpu_allocates_what_the_symbolic_one_says(tmp_path_factory, mode, checkpointing, packing):
+def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
+    tmp_path_factory, mode, checkpointing, packing
+):
     geometry = TALL | {"layers": 4}
     config = small_config("qwen3", geometry)
     folder = tmp_path_factory.getbasetemp() / "small-qwen3"
     if not folder.exists():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    spec = StepSpec(mode=mode, lora=LORA, gradient_checkpointing=checkpointing, packing=packing, rows=3, row_tokens=64)
+    spec = StepSpec(
+        mode=mode, lora=LORA, gradient_checkpointing=checkpointing, joined=packing, rows=3, row_tokens=64
+    )
     model = load_base(
         ModelConfig(name=str(folder)),
         dtype="float32",
@@ -75,7 +92,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_symbolic_one_says(tmp_path_
     model.config.use_cache = False
     if mode != "full":
         model = attach_adapter(model, LORA)
-    measured = measure_step(model, replace(spec, one_by_one=packing))
+    measured = measure_step(model, replace(spec, cut_at_longest=packing))
     step = trace_step(config, spec).step
     predicted, in_layers = step.peaks(), step.peaks(in_layers=True)
     assert predicted["forward"].terms["weights"] + predicted["forward"].terms["adapters"] == measured.weights
@@ -83,7 +100,9 @@ def test_the_real_step_on_the_cpu_allocates_what_the_symbolic_one_says(tmp_path_
         above = size - measured.weights
         assert predicted[phase].bytes - measured.weights == pytest.approx(above, rel=2e-4, abs=2000), phase
     for phase, size in measured.in_layers.items():
-        assert in_layers[phase].bytes - measured.weights == pytest.approx(size - measured.weights, rel=1e-3), phase
+        assert in_layers[phase].bytes - measured.weights == pytest.approx(
+            size - measured.weights, rel=1e-3
+        ), phase
 
 
 def test_accumulation_keeps_the_gradients_alive_during_the_forward():
@@ -100,7 +119,9 @@ def test_accumulation_keeps_the_gradients_alive_during_the_forward():
 def test_eight_bit_states_are_a_quarter_of_those_in_fp32():
     config = small_config("llama", WIDE)
     plain, eight = (
-        trace_step(config, on_gpu(mode="lora", lora=LoraSettings(r=64), dtype="float32", optimizer=o)).step.peaks()["optimizer"]
+        trace_step(
+            config, on_gpu(mode="lora", lora=LoraSettings(r=64), dtype="float32", optimizer=o)
+        ).step.peaks()["optimizer"]
         for o in ("adamw", "adamw_8bit")
     )
     assert eight.terms["optimizer"] == pytest.approx(plain.terms["optimizer"] / 4, rel=0.02)
@@ -119,18 +140,22 @@ def test_more_supervised_tokens_cost_more_on_a_gpu_and_nothing_on_the_cpu():
 
 def test_checkpointing_keeps_one_block_a_layer():
     config = small_config("llama", SMALL)
-    kept, recomputed = (
-        trace_step(config, on_gpu(mode="lora", row_tokens=256, gradient_checkpointing=c)).step.peaks()["forward"].terms
+    stored, recomputed = (
+        trace_step(config, on_gpu(mode="lora", row_tokens=256, gradient_checkpointing=c))
+        .step.peaks()["forward"]
+        .terms
         for c in (False, True)
     )
-    assert recomputed["activations"] < kept["activations"] / 4
+    assert recomputed["activations"] < stored["activations"] / 4
 
 
 def test_deepspeed_holds_the_adapters_in_the_type_of_the_weights():
     config = small_config("llama", SMALL)
     plain = trace_step(config, on_gpu(mode="lora")).step.peaks()["load"].terms["adapters"]
     cast = (
-        trace_step(config, on_gpu(mode="lora", mixed_precision="no", all_in_dtype=True)).step.peaks()["load"].terms["adapters"]
+        trace_step(config, on_gpu(mode="lora", mixed_precision="no", cast_adapters=True))
+        .step.peaks()["load"]
+        .terms["adapters"]
     )
     assert cast == plain / 2
 
@@ -140,14 +165,29 @@ def test_an_architecture_that_cannot_be_traced_says_so_and_what_to_do():
         trace_step(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64), on_gpu(mode="full"))
 
 
-def test_few_recordings_give_every_micro_batch():
-    recordings = Recordings(small_config("llama", SMALL))
+def test_few_traces_give_every_micro_batch():
+    traces = Traces(small_config("llama", SMALL))
     for rows in (2, 3, 4, 8, 16, 200, 300, 400):
-        recordings.step(on_gpu(mode="lora", rows=rows, row_tokens=64))
-    assert recordings.count == 4  # two with less than a tile of the loss, two with more
+        traces.step(on_gpu(mode="lora", rows=rows, row_tokens=64))
+    assert traces.count == 4  # two with less than a tile of the loss, two with more
     for rows in (16, 400):
         spec = on_gpu(mode="lora", rows=rows, row_tokens=64)
-        assert recordings.step(spec).peaks(512) == trace_step(recordings.config, spec).step.peaks(512)
+        assert traces.step(spec).peaks(512) == trace_step(traces.config, spec).step.peaks(512)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_three_traces_give_every_micro_batch_with_any_supervised_share(device, mode):
+    traces = Traces(small_config("llama", SMALL))
+    kind = replace(on_gpu(mode=mode), device=device, joined=True, row_tokens=1, longest=100)
+    for rows, share in ((2903, 0.6), (1511, 0.65), (1207, 0.7), (2405, 0.55)):
+        spec = replace(kind, rows=rows, supervised_share=share)
+        alone = trace_step(traces.config, spec)
+        assert traces.step(spec).peaks(512) == alone.step.peaks(512)
+        np.testing.assert_allclose(
+            traces.work(spec).at(rows).flop().sum(), alone.work.flop().sum(), rtol=2e-4
+        )
+    assert traces.count == 3
 
 
 def test_what_this_process_does_on_real_tensors_is_not_changed_by_tracing():
@@ -160,5 +200,7 @@ def test_what_this_process_does_on_real_tensors_is_not_changed_by_tracing():
 
 
 def test_a_model_with_one_layer_traces():
-    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=100)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=100
+    )
     assert trace_step(config, on_gpu(mode="full")).stand_ins == (0,)

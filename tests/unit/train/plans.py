@@ -1,6 +1,6 @@
 """A plan to start from."""
 
-from sft_play.sizing.planner import Plan
+from sft_play.plan import Plan
 
 PLAN = Plan(
     micro_batch_size=4, gradient_accumulation_steps=2, effective_batch_size=8, world_size=1, engine="none", max_seq_len=64,

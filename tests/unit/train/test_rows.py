@@ -2,16 +2,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from sft_play.sizing.planner import Plan
-from sft_play.train.rows import (
-    IGNORED,
-    count_supervised,
-    evaluation_rows,
-    pack_rows,
-    packed_collator,
-    padded_collator,
-    training_rows,
-)
+from sft_play.data.chat import IGNORED
+from sft_play.data.collators import joined_micro_batches, padded_collator
+from sft_play.plan import Plan
+from sft_play.train.rows import count_supervised, evaluation_rows, pack_rows, training_rows
 from tests.conftest import token_rows
 
 ROWS = token_rows(50)
@@ -19,18 +13,25 @@ DATASET = Dataset.from_list(ROWS)
 PAD = 0
 
 
-def plan(rows_per_micro_batch: int, accumulation: int, world_size: int, steps: int, packing: bool = False) -> Plan:
+def plan(
+    accumulation: int, world_size: int, steps: int, *, packing: bool = False, padding_free: bool = True
+) -> Plan:
     unit = 64 if packing else 1
     return Plan(
-        micro_batch_size=rows_per_micro_batch * unit, gradient_accumulation_steps=accumulation, world_size=world_size,
-        effective_batch_size=rows_per_micro_batch * accumulation * world_size * unit, engine="none", max_seq_len=64,
-        packing=packing, gradient_checkpointing=False, mixed_precision="no", dtype="float32", attention="varlen_sdpa",
-        learning_rate=1e-3, steps_per_epoch=steps, total_steps=steps, device="cpu",
+        micro_batch_size=unit * 16 // (accumulation * world_size), gradient_accumulation_steps=accumulation,
+        world_size=world_size, effective_batch_size=16 * unit, engine="none", max_seq_len=64, packing=packing,
+        padding_free=padding_free, micro_batch_tokens=200, gradient_checkpointing=False, mixed_precision="no",
+        dtype="float32", attention="varlen_sdpa", learning_rate=1e-3, steps_per_epoch=steps, total_steps=steps, device="cpu",
     )  # fmt: skip
 
 
 def rows_of(p: Plan):
-    return training_rows(DATASET, p, seed=0, group_by_length=True, pad_id=PAD)
+    return training_rows(DATASET, p, seed=0, hidden_size=32, pad_id=PAD)
+
+
+def batches_of(rows) -> list[list[dict]]:
+    """The rows of each micro-batch."""
+    return [[rows.rows[number] for number in element["rows"]] for element in rows.dataset]
 
 
 def test_packing_keeps_every_token_and_label_with_its_row():
@@ -51,38 +52,67 @@ def test_supervised_tokens_are_counted_by_row():
     assert count_supervised(DATASET.select([7, 3])).tolist() == [expected[7], expected[3]]
 
 
-@pytest.mark.parametrize("cut", [(16, 1, 1), (1, 16, 1), (2, 4, 2), (4, 1, 4)])
-def test_a_step_has_the_same_rows_however_it_is_cut(cut):
-    whole, other = rows_of(plan(16, 1, 1, 4)), rows_of(plan(*cut, 4))
-    assert whole.dataset["input_ids"] == other.dataset["input_ids"]
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("cut", [(16, 1), (4, 1), (4, 2), (1, 4)])
+def test_a_step_has_the_same_rows_however_it_is_cut(cut, padding_free):
+    whole, other = rows_of(plan(1, 1, 4)), rows_of(plan(*cut, 4, padding_free=padding_free))
     assert whole.tokens_per_step == other.tokens_per_step
+    bins = cut[0] * cut[1]
+    for step in range(4):
+        micro = [row for batch in batches_of(other)[step * bins : (step + 1) * bins] for row in batch]
+        learned = [row["input_ids"] for row in micro if row["input_ids"] != [PAD]]
+        asked = [row["input_ids"] for row in batches_of(whole)[step] if row["input_ids"] != [PAD]]
+        assert sorted(learned) == sorted(asked)
 
 
 def test_an_epoch_learns_each_token_once_and_filler_nothing():
-    rows = rows_of(plan(2, 4, 2, 4))
-    assert len(rows.dataset) == 64
+    rows = rows_of(plan(4, 2, 4))
+    assert len(rows.dataset) == 32
     assert sum(rows.tokens_per_step) == sum(row["length"] for row in ROWS)
     assert sum(rows.supervised_per_step) == count_supervised(DATASET).sum()
-    fillers = [row for row in rows.dataset if row["input_ids"] == [PAD]]
-    assert len(fillers) == 14 and all(row["labels"] == [IGNORED] for row in fillers)
+    fillers = [row for batch in batches_of(rows) for row in batch if row["input_ids"] == [PAD]]
+    assert len(fillers) == 6  # the last step has 2 rows for 8 micro-batches
+    assert all(row["labels"] == [IGNORED] for row in fillers)
+
+
+def test_padding_is_counted_where_there_is_some():
+    assert rows_of(plan(4, 1, 4)).padding_share == 0
+    padded = rows_of(plan(4, 1, 4, padding_free=False))
+    assert 0.05 < padded.padding_share < 0.5
+    assert sum(padded.dataset["tokens"]) * (1 - padded.padding_share) == pytest.approx(
+        sum(padded.tokens_per_step),
+        rel=5e-3,  # a filler counts as one token
+    )
 
 
 def test_packed_steps_count_the_tokens_of_all_their_rows():
     packs = pack_rows(DATASET, 64)
-    rows = rows_of(plan(2, 2, 1, -(-len(packs) // 4), packing=True))
+    rows = rows_of(plan(2, 1, -(-len(packs) // 16), packing=True))
     assert sum(rows.tokens_per_step) == sum(row["length"] for row in ROWS)
 
 
-def test_evaluation_scores_no_row_twice():
-    rows = evaluation_rows(DATASET, 16, PAD)
-    assert len(rows) == 64
-    assert count_supervised(rows).sum() == count_supervised(DATASET).sum()
+@pytest.mark.parametrize("settings", [{}, {"rows_per_batch": 3}, {"padded": True}])
+def test_evaluation_scores_each_row_once_in_batches_within_the_token_budget(settings):
+    padded = settings.pop("padded", False)
+    batches = evaluation_rows(DATASET, plan(4, 2, 4, padding_free=not padded), pad_id=PAD, **settings)
+    assert len(batches.dataset) % 2 == 0
+    scored = [row for batch in batches_of(batches) for row in batch]
+    assert sorted(r["input_ids"] for r in scored if r["input_ids"] != [PAD]) == sorted(
+        r["input_ids"] for r in ROWS
+    )
+    if not settings and not padded:
+        assert max(batches.dataset["tokens"]) <= 200
 
 
 def test_padded_batch_is_right_padded_without_a_mask():
     batch = padded_collator(PAD)([ROWS[0], ROWS[1]])
     longest = max(ROWS[0]["length"], ROWS[1]["length"])
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (2, -(-longest // 8) * 8)
+    assert (
+        batch["input_ids"].shape
+        == batch["labels"].shape
+        == batch["position_ids"].shape
+        == (2, -(-longest // 8) * 8)
+    )
     assert "attention_mask" not in batch
     for i in (0, 1):
         length = ROWS[i]["length"]
@@ -91,14 +121,16 @@ def test_padded_batch_is_right_padded_without_a_mask():
 
 
 @pytest.mark.parametrize("flash", [False, True])
-def test_packed_batch_is_one_row_with_its_boundaries(flash):
-    packs = pack_rows(DATASET, 64)
-    batch = packed_collator(flash)([packs[0], packs[1]])
-    lengths = packs[0]["sequence_lengths"] + packs[1]["sequence_lengths"]
-    assert batch["input_ids"].shape == (1, sum(lengths))
-    assert (batch["position_ids"][0] == 0).nonzero().flatten().tolist() == [sum(lengths[:i]) for i in range(len(lengths))]
-    first_labels = batch["labels"][batch["position_ids"] == 0]
-    assert (first_labels == IGNORED).all()
+@pytest.mark.parametrize("packing", [False, True])
+def test_joined_rows_are_one_sequence_with_its_boundaries(flash, packing):
+    rows = pack_rows(DATASET, 64) if packing else DATASET
+    batch = joined_micro_batches(rows, flash=flash)([{"rows": [7, 3]}])
+    taken = [rows[7], rows[3]]
+    lengths = [n for row in taken for n in (row["sequence_lengths"] if packing else [row["length"]])]
+    assert batch["input_ids"].tolist() == [taken[0]["input_ids"] + taken[1]["input_ids"]]
+    assert batch["labels"].tolist() == [taken[0]["labels"] + taken[1]["labels"]]
+    assert batch["position_ids"][0].tolist() == [place for n in lengths for place in range(n)]
+    assert (batch["labels"][batch["position_ids"] == 0] == IGNORED).all()
     if flash:
         assert torch.equal(batch["cu_seq_lens_q"].diff(), torch.tensor(lengths, dtype=torch.int32))
         assert batch["max_length_q"] == max(lengths)

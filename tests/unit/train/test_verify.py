@@ -6,13 +6,18 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sft_play import attention
 from sft_play.errors import ConfigError, LaunchError
+from sft_play.model import attention
 from sft_play.train.verify import check_isolation, verify
 from tests.unit.train.plans import PLAN
 
 CONFIG = LlamaConfig(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
 )
 CPU = torch.device("cpu")
 
@@ -25,7 +30,7 @@ def build():
 
 def test_packed_rows_that_are_kept_apart_pass():
     model = build()
-    check_isolation(model, CPU)
+    check_isolation(model, PLAN, CPU)
     assert model.training
 
 
@@ -33,17 +38,36 @@ def test_an_architecture_that_loses_the_lengths_on_the_way_is_refused():
     model = build()
     for layer in model.model.layers:
         inner = layer.self_attn.forward
-        layer.self_attn.forward = lambda *args, _inner=inner, sequence_lengths=None, **kwargs: _inner(*args, **kwargs)
-    with pytest.raises(ConfigError, match="packed rows see each other"):
-        check_isolation(model, CPU)
+        layer.self_attn.forward = lambda *args, _inner=inner, sequence_lengths=None, **kwargs: _inner(
+            *args, **kwargs
+        )
+    with pytest.raises(
+        ConfigError, match="attention leaks between joined rows; set train.padding_free=false"
+    ):
+        check_isolation(model, PLAN, CPU)
 
 
 @pytest.mark.parametrize(
     ("processes", "started", "plan", "said"),
     [
-        (1, DistributedType.NO, replace(PLAN, engine="ddp", world_size=2), "2 processes were asked for and 1 started"),
-        (2, DistributedType.DEEPSPEED, replace(PLAN, engine="ddp", world_size=2), "override parallel.engine=deepspeed_z2"),
-        (2, DistributedType.MULTI_GPU, replace(PLAN, engine="deepspeed_z2", world_size=2), "override parallel.engine=ddp"),
+        (
+            1,
+            DistributedType.NO,
+            replace(PLAN, engine="ddp", world_size=2),
+            "2 processes were requested, but 1 started",
+        ),
+        (
+            2,
+            DistributedType.DEEPSPEED,
+            replace(PLAN, engine="ddp", world_size=2),
+            "override parallel.engine=deepspeed_z2",
+        ),
+        (
+            2,
+            DistributedType.MULTI_GPU,
+            replace(PLAN, engine="deepspeed_z2", world_size=2),
+            "override parallel.engine=ddp",
+        ),
     ],
 )
 def test_what_was_started_must_be_what_was_planned(processes, started, plan, said):

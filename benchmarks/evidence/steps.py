@@ -1,0 +1,222 @@
+"""Traces the steps that others ran, with what the planner uses: only what they did differently is exchanged.
+
+Exchanged are the loss (that of transformers, with whole logits), AdamW's kernels, PEFT's preparation for
+4-bit training, single quantization, the kernel of attention, and which tensors outlive the backward pass.
+"""
+
+import gc
+import warnings
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState
+from bitsandbytes.nn import Linear4bit
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+
+from benchmarks.evidence.runs import Head, Run
+from sft_play.config.schema import LoraSettings
+from sft_play.model import attention
+from sft_play.sizing import fake
+from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
+from sft_play.sizing.trace import layer_hooks, optimizer_state, trained_parameters
+
+
+def trace_run(config: PretrainedConfig, run: Run, *, all_layers: bool = False) -> StepTrace:
+    """Traces a step as its publisher ran it.
+
+    Args:
+        config: the architecture.
+        run: the settings.
+        all_layers: trace every decoder layer; needed if the traced ones do not repeat.
+    """
+    gc.collect()
+    gc.disable()  # it frees cycles at random moments
+    try:
+        trace = _trace(config, run, all_layers)
+        trace.step  # noqa: B018  raises LayersDiffer
+        return trace
+    except LayersDiffer:
+        if all_layers:
+            raise
+        return trace_run(config, run, all_layers=True)
+    finally:
+        gc.enable()
+
+
+def _spec(run: Run) -> StepSpec:
+    modules = list(run.target_modules) or "auto"
+    lora = LoraSettings(r=run.r, alpha=2 * run.r, target_modules=modules, use_dora=run.use_dora)
+    return StepSpec(
+        mode=run.mode,
+        lora=lora,
+        dtype=run.dtype,
+        attention="eager" if run.attention == "eager" else attention.NAME,
+        gradient_checkpointing=run.checkpointing,
+        rows=run.rows,
+        row_tokens=run.row_tokens,
+        accumulates=False,
+        device="cuda",
+        compute_capability=run.compute_capability,
+        optimizer=run.optimizer,
+    )
+
+
+def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
+    spec = _spec(run)
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not run.double_quantization:
+            stack.enter_context(patched(fake, "four_bit_tensors", _single_quantized))
+        base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers)
+        model: Any = fake.attach(base, spec)
+        layers: Any = fake.decoder_layers(base)[2]
+        _prepare(model, layers, run)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, flash=False))
+        stack.enter_context(patched(attention, "_supports_groups", lambda *_: run.attention == "sdpa"))
+        recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
+        fake.materialise(model, layers, recorder)
+        if run.upcast:
+            _upcast(model, layers, recorder)
+        optimizer = _states(model, layers, spec, recorder)
+        with recorder, layer_hooks(layers, recorder):
+            _run_step(model, optimizer, run, recorder)
+    return recorder.trace(stand_ins)
+
+
+def _prepare(model: Any, layers: torch.nn.ModuleList, run: Run) -> None:
+    """What is trained, and checkpointing, as the publisher set them up."""
+    for name, parameter in model.named_parameters() if run.only_b else ():
+        parameter.requires_grad_("lora_B" in name)
+    for index, layer in enumerate(layers if run.use_cache else ()):
+        layer.self_attn.layer_idx = index  # the traced layers alone have places in the cache
+    if run.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": run.reentrant})
+        if run.mode != "full" and run.input_gradients:
+            model.enable_input_require_grads()
+    model.train()
+
+
+def _single_quantized(module: Linear4bit) -> list[torch.Tensor]:
+    """Packs a weight of [rows, columns] as `four_bit_tensors` does, but with scales in fp32."""
+    rows, columns = module.weight.shape
+    state = QuantState(
+        absmax=torch.empty(-(-rows * columns // fake.NF4_BLOCK)),
+        shape=torch.Size((rows, columns)),
+        code=torch.empty(16),
+        blocksize=fake.NF4_BLOCK,
+        quant_type="nf4",
+        dtype=module.compute_dtype,
+    )
+    packed = torch.empty((-(-rows * columns // 2), 1), dtype=torch.uint8)
+    weight: Any = torch.nn.Parameter(packed, requires_grad=False)
+    weight.quant_state, weight.bnb_quantized = state, True
+    module._parameters["weight"], module.quant_state = weight, state
+    return [weight, state.absmax, state.code]
+
+
+def _upcast(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: SymbolicRecorder) -> None:
+    """Every 16-bit parameter becomes fp32, while its original is there as well."""
+    owners = fake.layer_of_modules(model, layers)
+    done: set[int] = set()
+    for owner in (WHOLE_MODEL, *range(len(layers))):
+        recorder.begin("load", owner)
+        for module in (each for each in model.modules() if owners[each] == owner):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype in attention.SIXTEEN_BIT and id(parameter) not in done:
+                    done.add(id(parameter))
+                    parameter.data = parameter.data.float()
+                    recorder.add(parameter.data, "weights")
+    recorder.begin("load")
+
+
+def _states(
+    model: torch.nn.Module, layers: torch.nn.ModuleList, spec: StepSpec, recorder: SymbolicRecorder
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """The optimizer's states, of which AdamW's step counter is on the CPU unless it is fused."""
+    owner_of: dict[torch.nn.Parameter, int] = {}
+    for module, owner in fake.layer_of_modules(model, layers).items():
+        owner_of |= dict.fromkeys(module.parameters(recurse=False), owner)
+    parameters = trained_parameters(model)
+    recorder.layer_of_parameter = [owner_of[parameter] for parameter in parameters]
+    recorder.elements_of_parameter = [parameter.numel() for parameter in parameters]
+    states = {}
+    for owner in (*range(len(layers)), WHOLE_MODEL):
+        recorder.begin("forward", owner)
+        for parameter in (each for each in parameters if owner_of[each] == owner):
+            states[parameter] = optimizer_state(parameter, spec, embedding=False)
+            states[parameter].pop("step", None)
+            for tensor in states[parameter].values():
+                recorder.add(tensor, "optimizer")
+    return states
+
+
+def _run_step(
+    model: Any, states: dict[torch.Tensor, dict[str, torch.Tensor]], run: Run, recorder: SymbolicRecorder
+) -> None:
+    """A step with the stock loss; what is freed after the optimizer belongs to the phase `evaluation`."""
+    recorder.begin("forward")
+    parameters = trained_parameters(model)
+    ids = torch.zeros((run.rows, run.row_tokens), dtype=torch.int64)
+    outputs = model(input_ids=ids, labels=ids, use_cache=run.use_cache)
+    loss = outputs.loss
+    saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
+    recorder.retag(saved, "activations")
+    recorder.begin("backward")
+    loss.backward()
+    recorder.begin("optimizer")
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    recorder.retag(recorder.blocks_of(gradients), "gradients")
+    del gradients
+    if run.clip:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+    if run.optimizer == "adamw":  # of its kernels, only that of the square roots makes new tensors
+        roots = torch._foreach_sqrt([states[parameter]["exp_avg_sq"] for parameter in parameters])
+        del roots
+    recorder.begin("evaluation")
+    del loss, outputs
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def warmup_bytes(config: PretrainedConfig, run: Run) -> int:
+    """What transformers reserves before it loads weights onto a GPU (caching_allocator_warmup): their size.
+
+    Those that will be 4-bit count half a byte per element.
+    """
+    model, _ = fake.skeleton(config, _spec(run), all_layers=True)
+    packed = {id(module.weight) for module in model.modules() if isinstance(module, Linear4bit)}
+    sizes = (
+        each.numel() * (0.5 if id(each) in packed else each.element_size()) for each in model.parameters()
+    )
+    return int(sum(sizes))
+
+
+def head_peak(head: Head) -> int:
+    """Peak bytes of a loss alone, with everything that its benchmark keeps alive."""
+    dtype = getattr(torch, head.dtype)
+    with FakeTensorMode(), simulate_cuda(1, head.compute_capability, flash=False):
+        recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
+        make = partial(torch.empty, dtype=dtype, requires_grad=True)
+        with recorder:
+            labels = torch.zeros(head.tokens, dtype=torch.int64)
+            if head.head == "cross_entropy":
+                inputs = [make((head.tokens, head.vocabulary))]
+            else:
+                inputs = [make((head.tokens, head.hidden)), make((head.vocabulary, head.hidden))]
+                other_provider = make((head.vocabulary, head.hidden))  # noqa: F841
+            for each in inputs:
+                each.grad = torch.empty_like(each)
+            _loss(inputs, labels).backward()
+    return recorder.peak
+
+
+def _loss(inputs: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """The scalar loss; logits that were computed here are not kept."""
+    logits = inputs[0] if len(inputs) == 1 else inputs[0] @ inputs[1].t()
+    return torch.nn.functional.cross_entropy(logits, labels)

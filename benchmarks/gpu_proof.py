@@ -1,0 +1,194 @@
+"""Everything that has to be measured on a GPU, in slices of nine minutes: tests, memory, speed.
+
+    make gpu-proof                          # on a CUDA machine; repeat it until it says that all is done
+    make gpu-proof ARGS="--device cpu"      # the same program with tiny models, for trying it out
+
+First the tests that need a GPU, then bench-sizing-gpu, then bench-gpu. What is done is kept in
+benchmarks/results and not repeated, as long as the hardware and the versions are the same. gpu_proof.md is a
+summary on one page. With --device cpu nothing is written there.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
+from benchmarks.throughput import COURSES, ROUNDS, SIDES
+from sft_play.runlog import console
+
+MINUTES = 9.0
+LEAST_S = 60  # a part that has less time left waits for the next slice
+TESTS = "gpu_tests.json"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One run of this program: where it measures, and until when."""
+
+    device: torch.device
+    results: Path
+    deadline: float  # time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """What results must have been made with to count."""
+        return {"made_on": made_on(self.device), "versions": versions()}
+
+    def result(self, name: str) -> dict[str, Any]:
+        """A result made with the same hardware and versions; empty if there is none."""
+        path = self.results / name
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found if all(found.get(key) == value for key, value in self.made.items()) else {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the proof: its result file, how it is run, and whether nothing of it is left."""
+
+    name: str
+    file: str
+    run: Callable[[Slice], int]
+    is_done: Callable[[dict[str, Any]], bool]
+
+
+def run_tests(now: Slice) -> int:
+    """Runs the tests of tests/gpu that are meant for the device; returns pytest's exit code."""
+    on_gpu = now.device.type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["-m", "pytest", "tests/gpu", "-m", "gpu" if on_gpu else "not gpu", f"--junitxml={report}"]
+        try:
+            code = subprocess.run([sys.executable, *words], timeout=now.left_s).returncode
+        except subprocess.TimeoutExpired:
+            return 1
+        record = {"what": "Tests of tests/gpu", **now.made, **outcome(report)}
+    write_result(now.results / TESTS, record, {})
+    return code
+
+
+def outcome(report: Path) -> dict[str, Any]:
+    """Counts and names from a report in JUnit's format."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed, skipped = _names(cases, "failure", "error"), _names(cases, "skipped")
+    return {"passed": len(cases) - len(failed) - len(skipped), "failed": failed, "skipped": skipped}
+
+
+def _names(cases: list[ElementTree.Element], *tags: str) -> list[str | None]:
+    """Names of the test cases that hold one of these elements."""
+    return [case.get("name") for case in cases if any(case.find(tag) is not None for tag in tags)]
+
+
+def run_benchmark(module: str) -> Callable[[Slice], int]:
+    """A function that runs one of the benchmarks for the time that is left; it continues where it stopped."""
+
+    def run(now: Slice) -> int:
+        words = ["-m", module, "--device", now.device.type, "--minutes", f"{now.left_s / 60:.2f}"]
+        quick = (
+            ["--quick", "--lines", str(now.results / f"{module}.jsonl")] if now.device.type == "cpu" else []
+        )
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        return subprocess.run([sys.executable, *words, *quick], env=environment).returncode
+
+    return run
+
+
+def all_cases_done(result: dict[str, Any]) -> bool:
+    """Whether bench-sizing-gpu has measured everything."""
+    cases = result.get("cases", {})
+    return bool(cases) and cases["done"] == cases["planned_for"]
+
+
+def all_turns_done(result: dict[str, Any]) -> bool:
+    """Whether bench-gpu has timed both sides of every run in every round."""
+    return len(result.get("turns", ())) == ROUNDS * len(COURSES) * len(SIDES)
+
+
+PARTS = (
+    Part("tests", TESTS, run_tests, lambda result: bool(result)),
+    Part("memory", "sizing_gpu.json", run_benchmark("benchmarks.sizing_gpu"), all_cases_done),
+    Part("speed", "throughput_gpu.json", run_benchmark("benchmarks.throughput"), all_turns_done),
+)
+
+
+def page(now: Slice) -> str:
+    """The summary in Markdown."""
+    where = now.made["made_on"]
+    tests, memory, speed = (now.result(part.file) for part in PARTS)
+    lines = [
+        "# Measured on a GPU",
+        "",
+        f"{where.get('gpu', 'CPU')}, torch {now.made['versions']['torch']}",
+        "",
+    ]
+    if tests:
+        lines.append(
+            f"- Tests: {tests['passed']} passed, {len(tests['failed'])} failed {tests['failed'] or ''}"
+        )
+    if memory:
+        lines += [
+            f"- Memory, {kind}: median error {found['median']:.2%}, 95th percentile {found['p95']:.2%}, "
+            f"worst {found['worst']:.2%}"
+            for kind, found in memory["errors"].items()
+        ]
+        lines.append(
+            f"- Planned runs: {memory['planned_runs']}, out of memory: {memory['planned_runs_out_of_memory']}"
+        )
+    for entry in speed.get("summary", ()):
+        ours, ratio = entry["sft-play"]["tokens_per_second"], entry["times_as_fast"]
+        if ours and ratio:
+            lines.append(f"- Speed, {entry['course']}: {ours:,.0f} tokens/s, {ratio:.2f} times plain TRL")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs what is left of the proof for some minutes; returns 1 if a part failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of this slice (default: %(default)g)")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit('no CUDA device found; ARGS="--device cpu" tries the program out with tiny models')
+    with tempfile.TemporaryDirectory() as folder:
+        results = RESULTS if args.device == "cuda" else Path(folder)
+        return prove(Slice(torch.device(args.device), results, time.monotonic() + 60 * args.minutes))
+
+
+def prove(now: Slice) -> int:
+    """Runs the parts that are not done in this slice, and writes the page."""
+    failed = []
+    for part in PARTS:
+        if part.is_done(now.result(part.file)) or now.left_s < LEAST_S:
+            continue
+        console().print(f"[bold]{part.name}[/]")
+        if part.run(now):
+            failed.append(part.name)
+    (now.results / "gpu_proof.md").write_text(page(now), encoding="utf-8")
+    console().print(page(now), markup=False, highlight=False)
+    left = [part.name for part in PARTS if not part.is_done(now.result(part.file))]
+    if left and now.device.type == "cuda":
+        console().print(f"left: {', '.join(left)}; run the same command again to continue")
+    if failed:
+        console().print(f"failed: {', '.join(failed)}", style="red")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

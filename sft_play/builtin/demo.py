@@ -1,0 +1,165 @@
+"""Built-in data and models that need no download ("builtin:demo", "builtin:tiny"), generated once and cached.
+
+- builtin:demo (data): letters to a shop and the orders in them; see builtin/world.py.
+- builtin:demo (model): a small Llama pretrained on the shop's diary.
+- builtin:tiny (model): random weights and a tokenizer trained on the training rows of the run, to try
+  SFT-Play on any data without a network connection.
+
+The name of a cache folder is a hash of the code and inputs that generate it, so changed code generates a new
+one.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sft_play.builtin import world
+from sft_play.config.load import ResolvedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data import store
+from sft_play.data.reading import fingerprint, open_source, read_rows
+from sft_play.data.splits import SPLITS
+from sft_play.errors import ConfigError
+from sft_play.fingerprints import sources_digest
+from sft_play.report.progress import progress_bar, spinner
+from sft_play.runlog import cache_dir, console, quiet_libraries
+from sft_play.units import format_count, format_duration
+
+PREFIX = "builtin:"
+MODELS, DATA = ("builtin:demo", "builtin:tiny"), ("builtin:demo",)
+
+# Seed of data and weights; independent of train.seed, so that runs with different seeds share a base model.
+SEED = 0
+ROWS = {"train": 2000, "val": 100, "test": 200}
+TINY_CHARACTERS = 8_000_000  # text to train the tokenizer on; more takes longer and changes little
+
+SOURCES = Path(__file__).parent
+
+
+def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
+    """Replaces "builtin:..." names in the config with paths; generates what is not yet in the cache.
+
+    Raises:
+        ConfigError: there is no built-in of that name.
+        DataError: the rows to train the tokenizer of builtin:tiny on cannot be read.
+        StorageError: the cache cannot be written.
+    """
+    config = resolved.config
+    named = {name: value for name, value in _values(config).items() if value and value.startswith(PREFIX)}
+    for name, value in named.items():
+        allowed = MODELS if name == "model.name" else DATA
+        if value not in allowed:
+            raise ConfigError(f"{name}: unknown built-in {value}; allowed: {', '.join(allowed)}")
+    made = {f"data.{split}_path": str(demo_rows(split)) for split in SPLITS if f"data.{split}_path" in named}
+    if config.model.name == "builtin:demo":
+        made["model.name"] = str(demo_model())
+    elif config.model.name == "builtin:tiny":
+        made["model.name"] = str(tiny_model(made.get("data.train_path", config.data.train_path)))
+    return _replaced(resolved, named, made)
+
+
+def _values(config: RunConfig) -> dict[str, str | None]:
+    data = {f"data.{split}_path": getattr(config.data, f"{split}_path") for split in SPLITS}
+    return {**data, "model.name": config.model.name}
+
+
+def _replaced(resolved: ResolvedConfig, named: dict[str, str], made: dict[str, str]) -> ResolvedConfig:
+    config, origins = resolved.config, dict(resolved.origins)
+    for name, path in made.items():
+        section, key = name.split(".")
+        changed = getattr(config, section).model_copy(update={key: path})
+        config = config.model_copy(update={section: changed})
+        origins[name] = f"{origins.get(name, 'default')}, {named[name]}"
+    return replace(resolved, config=config, origins=origins)
+
+
+def _folder(name: str, **ingredients: Any) -> Path:
+    """The cache folder of a built-in; its name is a hash of the code and `ingredients`."""
+    key = store.content_key({"code": sources_digest(SOURCES), **ingredients})
+    return cache_dir() / "builtin" / f"{name}-{key}"
+
+
+def _build_once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
+    """Calls `make` to fill the folder unless it is complete; the returned facts are stored in it."""
+    with store.building(folder, announce=True) as temporary:
+        if temporary is not None:
+            with quiet_libraries(folder.with_suffix(".log")):
+                store.finish(temporary, make(temporary))
+    return folder
+
+
+def demo_rows(split: str) -> Path:
+    """The JSONL file of the demo's train, val or test split."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        for name, rows in world.order_rows(SEED, ROWS).items():
+            lines = (json.dumps(row) for row in rows)
+            (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return {"rows": ROWS}
+
+    return _build_once(_folder("demo-data"), make) / f"{split}.jsonl"
+
+
+def demo_model() -> Path:
+    """The folder of the demo's base model, pretrained on first use."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        console().print("Pretraining the demo's base model (first use only): a small Llama on a shop's diary")
+        from sft_play.builtin import models
+
+        pages = world.diary_pages(SEED, models.DEMO_STEPS * models.DEMO_PAGES_PER_STEP)
+        rows = world.order_rows(SEED, {"train": ROWS["train"]})["train"]
+        messages = chain.from_iterable(row["messages"] for row in rows)
+        letters = [message["content"] for message in messages]
+        with progress_bar("  pretraining", len(pages)) as done:
+            facts = models.make_demo_model(folder, pages, letters, seed=SEED, done=done)
+        console().print(
+            f"  {len(pages):,} pages in {format_duration(facts['seconds'])}, loss {facts['loss']:.2f}, "
+            f"{format_count(facts['parameters'])} parameters"
+        )
+        return facts
+
+    return _build_once(_folder("demo-model"), make)
+
+
+def tiny_model(train_path: str) -> Path:
+    """The folder of a small random model with a tokenizer trained on the rows in `train_path`."""
+    source = open_source(train_path, "train")
+
+    def make(folder: Path) -> dict[str, Any]:
+        console().print(
+            f"Creating builtin:tiny (first use only): random weights, tokenizer trained on {train_path}",
+            markup=False,
+        )
+        from sft_play.builtin import models
+
+        texts = chain.from_iterable(_texts(row.data) for row in read_rows(source))
+        with spinner("  training the tokenizer"):
+            facts = models.make_tiny_model(folder, _within(TINY_CHARACTERS, texts), seed=SEED)
+        console().print(
+            f"  {format_count(facts['parameters'])} parameters; for trying out SFT-Play, not for real results"
+        )
+        return facts
+
+    return _build_once(_folder("tiny", rows=fingerprint(source)[0]), make)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in a row, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _within(characters: int, texts: Iterator[str]) -> Iterator[str]:
+    """The first `texts`, truncated to `characters` characters in total."""
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text[:characters]
+        characters -= len(text)

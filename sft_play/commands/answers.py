@@ -1,0 +1,112 @@
+"""Scores generated answers against references: exact match, ROUGE-L and chrF. Does not import torch."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.errors import ConfigError
+
+NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
+
+# For ASCII text, this matches the same words as the default tokenizer of rouge_score, which drops all other
+# letters, so that answers in Cyrillic or Chinese would score 0. In scripts written without spaces, each
+# character is a word.
+_NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+WORD = re.compile(rf"[{_NO_SPACES}]|[^\W_{_NO_SPACES}]+")
+
+
+def normalise(text: str) -> str:
+    """Collapses whitespace and cleans up a number: `normalise(" 1,234. ")` is "1234"."""
+    folded = " ".join(text.split())
+    number = folded.removesuffix(".")
+    return number.replace(",", "") if NUMBER.fullmatch(number) else folded
+
+
+def final_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    """What exact match compares: the text, or the first group of the last match; None without a match."""
+    if pattern is None:
+        return normalise(text)
+    last = None
+    for last in pattern.finditer(text):  # noqa: B007 - only the last match is used
+        pass
+    if last is None:
+        return None
+    return normalise(last[1] if pattern.groups else last[0])
+
+
+def require_answers(references: Sequence[str], pattern: str | None) -> None:
+    """Tries eval.answer_pattern on the references that answers will be compared with.
+
+    Raises:
+        ConfigError: it matches none of them.
+    """
+    if pattern is not None and references and not any(re.search(pattern, text) for text in references):
+        raise ConfigError(
+            f"eval.answer_pattern: {pattern!r} matches none of the {len(references)} references; the first "
+            f"one is {references[0][:200]!r}"
+        )
+
+
+class _WordTokenizer:
+    """A tokenizer for rouge_score."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return WORD.findall(text.lower())
+
+
+@dataclass(frozen=True)
+class AnswerScore:
+    """Scores of one answer; exact_match is None if eval.answer_pattern does not match the reference."""
+
+    exact_match: bool | None
+    rouge_l: float
+    chrf: float
+
+
+def score_answers(
+    references: Sequence[str], answers: Sequence[str], pattern: str | None = None
+) -> list[AnswerScore]:
+    """Scores each answer: exact match, ROUGE-L (F1, 0 to 1) and chrF (0 to 100)."""
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics import CHRF
+
+    expression = None if pattern is None else re.compile(pattern)
+    rouge, chrf = RougeScorer(["rougeL"], tokenizer=_WordTokenizer()), CHRF()
+    scores = []
+    for reference, answer in zip(references, answers, strict=True):
+        wanted = final_answer(reference, expression)
+        matched = None if wanted is None else wanted == final_answer(answer, expression)
+        rouge_l = rouge.score(reference, answer)["rougeL"].fmeasure
+        scores.append(AnswerScore(matched, float(rouge_l), chrf.sentence_score(answer, [reference]).score))
+    return scores
+
+
+def summarise_answers(
+    references: Sequence[str],
+    answers: Sequence[str],
+    scores: Sequence[AnswerScore],
+    pattern: str | None = None,
+) -> dict[str, Any]:
+    """Aggregates the scores: means, and the corpus chrF of sacreBLEU.
+
+    Args:
+        references: reference answers.
+        answers: generated answers.
+        scores: from `score_answers`.
+        pattern: eval.answer_pattern, for the error message.
+
+    Raises:
+        ConfigError: eval.answer_pattern matches none of the references.
+    """
+    from sacrebleu.metrics import CHRF
+
+    require_answers(references, pattern)
+    matched = [score.exact_match for score in scores if score.exact_match is not None]
+    return {
+        "answered_rows": len(scores),
+        "exact_match": sum(matched) / len(matched),
+        "exact_match_rows": len(matched),
+        "rouge_l": sum(score.rouge_l for score in scores) / len(scores),
+        "chrf": CHRF().corpus_score(list(answers), [list(references)]).score,
+    }

@@ -1,0 +1,360 @@
+"""`make check`: finds problems before a run starts; each finding is ok, a warning or an error, with a fix."""
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import ResolvedConfig, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.data.reading import SUFFIXES
+from sft_play.errors import ConfigError, DataError
+from sft_play.launch.accelerate import CPU_PROCESSES
+from sft_play.launch.default_config import stale_default_config
+from sft_play.machine.gpus import Machine, detect
+from sft_play.machine.host import missing_packages
+from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards
+from sft_play.plan import Device
+from sft_play.planning.drafts import choose_precision
+from sft_play.report.machine import process_text
+from sft_play.runlog import console
+from sft_play.units import GIB, format_bytes
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
+BUILTIN = "builtin:"
+HUB_TIMEOUT_S = 5
+DISK_ERROR_BYTES, DISK_WARNING_BYTES = 1 * GIB, 10 * GIB
+BUSY_SHARE = 0.1  # share of a GPU's memory that other processes may use without a warning
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the check: severity, topic, what was found, and the fix if there is a problem."""
+
+    level: str
+    topic: str
+    what: str
+    fix: str = ""
+
+
+def run_checks(path: str, overrides: Sequence[str] = (), *, as_json: bool = False) -> int:
+    """Runs all checks, prints the findings and returns the exit code."""
+    findings = check(path, overrides)
+    if as_json:
+        import json
+
+        tree = {"exit_code": exit_code(findings), "findings": [asdict(finding) for finding in findings]}
+        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
+    else:
+        console().print(findings_table(findings))
+    return exit_code(findings)
+
+
+def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = None) -> list[Finding]:
+    """All findings for a run of this config on this machine."""
+    machine = machine or detect()
+    findings = []
+    try:
+        resolved = load_config(path, list(overrides))
+        findings.append(Finding(OK, "config", f"{path}: {_description(resolved)}"))
+    except ConfigError as error:
+        findings.append(Finding(ERROR, "config", str(error)))
+        resolved = None
+    if resolved:
+        config = resolved.config
+        findings += [*data_findings(config), *model_findings(config), *method_findings(config, machine)]
+        findings += disk_findings(Path(config.output.dir))
+    return [*findings, *device_findings(machine), *version_findings(machine), *accelerate_findings(machine)]
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 without errors, 3 if there are only data errors, else 2."""
+    topics = {finding.topic for finding in findings if finding.level == ERROR}
+    if not topics:
+        return 0
+    return DataError.exit_code if topics == {"data"} else ConfigError.exit_code
+
+
+def findings_table(findings: Sequence[Finding]) -> Any:
+    """The console output."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        text = Text(finding.what)
+        if finding.fix:
+            text.append(f"\n-> {finding.fix}", style="bold")
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), finding.topic, text)
+    counts = Counter(finding.level for finding in findings)
+    summary = ", ".join(f"{counts[level]} {level}" for level in (OK, WARNING, ERROR))
+    worst = next((level for level in (ERROR, WARNING) if counts[level]), OK)
+    return Group(table, f"[{STYLES[worst]}]{summary}[/]")
+
+
+def _description(resolved: ResolvedConfig) -> str:
+    config = resolved.config
+    return f"{config.tuning.mode} of {config.model.name} on {config.data.train_path}"
+
+
+def data_findings(config: RunConfig) -> Iterator[Finding]:
+    """Checks that the data exists and its first row has a known format."""
+    paths = {"train": config.data.train_path, "val": config.data.val_path, "test": config.data.test_path}
+    for split, path in paths.items():
+        if path is None:
+            continue
+        key = f"data.{split}_path"
+        if path.startswith(BUILTIN):
+            yield Finding(OK, "data", f"{key}: {path} is built in")
+        elif Path(path).expanduser().exists() or not _is_hub_name(path):
+            yield _first_row(config, split, path, key)
+        else:
+            yield _hub_finding("data", key, path, None, "dataset")
+
+
+def _first_row(config: RunConfig, split: str, path: str, key: str) -> Finding:
+    from sft_play.data.formats import convert, detect_format
+    from sft_play.data.reading import open_source, read_rows
+
+    try:
+        row = next(iter(read_rows(open_source(path, split), limit=1)), None)
+        if row is None:
+            return Finding(ERROR, "data", f"{key}: {path} has no rows", "use a file with at least one row")
+        name = detect_format(row) if config.data.format == "auto" else config.data.format
+        converted = convert(row, name, config.data.system_prompt)
+    except DataError as error:
+        return Finding(ERROR, "data", str(error), f'fix the row, or use another file: ARGS="{key}=<file>"')
+    if isinstance(converted, str):
+        return Finding(
+            WARNING,
+            "data",
+            f"{key}: {row.where}: the first row is dropped: {converted}",
+            "run `make prepare` to see how many rows are dropped",
+        )
+    return Finding(OK, "data", f"{key}: {path}, {name} rows")
+
+
+def _is_hub_name(name: str) -> bool:
+    head, _, rest = name.partition("/")
+    if not head or not rest or "/" in rest:
+        return False
+    return not name.startswith((".", "~")) and not name.endswith(SUFFIXES)
+
+
+def model_findings(config: RunConfig) -> Iterator[Finding]:
+    """Checks that a model folder is complete, or that a Hub model is reachable or cached."""
+    name = config.model.name
+    folder = Path(name).expanduser()
+    if name.startswith(BUILTIN):
+        yield Finding(OK, "model", f"model.name: {name} is built in")
+    elif folder.is_dir():
+        yield from _folder_findings(folder)
+    elif _is_hub_name(name) or "/" not in name:
+        yield _hub_finding("model", "model.name", name, config.model.revision, "model")
+    else:
+        yield Finding(
+            ERROR,
+            "model",
+            f"model.name: {name} is not a folder",
+            "use a folder or a Hub name such as Qwen/Qwen3-0.6B",
+        )
+
+
+def _folder_findings(folder: Path) -> Iterator[Finding]:
+    fix = "use a folder written by save_pretrained(), or a Hub name"
+    if not (folder / "config.json").is_file():
+        yield Finding(ERROR, "model", f"model.name: {folder} has no config.json", fix)
+        return
+    weights = sorted(folder.glob("*.safetensors"))
+    missing = missing_shards(folder)
+    if missing:
+        yield Finding(
+            ERROR,
+            "model",
+            f"model.name: {folder} lacks {', '.join(missing)}, which its index lists",
+            "download it again",
+        )
+    elif not weights:
+        pickles = any(folder.glob("*.bin"))
+        found = "only *.bin weights, which can execute code when loaded" if pickles else "no *.safetensors"
+        yield Finding(ERROR, "model", f"model.name: {folder} has {found}", fix)
+    if not has_tokenizer(folder):
+        yield Finding(
+            ERROR, "model", f"model.name: {folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])})", fix
+        )
+    elif weights and not missing:
+        size = format_bytes(sum(path.stat().st_size for path in weights))
+        yield Finding(OK, "model", f"model.name: {folder}, {size} of weights, tokenizer")
+
+
+def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: str) -> Finding:
+    """Looks up a model or dataset on the Hub, or in the local cache if the Hub is not reachable."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    api = HfApi()
+    look_up = api.model_info if kind == "model" else api.dataset_info
+    try:
+        if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
+        look_up(name.split(":")[0], revision=revision, timeout=HUB_TIMEOUT_S)
+        return Finding(OK, topic, f"{key}: {name} is on the Hub")
+    except GatedRepoError:
+        return Finding(
+            ERROR,
+            topic,
+            f"{key}: {name} is gated",
+            "accept its license on the Hub, then run: hf auth login",
+        )
+    except RevisionNotFoundError:
+        return Finding(
+            ERROR,
+            topic,
+            f"{key}: {name} has no revision {revision}",
+            "set model.revision to a branch, tag or commit",
+        )
+    except RepositoryNotFoundError:
+        return Finding(
+            ERROR,
+            topic,
+            f"{key}: {name} does not exist locally or on the Hub",
+            "check the name; if it is private, run: hf auth login",
+        )
+    except Exception as error:  # noqa: BLE001 - HTTP clients raise unrelated classes of network errors
+        return _offline_finding(topic, key, name, kind, error)
+
+
+def _offline_finding(topic: str, key: str, name: str, kind: str, error: Exception) -> Finding:
+    from huggingface_hub import try_to_load_from_cache
+
+    marker = "config.json" if kind == "model" else "README.md"
+    try:
+        cached = isinstance(try_to_load_from_cache(name.split(":")[0], marker, repo_type=kind), str)
+    except ValueError:
+        return Finding(
+            ERROR, topic, f"{key}: {name} is neither a local path nor a Hub name", "check the name"
+        )
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if cached:
+        return Finding(OK, topic, f"{key}: {name} is in the local cache (the Hub is not reachable)")
+    return Finding(
+        WARNING,
+        topic,
+        f"{key}: the Hub is not reachable ({reason}) and {name} is not cached",
+        "use a local folder, or connect to the network",
+    )
+
+
+def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
+    """Checks that precision, quantization and engine of the config are supported here."""
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus))
+    device = Device(
+        kind="cuda" if machine.gpus else "cpu",
+        name=names or "the CPU",
+        bf16=all(gpu.bf16 for gpu in machine.gpus),  # without a GPU: PyTorch supports bf16 on any CPU
+    )
+    try:
+        yield Finding(OK, "method", choose_precision(config, device)[2])
+    except ConfigError as error:
+        yield Finding(
+            ERROR, "method", str(error), "set train.mixed_precision=auto to use what the device supports"
+        )
+    for text in missing_packages(config):
+        yield Finding(ERROR, "method", text, "run `make install`")
+
+
+def disk_findings(output: Path) -> list[Finding]:
+    """Checks that the output folder is writable and has space for checkpoints."""
+    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    text = f"output.dir: {format_bytes(free)} free in {folder}"
+    if not os.access(folder, os.W_OK):
+        fix = 'set another folder: ARGS="output.dir=<folder>"'
+        return [Finding(ERROR, "disk", f"output.dir: {folder} is not writable", fix)]
+    if free >= DISK_WARNING_BYTES:
+        return [Finding(OK, "disk", text)]
+    level = ERROR if free < DISK_ERROR_BYTES else WARNING
+    return [
+        Finding(level, "disk", text, 'free some space, or set ARGS="output.dir=<folder on a larger disk>"')
+    ]
+
+
+def device_findings(machine: Machine) -> Iterator[Finding]:
+    """GPUs, and other processes on them."""
+    if not machine.gpus:
+        yield Finding(
+            WARNING,
+            "device",
+            f"training runs on the CPU: {machine.note}",
+            "fine for the demo; real models need a GPU",
+        )
+        return
+    yield Finding(
+        OK, "device", f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}"
+    )
+    if machine.note:
+        yield Finding(WARNING, "device", machine.note, "unset CUDA_VISIBLE_DEVICES if this is not intended")
+    if len({gpu.name for gpu in machine.gpus}) > 1:
+        yield Finding(
+            WARNING,
+            "device",
+            "the GPUs are different models; the least capable one determines the plan",
+            "select identical GPUs with CUDA_VISIBLE_DEVICES",
+        )
+    for gpu in machine.gpus:
+        used = sum(process.used_bytes or 0 for process in gpu.processes)
+        if gpu.total_bytes and used > BUSY_SHARE * gpu.total_bytes:
+            who = "; ".join(process_text(process) for process in gpu.processes)
+            yield Finding(
+                WARNING,
+                "device",
+                f"GPU {gpu.index} is in use by other processes: {who}",
+                "stop them, or select another GPU with CUDA_VISIBLE_DEVICES",
+            )
+
+
+def version_findings(machine: Machine) -> Iterator[Finding]:
+    """Checks installed packages against pyproject.toml, and that torch can use the GPU."""
+    from packaging.requirements import Requirement
+
+    wrong, seen = [], {}
+    for text in importlib.metadata.requires("sft-play") or []:
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        seen[requirement.name] = found
+        if found == "not installed" or not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f"{requirement.name} {found} (needs {requirement.specifier})")
+    if wrong:
+        yield Finding(ERROR, "versions", "; ".join(wrong), "run `make install`")
+    else:
+        main = [name for name in ("torch", "transformers", "trl", "accelerate") if name in seen]
+        versions = ", ".join(f"{name} {seen[name]}" for name in main)
+        yield Finding(OK, "versions", f"{len(seen)} packages have supported versions: {versions}")
+    if machine.gpus and seen.get("torch", "").endswith("+cpu"):
+        fix = "run `rm -r .venv && make install` with a package index that has the CUDA build of torch"
+        yield Finding(
+            ERROR, "versions", f"torch {seen['torch']} is a CPU build, but this machine has a GPU", fix
+        )
+
+
+def accelerate_findings(machine: Machine) -> list[Finding]:
+    """Checks that accelerate's default config, if any, fits this machine."""
+    stale = stale_default_config(len(machine.gpus) or CPU_PROCESSES)
+    fix = "run `make setup-accelerate AUTO=1`, or remove the file"
+    return [Finding(WARNING, "accelerate", stale, fix)] if stale else []

@@ -1,0 +1,329 @@
+"""Evaluation: loss over supervised tokens, and generated answers compared with references."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sft_play.commands.answers import require_answers, score_answers, summarise_answers
+from sft_play.config.schema import EvalConfig, RunConfig
+from sft_play.data.chat import prompt_and_answer
+from sft_play.data.collators import Collator, padded_collator
+from sft_play.data.formats import Message
+from sft_play.data.prepare import PreparedData
+from sft_play.errors import ConfigError, StorageError
+from sft_play.model.data import load_data
+from sft_play.model.generation import (
+    DEFAULT_BATCH_SIZE,
+    Answer,
+    generate_answers,
+    in_batches,
+    prompt_ids,
+)
+from sft_play.model.load import load_for_inference
+from sft_play.model.loss_head import add_loss_head
+from sft_play.model.scoring import TokenScore, score_batch
+from sft_play.model.weights import finished_weights, release_memory
+from sft_play.report.progress import progress_bar, spinner
+from sft_play.report.tables import evaluation_table, perplexity
+from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+SPLITS = ("val", "test")
+
+
+def score_rows(
+    model: Any, dataset: "Dataset", collate: Collator, *, batch_size: int, description: str = "scoring"
+) -> TokenScore:
+    """Loss and token accuracy over all supervised tokens of `dataset`; the batch size only affects rounding.
+
+    Args:
+        model: in eval mode.
+        dataset: columns input_ids, labels, length.
+        collate: rows -> batch with input_ids and labels, [rows, tokens].
+        batch_size: rows per forward pass; halved if memory runs out.
+        description: of the progress bar.
+    """
+    add_loss_head(model)
+    sums = torch.zeros(3, dtype=torch.float64)
+    order = sorted(range(len(dataset)), key=list(dataset["length"]).__getitem__, reverse=True)
+
+    def score(rows: list[int]) -> torch.Tensor:
+        batch = collate([dataset[row] for row in rows])
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                batch[name] = value.to(model.device)
+        return score_batch(model, batch).cpu()
+
+    with progress_bar(description, len(order)) as done:
+        for rows, part in in_batches(order, batch_size, score):
+            sums += part
+            done(len(rows))
+    return TokenScore.of(sums)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row to answer: the messages before its last answer, that answer, and the tokenized prompt."""
+
+    messages: tuple[Message, ...]
+    reference: str
+    ids: list[int]
+
+
+def questions(
+    data: PreparedData, split: str, tokenizer: "PreTrainedTokenizerBase", limit: int
+) -> list[Question]:
+    """The first `limit` rows of a split that have an answer; plain text has none.
+
+    Args:
+        data: the prepared data.
+        split: val or test.
+        tokenizer: with the chat template of the run.
+        limit: maximum number of questions.
+    """
+    found = []
+    for conversation in data.conversations(split):
+        if conversation.text is None:
+            messages, reference = prompt_and_answer(conversation)
+            if messages and reference.strip():
+                prompt = replace(conversation, messages=tuple(messages))
+                found.append(Question(prompt.messages, reference, prompt_ids(tokenizer, prompt)))
+        if len(found) == limit:
+            break
+    return found
+
+
+def answer_questions(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    asked: Sequence[Question],
+    settings: EvalConfig,
+    description: str,
+) -> list[Answer]:
+    """Generates greedy answers, in the order of the questions.
+
+    Args:
+        model: in eval mode.
+        tokenizer: of the model.
+        asked: the questions.
+        settings: batch size and length of the answers.
+        description: of the progress bar.
+    """
+    return generate_answers(
+        model,
+        tokenizer,
+        [question.ids for question in asked],
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=DEFAULT_BATCH_SIZE if settings.batch_size == "auto" else settings.batch_size,
+        description=description,
+    )
+
+
+def answer_metrics(
+    asked: Sequence[Question], answers: Sequence[Answer], settings: EvalConfig
+) -> tuple[dict[str, Any], list]:
+    """The metrics over all answers, and the scores of each."""
+    references = [question.reference for question in asked]
+    texts = [answer.text for answer in answers]
+    scores = score_answers(references, texts, settings.answer_pattern)
+    metrics = summarise_answers(references, texts, scores, settings.answer_pattern)
+    metrics["unfinished_answers"] = sum(not answer.finished for answer in answers)
+    metrics["max_new_tokens"] = settings.max_new_tokens
+    return metrics, scores
+
+
+def _split_rows(data: PreparedData, split: str) -> "Dataset":
+    rows = {"val": data.val, "test": data.test}[split]
+    if rows is None or not len(rows):
+        other = next((name for name in SPLITS if name != split and getattr(data, name) is not None), None)
+        raise ConfigError(
+            f"SPLIT={split}: the config has no {split} rows. Set data.{split}_path or data.{split}_fraction"
+            + (f", or use SPLIT={other}" if other else "")
+        )
+    return rows
+
+
+def _scoring_batch_size(config: RunConfig, run: RunDir) -> int:
+    """eval.batch_size; auto is the micro-batch size of the plan, in rows."""
+    if config.eval.batch_size != "auto":
+        return config.eval.batch_size
+    plan = read_json(run.plan).get("plan", {})
+    if not plan:
+        return DEFAULT_BATCH_SIZE
+    if plan["packing"]:
+        return max(1, plan["micro_batch_size"] // plan["max_seq_len"])
+    return plan["micro_batch_size"]
+
+
+def evaluate_run(
+    config: RunConfig, run: RunDir, split: str = "val", limit: int | None = None
+) -> dict[str, Any]:
+    """Evaluates a finished run on a held-out split; prints a table and writes eval.<split>.json and .jsonl.
+
+    Args:
+        config: of the run.
+        run: its run directory.
+        split: val or test.
+        limit: number of rows to generate answers for (default: eval.limit); loss and token accuracy use all
+            rows.
+
+    Raises:
+        ConfigError: the split has no rows, or eval.answer_pattern matches none of them.
+        CheckpointError: the run has no complete weights.
+        DoesNotFitError: memory runs out with a single row.
+        StorageError: the results cannot be written.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"SPLIT={split} is not a split; allowed: {', '.join(SPLITS)}")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"LIMIT={limit}: expected a positive integer")
+    weights = finished_weights(config, run)
+    with quiet_libraries(run.log):
+        loaded = load_data(config)
+        tokenizer, data = loaded.tokenizer, loaded.rows
+        rows = _split_rows(data, split)
+        asked = questions(data, split, tokenizer, limit or config.eval.limit)
+        require_answers([question.reference for question in asked], config.eval.answer_pattern)
+        with spinner(f"loading {weights}"):
+            model = load_for_inference(config, weights)
+        began = time.perf_counter()
+        score = score_rows(
+            model, rows, padded_collator(tokenizer.pad_token_id), batch_size=_scoring_batch_size(config, run)
+        )
+        answers = answer_questions(model, tokenizer, asked, config.eval, f"answering {split} rows")
+        seconds = time.perf_counter() - began
+        metrics, scores = answer_metrics(asked, answers, config.eval) if asked else ({"answered_rows": 0}, [])
+        result = {
+            "name": run.path.name,
+            "split": split,
+            "model": config.model.name,
+            "weights": str(weights),
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "rows": len(rows),
+            "supervised_tokens": score.tokens,
+            "loss": score.loss,
+            "perplexity": perplexity(score.loss),
+            "token_accuracy": score.accuracy,
+            **metrics,
+            "seconds": round(seconds, 3),
+        }
+        del model
+        release_memory()
+        places = _write_results(run, split, result, asked, answers, scores)
+        console().print(evaluation_table(result))
+        console().print(f"saved to {places[0]} and {places[1]}", style="dim", markup=False, soft_wrap=True)
+    return result
+
+
+def _write_results(
+    run: RunDir,
+    split: str,
+    result: dict[str, Any],
+    asked: Sequence[Question],
+    answers: Sequence[Answer],
+    scores: Sequence[Any],
+) -> tuple[Path, Path]:
+    """Writes the metrics as JSON and the answers as JSONL; returns both paths."""
+    metrics_file, answers_file = run.path / f"eval.{split}.json", run.path / f"eval.{split}.jsonl"
+    lines = [
+        json.dumps(
+            {
+                "messages": list(question.messages),
+                "reference": question.reference,
+                "generated": answer.text,
+                "finished": answer.finished,
+                "tokens": answer.tokens,
+                **asdict(score),
+            },
+            ensure_ascii=False,
+        )
+        for question, answer, score in zip(asked, answers, scores, strict=True)
+    ]
+    run.write_json(metrics_file, result)
+    try:
+        answers_file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {answers_file}: {error.strerror}. Free some space, or set output.dir=<folder>"
+        ) from error
+    return metrics_file, answers_file
+
+
+def closing_questions(
+    config: RunConfig, data: PreparedData, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[str, list[Question]]:
+    """The split that answers are generated for at the end of a run, and at most eval.limit rows of it.
+
+    The split is test, or val if there is no test split.
+
+    Raises:
+        ConfigError: eval.answer_pattern matches none of them.
+    """
+    split = "test" if data.test is not None and len(data.test) else "val"
+    asked = questions(data, split, tokenizer, config.eval.limit)
+    require_answers([question.reference for question in asked], config.eval.answer_pattern)
+    return split, asked
+
+
+def before_after(
+    config: RunConfig, run: RunDir, data: PreparedData, tokenizer: "PreTrainedTokenizerBase"
+) -> dict[str, Any] | None:
+    """Compares generated answers before and after training, on at most eval.limit rows of test (else val).
+
+    Args:
+        config: of the run.
+        run: its run directory.
+        data: the prepared data.
+        tokenizer: with the chat template of the run.
+
+    Returns:
+        {"before": metrics, "after": metrics, "samples": [{"prompt", "reference", "before", "after"}]}; None
+        if no held-out row has an answer.
+    """
+    split, asked = closing_questions(config, data, tokenizer)
+    if not asked:
+        return None
+    answers = _answers_of_both(config, finished_weights(config, run), tokenizer, asked)
+    both: dict[str, Any] = {
+        when: {**answer_metrics(asked, answers[when], config.eval)[0], "split": split} for when in answers
+    }
+    shown = zip(asked, answers["before"], answers["after"], strict=True)
+    both["samples"] = [
+        {
+            "prompt": question.messages[-1]["content"],
+            "reference": question.reference,
+            "before": before.text,
+            "after": after.text,
+        }
+        for question, before, after in list(shown)[: config.eval.samples]
+    ]
+    return both
+
+
+def _answers_of_both(
+    config: RunConfig, weights: Path, tokenizer: "PreTrainedTokenizerBase", asked: Sequence[Question]
+) -> dict[str, list[Answer]]:
+    """Disables the adapter for `before`; after full fine-tuning, loads the two models one after the other."""
+    full = config.tuning.mode == "full"
+    model: Any = load_for_inference(config, None if full else weights)
+    if full:
+        before = answer_questions(model, tokenizer, asked, config.eval, "answering before training")
+        del model
+        release_memory()
+        model = load_for_inference(config, weights)
+    else:
+        with model.disable_adapter():
+            before = answer_questions(model, tokenizer, asked, config.eval, "answering before training")
+    after = answer_questions(model, tokenizer, asked, config.eval, "answering after training")
+    del model
+    release_memory()
+    return {"before": before, "after": after}

@@ -1,0 +1,331 @@
+"""One function per command; each imports only what it needs, so that light commands start fast."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import CheckpointError
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def _load(args: argparse.Namespace) -> Any:
+    from sft_play.job import load_job_config
+
+    return load_job_config(args.config, args.overrides)
+
+
+def _finished_run(resolved: Any) -> Any:
+    """The run directory of a config.
+
+    Raises:
+        CheckpointError: it does not exist.
+    """
+    from sft_play.runlog import RunDir
+
+    run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
+    if not run.path.is_dir():
+        raise CheckpointError(f"{run.path} does not exist; run `make train CONFIG={resolved.path}` first")
+    return run
+
+
+def gpu_info(args: argparse.Namespace) -> int:
+    """Show GPUs, CPU and RAM of this machine."""
+    from sft_play.machine import gpus
+    from sft_play.report.machine import gpu_info_table
+    from sft_play.runlog import console
+
+    machine = gpus.detect()
+    if args.json:
+        _print_json(gpus.to_json(machine))
+    else:
+        console().print(gpu_info_table(machine))
+    return 0
+
+
+def device_profile(args: argparse.Namespace) -> int:
+    """Show what operations cost on this device, which is measured the first time."""
+    from sft_play.machine.gpus import detect
+    from sft_play.planning.profiling import saved_profile
+    from sft_play.report.profile import profile_report
+    from sft_play.runlog import console
+
+    tree = json.loads(saved_profile(detect(), 1, again=args.again).to_json())
+    if args.json:
+        _print_json(tree)
+    else:
+        console().print(profile_report(tree))
+    return 0
+
+
+def config_schema(args: argparse.Namespace) -> int:
+    """Print the JSON schema of config files."""
+    from sft_play.config.load import json_schema
+
+    _print_json(json_schema())
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check config, data, model, devices, disk and package versions."""
+    from sft_play.commands.check import run_checks
+
+    return run_checks(args.config, args.overrides, as_json=args.json)
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Tokenize the data and show its statistics."""
+    from sft_play.data import show
+    from sft_play.model.data import load_data
+    from sft_play.runlog import console
+
+    loaded = load_data(_load(args).config, progress=not args.json)
+    if args.json:
+        _print_json(loaded.rows.stats)
+        return 0
+    console().print(show.table(loaded.rows))
+    if args.show:
+        show.print_samples(loaded.rows, loaded.tokenizer, args.show)
+    return 0
+
+
+def _data_folder(resolved: Any) -> Path:
+    from sft_play.runlog import open_run
+
+    folder = open_run(resolved.config.output.dir, resolved.config.output.name).path / "data"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _report_counts(out: Path, counts: Mapping[str, int]) -> int:
+    from sft_play.runlog import console
+
+    rows = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    console().print(f"{out}\n  {rows}", markup=False)
+    return 0
+
+
+def process(args: argparse.Namespace) -> int:
+    """Data step 1: convert rows of any format to conversations."""
+    from sft_play.data import show
+
+    resolved = _load(args)
+    out = _data_folder(resolved) / "processed.jsonl"
+    return _report_counts(out, show.process(resolved.config, out))
+
+
+def style(args: argparse.Namespace) -> int:
+    """Data step 2: add a system prompt to the conversations."""
+    from sft_play.data import show
+
+    folder = _data_folder(_load(args))
+    rows = _earlier_step(folder, "processed.jsonl", "process")
+    out = folder / "styled.jsonl"
+    return _report_counts(out, show.style(rows, out, args.style))
+
+
+def render(args: argparse.Namespace) -> int:
+    """Data step 3: render the text as the model sees it, with its supervised parts."""
+    from sft_play.data import show
+    from sft_play.model.load import load_tokenizer
+
+    resolved = _load(args)
+    folder = _data_folder(resolved)
+    styled = folder / "styled.jsonl"
+    rows = styled if styled.exists() else _earlier_step(folder, "processed.jsonl", "process")
+    out = folder / "rendered.jsonl"
+    tokenizer = load_tokenizer(resolved.config.model)
+    return _report_counts(out, show.render(resolved.config, tokenizer, rows, out))
+
+
+def _earlier_step(folder: Path, name: str, target: str) -> Path:
+    """The file of an earlier data step.
+
+    Raises:
+        CheckpointError: the file does not exist.
+    """
+    if not (folder / name).exists():
+        raise CheckpointError(
+            f"{folder / name} does not exist; run `make {target}` with the same CONFIG first"
+        )
+    return folder / name
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
+    from sft_play.machine.gpus import detect, what_if
+    from sft_play.model.load import load_model_config
+    from sft_play.planning.facts import data_facts
+    from sft_play.planning.profiling import ensure_profile
+    from sft_play.planning.run import plan_run
+    from sft_play.planning.scaling import scaling
+    from sft_play.report.plan import plan_report
+    from sft_play.runlog import cache_dir, console, quiet_libraries
+
+    machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
+    with quiet_libraries(cache_dir() / "plan.log"):
+        config = _load(args).config
+        model_config = load_model_config(config.model)
+        facts = data_facts(config, model_config, progress=not args.json)
+        if not args.gpu:
+            ensure_profile(machine, args.gpus or len(machine.gpus) or 1)
+        chosen = plan_run(config, model_config, facts, machine, args.gpus or len(machine.gpus) or 1)
+        scales = scaling(config, model_config, facts, machine)
+    if args.json:
+        _print_json(chosen.to_json() | {"scaling": scales})
+    else:
+        console().print(plan_report(chosen.to_json(), scales))
+    return 0
+
+
+def probe(args: argparse.Namespace) -> int:
+    """Run two steps and an evaluation on the largest batch; compare measured with predicted memory."""
+    from sft_play.commands.probe import probe_command
+    from sft_play.report.probe import probe_report
+    from sft_play.runlog import console
+
+    result = probe_command(args.config, args.overrides, processes=args.processes, engine=args.engine)
+    if args.json:
+        _print_json(result)
+    else:
+        console().print(probe_report(result["plan"], result["probe"]))
+    return 0
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train, in one process or in several through accelerate."""
+    from sft_play.commands.train import train_command
+    from sft_play.launch.nodes import NodeFlags, make_settings, read_nodes
+    from sft_play.launch.tensorboard import while_training
+
+    flags = NodeFlags(args.nodes, args.node_rank, args.master_addr, args.master_port)
+    nodes = read_nodes(flags, make_settings(args.config, args.overrides, args.processes, args.engine))
+    with while_training(_runs_folder(args)) if args.tensorboard else nullcontext():
+        return train_command(
+            args.config,
+            args.overrides,
+            processes=args.processes,
+            engine=args.engine,
+            resume=args.resume,
+            nodes=nodes,
+        )
+
+
+def slurm(args: argparse.Namespace) -> int:
+    """Submit a training run to SLURM, on one or more nodes."""
+    from sft_play.config.load import load_config
+    from sft_play.launch.slurm import read_job, submission_summary, submit
+    from sft_play.planning.batch import batch_choices
+    from sft_play.runlog import console
+
+    config = load_config(args.config, args.overrides).config
+    options = {"partition": args.partition, "time": args.time, "account": args.account, "more": args.sbatch}
+    job = read_job(args.nodes, args.gpus, config.output.name, **options)
+    if job.processes and not config.train.packing:
+        # Raise errors now and not after hours in the queue.
+        batch_choices(config.train, job.nodes * job.processes, None)
+    job_id = submit(job, config=args.config, engine=args.engine, overrides=args.overrides)
+    console().print(submission_summary(job_id, job), markup=False, soft_wrap=True)
+    return 0
+
+
+def _runs_folder(args: argparse.Namespace) -> Path:
+    from sft_play.config.load import load_config
+
+    return Path(load_config(args.config, args.overrides).config.output.dir)
+
+
+def tensorboard(args: argparse.Namespace) -> int:
+    """Start TensorBoard on 127.0.0.1 and a free port, or stop it."""
+    from sft_play.launch import tensorboard as server
+    from sft_play.runlog import console
+
+    if args.stop:
+        console().print(
+            "stopped TensorBoard" if server.stop(Path(args.runs)) else "TensorBoard is not running"
+        )
+    else:
+        server.start(Path(args.runs))
+    return 0
+
+
+def setup_accelerate(args: argparse.Namespace) -> int:
+    """Write accelerate's default config, with its wizard or for this machine (--auto)."""
+    from sft_play.launch.setup import setup_accelerate as setup
+
+    return setup(args.auto)
+
+
+def memory_check(args: argparse.Namespace) -> int:
+    """Show the memory that is available to a run."""
+    from sft_play.launch.setup import memory_report
+    from sft_play.machine.gpus import detect
+    from sft_play.report.machine import memory_table
+    from sft_play.runlog import console
+
+    machine = detect()
+    report = memory_report(machine)
+    if args.json:
+        _print_json(report)
+    else:
+        console().print(memory_table(machine, report["left_per_process_bytes"]))
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluate the trained model on held-out rows."""
+    from sft_play.commands.evaluate import evaluate_run
+
+    resolved = _load(args)
+    result = evaluate_run(resolved.config, _finished_run(resolved), args.split, args.limit)
+    if args.json:
+        _print_json(result)
+    return 0
+
+
+def infer(args: argparse.Namespace) -> int:
+    """Chat with the trained model, or answer the prompts of a file."""
+    from sft_play.commands.infer import chat, infer_batch
+
+    resolved = _load(args)
+    run = _finished_run(resolved)
+    if not args.input:
+        chat(resolved.config, run)
+        return 0
+    output = Path(args.output or run.path / "answers.jsonl")
+    result = infer_batch(resolved.config, run, Path(args.input), output)
+    if args.json:
+        _print_json(result)
+    return 0
+
+
+def merge(args: argparse.Namespace) -> int:
+    """Merge the adapter into the unquantized base model."""
+    from sft_play.commands.merge import merge as merge_run
+
+    resolved = _load(args)
+    result = merge_run(resolved.config, _finished_run(resolved), _output(args), args.dtype)
+    if args.json:
+        _print_json(result)
+    return 0
+
+
+def _output(args: argparse.Namespace) -> Path | None:
+    return Path(args.output) if args.output else None
+
+
+def merge_test(args: argparse.Namespace) -> int:
+    """Compare the logits of the merged model with those of the adapter model."""
+    from sft_play.commands.merge import merge_test as test
+
+    resolved = _load(args)
+    result = test(resolved.config, _finished_run(resolved), _output(args))
+    if args.json:
+        _print_json(result)
+    return 0

@@ -1,0 +1,370 @@
+"""Inference with the trained model: chat in the terminal, and batch inference on a file of prompts."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.formats import ROLES, Conversation, Message, convert
+from sft_play.data.reading import SUFFIXES, Row, Source, read_rows
+from sft_play.errors import ConfigError, DataError, StorageError
+from sft_play.model.generation import (
+    DEFAULT_BATCH_SIZE,
+    Answer,
+    answer_batches,
+    generate,
+    load_chat_tokenizer,
+    prompt_ids,
+)
+from sft_play.model.load import load_for_inference, position_limit
+from sft_play.model.weights import finished_weights, release_memory
+from sft_play.report.progress import progress_bar, spinner
+from sft_play.runlog import RunDir, console, quiet_libraries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# --- chat ---
+
+HELP = "/reset: new conversation   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
+MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
+
+
+@dataclass
+class Dialogue:
+    """The state of a chat: system prompt and turns."""
+
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages for the chat template."""
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self.turns
+
+
+def run_chat_command(chat: Dialogue, line: str) -> str | None:
+    """Executes a chat command; returns the reply, or None to end the chat."""
+    command, _, text = line.partition(" ")
+    if command in ("/quit", "/exit"):
+        return None
+    if command == "/reset":
+        chat.turns.clear()
+        return "started a new conversation"
+    if command == "/system":
+        chat.system, chat.turns = text.strip() or None, []
+        return f"system prompt: {chat.system or '(none)'}; started a new conversation"
+    return HELP if command == "/help" else f"unknown command {command}; available: {HELP}"
+
+
+def fit_history(
+    chat: Dialogue, render: Callable[[Sequence[Message]], list[int]], limit: int | None, max_new_tokens: int
+) -> tuple[list[int], int, int]:
+    """Drops the oldest turns until prompt and answer fit into the model's context.
+
+    Question and answer are dropped together. The last question is always kept, even if it leaves too little
+    room for an answer.
+
+    Args:
+        chat: whose turns are dropped in place.
+        render: messages -> prompt tokens.
+        limit: longest sequence that the model supports, if known.
+        max_new_tokens: wanted room for the answer.
+
+    Returns:
+        Prompt tokens, room for the answer in tokens, and the number of dropped turns.
+    """
+    dropped = 0
+    while True:
+        ids = render(chat.messages)
+        room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids))
+        if room == max_new_tokens or len(chat.turns) < 3:
+            return ids, room, dropped
+        del chat.turns[:2]
+        dropped += 2
+
+
+def _printer(tokenizer: "PreTrainedTokenizerBase", pieces: list[str]) -> Any:
+    """A streamer that prints an answer while it is generated, and collects it in `pieces`."""
+    from transformers import TextStreamer
+
+    class Printer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            pieces.append(text)
+            console().print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+    return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, config: RunConfig) -> None:
+    """Answers the last question of the chat: prints the answer and adds it to the chat."""
+
+    def render(messages: Sequence[Message]) -> list[int]:
+        return prompt_ids(tokenizer, Conversation(tuple(messages), source="the chat"))
+
+    limit = position_limit(model.config)
+    ids, room, dropped = fit_history(chat, render, limit, config.eval.max_new_tokens)
+    if room < min(MIN_ANSWER_TOKENS, config.eval.max_new_tokens):
+        text = f"message too long: the prompt has {len(ids)} tokens, the model supports {limit}; not sent"
+        console().print(text, style="yellow")
+        chat.turns.pop()
+        return
+    if dropped:
+        text = f"dropped the first {dropped} messages, which no longer fit into the model's context"
+        console().print(text, style="dim")
+    pieces: list[str] = []
+    try:
+        new = generate(model, tokenizer, [ids], max_new_tokens=room, streamer=_printer(tokenizer, pieces))[0]
+        console().print()
+        if len(new) >= room:
+            console().print(f"(truncated at {room} tokens: eval.max_new_tokens)", style="dim")
+    except KeyboardInterrupt:
+        console().print("\n(stopped)", style="dim")
+    chat.turns.append({"role": "assistant", "content": "".join(pieces).strip()})
+
+
+def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) -> None:
+    """A chat in the terminal, with greedy decoding and streamed answers.
+
+    Args:
+        config: of the run; uses data.system_prompt and eval.max_new_tokens.
+        run: its run directory.
+        read: prompts for a line of input.
+
+    Raises:
+        CheckpointError: the run has no complete weights.
+    """
+    weights = finished_weights(config, run)
+    with quiet_libraries(run.log):
+        tokenizer = load_chat_tokenizer(config)
+        with spinner(f"loading {weights}"):
+            model = load_for_inference(config, weights)
+    state = Dialogue(system=config.data.system_prompt)
+    console().print(f"[bold]{run.path.name}[/bold] on {model.device}", highlight=False)
+    console().print(HELP, style="dim")
+    while True:
+        try:
+            line = read("\nyou> ").strip()
+        except KeyboardInterrupt:
+            console().print("\nuse /quit or Ctrl-D to end the chat", style="dim")
+            continue
+        except EOFError:
+            console().print()
+            return
+        if not line:
+            continue
+        if line.startswith("/"):
+            message = run_chat_command(state, line)
+            if message is None:
+                return
+            console().print(message, style="dim", markup=False)
+            continue
+        state.turns.append({"role": "user", "content": line})
+        with quiet_libraries(run.log):
+            _reply(model, tokenizer, state, config)
+
+
+# --- a file of prompts ---
+
+ANSWER_KEY, ROW_KEY = "generated", "row"  # keys that are added to each row of the output
+
+# Key that identifies a prompt -> the format of the row, and the key of its answer, which may be missing.
+PROMPTS = {
+    "messages": ("messages", None),
+    "conversations": ("sharegpt", None),
+    "instruction": ("alpaca", "output"),
+    "prompt": ("prompt_completion", "completion"),
+    "question": ("question_answer", "answer"),
+    "user": ("system_user_assistant", "assistant"),
+}
+PLACEHOLDER: Message = {"role": "assistant", "content": "?"}
+
+
+def _without_last_answer(turns: Any) -> Any:
+    """Removes assistant messages from the end of a list of messages; returns other values unchanged."""
+    if not isinstance(turns, list):
+        return turns
+    asked = list(turns)
+    while asked and isinstance(asked[-1], dict):
+        role = str(asked[-1].get("role", asked[-1].get("from")))
+        if ROLES.get(role) != "assistant":
+            break
+        asked.pop()
+    return asked
+
+
+def prompt_of(row: Row, system_prompt: str | None = None) -> Conversation:
+    """The conversation to continue, without an answer that the row may already have at its end.
+
+    Raises:
+        DataError: the row has no prompt; names file and line.
+    """
+    key = next((key for key in PROMPTS if key in row.data), None)
+    if key is None:
+        raise DataError(
+            f"{row.where}: no prompt among the keys {', '.join(row.data) or '(none)'}; "
+            f"expected one of {', '.join(PROMPTS)}"
+        )
+    if ANSWER_KEY in row.data:
+        raise DataError(
+            f"{row.where}: the row already has a key '{ANSWER_KEY}', which is used for answers; rename it"
+        )
+    format_name, answer_key = PROMPTS[key]
+    value = _without_last_answer(row.data[key])
+    if answer_key is None:
+        value = [*value, PLACEHOLDER] if isinstance(value, list) and value else value
+        data = {**row.data, key: value}
+    else:
+        answer = [PLACEHOLDER] if isinstance(value, list) else PLACEHOLDER["content"]
+        data = {**row.data, key: value, answer_key: answer}
+    conversation = convert(Row(data, row.file, row.line), format_name, system_prompt)
+    if isinstance(conversation, str):
+        raise DataError(f"{row.where}: {conversation}")
+    return Conversation(conversation.messages[:-1], tools=conversation.tools, source=row.where)
+
+
+def read_prompts(path: Path, system_prompt: str | None = None) -> list[tuple[Row, Conversation]]:
+    """Reads and validates all rows of a JSONL, JSON, Parquet or CSV file.
+
+    Raises:
+        DataError: the file cannot be read, or a row has no prompt.
+    """
+    if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+        found = "is not a supported file" if path.exists() else "does not exist"
+        raise DataError(f"IN={path} {found}; expected {', '.join(SUFFIXES)}")
+    rows = [(row, prompt_of(row, system_prompt)) for row in read_rows(Source(str(path), (path,)))]
+    if not rows:
+        raise DataError(f"IN={path} has no rows")
+    return rows
+
+
+def answered_rows(output: Path, rows: Sequence[Row], weights: Path) -> dict[int, str]:
+    """Row index -> output line of an earlier, interrupted run; ignores a truncated last line.
+
+    Raises:
+        ConfigError: `output` has answers to other rows, or from other weights.
+    """
+    if not output.exists():
+        return {}
+    if not output.is_file():
+        raise ConfigError(f"OUT={output} is not a file; use the path of a JSONL file")
+    newest = max(file.stat().st_mtime for file in weights.glob("*.safetensors"))
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    remedy = "Remove it, or set OUT=<another file>"
+    if lines and output.stat().st_mtime < newest:
+        raise ConfigError(
+            f"OUT={output} is older than {weights}, so its answers are from another model. {remedy}"
+        )
+    done: dict[int, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+            index = record.pop(ROW_KEY) - 1
+            del record[ANSWER_KEY]
+            same = record == json.loads(json.dumps(rows[index].data, default=str))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            same = False
+        if not same:
+            raise ConfigError(
+                f"OUT={output}: line {number} is not an answer to a row of this input. {remedy}"
+            )
+        done[index] = line
+    return done
+
+
+def infer_batch(config: RunConfig, run: RunDir, input: Path, output: Path) -> dict[str, Any]:
+    """Answers every prompt of a file; when run again after an interruption, answers the remaining ones.
+
+    Each line of the output is the input row plus `generated` and `row` (its number). Lines are written as
+    soon as they are generated, in batches of similar length, and sorted into the order of the input at the
+    end.
+
+    Args:
+        config: of the run; uses eval.batch_size and eval.max_new_tokens.
+        run: its run directory.
+        input: file of rows with messages, conversations, prompt, question, instruction or user.
+        output: JSONL file.
+
+    Raises:
+        DataError: a row of the input is invalid; no row is answered.
+        ConfigError: `output` has other content.
+        CheckpointError: the run has no complete weights.
+        StorageError: `output` cannot be written.
+    """
+    weights = finished_weights(config, run)
+    prompts = read_prompts(input, config.data.system_prompt)
+    done = answered_rows(output, [row for row, _ in prompts], weights)
+    earlier = len(done)
+    if done:
+        text = f"resuming: {output} already has answers to {earlier} of {len(prompts)} rows"
+        console().print(text, markup=False, soft_wrap=True)
+    try:
+        with quiet_libraries(run.log):
+            unfinished = _answer_rows(config, weights, prompts, done, output)
+    except OSError as error:
+        raise StorageError(f"cannot write OUT={output}: {error.strerror or error}") from error
+    except KeyboardInterrupt:
+        text = f"answered {len(done)} of {len(prompts)} rows in {output}; run the same command to continue"
+        console().print(text, markup=False, soft_wrap=True)
+        raise
+    answered = len(done) - earlier
+    cut = f" ({unfinished} truncated at {config.eval.max_new_tokens} tokens)" if unfinished else ""
+    console().print(f"answered {answered} rows{cut}: {output}", markup=False, soft_wrap=True)
+    return {
+        "rows": len(prompts),
+        "answered": answered,
+        "unfinished_answers": unfinished,
+        "output": str(output),
+    }
+
+
+def _answer_rows(
+    config: RunConfig,
+    weights: Path,
+    prompts: Sequence[tuple[Row, Conversation]],
+    done: dict[int, str],
+    output: Path,
+) -> int:
+    """Answers the rows that are not in `done`, adds them, and returns the number of truncated answers."""
+    todo = [index for index in range(len(prompts)) if index not in done]
+    unfinished = 0
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w", encoding="utf-8") as file:
+        file.writelines(done.values())
+        file.flush()
+        for index, answer in _answers(config, weights, [prompts[i][1] for i in todo]) if todo else ():
+            row = todo[index]
+            record = {**prompts[row][0].data, ANSWER_KEY: answer.text, ROW_KEY: row + 1}
+            done[row] = json.dumps(record, ensure_ascii=False, default=str) + "\n"
+            file.write(done[row])
+            file.flush()
+            unfinished += not answer.finished
+    ordered = output.with_name(f".{output.name}.ordered")
+    ordered.write_text("".join(done[row] for row in sorted(done)), encoding="utf-8")
+    ordered.replace(output)
+    return unfinished
+
+
+def _answers(
+    config: RunConfig, weights: Path, conversations: Sequence[Conversation]
+) -> Iterator[tuple[int, Answer]]:
+    """Yields the index of each conversation and its answer, as they are generated."""
+    tokenizer = load_chat_tokenizer(config)
+    ids = [prompt_ids(tokenizer, conversation) for conversation in conversations]
+    with spinner(f"loading {weights}"):
+        model = load_for_inference(config, weights)
+    batch_size = DEFAULT_BATCH_SIZE if config.eval.batch_size == "auto" else config.eval.batch_size
+    batches = answer_batches(
+        model, tokenizer, ids, max_new_tokens=config.eval.max_new_tokens, batch_size=batch_size
+    )
+    with progress_bar("answering", len(ids)) as report:
+        for indices, answers in batches:
+            yield from zip(indices, answers, strict=True)
+            report(len(indices))
+    del model, batches
+    release_memory()

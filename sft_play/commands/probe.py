@@ -1,0 +1,42 @@
+"""`sft-play probe`: measures the plan at the largest batch of the run, and trains nothing."""
+
+from dataclasses import asdict
+from typing import Any
+
+from sft_play.commands.train import as_overrides, launch_ranks, opened_job
+from sft_play.errors import ConfigError
+from sft_play.job import Job
+from sft_play.runlog import read_json
+
+
+def probe_command(path: str, overrides: list[str], *, processes: int, engine: str | None) -> dict[str, Any]:
+    """Prepares, plans and probes; an earlier run of the same name is left as it is.
+
+    Returns:
+        {"plan": as in `sft-play plan --json`, "probe": the fields of a ProbeResult}.
+
+    Raises:
+        DoesNotFitError: no plan fits; further errors as in `train_command`.
+    """
+    overrides = [*overrides, *as_overrides(engine, resume=False)]
+    with opened_job(path, overrides, processes) as job:
+        if job.config.train.probe is False:
+            raise ConfigError(
+                "train.probe=false leaves nothing to measure; remove it, or add ARGS=train.probe=true"
+            )
+        if job.plan.world_size == 1:
+            return probe_here(job)
+        launch_ranks(job, [path, *overrides, "--probe"])
+        return read_json(job.run.probe)
+
+
+def probe_here(job: Job) -> dict[str, Any]:
+    """Probes in this process; the main rank also writes the result into the run directory."""
+    from sft_play.train.settle import settle_plan
+    from sft_play.train.trainer import prepare_session
+
+    session, probed = settle_plan(prepare_session(job), prepare_session)
+    result = {"plan": session.job.plan.to_json(), "probe": asdict(probed) if probed else None}
+    if job.ranks.is_main:
+        job.run.write_json(job.run.probe, result)
+    return result

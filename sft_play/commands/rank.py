@@ -1,0 +1,37 @@
+"""Runs one rank of a launched run (scripts/train_distributed.py)."""
+
+from contextlib import nullcontext
+
+from sft_play.commands.probe import probe_here
+from sft_play.commands.train import next_commands, places, require_packages, train_here
+from sft_play.job import load_job_config, prepare_job
+from sft_play.launch.environment import RankEnvironment
+from sft_play.report.tables import closing_screen
+from sft_play.runlog import console, hold_run, open_run, quiet_libraries
+
+
+def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_only: bool = False) -> None:
+    """Runs one rank of a run that was started by accelerate, torchrun or plain python.
+
+    Every rank loads data and plan before any process group exists: the first one tokenizes, the others wait
+    for a file lock. Rank 0 holds the run directory if our launcher does not.
+
+    Args:
+        path: config file.
+        overrides: `section.key=value`.
+        ranks: this process's place among the others.
+        probe_only: measure the largest batch and exit.
+    """
+    resolved = load_job_config(path, overrides)
+    require_packages(resolved.config)
+    run = open_run(resolved.config.output.dir, resolved.config.output.name, ranks.rank)
+    reports = ranks.is_main and not ranks.launched_by_us
+    with hold_run(run) if reports else nullcontext(), quiet_libraries(run.log, silent=not ranks.is_main):
+        job = prepare_job(resolved, processes=ranks.world_size, ranks=ranks, progress=False)
+        from sft_play.train.group import agree_on_files, agree_on_plan, process_group
+
+        with process_group(job):
+            job = agree_on_files(job if ranks.launched_by_us else agree_on_plan(job))
+            summary = probe_here(job) if probe_only else train_here(job)
+        if reports and not probe_only:
+            console().print(closing_screen(summary, None, places(job), next_commands(job)))

@@ -1,0 +1,191 @@
+"""`sft-play train`, from the config to the closing screen.
+
+config -> data -> plan -> train (here, or through accelerate launch) -> answers before and after training
+-> closing screen
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sft_play.builtin.demo import materialise
+from sft_play.config.load import ResolvedConfig, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.job import Job, prepare_job
+from sft_play.launch.accelerate import CPU_PROCESSES
+from sft_play.launch.environment import PLAN_VARIABLE, RankEnvironment
+from sft_play.launch.link import Link
+from sft_play.launch.nodes import ALONE, Nodes
+from sft_play.machine.gpus import detect
+from sft_play.machine.host import missing_packages
+from sft_play.multinode import agree_on_plan, connected_machines
+from sft_play.report.plan import reasons
+from sft_play.report.tables import closing_screen
+from sft_play.runlog import (
+    console,
+    hold_run,
+    open_run,
+    quiet_libraries,
+    read_json,
+    update_summary,
+)
+
+
+def train_command(
+    path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool, nodes: Nodes = ALONE
+) -> int:
+    """Prepares, plans, trains, compares and reports.
+
+    Args:
+        path: config file.
+        overrides: `section.key=value`.
+        processes: number of processes on this machine; 0: one per visible GPU, or two on the CPU.
+        engine: parallel.engine for this run.
+        resume: resume from the latest checkpoint.
+        nodes: this machine's place in a multi-node run.
+
+    Raises:
+        ConfigError: settings, flags or environment are invalid; further errors as in `train` and `launch`.
+    """
+    overrides = [*overrides, *as_overrides(engine, resume)]
+    load_config(path, overrides)  # reports mistakes before waiting for other machines
+    with connected_machines(nodes) as link, opened_job(path, overrides, processes, nodes) as job:
+        summary = (
+            train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides], link)
+        )
+        if nodes.rank:
+            console().print("trained; the results are on machine 0")
+            return 0
+        comparison = compare(job)
+        console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
+    return 0
+
+
+def as_overrides(engine: str | None, resume: bool) -> list[str]:
+    """Command-line flags as overrides of the config."""
+    return ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
+
+
+@contextmanager
+def opened_job(path: str, overrides: list[str], processes: int, nodes: Nodes = ALONE) -> Iterator[Job]:
+    """The job of a config, with its run directory locked within this context.
+
+    `processes` counts those of this machine (0: one per visible GPU, or two on the CPU); the job is that of
+    all machines together.
+
+    Raises:
+        ConfigError: settings or environment are invalid; further errors as in `prepare_job`.
+    """
+    world_size = RankEnvironment.read().world_size
+    if world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} is set, as by torchrun, but this command starts its processes itself "
+            "(--processes). Launch scripts/train_distributed.py with torchrun, or unset WORLD_SIZE"
+        )
+    resolved = load_config(path, overrides)
+    require_packages(resolved.config)
+    run = open_run(resolved.config.output.dir, resolved.config.output.name)
+    with hold_run(run, nodes.rank), quiet_libraries(run.log):
+        yield open_job(materialise(resolved), (processes or default_processes()) * nodes.count)
+
+
+def require_packages(config: RunConfig) -> None:
+    """Checks that the packages that the config needs are installed.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    missing = missing_packages(config)
+    if missing:
+        raise ConfigError("\n".join([*missing, "run `make install`, or change the setting"]))
+
+
+def default_processes() -> int:
+    """One process per visible GPU; two on the CPU."""
+    return len(detect().gpus) or CPU_PROCESSES
+
+
+def open_job(resolved: ResolvedConfig, processes: int) -> Job:
+    """Prepares the data and plans the run, and prints both."""
+    from sft_play.commands.evaluate import closing_questions
+    from sft_play.data import show
+
+    console().print(f"[bold]{resolved.config.output.name}[/]  {resolved.path}")
+    job = prepare_job(resolved, processes=processes)
+    if job.config.eval.generate:
+        # reports mistakes in them now, not after training
+        closing_questions(job.config, job.data, job.tokenizer)
+    console().print(show.table(job.data))
+    console().print(reasons(job.plan.why))
+    return job
+
+
+def train_here(job: Job) -> dict[str, Any]:
+    """Trains in this process."""
+    from sft_play.train.trainer import train
+
+    return train(job)
+
+
+def train_on_many(job: Job, argv: list[str], link: Link | None = None) -> dict[str, Any]:
+    """Trains in several processes, through `accelerate launch`; returns the summary that they wrote.
+
+    Args:
+        job: the run.
+        argv: config file and overrides, as typed.
+        link: the connection to the launchers on the other machines.
+
+    Raises:
+        SftPlayError: a rank failed, here or on another machine; the class has that rank's exit code.
+    """
+    launch_ranks(job, argv, link)
+    return read_json(job.run.summary)
+
+
+def launch_ranks(job: Job, argv: list[str], link: Link | None = None) -> None:
+    """Starts the ranks with this job's plan and waits; arguments and errors as in `train_on_many`."""
+    from sft_play.launch.accelerate import launch
+
+    nodes = ALONE
+    if link:
+        job, nodes = agree_on_plan(job, link)
+    handed_over = job.run.next_plan.with_suffix(f".node{nodes.rank}.json" if nodes.rank else ".json")
+    job.run.write_json(handed_over, job.plan.to_json())
+    launch(
+        job.plan,
+        script=["scripts/train_distributed.py", "--config", *argv],
+        run=job.run,
+        environment={PLAN_VARIABLE: str(handed_over.absolute())},
+        nodes=nodes,
+        link=link,
+    )
+
+
+def compare(job: Job) -> dict[str, Any] | None:
+    """Generates answers to held-out rows before and after training; also adds them to summary.json."""
+    if not job.config.eval.generate or job.data.val is None and job.data.test is None:
+        return None
+    from sft_play.commands.evaluate import before_after
+
+    comparison = before_after(job.config, job.run, job.data, job.tokenizer)
+    if comparison is None:  # no row ends in an answer
+        return None
+    scores = read_json(job.run.summary).get("eval") or {}
+    merged = {when: {**(scores.get(when) or {}), **comparison[when]} for when in ("before", "after")}
+    update_summary(job.run, eval=merged, samples=comparison["samples"])
+    return comparison
+
+
+def places(job: Job) -> dict[str, Path]:
+    """The outputs of the run, by name."""
+    weights = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
+    return {"weights": weights, "numbers": job.run.metrics, "summary": job.run.summary, "log": job.run.log}
+
+
+def next_commands(job: Job) -> list[str]:
+    """Commands to run next; if there are overrides, they use the resolved config, which contains them."""
+    changed = "override" in job.resolved.origins.values()
+    config = f"CONFIG={job.run.config if changed else job.resolved.path}"
+    return [f"make infer {config}", f"make eval {config}", f"make merge {config}"]

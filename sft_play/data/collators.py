@@ -1,0 +1,80 @@
+"""Tokenized rows -> the tensors of a micro-batch."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from sft_play.data.batching import PAD_TO_MULTIPLE_OF
+from sft_play.data.chat import IGNORED
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Batch = dict[str, Any]
+Collator = Callable[[Sequence[dict[str, Any]]], Batch]
+
+
+def padded_collator(pad_id: int, multiple: int = PAD_TO_MULTIPLE_OF) -> Collator:
+    """Pads rows on the right to the longest of them, rounded up to `multiple` tokens.
+
+    input_ids, labels and position_ids are [rows, tokens]; there is no mask (model/attention.py).
+    """
+
+    def collate(rows: Sequence[dict[str, Any]]) -> Batch:
+        ids = pad_sequence(_column(rows, "input_ids"), batch_first=True, padding_value=pad_id)
+        labels = pad_sequence(_column(rows, "labels"), batch_first=True, padding_value=IGNORED)
+        extra = -ids.shape[1] % multiple
+        ids, labels = pad(ids, (0, extra), value=pad_id), pad(labels, (0, extra), value=IGNORED)
+        positions = torch.arange(ids.shape[1]).expand(len(rows), -1).contiguous()
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    return collate
+
+
+def _column(rows: Sequence[dict[str, Any]], name: str) -> list[torch.Tensor]:
+    """A tensor of [tokens] for each row."""
+    return [torch.tensor(row[name]) for row in rows]
+
+
+def padded_micro_batches(rows: "Dataset", pad_id: int) -> Collator:
+    """Makes the padded tensors of a micro-batch, which lists its `rows` by index."""
+    collate = padded_collator(pad_id)
+    return lambda batches: collate([rows[number] for number in batches[0]["rows"]])
+
+
+def joined_micro_batches(rows: "Dataset", *, flash: bool) -> Collator:
+    """Joins the rows of a micro-batch into one sequence of [1, tokens], without padding.
+
+    position_ids restart with each row, and attention gets the boundaries: FlashAttention (`flash`) as tensors
+    of cumulative lengths, other kernels as plain lengths. The first label of each row is already -100, so no
+    row predicts the first token of the next one. Packed rows have a list of the lengths that they consist of.
+
+    Example: rows of 3 and 2 tokens give position_ids [[0, 1, 2, 0, 1]] and sequence_lengths [3, 2].
+    """
+    table = rows.with_format("arrow")
+    column = "sequence_lengths" if "sequence_lengths" in rows.column_names else "length"
+
+    def collate(batches: Sequence[dict[str, Any]]) -> Batch:
+        taken = table[batches[0]["rows"]]
+        flat = {name: taken[name].combine_chunks() for name in ("input_ids", "labels", column)}
+        lengths = (flat[column].flatten() if column == "sequence_lengths" else flat[column]).to_numpy()
+        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        batch: Batch = {
+            name: torch.tensor(flat[name].flatten().to_numpy().astype(np.int64))[None]
+            for name in ("input_ids", "labels")
+        }
+        batch["position_ids"] = torch.from_numpy(np.arange(len(starts)) - starts)[None]
+        return batch | (flash_boundaries(lengths) if flash else {"sequence_lengths": lengths.tolist()})
+
+    return collate
+
+
+def flash_boundaries(lengths: np.ndarray) -> Batch:
+    """The boundaries of sequences of these lengths, [n], as the FlashAttention kernels expect them."""
+    ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    longest = int(lengths.max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -1,0 +1,34 @@
+"""What cached results depend on besides their inputs: our own code, and the versions of libraries."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+MODEL_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
+
+
+@cache
+def sources_digest(*paths: Path) -> str:
+    """A digest of the Python files at these paths, each a file or a folder; read once per process."""
+    files = [file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def installed_versions(packages: Sequence[str] = MODEL_PACKAGES) -> dict[str, str]:
+    """The versions of those packages that are installed; by default, those that a training step uses."""
+    return {name: found for name in packages if (found := _version(name))}
+
+
+@cache
+def _version(package: str) -> str | None:
+    """The version of a package, looked up once, since that takes milliseconds; None if not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,105 @@
+"""GPU specifications from configs/hardware.yaml, looked up by the names that drivers and people use."""
+
+import difflib
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import ConfigError
+
+SPECS_FILE = Path(__file__).resolve().parents[2] / "configs" / "hardware.yaml"
+
+# Words of the vendor or product line that do not identify the model.
+GENERIC_WORDS = frozenset(
+    (
+        "nvidia",
+        "geforce",
+        "tesla",
+        "rtx",
+        "generation",
+        "edition",
+        "graphics",
+        "gpu",
+        "card",
+        "tensor",
+        "core",
+    )
+)
+
+
+def model_words(name: str) -> frozenset[str]:
+    """The words that identify a model: `model_words("NVIDIA GeForce RTX 4070 Ti")` is {"4070", "ti"}."""
+    text = re.sub(r"(rtx|gtx|geforce|quadro|tesla)(?=[a-z]?\d)", r"\1 ", name.lower())
+    text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", re.sub(r"(\d+)\s+gb\b", r"\1gb", text))
+    return frozenset(re.findall(r"[a-z0-9]+", text)) - GENERIC_WORDS
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster if libyaml is available
+    try:
+        return yaml.load(SPECS_FILE.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
+    except OSError as error:
+        raise ConfigError(
+            f"{SPECS_FILE} cannot be read ({error.strerror}); run sft-play from a clone of its repository"
+        ) from None
+
+
+@functools.cache
+def _specs() -> dict[frozenset[str], dict[str, Any]]:
+    specs = {}
+    for entry in _file()["gpus"]:
+        for name in (entry["name"], *entry.get("aliases", ())):
+            specs[model_words(name)] = entry
+    return specs
+
+
+def find_specs(name: str) -> dict[str, Any] | None:
+    """The entry of configs/hardware.yaml for a driver's device string or a common name, or None.
+
+    Whole words must match, so "NVIDIA RTX A1000" is not taken for an A100. A size such as "24GB" may follow
+    if it is correct.
+    """
+    words = model_words(name)
+    sizes = {word for word in words if re.fullmatch(r"\d+gb", word)}
+    entry = _specs().get(words)
+    if entry is None and len(sizes) == 1 and (bare := _specs().get(words - sizes)) and bare["memory_mib"]:
+        gib = int(next(iter(sizes)).removesuffix("gb"))
+        entry = bare if round(bare["memory_mib"] / 1024) in (gib, gib - 1) else None
+    return entry
+
+
+def speed_of(specs: dict[str, Any]) -> dict[str, Any]:
+    """TFLOP/s and memory bandwidth of an entry, under the field names of `Gpu`; None if unknown."""
+    return {
+        "tflops": specs.get("bf16_tflops") or specs.get("fp16_tflops"),
+        "bandwidth_gb_s": specs.get("bandwidth_gb_s"),
+    }
+
+
+def link_speed(link: str | None, compute_capability: tuple[int, int] | None) -> float | None:
+    """GB/s in one direction: `link_speed("PCIe 4.0 x 16", None)` is 32."""
+    match = re.fullmatch(r"(NVLink|PCIe (\d+)\.0) x (\d+)", link or "")
+    if match is None:
+        return None
+    if match[2]:
+        per_lane = _file()["links"]["pcie_lane_gb_s"].get(match[2])
+    else:
+        per_lane = _file()["links"]["nvlink_gb_s"].get(".".join(map(str, compute_capability or ())))
+    return int(match[3]) * per_lane if per_lane else None
+
+
+def nearest_names(name: str, limit: int = 4) -> list[str]:
+    """Known GPUs with similar names, those that share a word with `name` first."""
+    names = list(dict.fromkeys(entry["name"] for entry in _specs().values()))
+    wanted = " ".join(sorted(model_words(name)))
+
+    def similarity(known: str) -> tuple[int, float]:
+        words = model_words(known)
+        ratio = difflib.SequenceMatcher(None, wanted, " ".join(sorted(words))).ratio()
+        return len(words & model_words(name)), ratio
+
+    return sorted(names, key=similarity, reverse=True)[:limit]

@@ -1,0 +1,269 @@
+"""Detects the hardware without torch: GPUs through NVML, CPU and RAM through /proc and cgroups.
+
+`what_if` describes a machine that is not present. Values that cannot be determined are None and shown as
+"n/a"; nothing is guessed.
+"""
+
+import importlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import ConfigError
+from sft_play.machine.catalogue import SPECS_FILE, find_specs, link_speed, nearest_names, speed_of
+from sft_play.machine.host import Host, detect_host
+from sft_play.units import MIB
+
+BF16_SINCE, FP16_SINCE = (8, 0), (5, 3)  # compute capability with native support
+MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that uses GPU memory; name and size are None if the driver does not report them."""
+
+    pid: int
+    name: str | None
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU or MIG instance; `index` is the number that CUDA will give it."""
+
+    index: int
+    name: str
+    uuid: str | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    mig: bool = False
+    link: str | None = None
+    processes: tuple[GpuProcess, ...] = ()  # other processes that use it
+    own_bytes: int | None = None  # what this process uses of its memory
+    tflops: float | None = None
+    """Dense 16-bit TFLOP/s with FP32 accumulation, from configs/hardware.yaml."""
+    bandwidth_gb_s: float | None = None
+
+    @property
+    def link_gb_s(self) -> float | None:
+        """GB/s to another GPU over `link`, in one direction; None if unknown."""
+        return link_speed(self.link, self.compute_capability)
+
+    @property
+    def bf16(self) -> bool | None:
+        """Whether it has native bf16 arithmetic."""
+        return None if self.compute_capability is None else self.compute_capability >= BF16_SINCE
+
+    @property
+    def fp16(self) -> bool | None:
+        """Whether it has native fp16 arithmetic."""
+        return None if self.compute_capability is None else self.compute_capability >= FP16_SINCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Everything that planning and launching need to know about a machine."""
+
+    gpus: tuple[Gpu, ...]
+    note: str
+    """Why there are no GPUs, or which ones are hidden; "" otherwise."""
+    driver: str | None = None
+    cuda: str | None = None
+    host: Host
+    what_if: bool = False
+
+    @property
+    def ram_free_bytes(self) -> int | None:
+        """RAM available to a new process, within the limit of its container."""
+        return self.host.ram_free_bytes
+
+
+def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
+    """Detects this machine; respects CUDA_VISIBLE_DEVICES.
+
+    Args:
+        nvml: the NVML bindings (default: nvidia-ml-py).
+        root: the folder that contains /proc and /sys.
+    """
+    host = detect_host(root)
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError:
+        note = "nvidia-ml-py is not installed, so GPUs cannot be detected; run `make install`"
+        return Machine(gpus=(), note=note, host=host)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Machine(gpus=(), note=f"no NVIDIA driver found ({_reason(error)})", host=host)
+    try:
+        devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        visible, note = _visible(nvml, devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        gpus = tuple(_gpu(nvml, index, handle, mig) for index, (handle, mig) in enumerate(visible))
+        cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
+        return Machine(
+            gpus=gpus,
+            note=note,
+            driver=_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+            host=host,
+        )
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
+    """The result of an NVML function; None if this driver or GPU does not support it."""
+    try:
+        return getattr(nvml, function)(*arguments)
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def _text(value: Any) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value  # older bindings return bytes
+
+
+def _mig_instances(nvml: Any, device: Any) -> list[Any]:
+    mode = _ask(nvml, "nvmlDeviceGetMigMode", device)
+    if not mode or not mode[0]:
+        return []
+    slots = range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", device) or 0)
+    instances = (_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", device, slot) for slot in slots)
+    return [instance for instance in instances if instance is not None]
+
+
+def _visible(nvml: Any, devices: list[Any], setting: str | None) -> tuple[list[tuple[Any, bool]], str]:
+    """(device, whether it is a MIG instance) in the order of CUDA, and a note about the other devices."""
+    instances = {
+        number: found for number, device in enumerate(devices) if (found := _mig_instances(nvml, device))
+    }
+    every_instance = list(itertools.chain.from_iterable(instances.values()))
+    if setting is None:
+        if not instances:
+            return [(device, False) for device in devices], ""
+        whole = [(device, False) for number, device in enumerate(devices) if number not in instances]
+        note = (
+            f"{len(every_instance)} MIG instances, of which a process can use one: select it with "
+            "CUDA_VISIBLE_DEVICES=MIG-<uuid> (nvidia-smi -L)"
+        )
+        return (whole, note) if whole else ([(every_instance[0], True)], note)
+
+    def find(identifier: str) -> tuple[Any, bool] | None:
+        if identifier.isdigit() and int(identifier) < len(devices):
+            number = int(identifier)
+            return (instances[number][0], True) if number in instances else (devices[number], False)
+        is_mig = identifier.startswith("MIG-")
+        if not is_mig and not identifier.startswith("GPU-"):
+            return None
+        for device in every_instance if is_mig else devices:
+            if (_text(_ask(nvml, "nvmlDeviceGetUUID", device)) or "").startswith(identifier):
+                return device, is_mig
+        return None
+
+    chosen: list[tuple[Any, bool]] = []
+    for identifier in setting.split(","):
+        device = find(identifier.strip())
+        if device is None:  # like CUDA, stop at the first identifier that does not exist
+            break
+        chosen.append(device)
+    note = f"CUDA_VISIBLE_DEVICES={setting} shows {len(chosen)} of {len(devices)} GPUs"
+    return chosen, note if len(chosen) != len(devices) else ""
+
+
+def _gpu(nvml: Any, index: int, handle: Any, mig: bool) -> Gpu:
+    name = _text(_ask(nvml, "nvmlDeviceGetName", handle)) or "unknown NVIDIA GPU"
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    parent = _ask(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if mig else handle
+    capability = _ask(nvml, "nvmlDeviceGetCudaComputeCapability", parent)
+    others = {process.pid: process for process in _processes(nvml, handle)}
+    ours = others.pop(os.getpid(), None)
+    specs = None if mig else find_specs(name)  # a MIG instance has a fraction of the speed
+    return Gpu(
+        index=index,
+        name=name,
+        uuid=_text(_ask(nvml, "nvmlDeviceGetUUID", handle)),
+        total_bytes=memory.total if memory else None,
+        free_bytes=memory.free if memory else None,
+        compute_capability=tuple(capability) if capability else None,  # type: ignore[arg-type]
+        mig=mig,
+        link=_link(nvml, parent),
+        processes=tuple(others.values()),
+        own_bytes=ours.used_bytes if ours else None,
+        **speed_of(specs or {}),
+    )
+
+
+def _link(nvml: Any, handle: Any) -> str | None:
+    """The fastest link to another GPU: "NVLink x 18" or "PCIe 4.0 x 16"."""
+    active = sum(_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MAX_NVLINKS))
+    if active:
+        return f"NVLink x {active}"
+    generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    width = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+    return f"PCIe {generation}.0 x {width}" if generation and width else None
+
+
+def _processes(nvml: Any, handle: Any) -> Iterator[GpuProcess]:
+    import psutil
+
+    seen = set()
+    for kind in ("Compute", "Graphics"):
+        for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or []:
+            if process.pid in seen:
+                continue
+            seen.add(process.pid)
+            try:
+                name = psutil.Process(process.pid).name()
+            except psutil.Error:
+                name = None  # it runs in another container
+            yield GpuProcess(process.pid, name, process.usedGpuMemory)
+
+
+def what_if(name: str, count: int = 1) -> Machine:
+    """A hypothetical machine with `count` GPUs of a known model and all their memory free.
+
+    Raises:
+        ConfigError: the model is unknown (names the closest), its memory size is unknown, or `count`
+            is below 1.
+    """
+    if count < 1:
+        raise ConfigError(f"NGPU={count}: expected a positive integer, e.g. NGPU=2")
+    specs = find_specs(name)
+    if specs is None:
+        closest = ", ".join(nearest_names(name))
+        raise ConfigError(f'GPU="{name}" is unknown; closest: {closest}. All names: {SPECS_FILE}')
+    if specs["memory_mib"] is None:
+        raise ConfigError(
+            f'GPU="{name}" has no known memory size; add the memory_mib of its driver to {SPECS_FILE}'
+        )
+    major, minor = specs["compute_capability"].split(".")
+    memory = specs["memory_mib"] * MIB
+    gpus = tuple(
+        Gpu(
+            index=index,
+            name=specs["name"],
+            total_bytes=memory,
+            free_bytes=memory,
+            compute_capability=(int(major), int(minor)),
+            link=specs.get("link"),
+            **speed_of(specs),
+        )
+        for index in range(count)
+    )
+    return Machine(gpus=gpus, note="", host=detect_host(), what_if=True)
+
+
+def to_json(machine: Machine) -> dict[str, Any]:
+    """The output of `sft-play gpu-info --json`."""
+    values = asdict(machine)
+    for gpu, entry in zip(machine.gpus, values["gpus"], strict=True):
+        entry.update(bf16=gpu.bf16, fp16=gpu.fp16)
+    return values

@@ -1,0 +1,140 @@
+"""CPU and RAM that this process may use: CPU affinity, cgroup v1 and v2 limits, /proc."""
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from sft_play.config.schema import RunConfig
+
+NO_LIMIT_FROM = 2**60  # cgroup v1 reports a huge number if there is no limit
+
+
+@dataclass(frozen=True)
+class Host:
+    """CPU and RAM; None if unknown."""
+
+    cpu_model: str | None
+    cpu_cores: int
+    cpu_bf16: bool | None
+    """Whether the CPU has bf16 instructions (AVX-512, AMX or ARM)."""
+    ram_total_bytes: int | None
+    ram_free_bytes: int | None
+    ram_limited: bool
+    """Whether a cgroup (container or job) limits the RAM to less than the machine has."""
+
+    @property
+    def ram_limit_text(self) -> str:
+        """A note on the RAM size if a cgroup limits it."""
+        return " (limit of this container or job)" if self.ram_limited else ""
+
+
+def detect_host(root: Path = Path("/")) -> Host:
+    """Detects CPU and RAM; `root` is the folder that contains /proc and /sys."""
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    limits = list(_memory_limits(root))
+    for limit, left in limits:
+        total, free = min(total, limit), min(free, left)
+    model, flags = _cpu_info(root)
+    return Host(
+        cpu_model=model,
+        cpu_cores=usable_cores(root),
+        cpu_bf16=bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) if flags else None,
+        ram_total_bytes=total,
+        ram_free_bytes=max(0, free),
+        ram_limited=total < memory.total,
+    )
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text and re.fullmatch(r"-?\d+", text) else None
+
+
+def _cpu_info(root: Path) -> tuple[str | None, set[str]]:
+    text = _read(root / "proc/cpuinfo") or ""
+    model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return model and model.group(1).strip(), set(flags.group(1).split()) if flags else set()
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's cgroup and of its ancestors, each with the cgroup version (1 or 2)."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        version, base = 1 if controllers else 2, root / "sys/fs/cgroup"
+        top = base
+        if version == 1:
+            mounts = (base / controllers, base / controller)
+            top = next((mount for mount in mounts if mount.is_dir()), base)
+        folder = top / path.strip("/")
+        if not folder.is_dir():
+            # in a container, its own group is mounted as the top, but the path is that of the host
+            folder = top
+        while True:
+            yield folder, version
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, remaining bytes) of each group that has a limit; reclaimable page cache counts as remaining."""
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for folder, version in _groups(root, "memory"):
+        limit_name, usage_name, cache_name = names[version]
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is None or usage is None or limit >= NO_LIMIT_FROM:
+            continue
+        cache = re.search(rf"^{cache_name} (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE)
+        reclaimable = int(cache.group(1)) if cache else 0
+        yield limit, limit - max(0, usage - reclaimable)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process may use: those it is bound to, within the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, version in _groups(root, "cpu"):
+        quota: int | None
+        if version == 1:
+            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us") or 1
+        else:
+            limit = re.fullmatch(r"(\d+) (\d+)", _read(folder / "cpu.max") or "")
+            quota, period = (int(limit[1]), int(limit[2])) if limit else (None, 1)
+        if quota and quota > 0:
+            cores = min(cores, max(1, math.ceil(quota / period)))
+    return cores
+
+
+def missing_packages(config: "RunConfig") -> list[str]:
+    """One message per package that the config needs but that is not installed."""
+    needs = {
+        "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
+        "train.optimizer=adamw_8bit": ("bitsandbytes", config.train.optimizer == "adamw_8bit"),
+        "parallel.engine=deepspeed_z2": ("deepspeed", config.parallel.engine == "deepspeed_z2"),
+    }
+    return [
+        f"{key} needs {package}, which is not installed"
+        for key, (package, needed) in needs.items()
+        if needed and importlib.util.find_spec(package) is None
+    ]

@@ -1,0 +1,129 @@
+"""Attention without masks: PyTorch's fused kernel, called once per sequence.
+
+Training rows are padded on the right and attention is causal, so a real token never attends to padding and no
+mask is needed; outputs at padded positions are ignored by their labels (-100). Packed rows come with the
+lengths of their sequences, and each sequence gets its own call, so that attention cannot leak between packed
+sequences. A mask would cost seq_len**2 elements, repeat the key and value heads, and take the kernel off its
+fast path.
+
+On CUDA, PyTorch's flash kernel runs where it can (`flash_supports`), else the memory-efficient one, which
+gets repeated key and value heads: with fewer of them PyTorch would choose its math kernel, which writes all
+scores to memory.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "varlen_sdpa"
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+Capability = tuple[int, int]  # compute capability of a GPU, e.g. (8, 0)
+
+
+def flash_supports(capability: Capability, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
+    """Whether PyTorch's flash kernel can train with such heads, without a mask.
+
+    After can_use_flash_attention in PyTorch's sdp_utils.cpp: from compute capability 8.0 to 12.1, in 16 bit.
+    GPUs with little shared memory have no backward pass for some sizes of heads.
+    """
+    if dtype not in SIXTEEN_BIT or head_dim > 256 or not (8, 0) <= capability <= (12, 1):
+        return False
+    little_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    return head_dim <= 192 or not little_shared_memory or (head_dim > 224 and dropout == 0)
+
+
+@functools.cache  # asked for each sequence in each layer
+def device_capability(device: torch.device) -> Capability | None:
+    """The compute capability of a GPU; None for a CPU, whose kernel supports all that is needed here."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _supports_groups(query: torch.Tensor, dropout: float) -> bool:
+    """Whether the kernel for a query, [batch, heads, tokens, head_dim], takes fewer key and value heads."""
+    capability, kind = device_capability(query.device), query.device.type
+    if capability is None:
+        return True
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    return flash_supports(capability, dtype, query.shape[-1], dropout)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, **options: Any
+) -> torch.Tensor:
+    """Causal attention over one sequence; a sliding window shorter than the sequence needs a band mask.
+
+    Query is [batch, heads, tokens, head_dim], key and value are [batch, key_value_heads, tokens, head_dim];
+    the result has the shape of the query.
+    """
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    window = min(window or tokens, tokens)
+    masked = window < tokens
+    # with a mask, no fused kernel of CUDA takes groups
+    if groups > 1 and (masked or not _supports_groups(query, options["dropout_p"])):
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        groups = 1
+    if not masked:
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=groups > 1, **options
+        )
+    position = torch.arange(tokens, device=query.device)
+    distance = position[:, None] - position[None, :]
+    band = (distance >= 0) & (distance < window)  # [tokens, tokens]
+    return scaled_dot_product_attention(query, key, value, attn_mask=band, **options)
+
+
+def varlen_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    sequence_lengths: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls in each layer.
+
+    Args:
+        module: the layer's attention module.
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, key_value_heads, tokens, head_dim]; fewer heads than the query's with grouped queries.
+        value: the shape of `key`.
+        attention_mask: unused; transformers builds none for this function.
+        dropout: dropout probability during training.
+        scaling: factor of the scores; default head_dim ** -0.5.
+        sliding_window: how many tokens a token attends to, itself included.
+        sequence_lengths: tokens of each packed sequence in a batch of one row; their sum is `tokens`. Plain
+            integers, since lengths in a GPU tensor would make every layer wait for the device.
+        kwargs: arguments of other attention functions; unused.
+
+    Returns:
+        The output, [batch, tokens, heads, head_dim], and no attention weights.
+    """
+    options = {"dropout_p": dropout, "scale": scaling}
+    if sequence_lengths is None:
+        out = _attend(query, key, value, sliding_window, **options).transpose(1, 2)
+    else:
+        lengths = list(sequence_lengths)
+        sequences = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        outs = [_attend(q, k, v, sliding_window, **options).transpose(1, 2) for q, k, v in sequences]
+        out = torch.cat(outs, dim=1)
+    return out.contiguous(), None
+
+
+def register() -> None:
+    """Registers `attn_implementation="varlen_sdpa"` with transformers, without a mask function.
+
+    Turns cuDNN's attention off, which PyTorch 2.13 prefers on compute capability 9 and 10. It builds a plan
+    for every new length of a sequence, which takes the CPU tens of milliseconds, and its workspace is known
+    only to cuDNN, so its memory could not be predicted.
+    """
+    from transformers import AttentionInterface
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    AttentionInterface.register(NAME, varlen_sdpa)

@@ -1,0 +1,249 @@
+"""Prompts in, answers out: batched, greedy by default, ending at the stop tokens of model and template."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.formats import Conversation
+from sft_play.data.template import render, use_template
+from sft_play.errors import DoesNotFitError
+from sft_play.model.load import load_tokenizer, position_limit
+from sft_play.model.weights import release_memory
+from sft_play.report.progress import progress_bar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
+
+Result = TypeVar("Result")
+
+DEFAULT_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generated answer."""
+
+    text: str
+    tokens: int
+    finished: bool
+    """Whether it ended with a stop token, not at the token limit."""
+
+
+def in_batches(
+    rows: Sequence[int], size: int, work: Callable[[list[int]], Result]
+) -> Iterator[tuple[list[int], Result]]:
+    """Applies `work` to at most `size` row indices at a time; halves the size whenever memory runs out.
+
+    Raises:
+        DoesNotFitError: one row alone does not fit.
+    """
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    start = 0
+    while start < len(rows):
+        batch = list(rows[start : start + size])
+        try:
+            result = work(batch)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            if len(batch) == 1:
+                raise DoesNotFitError(
+                    f"out of memory on a single row: {str(error).splitlines()[0]}\n"
+                    "Lower eval.max_new_tokens or model.max_seq_len, or free memory on the device"
+                ) from error
+            size = len(batch) // 2
+            result = None
+        if result is None:  # not in the handler, whose traceback keeps the failed batch's tensors alive
+            release_memory()
+            continue
+        yield batch, result
+        start += len(batch)
+
+
+def load_chat_tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer with the chat template that the run was trained with.
+
+    Raises:
+        ConfigError: there is no such tokenizer or template.
+    """
+    tokenizer = load_tokenizer(config.model)
+    use_template(tokenizer, config.data.chat_template)
+    return tokenizer
+
+
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Conversation) -> list[int]:
+    """The tokens of a prompt, up to where the assistant's answer begins.
+
+    Raises:
+        DataError: the chat template rejects the messages.
+    """
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    if prompt.text is not None:
+        return list(tokenizer(prompt.text, verbose=False)["input_ids"])
+    text = render(tokenizer, prompt, prompt.messages, prompt=True)
+    ids = tokens(text)
+    if text.endswith(" "):
+        # Most tokenizers merge a space with the next word, so in training it was the beginning of the answer.
+        return list(os.path.commonprefix([ids, tokens(text + "a")]))
+    return ids
+
+
+def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The special token that the chat template puts after an answer ("<|im_end|>"); None if there is none."""
+    if not tokenizer.chat_template:
+        return None
+    mark = "answer"
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
+    after = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(mark)[2]
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    return next((token_id for token_id in ids if token_id in special), None)
+
+
+def stop_token_ids(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The tokens that end an answer, from the tokenizer, the generation config and the chat template."""
+    configured = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
+    ids |= set(configured) if isinstance(configured, list) else {configured}
+    return sorted(token_id for token_id in ids if token_id is not None)
+
+
+def generate(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    streamer: "BaseStreamer | None" = None,
+) -> list[list[int]]:
+    """Generates an answer to each prompt.
+
+    Prompts are padded on the left to a batch of [prompts, width].
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        prompts: tokens of each prompt.
+        max_new_tokens: the most tokens to generate for each prompt.
+        temperature: 0 for greedy decoding.
+        streamer: receives tokens as they are generated.
+
+    Returns:
+        The new tokens of each prompt, with the stop token.
+    """
+    from transformers import GenerationConfig
+
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), width), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    # Unset values would come from the model's own generation config, whose penalties change a greedy answer.
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature if temperature > 0 else 1.0,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        use_cache=True,
+        eos_token_id=stop_token_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.inference_mode():
+        out = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=settings,
+            streamer=streamer,
+        )
+    return out[:, width:].tolist()
+
+
+def _answer(tokens: list[int], stops: set[int], tokenizer: "PreTrainedTokenizerBase") -> Answer:
+    end = next((i for i, token in enumerate(tokens) if token in stops), None)
+    kept = tokens if end is None else tokens[:end]
+    return Answer(str(tokenizer.decode(kept, skip_special_tokens=True)).strip(), len(kept), end is not None)
+
+
+def answer_batches(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+) -> Iterator[tuple[list[int], list[Answer]]]:
+    """Row indices and their answers, batch by batch: prompts of similar length together, the longest first.
+
+    A prompt that leaves fewer than `max_new_tokens` positions is answered alone with the room that it leaves,
+    so that no answer depends on which rows share its batch.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        prompts: tokens of each prompt.
+        max_new_tokens: the most tokens of an answer.
+        batch_size: prompts at a time.
+
+    Raises:
+        DoesNotFitError: memory runs out on a single row.
+    """
+    limit = position_limit(model.config)
+    stops = set(stop_token_ids(model, tokenizer))
+    order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+    alone = [row for row in order if limit is not None and len(prompts[row]) + max_new_tokens > limit]
+
+    def work(rows: list[int]) -> list[Answer]:
+        longest = max(len(prompts[row]) for row in rows)
+        room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
+        if room < 1:
+            return [Answer("", 0, False) for _ in rows]
+        new = generate(model, tokenizer, [prompts[row] for row in rows], max_new_tokens=room)
+        return [_answer(tokens, stops, tokenizer) for tokens in new]
+
+    yield from in_batches(alone, 1, work)
+    yield from in_batches(order[len(alone) :], batch_size, work)
+
+
+def generate_answers(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    description: str = "generating",
+) -> list[Answer]:
+    """The answers in the order of the prompts, generated under a progress bar.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        prompts: tokens of each prompt.
+        max_new_tokens: the most tokens of an answer.
+        batch_size: prompts at a time.
+        description: of the progress bar.
+
+    Raises:
+        DoesNotFitError: memory runs out on a single row.
+    """
+    answers: dict[int, Answer] = {}
+    with progress_bar(description, len(prompts)) as done:
+        for rows, made in answer_batches(
+            model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size
+        ):
+            answers.update(zip(rows, made, strict=True))
+            done(len(rows))
+    return [answers[row] for row in range(len(prompts))]

@@ -1,0 +1,354 @@
+"""Loads tokenizer and model for full fine-tuning, LoRA and QLoRA, for training and after it."""
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from sft_play.config.schema import LoraSettings, ModelConfig, RunConfig
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.model import attention
+from sft_play.model.files import TOKENIZER_FILES, has_tokenizer
+from sft_play.plan import Plan
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# Layer types in which one token sees another through attention alone.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+
+
+def _hub_arguments(model: ModelConfig) -> dict[str, Any]:
+    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+
+
+def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    hint = "run `make check` to check the model folder or the hub"
+    if "trust_remote_code" in str(error):
+        hint = (
+            "the model has Python code of its own: read it, then set model.trust_remote_code=true to run it"
+        )
+    return ConfigError(f"model.name: the {what} of '{model.name}' cannot be loaded: {first_line}\n{hint}")
+
+
+def load_model_config(model: ModelConfig) -> "PretrainedConfig":
+    """The architecture (config.json) from a folder or the hub.
+
+    Raises:
+        ConfigError: there is none, or it cannot be loaded.
+    """
+    folder = Path(model.name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.name: {folder} has no config.json; use a folder from save_pretrained(), or a hub name"
+        )
+    try:
+        return AutoConfig.from_pretrained(model.name, **_hub_arguments(model))
+    except (OSError, ValueError) as error:
+        raise _not_loadable("config", model, error) from error
+
+
+def position_limit(config: "PretrainedConfig") -> int | None:
+    """The longest sequence in tokens that the architecture supports; None if it does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer; without a padding token of its own, it pads with the end-of-sequence token.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has no end-of-sequence token.
+    """
+    folder = Path(model.name)
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise ConfigError(f"model.name: {folder} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.name, **_hub_arguments(model))
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loadable("tokenizer", model, error) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.name: the tokenizer of '{model.name}' has no eos_token, so the model could never learn "
+            "to stop"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def choose_attention(asked: str, config: "PretrainedConfig", device: str) -> str:
+    """The attention implementation to use: the requested one, or for "auto" the fastest available.
+
+    Raises:
+        ConfigError: transformers no longer says what its model supports.
+    """
+    if asked != "auto":
+        return asked
+    text = config.get_text_config()
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if model_class is not None and not hasattr(model_class, "_supports_sdpa"):
+        raise ConfigError(
+            f"model.attention=auto: {model_class.__name__} does not say whether it supports PyTorch's "
+            "attention (_supports_sdpa), so this version of transformers is not supported: run "
+            "`make install`, or set model.attention"
+        )
+    # the class of a model with code of its own is unknown before it is loaded
+    supports_sdpa = model_class is not None and model_class._supports_sdpa
+    # PyTorch's fused kernel has no soft-capped scores (Gemma 2) and no attention sinks (gpt-oss).
+    plain_scores = getattr(text, "attn_logit_softcapping", None) is None
+    if device == "cuda" and is_flash_attn_2_available() and torch.cuda.get_device_capability() >= (8, 0):
+        return "flash_attention_2"
+    return attention.NAME if supports_sdpa and plain_scores else "eager"
+
+
+def joins_rows(
+    config: RunConfig, architecture: "PretrainedConfig", attention_name: str
+) -> tuple[bool, list[str]]:
+    """Whether rows can be joined end to end without seeing each other, and if not, the reason.
+
+    Attention must know the boundaries of sequences: ours and FlashAttention do; masks would cost the square
+    of all tokens. Layers that carry a state from token to token (Mamba, linear attention, convolutions) would
+    carry it into the next row.
+    """
+    if config.train.packing:
+        return True, []
+    asked = config.train.padding_free
+    if asked != "auto":
+        return asked, [] if asked else ["rows are padded because train.padding_free=false"]
+    if attention_name != attention.NAME and not attention_name.startswith("flash"):
+        return False, [f"rows are padded: {attention_name} attention does not support row boundaries"]
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(architecture), None)
+    if model_class is not None and not model_class._supports_attention_backend:
+        return False, [f"rows are padded: {model_class.__name__} passes no row boundaries to its attention"]
+    others = set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS
+    if others:
+        return False, [f"rows are padded: layers of type {', '.join(sorted(others))} would mix them"]
+    return True, []
+
+
+def local_device(device: str, local_rank: int = 0) -> torch.device:
+    """This process's device; on a GPU machine, the GPU of its local rank."""
+    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+
+
+def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """QLoRA's 4-bit base (Dettmers et al. 2023, arXiv 2305.14314): NF4 with quantized block constants."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+
+
+def text_prefix(model: "PreTrainedModel") -> str | None:
+    """Name of the text part of a multimodal model ("model.language_model"); None for a text-only model."""
+    if model.config.get_text_config() is model.config:
+        return None
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
+def freeze_all_but_text(model: "PreTrainedModel") -> None:
+    """Freezes vision and audio towers: they get no gradient from text, and DDP would wait for it."""
+    prefix = text_prefix(model)
+    if prefix:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith((f"{prefix}.", "lm_head.")))
+
+
+def lora_config(lora: LoraSettings, only_within: str | None = None) -> "LoraConfig":
+    """PEFT's config of the adapter.
+
+    target_modules "auto" is every linear layer except the output head, below `only_within` if given.
+    """
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works too
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if lora.target_modules == "auto" else list(lora.target_modules),
+        exclude_modules=f"(?!{re.escape(only_within)}\\.).*" if only_within else None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+    )
+
+
+def attach_adapter(model: "PreTrainedModel", lora: LoraSettings) -> "PeftModel":
+    """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
+
+    Raises:
+        ConfigError: target_modules match nothing in this model; the message lists the names that would.
+    """
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, lora_config(lora, text_prefix(model)))
+    except ValueError as error:
+        linear = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if "Linear" in type(module).__name__
+            }
+        )
+        raise ConfigError(
+            f"tuning.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}\n"
+            f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
+        ) from error
+
+
+def load_base(
+    model: ModelConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
+) -> "PreTrainedModel":
+    """The pretrained weights on `device`, 4-bit when `quantize`.
+
+    Only safetensors: pickled weights can run code.
+
+    Raises:
+        ConfigError: the folder or repository has no weights that can be loaded.
+    """
+    folder = Path(model.name)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
+    attention.register()
+    torch_dtype = getattr(torch, dtype)
+    try:
+        with_info: Any = AutoModelForCausalLM.from_pretrained(
+            model.name,
+            dtype=torch_dtype,
+            attn_implementation=attn_implementation,
+            quantization_config=nf4(torch_dtype) if quantize else None,
+            device_map={"": device},
+            low_cpu_mem_usage=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with a better message
+            **_hub_arguments(model),
+        )
+    except ImportError as error:
+        key = "tuning.mode=qlora" if quantize else f"model.attention={attn_implementation}"
+        remedy = "run `make install`" if quantize else "model.attention=auto takes what is installed"
+        raise ConfigError(f"{key} needs a package that cannot be imported: {error}\n{remedy}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _not_loadable("weights", model, error) from error
+    loaded, info = with_info
+    _require_all_weights(model, info)
+    keep_differentiable(loaded)
+    return loaded
+
+
+def _require_all_weights(model: ModelConfig, info: dict[str, Any]) -> None:
+    """Refuses incomplete weights; transformers would fill what it does not find with random numbers.
+
+    Raises:
+        ConfigError: weights are missing, or have another shape than config.json says.
+    """
+    missing = sorted(info["missing_keys"])
+    wrong = [
+        f"{name} {tuple(found)} instead of {tuple(wanted)}"
+        for name, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    if missing or wrong:
+        listed = "; ".join([*wrong, *(f"{name} missing" for name in missing)][:3])
+        raise ConfigError(
+            f"model.name: the weights of '{model.name}' do not match its config.json: {listed}"
+            f"{' and more' if len(missing) + len(wrong) > 3 else ''}\ndownload or save the model again"
+        )
+
+
+def keep_differentiable(model: torch.nn.Module) -> None:
+    """Stops bitsandbytes from repacking 4-bit weights at the first evaluation, as on AVX-512 BF16 CPUs.
+
+    The product with repacked weights has no gradient, so training after an evaluation would continue without
+    those layers.
+
+    Raises:
+        ConfigError: bitsandbytes no longer has this switch.
+    """
+    bitsandbytes: Any = sys.modules.get("bitsandbytes")  # already imported if there are 4-bit layers
+    for module in model.modules() if bitsandbytes else ():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            if not hasattr(module, "support_avx512bf16_for_cpu"):
+                raise ConfigError(
+                    "tuning.mode=qlora: 4-bit layers have no support_avx512bf16_for_cpu, so this version of "
+                    "bitsandbytes is not supported: run `make install`"
+                )
+            module.support_avx512bf16_for_cpu = False
+
+
+def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":
+    """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed."""
+    from transformers import set_seed
+
+    set_seed(config.train.seed)  # adapters start from random numbers
+    model = load_base(
+        config.model,
+        dtype=plan.dtype,
+        attn_implementation=plan.attention,
+        device=local_device(plan.device, local_rank),
+        quantize=config.tuning.mode == "qlora",
+    )
+    model.config.use_cache = False
+    if config.tuning.mode != "full":
+        return attach_adapter(model, config.tuning.lora)
+    freeze_all_but_text(model)
+    return model
+
+
+def inference_device() -> str:
+    """Where a finished model runs."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inference_dtype(device: str) -> str:
+    """bf16 on a GPU that supports it, else fp16; fp32 on the CPU."""
+    if device == "cpu":
+        return "float32"
+    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+
+
+def load_for_inference(
+    config: RunConfig, weights: Path | None, *, dtype: str = "auto", quantize: bool | None = None
+) -> "PreTrainedModel | PeftModel":
+    """A model ready to generate: the base, the base with an adapter, or full weights.
+
+    Args:
+        config: of the run.
+        weights: adapter or model folder of a finished run; None for the base alone.
+        dtype: of the base; auto is 16 bit on a GPU, fp32 on the CPU.
+        quantize: whether the base is 4-bit; default: as in training.
+
+    Raises:
+        CheckpointError: `weights` is neither an adapter nor a model.
+    """
+    from peft import PeftModel
+
+    is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
+    if weights is not None and not is_adapter and not (weights / "config.json").is_file():
+        raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
+    device = inference_device()
+    source = config.model if weights is None or is_adapter else ModelConfig(name=str(weights))
+    quantize = config.tuning.mode == "qlora" if quantize is None else quantize
+    model = load_base(
+        source,
+        dtype=inference_dtype(device) if dtype == "auto" else dtype,
+        attn_implementation="sdpa"
+        if choose_attention("auto", load_model_config(source), device) != "eager"
+        else "eager",
+        device=local_device(device),
+        quantize=quantize and (weights is None or is_adapter),
+    )
+    return (PeftModel.from_pretrained(model, str(weights)) if is_adapter else model).eval()

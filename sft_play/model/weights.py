@@ -1,0 +1,76 @@
+"""The weights of a finished run, checked before anything large is loaded."""
+
+import gc
+from pathlib import Path
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import CheckpointError
+from sft_play.model.files import missing_shards
+from sft_play.runlog import RunDir, console, read_json
+
+
+def _require_whole(file: Path, next_command: str) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # Opening reads the header and compares it with the length of the file.
+        with safe_open(str(file), framework="pt") as opened:
+            empty = not opened.keys()
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged or incomplete: {error}\n{next_command}") from error
+    if empty:
+        raise CheckpointError(f"{file} contains no weights\n{next_command}")
+
+
+def finished_weights(config: RunConfig, run: RunDir) -> Path:
+    """The run's adapter folder, or its model folder after full fine-tuning, with complete safetensors files.
+
+    Raises:
+        CheckpointError: the run has not finished, or its files are damaged.
+    """
+    full = config.tuning.mode == "full"
+    folder, settings = (run.model, "config.json") if full else (run.adapter, "adapter_config.json")
+    next_command = (
+        f'finish the run with `make resume`, or train it with `make train ARGS="output.name={run.path.name}"`'
+    )
+    if not run.path.is_dir():
+        raise CheckpointError(
+            f"there is no run {run.path}. Pass the CONFIG (and output.name) that it was trained with, or "
+            f"{next_command}"
+        )
+    if not (folder / settings).is_file():
+        kind = "model" if full else "adapter"
+        raise CheckpointError(
+            f"{run.path} has no finished {kind}: {folder / settings} is missing\n{next_command}"
+        )
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
+        raise CheckpointError(f"{folder} has no *.safetensors weights (found: {found})\n{next_command}")
+    missing = missing_shards(folder)
+    if missing:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)}, listed in its index\n{next_command}")
+    for file in files:
+        _require_whole(file, next_command)
+    if not full:
+        _compare_base(config, folder)
+    return folder
+
+
+def _compare_base(config: RunConfig, adapter: Path) -> None:
+    base = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+    if base is not None and Path(base).name != Path(config.model.name).name:
+        console().print(
+            f"[yellow]warning[/yellow]: the adapter was trained on {base}, but the config's model.name is "
+            f"{config.model.name}",
+            markup=True,
+        )
+
+
+def release_memory() -> None:
+    """Frees the memory of deleted models, on the device too; delete the last reference first."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,110 @@
+"""The types that all packages share: the plan of a run, its predicted memory, the device, and two protocols.
+
+Plain frozen data; nothing here decides anything.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from sft_play.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The predicted memory of one process, in bytes."""
+
+    budget_bytes: int
+    peak_bytes: int
+    peak_phase: str
+    phases: dict[str, int] = field(default_factory=dict)  # peak of each phase; the highest one counts
+    terms: dict[str, int] = field(default_factory=dict)  # breakdown of the highest peak
+    guard_bytes: int = 0  # kept free in addition to the budget
+    reserved_bytes: int | None = None  # by the allocator, with fragmentation; None if that cannot decide
+
+    @property
+    def needed_bytes(self) -> int:
+        """Free memory that the device must have."""
+        return max(self.peak_bytes, self.reserved_bytes or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that was chosen for a run. Batch sizes count sequences, or tokens if `packing`.
+
+    The rows of an optimizer step are dealt to accumulation x world size micro-batches of about
+    `micro_batch_size` each; the largest one of the whole run has `micro_batch_tokens`, the plan's token
+    budget.
+    """
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    effective_batch_size: int
+    world_size: int
+    engine: str  # "none" (one process), "ddp" or "deepspeed_z2"
+    max_seq_len: int  # tokens of the longest row
+    packing: bool
+    padding_free: bool = True  # whether rows are joined end to end; otherwise padded to the longest
+    micro_batch_tokens: int = 0  # of the largest micro-batch, including padding
+    micro_batch_supervised: int = 0  # the most supervised tokens of any micro-batch
+    gradient_checkpointing: bool
+    mixed_precision: str  # "bf16", "fp16" or "no"
+    dtype: str  # of the weights: "bfloat16", "float16" or "float32"
+    attention: str
+    learning_rate: float
+    steps_per_epoch: int
+    total_steps: int
+    device: str  # "cuda" or "cpu"
+    compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
+    step_seconds: float | None = None  # predicted, of an optimizer step of average size
+    memory: Memory | None = None
+    why: tuple[str, ...] = ()
+    alternatives: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows per optimizer step over all devices; a packed row holds max_seq_len tokens."""
+        return self.effective_batch_size // self.max_seq_len if self.packing else self.effective_batch_size
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Average rows per micro-batch, rounded up."""
+        return -(-self.rows_per_step // (self.gradient_accumulation_steps * self.world_size))
+
+    def to_json(self) -> dict[str, Any]:
+        """The tree that `sft-play plan --json` prints and that plan.json contains."""
+        values = asdict(self)
+        memory, why, alternatives = (values.pop(key) for key in ("memory", "why", "alternatives"))
+        return {"plan": values, "memory": memory, "why": list(why), "alternatives": list(alternatives)}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "Plan":
+        """The inverse of `to_json`."""
+        memory = Memory(**tree["memory"]) if tree.get("memory") else None
+        capability = tree["plan"].get("compute_capability")
+        values = tree["plan"] | {"compute_capability": tuple(capability) if capability else None}
+        return cls(**values, memory=memory, why=tuple(tree["why"]), alternatives=tuple(tree["alternatives"]))
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the planner needs to know about the device that each process trains on."""
+
+    kind: str  # "cuda" or "cpu"
+    name: str
+    bf16: bool
+    free_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None  # None if unknown, and for a CPU
+
+
+class Estimator(Protocol):
+    """Predicts the memory of a plan."""
+
+    def __call__(self, config: RunConfig, plan: Plan, /) -> Memory:
+        """Predicted bytes of one process."""
+
+
+class Clock(Protocol):
+    """Predicts how long a plan takes."""
+
+    def __call__(self, config: RunConfig, plan: Plan, /) -> float | None:
+        """Seconds of an optimizer step; None if the device's speed is unknown."""

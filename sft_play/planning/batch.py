@@ -1,0 +1,170 @@
+"""Batch arithmetic: effective batch = micro-batch x accumulation x world size, and errors if it is not."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft_play.config.schema import TrainConfig
+from sft_play.data.packing import pack
+from sft_play.errors import ConfigError
+from sft_play.plan import Plan
+
+DEFAULT_EFFECTIVE_ROWS = 16
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """How the rows of an optimizer step are split into micro-batches.
+
+    Sizes count rows; with packing, a row is one full sequence.
+    """
+
+    effective: int  # rows per optimizer step over all devices
+    accumulation: int
+    world_size: int
+
+    @property
+    def bins(self) -> int:
+        """Micro-batches per step, over all devices."""
+        return self.accumulation * self.world_size
+
+    @property
+    def micro(self) -> int:
+        """Average rows per micro-batch, rounded up."""
+        return -(-self.effective // self.bins)
+
+
+def _rows(key: str, value: int, row_tokens: int | None) -> int:
+    """Converts a batch size of the config to rows.
+
+    With packing (`row_tokens` given) the config counts tokens, which must be a multiple of `row_tokens`.
+    """
+    if row_tokens is None:
+        return value
+    if value % row_tokens:
+        raise ConfigError(
+            f"train.{key}={value}: with train.packing, batch sizes count tokens and must be a multiple of "
+            f"{row_tokens} (one sequence); nearest: {nearest_multiples(value, row_tokens)}"
+        )
+    return value // row_tokens
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """`nearest_multiples(10, 4)` is "8 or 12"."""
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n > 0)
+
+
+def batch_choices(train: TrainConfig, world_size: int, row_tokens: int | None) -> list[BatchSplit]:
+    """Every way to split the effective batch that the config allows, smallest micro-batch first.
+
+    Args:
+        train: settings.
+        world_size: number of processes.
+        row_tokens: of a packed row; None if batch sizes count sequences.
+
+    Raises:
+        ConfigError: the numbers contradict each other or do not divide; the message names the nearest.
+    """
+    unit = row_tokens or 1
+    asked = train.effective_batch_size
+    effective = _rows("effective_batch_size", asked, row_tokens) if asked else DEFAULT_EFFECTIVE_ROWS
+    micro = None if train.batch_size == "auto" else _rows("batch_size", train.batch_size, row_tokens)
+    accumulation = None if train.grad_accum == "auto" else train.grad_accum
+    if micro and accumulation:  # taken as given: the effective batch grows with the world size
+        grown = micro * accumulation * world_size
+        if asked and grown != effective:
+            raise ConfigError(
+                f"train.effective_batch_size={asked} contradicts batch_size {train.batch_size} x grad_accum "
+                f"{accumulation} x {world_size} processes = {grown * unit}; remove one of the three"
+            )
+        return [BatchSplit(grown, accumulation, world_size)]
+    if effective < world_size:
+        what = "packed sequences" if row_tokens else "sequences"
+        raise ConfigError(
+            f"train.effective_batch_size={effective * unit} is {effective} {what}, fewer than the "
+            f"{world_size} processes; set it to {world_size * unit} or more, or use at most {effective} "
+            "processes"
+        )
+    if micro or accumulation:
+        return [_split_by_hand(train, effective, world_size, unit, micro, accumulation)]
+    per_process = -(-effective // world_size)
+    counts = {*divisors(per_process), *(2**power for power in range(per_process.bit_length()))}
+    return [BatchSplit(effective, count, world_size) for count in sorted(counts, reverse=True)]
+
+
+def _split_by_hand(
+    train: TrainConfig,
+    effective: int,
+    world_size: int,
+    unit: int,
+    micro: int | None,
+    accumulation: int | None,
+) -> BatchSplit:
+    """The split if the config sets either batch_size or grad_accum: the other one must be a whole number.
+
+    Raises:
+        ConfigError: it is not; the message gives the values that work.
+    """
+    if effective % world_size:
+        raise ConfigError(
+            f"train.effective_batch_size={effective * unit} is not divisible by {world_size} processes, as "
+            "batch_size or grad_accum requires if set; leave both on auto, or use the nearest: "
+            f"{nearest_multiples(effective * unit, world_size * unit)}"
+        )
+    per_process = effective // world_size
+    for key, value, size in (("batch_size", micro, unit), ("grad_accum", accumulation, 1)):
+        if value and per_process % value:
+            allowed = ", ".join(str(divisor * size) for divisor in divisors(per_process))
+            raise ConfigError(
+                f"train.{key}={getattr(train, key)} does not divide {per_process * unit}, the share of each "
+                f"of {world_size} process(es) in effective_batch_size={effective * unit}; allowed: {allowed}"
+            )
+    return BatchSplit(effective, accumulation or per_process // (micro or 1), world_size)
+
+
+def learning_rates(train: TrainConfig, effective: int, reference: int) -> dict[str, float]:
+    """The learning rate at this effective batch under each rule, if the config's was tuned at `reference`."""
+    ratio, rate = effective / reference, train.learning_rate
+    return {"none": rate, "sqrt": rate * ratio**0.5, "linear": rate * ratio}
+
+
+def scaled_learning_rate(train: TrainConfig, effective: int) -> tuple[float, str]:
+    """The learning rate at this effective batch, and the reason."""
+    if train.lr_scaling == "none" or train.reference_batch_size is None:
+        return train.learning_rate, f"learning rate {train.learning_rate:g} as given, not scaled"
+    rate = learning_rates(train, effective, train.reference_batch_size)[train.lr_scaling]
+    factor = rate / train.learning_rate
+    return rate, (
+        f"learning rate {train.learning_rate:g} x {factor:.3g} = {rate:.3g}: {train.lr_scaling} scaling from "
+        f"batch {train.reference_batch_size} to {effective}"
+    )
+
+
+def count_steps(train: TrainConfig, rows: int, rows_per_step: int) -> tuple[int, int]:
+    """Optimizer steps per epoch, and in the whole run."""
+    per_epoch = math.ceil(rows / rows_per_step)
+    return per_epoch, train.max_steps or max(1, math.ceil(train.epochs * per_epoch - 1e-9))
+
+
+def evaluation_batches(lengths: np.ndarray, plan: Plan, rows_per_batch: int | None) -> list[list[int]]:
+    """Row indices of each evaluation batch: all rows once, in batches as large as the plan's micro-batches.
+
+    Args:
+        lengths: tokens of the rows, [rows].
+        plan: of the run.
+        rows_per_batch: eval.batch_size; None fills batches up to the plan's token budget, or when padded to
+            its rows per micro-batch.
+    """
+    if rows_per_batch is None and plan.padding_free:
+        return pack(lengths.tolist(), max(plan.micro_batch_tokens, int(lengths.max())))
+    size = rows_per_batch or plan.rows_per_micro_batch
+    order = np.argsort(-lengths, kind="stable").tolist()
+    return [order[start : start + size] for start in range(0, len(order), size)]

@@ -1,0 +1,124 @@
+"""What each process may use: the training device, its memory budget and its speed."""
+
+import math
+import os
+from collections.abc import Mapping
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import Machine
+from sft_play.plan import Device
+from sft_play.planning.clock import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
+from sft_play.sizing import memory
+from sft_play.sizing.corrections import read_overhead
+from sft_play.sizing.step import ASSUMED_CAPABILITY
+from sft_play.units import GIB, format_bytes
+
+
+def training_device(machine: Machine) -> Device:
+    """What the planner needs to know about the devices; the weakest one counts."""
+    if not machine.gpus:
+        return Device(kind="cpu", name="the CPU", bf16=True, free_bytes=machine.ram_free_bytes)
+    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+    capabilities = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
+    return Device(
+        kind="cuda",
+        name=machine.gpus[0].name,
+        bf16=all(bool(gpu.bf16) for gpu in machine.gpus),
+        free_bytes=min(free) if free else None,
+        compute_capability=min(capabilities) if capabilities else None,
+    )
+
+
+def smallest_total(machine: Machine) -> int | None:
+    """Bytes of the smallest GPU, or of the RAM; None if unknown."""
+    totals = [gpu.total_bytes for gpu in machine.gpus] or [machine.host.ram_total_bytes]
+    known = [total for total in totals if total is not None]
+    return min(known) if known else None
+
+
+def device_speed(machine: Machine, processes: int) -> Speed:
+    """Data-sheet speed of the slowest GPU, or an assumption for a share of the CPU."""
+    if not machine.gpus:
+        share = (machine.host.cpu_cores or 1) / processes
+        return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
+    flops = [gpu.tflops for gpu in machine.gpus]
+    bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
+    links = [gpu.link_gb_s for gpu in machine.gpus]
+    if None in flops or None in bandwidths:
+        return Speed(flops=None, bandwidth=None)
+    return Speed(
+        flops=1e12 * min(filter(None, flops)),
+        bandwidth=1e9 * min(filter(None, bandwidths)),
+        link_bandwidth=None if None in links else 1e9 * min(filter(None, links)),
+    )
+
+
+def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> int | None:
+    """Bytes that a process may use: what is free, at most parallel.memory_gib; None if unknown.
+
+    Raises:
+        ConfigError: parallel.memory_gib exceeds the memory of the device.
+    """
+    device, asked = training_device(machine), config.parallel.memory_gib
+    free, total = device.free_bytes, smallest_total(machine)
+    if device.kind == "cpu":  # processes share the RAM
+        free, total = (None if size is None else size // processes for size in (free, total))
+    if asked == "auto":
+        return free
+    if total is not None and asked * GIB > total:
+        has = (
+            f"{device.name} has"
+            if device.kind == "cuda"
+            else f"the RAM has for each of {processes} process(es)"
+        )
+        raise ConfigError(
+            f"parallel.memory_gib={asked:g}: {has} {format_bytes(total)}, of which {format_bytes(free or 0)} "
+            f"are free; allowed: up to {math.floor(100 * total / GIB) / 100:g}, or auto to use what is free"
+        )
+    return int(asked * GIB) if free is None else min(free, int(asked * GIB))
+
+
+def memory_device(config: RunConfig, machine: Machine, processes: int) -> memory.DeviceBudget | None:
+    """The budget of each process; None if the free memory is unknown."""
+    usable = memory_of_a_process(config, machine, processes)
+    if usable is None:
+        return None
+    if not machine.gpus:
+        return memory.device_budget("cpu", usable)
+    device = training_device(machine)
+    overhead = read_overhead(device.name, processes)
+    return memory.device_budget(
+        "cuda",
+        usable,
+        world_size=processes,
+        compute_capability=device.compute_capability,
+        context_bytes=overhead,
+        communicator_bytes=None if overhead is None else 0,  # it was measured with the context
+        expandable=has_expandable_segments(os.environ),
+    )
+
+
+def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+    """Whether the allocator of a process will have them: as `cli.py` sets it, unless the user did."""
+    settings = (environment.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    own = [setting for setting in settings if setting is not None]
+    return not own or any("expandable_segments:true" in setting.lower() for setting in own)
+
+
+def memory_notes(
+    config: RunConfig, machine: Machine, processes: int, budget: memory.DeviceBudget
+) -> list[str]:
+    """Sentences that explain the budget."""
+    notes, asked = [], config.parallel.memory_gib
+    if asked != "auto":
+        usable = memory_of_a_process(config, machine, processes) or 0
+        less = f", but only {format_bytes(usable)} are free" if usable < int(asked * GIB) else ""
+        notes.append(f"each process may use {asked:g} GiB (parallel.memory_gib){less}")
+    notes.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
+    if budget.assumed:
+        notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
+    if machine.gpus and training_device(machine).compute_capability is None:
+        major, minor = ASSUMED_CAPABILITY
+        notes.append(f"the GPU's compute capability is unknown; assumed: the kernels of {major}.{minor}")
+    return notes

@@ -1,0 +1,133 @@
+"""Draft plans: every plan that a config allows, before memory is estimated. Pure."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.plan import Device, Plan
+from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
+
+# (split, optimizer steps of the run) -> the most tokens, and the most supervised tokens, of a micro-batch
+LargestMicroBatch = Callable[[BatchSplit, int], tuple[int, int]]
+
+
+def choose_precision(config: RunConfig, device: Device) -> tuple[str, str, str]:
+    """The dtype of the weights, the autocast type, and the reason.
+
+    Raises:
+        ConfigError: the config sets a precision that the device or the tuning mode does not support.
+    """
+    asked, dtype = config.train.mixed_precision, config.model.dtype
+    if (asked == "bf16" or dtype == "bfloat16") and not device.bf16:
+        key = "train.mixed_precision=bf16" if asked == "bf16" else "model.dtype=bfloat16"
+        raise ConfigError(
+            f"{key}: {device.name} does not support bf16; use fp16, or auto to use what is supported"
+        )
+    if asked == "fp16" and device.kind == "cpu":
+        raise ConfigError(
+            "train.mixed_precision=fp16: fp16 training is not supported on the CPU; use auto, bf16 or no"
+        )
+    precision, reason = _autocast(asked, device)
+    chosen: str = dtype
+    if dtype == "auto" and (device.kind == "cpu" or config.tuning.mode == "full"):
+        chosen = "float32"
+    elif dtype == "auto":
+        chosen = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, "float32")
+    if config.tuning.mode == "full" and chosen == "float16":
+        raise ConfigError(
+            "model.dtype=float16 with tuning.mode=full: small weight updates are lost in fp16; "
+            "use float32 or bfloat16"
+        )
+    return chosen, precision, reason
+
+
+def _autocast(asked: str, device: Device) -> tuple[str, str]:
+    """The autocast type and the reason."""
+    if asked != "auto":
+        return asked, f"{asked} autocast, as set in the config"
+    if device.kind == "cpu":
+        return "no", "fp32 on the CPU"
+    precision = "bf16" if device.bf16 else "fp16"
+    return precision, f"{precision} autocast, which {device.name} supports"
+
+
+def engines(config: RunConfig, world_size: int) -> list[str]:
+    """The engines that the config allows, the preferred one first."""
+    if world_size == 1:
+        return ["none"]
+    asked = config.parallel.engine
+    return ["ddp", "deepspeed_z2"] if asked == "auto" else [asked]
+
+
+def draft_plans(
+    config: RunConfig,
+    *,
+    device: Device,
+    world_size: int,
+    rows: int,
+    max_seq_len: int,
+    attention: str,
+    padding_free: bool = True,
+    largest: LargestMicroBatch | None = None,
+) -> list[Plan]:
+    """Every plan that the config allows, in preferred order.
+
+    Sorted by engine, then without checkpointing before with it, then by micro-batch from small to large.
+
+    Args:
+        config: the run's config.
+        device: the device of each process.
+        world_size: number of processes.
+        rows: number of training rows; with train.packing, of packed sequences.
+        max_seq_len: longest row in tokens.
+        attention: implementation that the model will use.
+        padding_free: whether rows are joined end to end.
+        largest: tokens of the run's largest micro-batch under a split; by default every row is assumed to be
+            the longest.
+
+    Raises:
+        ConfigError: settings contradict each other or are not supported by the device.
+    """
+    train = config.train
+    unit = max_seq_len if train.packing else 1
+    dtype, precision, precision_reason = choose_precision(config, device)
+    splits = batch_choices(train, world_size, max_seq_len if train.packing else None)
+    rate, rate_reason = scaled_learning_rate(train, splits[0].effective * unit)
+    per_epoch, total = count_steps(train, rows, splits[0].effective)
+    checkpointing = [train.gradient_checkpointing]
+    if train.gradient_checkpointing == "auto":
+        checkpointing = [False, True]
+    largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
+    tokens = {split: largest(split, total) for split in splits}
+    shared = dict(
+        world_size=world_size,
+        max_seq_len=max_seq_len,
+        packing=train.packing,
+        padding_free=padding_free,
+        mixed_precision=precision,
+        dtype=dtype,
+        attention=attention,
+        learning_rate=rate,
+        steps_per_epoch=per_epoch,
+        total_steps=total,
+        device=device.kind,
+        compute_capability=device.compute_capability,
+        why=(precision_reason, rate_reason),
+    )
+    return [
+        _draft(split, unit, tokens[split], engine=engine, gradient_checkpointing=bool(recompute), **shared)
+        for engine, recompute, split in product(engines(config, world_size), checkpointing, splits)
+    ]
+
+
+def _draft(split: BatchSplit, unit: int, tokens: tuple[int, int], **settings: Any) -> Plan:
+    return Plan(
+        micro_batch_size=split.micro * unit,
+        gradient_accumulation_steps=split.accumulation,
+        effective_batch_size=split.effective * unit,
+        micro_batch_tokens=tokens[0],
+        micro_batch_supervised=tokens[1],
+        **settings,
+    )

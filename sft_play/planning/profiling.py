@@ -1,0 +1,364 @@
+"""Measures a device profile: each kind of operation at a few sizes, and the calls of a tiny model.
+
+It takes 5 to 6.5 s on two cores. Each figure is the minimum of several runs, which other load on the machine
+affects least.
+"""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+
+from sft_play.config.schema import LoraSettings
+from sft_play.errors import LaunchError
+from sft_play.machine.gpus import Machine
+from sft_play.model import attention
+from sft_play.planning.profile import LENGTHS, SIDES, STRETCHES, Curve, DeviceProfile, MicroBatch, ProductGrid
+from sft_play.planning.profiles import PACKAGES, device_name, profile_path, read_profile, training_threads
+from sft_play.runlog import console
+from sft_play.sizing.corrections import installed_versions
+from sft_play.sizing.recorder import AllocationRecorder
+
+GRID_S = 1.2  # time limit for a grid of products; the products that remain are scaled from smaller ones
+# A figure is the minimum of RUNS runs, or of more (up to MOST_RUNS) until they have taken ENOUGH_S.
+ENOUGH_S, RUNS, MOST_RUNS = 0.02, 3, 300
+# Operands are taken in turns from more memory than caches hold: in training, each was last used long ago.
+POOL_BYTES = {"cpu": 768 << 20, "cuda": 256 << 20}
+POOL_SHARE = 0.05  # of a CPU's free memory, at most
+TURNS = 32
+# What the trainer takes per micro-batch, and once more per step, in calls of operations: "rest"
+# in benchmarks/results/step_parts_cpu.json.
+TRAINER_CALLS = 1100
+WIDTH, HEAD_DIM = 512, 64  # of the measured attention
+TINY: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=64
+)
+TINY_TOKENS = 16
+MANY, LARGE = 100, 1 << 22  # trained tensors of 64 elements, and elements of one tensor
+
+
+def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> DeviceProfile:
+    """The profile of this machine's device, measured now unless it has been measured before.
+
+    Args:
+        machine: this machine.
+        processes: number of processes that will train on it; they share a CPU's cores.
+        again: measure in any case.
+
+    Raises:
+        LaunchError: the measurement failed.
+    """
+    name, threads = device_name(machine), training_threads(machine, processes)
+    path = profile_path(name, threads)
+    found = None if again else read_profile(path)
+    if found is not None:
+        return found
+    with console().status(f"measuring what operations cost on {name}, once"):
+        profile = measure(name, threads) if threads else measure_in_child(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(profile.to_json(), encoding="utf-8")
+    temporary.replace(path)
+    return profile
+
+
+def measure_in_child(name: str) -> DeviceProfile:
+    """Measures the GPU in a child process, which frees the GPU's context and all memory when it exits.
+
+    Raises:
+        LaunchError: the measurement failed.
+    """
+    code = f"from {__name__} import measure; print(measure({name!r}, None).to_json())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise LaunchError(f"{name} could not be measured: {last}")
+    return DeviceProfile.from_json(done.stdout.strip().splitlines()[-1])
+
+
+def ensure_profile(machine: Machine, processes: int) -> None:
+    """Measures this machine's device unless it has been measured before.
+
+    If that fails, plans are based on the data sheet.
+    """
+    try:
+        saved_profile(machine, processes)
+    except LaunchError as error:
+        console().print(f"  [yellow]{error}[/]")
+
+
+def measure(name: str, threads: int | None) -> DeviceProfile:
+    """Measures the device.
+
+    Args:
+        name: of the device.
+        threads: number of CPU threads; None for the GPU.
+    """
+    device = torch.device("cpu" if threads else "cuda")
+    began = time.perf_counter()
+    with _threads(threads), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        clock, operands = Stopwatch(device), Operands(device)
+        update_element, update_tensor = _update(clock)
+        ahead, back = _attention(clock)
+        profile = DeviceProfile(
+            device=name,
+            kind=device.type,
+            measured=True,
+            source="",
+            threads=threads,
+            versions=installed_versions(PACKAGES),
+            products={
+                str(dtype).partition(".")[2]: _products(clock, dtype, operands) for dtype in _types(device)
+            },
+            attention=ahead,
+            attention_backward=back,
+            elementwise=_stretch(clock, lambda a, b, out: torch.mul(a, b, out=out), 3, operands),
+            transcendental=_stretch(clock, lambda a, out: torch.sigmoid(a, out=out), 2, operands),
+            fresh_byte_s=_fresh(clock) if threads else 0.0,
+            unpack_s=_unpacking(clock),
+            call_forward_s=0.0,
+            call_backward_s=0.0,
+            update_element_s=update_element,
+            update_tensor_s=update_tensor,
+        )
+        profile = _with_calls(profile, clock)
+    seconds = time.perf_counter() - began
+    return replace(profile, source=f"measured in {seconds:.1f} s")
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def now() -> tuple[float, float]:
+    """Wall-clock time and CPU time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: tuple[float, float]) -> float:
+    """Seconds since `now()` returned `began`; CPU time if it is less, because the process had to wait."""
+    return min(late - early for early, late in zip(began, now(), strict=True))
+
+
+class Stopwatch:
+    """Times a function on a device; on a GPU only its kernels, queued behind a sleep to hide their launch."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def least(self, run: Callable[[], Any]) -> float:
+        """Seconds of the fastest run."""
+        run()
+        times: list[float] = []
+        while len(times) < RUNS or (sum(times) < ENOUGH_S and len(times) < MOST_RUNS):
+            times.append(self._once(run))
+            if times[0] > 10 * ENOUGH_S:
+                break
+        return min(times)
+
+    def wait(self) -> None:
+        """Waits until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        if self.device.type == "cpu":
+            began = now()
+            run()
+            return since(began)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)
+        start.record()
+        run()
+        stop.record()
+        self.wait()
+        return start.elapsed_time(stop) / 1000
+
+
+def _types(device: torch.device) -> tuple[torch.dtype, ...]:
+    return (
+        (torch.float32, torch.bfloat16)
+        if device.type == "cpu"
+        else (torch.bfloat16, torch.float16, torch.float32)
+    )
+
+
+def pool_bytes(kind: str, free: int | None = None) -> int:
+    """Bytes that operands are taken from: never less than the largest product and stretch need.
+
+    Args:
+        kind: cpu or cuda.
+        free: bytes of memory that are free; None does not limit the pool.
+    """
+    wanted = POOL_BYTES[kind] if free is None else min(POOL_BYTES[kind], int(POOL_SHARE * free))
+    return max(wanted, 3 * 4 * SIDES[kind][-1] ** 2, STRETCHES[-1])
+
+
+class Operands:
+    """Tensors of any shape from one large block, others in each run."""
+
+    def __init__(self, device: torch.device) -> None:
+        free = psutil.virtual_memory().available if device.type == "cpu" else None
+        self._block = torch.ones(pool_bytes(device.type, free) // 4, device=device)
+
+    def turns(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Callable[[], list[torch.Tensor]]:
+        """A function that gives tensors of these shapes, from another place in each call."""
+        block, sizes = self._block.view(dtype), [math.prod(shape) for shape in shapes]
+        count = max(1, min(TURNS, len(block) // sum(sizes)))
+        found = []
+        for stretch in block.split(len(block) // count)[:count]:
+            parts = stretch[: sum(sizes)].split(sizes)
+            found.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        return itertools.cycle(found).__next__
+
+
+def _products(clock: Stopwatch, dtype: torch.dtype, operands: Operands) -> ProductGrid:
+    sides = SIDES[clock.device.type]
+    known: dict[tuple[int, ...], float] = {}
+    began = time.perf_counter()
+
+    def seconds(*sizes: int) -> float:
+        m, n, k = sizes
+        places = [sides.index(size) for size in sizes]
+        axis = max(range(3), key=places.__getitem__)
+        below = list(sizes)
+        below[axis] = sides[max(0, places[axis] - 1)]
+        if time.perf_counter() - began > GRID_S and tuple(below) in known:
+            known[sizes] = known[tuple(below)] * sizes[axis] / below[axis]
+        else:
+            turn = operands.turns(dtype, (m, k), (n, k), (m, n))
+            known[sizes] = clock.least(lambda: _multiply(*turn()))
+        return known[sizes]
+
+    return ProductGrid.of(sides, seconds)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """[m, k] and [n, k] to [m, n], as a linear layer multiplies."""
+    torch.mm(a, b.t(), out=out)
+
+
+def _attention(clock: Stopwatch) -> tuple[Curve, Curve]:
+    """Seconds of the forward and of the backward pass, per token and element of the width."""
+    forward, backward, lengths = [], [], LENGTHS if clock.device.type == "cuda" else LENGTHS[:-1]
+    dtype = torch.float32 if clock.device.type == "cpu" else torch.bfloat16
+    attention.register()  # turns off the kernel that training does not use
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for tokens in lengths:
+        shape = (1, WIDTH // HEAD_DIM, tokens, HEAD_DIM)
+        q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3))
+        out = attend(q, k, v, is_causal=True)
+        ones = torch.ones_like(out)
+        forward.append(clock.least(lambda: attend(q, k, v, is_causal=True)) / tokens / WIDTH)  # noqa: B023
+        gradients = lambda: torch.autograd.grad(out, (q, k, v), ones, retain_graph=True)  # noqa: B023, E731
+        backward.append(clock.least(gradients) / tokens / WIDTH)
+    return Curve(lengths, tuple(forward)), Curve(lengths, tuple(backward))
+
+
+def _stretch(clock: Stopwatch, run: Callable[..., Any], tensors: int, operands: Operands) -> Curve:
+    """Seconds of an operation on so many tensors, the result among them, by the bytes that it moves."""
+
+    def seconds(size: float) -> float:
+        turn = operands.turns(torch.float32, *[(int(size) // (4 * tensors),)] * tensors)
+        return clock.least(lambda: run(*turn()))
+
+    return Curve.of(STRETCHES, seconds)
+
+
+def _fresh(clock: Stopwatch) -> float:
+    """Extra seconds to write a byte of new memory, which the operating system clears first."""
+    old = torch.ones(STRETCHES[-1] // 4)
+    new = clock.least(lambda: torch.empty_like(old).fill_(1.0))  # too large for malloc to keep
+    return max(0.0, new - clock.least(lambda: old.fill_(1.0))) / STRETCHES[-1]
+
+
+def _unpacking(clock: Stopwatch) -> float:
+    """Seconds to unpack a 4-bit weight; those of a copy if bitsandbytes cannot do it here."""
+    weights = torch.randn(1024, 1024, device=clock.device)
+    try:
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        packed, state = quantize_4bit(weights, quant_type="nf4")
+        return clock.least(lambda: dequantize_4bit(packed, state)) / weights.numel()
+    except (ImportError, RuntimeError):
+        return clock.least(weights.clone) / weights.numel()
+
+
+def _update(clock: Stopwatch) -> tuple[float, float]:
+    """Seconds of clipping and AdamW, per element and per tensor."""
+
+    def seconds(count: int, elements: int) -> float:
+        tensors = [torch.nn.Parameter(torch.ones(elements, device=clock.device)) for _ in range(count)]
+        optimizer = torch.optim.AdamW(tensors, fused=True)
+        for tensor in tensors:
+            tensor.grad = torch.ones_like(tensor)
+
+        def update() -> None:
+            torch.nn.utils.clip_grad_norm_(tensors, 1.0, foreach=clock.device.type == "cuda")
+            optimizer.step()
+
+        return clock.least(update)
+
+    for_tensor = seconds(MANY, 64) / MANY
+    return max(0.0, seconds(1, LARGE) - for_tensor) / LARGE, for_tensor
+
+
+def _with_calls(profile: DeviceProfile, clock: Stopwatch) -> DeviceProfile:
+    """The profile with the time to call an operation: what remains of a tiny model's time, per call."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from sft_play.model.load import attach_adapter
+    from sft_play.sizing.step import StepSpec
+    from sft_play.sizing.trace import make_batch
+
+    base = AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).to(clock.device)
+    model = attach_adapter(base, LoraSettings(r=8)).train()
+    spec = StepSpec(mode="lora", row_tokens=TINY_TOKENS, device=clock.device.type)
+    batch = make_batch(spec, device=clock.device)
+
+    def loss() -> torch.Tensor:
+        return model(**batch, use_cache=False).loss
+
+    recorder = AllocationRecorder()
+    with recorder:
+        recorder.begin("forward")
+        found = loss()
+        recorder.begin("backward")
+        found.backward()
+    work = recorder.trace(()).work
+    _, spent = profile.seconds(work, MicroBatch(TINY_TOKENS, TINY_TOKENS**2))
+    times = []
+    for _ in range(20):
+        began = now()
+        found = loss()
+        forward, middle = since(began), now()
+        found.backward()
+        times.append((forward, since(middle)))
+        clock.wait()
+    calls = []
+    for part, here in enumerate((slice(work.backward_from), slice(work.backward_from, None))):
+        least = min(one[part] for one in times)
+        own = spent[here].sum() if clock.device.type == "cpu" else 0.0  # a GPU works in parallel
+        calls.append(max(1e-7, (least - own) / len(spent[here])))
+    # While a GPU works, Python has time for the trainer.
+    trainer = TRAINER_CALLS * calls[0] if clock.device.type == "cpu" else 0.0
+    return replace(
+        profile, call_forward_s=calls[0], call_backward_s=calls[1], micro_batch_s=trainer, step_s=trainer
+    )

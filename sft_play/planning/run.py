@@ -1,0 +1,104 @@
+"""Plans a run: gathers what the search needs from data, model and machine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import DoesNotFitError, UntraceableModel
+from sft_play.machine.gpus import Machine
+from sft_play.model.load import choose_attention, joins_rows
+from sft_play.plan import Device, Plan
+from sft_play.planning.devices import memory_device, memory_notes, training_device
+from sft_play.planning.drafts import draft_plans
+from sft_play.planning.facts import DataFacts, assumptions
+from sft_play.planning.search import choose_plan
+from sft_play.planning.timing import plan_clock, profile_notes
+from sft_play.sizing.corrections import (
+    corrected_clock,
+    corrected_estimator,
+    correction_sentence,
+    read_ratios,
+    record_path,
+)
+from sft_play.sizing.estimator import estimator
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def plan_run(
+    config: RunConfig,
+    model_config: "PretrainedConfig",
+    facts: DataFacts,
+    machine: Machine,
+    processes: int,
+    *,
+    accept: Callable[[Plan], bool] = lambda draft: True,
+    budget_bytes: int | None = None,
+) -> Plan:
+    """The fastest plan that fits.
+
+    Args:
+        config: the run.
+        model_config: the architecture.
+        facts: of the training rows.
+        machine: that it runs on.
+        processes: number of processes.
+        accept: which of the plans that the config allows are considered.
+        budget_bytes: of each process; default: from the machine's free memory.
+
+    Raises:
+        ConfigError: settings contradict each other or the machine.
+        DoesNotFitError: nothing fits.
+    """
+    device = training_device(machine)
+    drafts, padding = _drafts(config, model_config, facts, device, processes)
+    drafts = [draft for draft in drafts if accept(draft)]
+    if not drafts:
+        raise DoesNotFitError("the config allows no other plan")
+    notes = [*padding, *assumptions(facts)]
+    budget = memory_device(config, machine, processes)
+    if budget is None:
+        plan = choose_plan(config, drafts, None, None)
+        return replace(plan, why=(*plan.why, f"free memory of {device.name} is unknown", *notes))
+    if budget_bytes is not None:
+        budget = replace(budget, budget_bytes=budget_bytes)
+    notes += memory_notes(config, machine, processes, budget)
+    notes += profile_notes(machine, processes)
+
+    def record(run: RunConfig, plan: Plan) -> Path:
+        return record_path(model_config.to_json_string(use_diff=False), device.name, run, plan)
+
+    try:
+        memory_of = corrected_estimator(estimator(model_config, budget, facts.eval_shape), record)
+        predicted = plan_clock(model_config, facts, machine, processes)
+        time_of = corrected_clock(predicted, record, facts.tokens_per_process)
+        plan = choose_plan(config, drafts, memory_of, time_of)
+    except UntraceableModel as error:
+        plan = choose_plan(config, drafts, None, None)
+        return replace(plan, why=(*plan.why, str(error).splitlines()[0], *notes))
+    assert plan.memory
+    correction = correction_sentence(read_ratios(record(config, plan)), plan.memory.peak_phase)
+    return replace(plan, why=(*plan.why, *correction, *notes))
+
+
+def _drafts(
+    config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, device: Device, processes: int
+) -> tuple[list[Plan], list[str]]:
+    """Every plan that the config allows, and why rows are padded if they are."""
+    attention = choose_attention(config.model.attention, model_config, device.kind)
+    padding_free, reason = joins_rows(config, model_config, attention)
+    hidden_size = model_config.get_text_config().hidden_size
+    drafts = draft_plans(
+        config,
+        device=device,
+        world_size=processes,
+        rows=facts.rows,
+        max_seq_len=facts.longest_row,
+        attention=attention,
+        padding_free=padding_free,
+        largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, padding_free),
+    )
+    return drafts, reason

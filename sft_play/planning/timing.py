@@ -1,0 +1,48 @@
+"""Predicts the time of a plan from the operations of a trace and their cost in the device's profile."""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sft_play.machine.gpus import Machine
+from sft_play.plan import Clock, Plan
+from sft_play.planning.clock import clock
+from sft_play.planning.devices import device_speed
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.profile import MicroBatch
+from sft_play.planning.profiles import profile_of
+from sft_play.sizing.estimator import work_of_plans
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
+    """A micro-batch of average size; attention runs once per row if rows are joined."""
+    tokens = facts.tokens_per_process(plan) / plan.gradient_accumulation_steps
+    rows = tokens / facts.mean_tokens
+    return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.padding_free else 1.0)
+
+
+def profile_notes(machine: Machine, processes: int) -> list[str]:
+    """A sentence about where predicted seconds come from."""
+    profile = profile_of(machine, device_speed(machine, processes), processes)
+    return [f"seconds from the profile of {profile.device}, {profile.source}"] if profile else []
+
+
+def plan_clock(
+    config: "PretrainedConfig", facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
+) -> Clock:
+    """A clock that predicts the seconds of an optimizer step of a plan on this machine.
+
+    Args:
+        config: the architecture.
+        facts: of the training rows.
+        machine: that it runs on.
+        processes: number of processes that share it.
+        link: whether communication between processes takes time.
+    """
+    profile = profile_of(machine, device_speed(machine, processes), processes)
+    if profile is not None and not link:
+        profile = replace(profile, link_bytes_per_s=None)
+    return clock(work_of_plans(config, facts.eval_shape), profile, partial(mean_micro_batch, facts))

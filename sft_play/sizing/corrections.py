@@ -1,0 +1,287 @@
+"""Corrections: what probes measured, stored to correct later predictions of the same kind of step."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.fingerprints import installed_versions
+from sft_play.plan import Clock, Estimator, Memory, Plan
+from sft_play.runlog import cache_dir
+from sft_play.sizing.step import step_code
+
+MENTIONED_FROM = 0.005  # a smaller correction is not listed among the reasons of a plan
+LOAD = "load"
+ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
+
+Ratios = Mapping[str, float]  # phase -> measured / predicted memory above the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """What a probe measured; for several ranks, the maximum over all of them."""
+
+    phases: dict[str, int] = field(default_factory=dict)  # peak bytes; empty if they could not be measured
+    reserved_bytes: int | None = None
+    overhead_bytes: int | None = None  # GPU memory outside the allocator: context, kernels, communicator
+    step_seconds: float | None = None  # of an optimizer step of average size
+    seconds_per_token: float | None = None  # per process, at the largest micro-batch
+    ran_out: bool = False  # out of memory, or the device was full and the allocator had to free cached blocks
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of the highest phase."""
+        return max(self.phases.values(), default=None)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan can be run: memory did not run out, and the peak is within the budget."""
+        within = plan.memory is None or self.peak_bytes is None or self.peak_bytes <= plan.memory.budget_bytes
+        return within and not self.ran_out
+
+    @classmethod
+    def of_all(cls, ranks: list["ProbeResult"]) -> "ProbeResult":
+        """The maximum of every number over the ranks; a phase counts only if all ranks measured it."""
+
+        def highest(name: str) -> Any:
+            values = [getattr(result, name) for result in ranks]
+            return max((value for value in values if value is not None), default=None)
+
+        phases: dict[str, int] = {}
+        for phase in ranks[0].phases:
+            sizes = [result.phases[phase] for result in ranks if phase in result.phases]
+            if len(sizes) == len(ranks):
+                phases[phase] = max(sizes)
+        return cls(
+            phases=phases,
+            reserved_bytes=highest("reserved_bytes"),
+            overhead_bytes=highest("overhead_bytes"),
+            step_seconds=highest("step_seconds"),
+            seconds_per_token=highest("seconds_per_token"),
+            ran_out=any(result.ran_out for result in ranks),
+        )
+
+
+def record_path(
+    architecture: str, device: str, config: RunConfig, plan: Plan, folder: Path | None = None
+) -> Path:
+    """The file with the corrections of this kind of step.
+
+    Steps are of the same kind if device, code, model and settings are equal, whatever the micro-batch size.
+
+    Args:
+        architecture: the model's config as JSON.
+        device: name of the device.
+        config: the run's config.
+        plan: the run's plan.
+        folder: of all such files; default: in the project's cache folder.
+    """
+    kind = replace(
+        plan, micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
+        gradient_accumulation_steps=0, effective_batch_size=0, learning_rate=0.0, steps_per_epoch=0,
+        total_steps=0, step_seconds=None, memory=None, why=(), alternatives=(),
+    )  # fmt: skip
+    parts = [
+        architecture,
+        device,
+        config.tuning.model_dump_json(),
+        config.train.optimizer,
+        str(config.eval.batch_size),
+    ]
+    text = "\n".join([*parts, json.dumps(asdict(kind)), step_code()])
+    return (folder or cache_dir() / "probes") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_ratios(path: Path) -> dict[str, float]:
+    """The corrections of an earlier probe; empty if there is no readable file."""
+    try:
+        ratios = json.loads(path.read_text(encoding="utf-8"))["ratios"]
+        return {phase: float(ratio) for phase, ratio in ratios.items() if 0 < float(ratio) < 100}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def ratios_of(predicted: Memory, measured: Mapping[str, int], earlier: Ratios) -> dict[str, float]:
+    """Measured / predicted memory above the weights, by phase.
+
+    Args:
+        predicted: the prediction, which may already be corrected.
+        measured: peak bytes by phase.
+        earlier: the ratios by which the prediction was corrected.
+    """
+    weights = predicted.phases.get(LOAD, 0)
+    return {
+        phase: (size - weights) / (predicted.phases[phase] - weights) * earlier.get(phase, 1.0)
+        for phase, size in measured.items()
+        if phase != LOAD and size > weights and predicted.phases.get(phase, 0) > weights
+    }
+
+
+def write_record(path: Path, plan: Plan, result: ProbeResult, device: str) -> None:
+    """Stores a probe result, with the predicted memory, in the file that `record_path` names.
+
+    Args:
+        path: the file.
+        plan: the plan that was probed.
+        result: what the probe measured.
+        device: name of the device.
+    """
+    record: dict[str, Any] = {
+        "device": device,
+        "versions": installed_versions(),
+        "micro_batch_tokens": plan.micro_batch_tokens,
+        "ratios": read_ratios(path),
+        "speed": asdict(read_speed(path)),
+    }
+    if plan.memory is not None and result.phases:
+        record |= {
+            "predicted": plan.memory.phases,
+            "measured": result.phases,
+            "reserved_bytes": result.reserved_bytes,
+            "ratios": ratios_of(plan.memory, result.phases, read_ratios(path)),
+        }
+    if result.seconds_per_token is not None:
+        record["speed"] = asdict(read_speed(path).with_result(plan, result))
+    _write(path, record)
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """How fast steps of one kind were."""
+
+    seconds_per_token: dict[str, float] = field(default_factory=dict)  # by tokens of the micro-batch
+    ratio: float = 1.0  # measured / predicted time of a step, for micro-batches that were not measured
+
+    def of(self, plan: Plan) -> float | None:
+        """Measured seconds per token at about the plan's micro-batch; None if there are none."""
+        near = {
+            abs(int(tokens) - plan.micro_batch_tokens): seconds
+            for tokens, seconds in self.seconds_per_token.items()
+        }
+        distance = min(near, default=None)
+        return (
+            near[distance] if distance is not None and distance <= ALIKE * plan.micro_batch_tokens else None
+        )
+
+    def with_result(self, plan: Plan, result: ProbeResult) -> "MeasuredSpeed":
+        """The speed with another probe result added."""
+        assert result.seconds_per_token is not None
+        ratio = self.ratio
+        if self.of(plan) is None and plan.step_seconds and result.step_seconds:
+            ratio *= result.step_seconds / plan.step_seconds
+        measured = {**self.seconds_per_token, str(plan.micro_batch_tokens): result.seconds_per_token}
+        return MeasuredSpeed(measured, ratio)
+
+
+def read_speed(path: Path) -> MeasuredSpeed:
+    """The speed that earlier probes measured, from the file that `record_path` names; empty if none."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))["speed"]
+        seconds = {str(int(tokens)): float(value) for tokens, value in tree["seconds_per_token"].items()}
+        return MeasuredSpeed(seconds, float(tree["ratio"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return MeasuredSpeed()
+
+
+def corrected_clock(
+    clock: Clock, path_of: Callable[[RunConfig, Plan], Path], tokens_of: Callable[[Plan], float]
+) -> Clock:
+    """A clock that uses what earlier probes measured.
+
+    Args:
+        clock: the prediction.
+        path_of: the file of a kind of step (`record_path`).
+        tokens_of: tokens per process in an average step of a plan.
+    """
+    known: dict[Path, MeasuredSpeed] = {}
+
+    def seconds(config: RunConfig, plan: Plan) -> float | None:
+        path = path_of(config, plan)
+        speed = known.setdefault(path, read_speed(path))
+        measured = speed.of(plan)
+        if measured is not None:
+            return measured * tokens_of(plan)
+        predicted = clock(config, plan)
+        return None if predicted is None else predicted * speed.ratio
+
+    return seconds
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Writes the file atomically; an error is ignored, since no run should fail because of it."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        partial.replace(path)
+
+
+def _overhead_path(device: str, world_size: int) -> Path:
+    text = f"{device} {'several' if world_size > 1 else 'one'} {json.dumps(installed_versions())}"
+    return cache_dir() / "probes" / f"overhead-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def write_overhead(device: str, world_size: int, size: int) -> None:
+    """Stores how much of this GPU a process used outside the allocator; the maximum so far is kept."""
+    earlier = read_overhead(device, world_size) or 0
+    _write(_overhead_path(device, world_size), {"device": device, "overhead_bytes": max(size, earlier)})
+
+
+def read_overhead(device: str, world_size: int) -> int | None:
+    """Bytes of context, kernels and communicator that an earlier probe measured on this kind of GPU."""
+    try:
+        size = json.loads(_overhead_path(device, world_size).read_text(encoding="utf-8"))["overhead_bytes"]
+        return size if isinstance(size, int) and size > 0 else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def corrected(memory: Memory, ratios: Ratios) -> Memory:
+    """The prediction with the memory above the weights multiplied by `ratios`, phase by phase.
+
+    The difference in the peak is added to the temporaries.
+    """
+    if not ratios:
+        return memory
+    weights = memory.phases.get(LOAD, 0)
+    phases = {
+        phase: size if phase not in ratios else weights + round((size - weights) * ratios[phase])
+        for phase, size in memory.phases.items()
+    }
+    top = max(phases, key=lambda phase: phases[phase])
+    terms = dict(memory.terms)
+    terms["temporaries"] = terms.get("temporaries", 0) + phases[top] - memory.peak_bytes
+    reserved = memory.reserved_bytes
+    return replace(
+        memory,
+        phases=phases,
+        peak_phase=top,
+        peak_bytes=phases[top],
+        terms=terms,
+        reserved_bytes=None if reserved is None else reserved + phases[top] - memory.peak_bytes,
+    )
+
+
+def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan], Path]) -> Estimator:
+    """The estimator, corrected by earlier probes; `path_of` names the file with a plan's corrections."""
+    known: dict[Path, dict[str, float]] = {}
+
+    def estimate_corrected(config: RunConfig, plan: Plan) -> Memory:
+        path = path_of(config, plan)
+        if path not in known:
+            known[path] = read_ratios(path)
+        return corrected(estimate(config, plan), known[path])
+
+    return estimate_corrected
+
+
+def correction_sentence(ratios: Ratios, phase: str) -> list[str]:
+    """The correction as one of the reasons of a plan; empty if it is too small to mention."""
+    ratio = ratios.get(phase, 1.0)
+    if abs(ratio - 1) < MENTIONED_FROM:
+        return []
+    return [f"corrected by an earlier probe of this kind of step: memory above the weights x {ratio:.3f}"]

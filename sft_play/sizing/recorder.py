@@ -1,0 +1,221 @@
+"""Traces a training step, real or fake: its allocations and frees, and the work of its operations."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from sft_play.sizing.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
+from sft_play.sizing.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
+from sft_play.sizing.work import Work
+
+TEMPORARY = "temporaries"
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """While active, records what each operation allocates; weak references tell when a storage is freed.
+
+    Existing tools do not do: PyTorch's MemTracker does not support frozen parameters, and saved-tensor hooks
+    miss what a custom autograd function keeps on its context (bitsandbytes does).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[int] = []
+        self.sizes: list[int] = []
+        self.terms: list[str] = []
+        self.owners: list[int] = []
+        self.segments: list[Segment] = []
+        self.live = self.peak = 0  # bytes
+        self.loss_head = False  # whether the fused output head is running
+        self.layer_of_parameter: list[int] = []  # of each trained parameter, in the optimizer's order
+        self.elements_of_parameter: list[int] = []  # in the same order
+        self.operations: list[tuple[float, ...]] = []
+        self._times = 1.0  # how many equal operations each one stands for
+        self._rules: dict[Any, Any] = {}
+        self._stops: list[int] = []  # operations recorded by the end of each segment
+        self._open: dict[int, tuple[int, weakref.ref]] = {}
+        self._phase, self._layer = "load", WHOLE_MODEL
+        self._left_layer = False
+
+    def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
+        """Attributes the events that follow to this phase and layer."""
+        self._close_segment()
+        self._phase, self._layer, self._left_layer = phase, layer, False
+
+    def leave_layer(self) -> None:
+        """Ends the last decoder layer: frees that follow still belong to it, allocations do not."""
+        self._left_layer = True
+
+    def _close_segment(self) -> None:
+        start = self.segments[-1].stop if self.segments else 0
+        self.segments.append(Segment(self._phase, self._layer, start, len(self.events)))
+        self._stops.append(len(self.operations))
+
+    @property
+    def phase(self) -> str:
+        """The phase that events are attributed to."""
+        return self._phase
+
+    def add(self, tensor: torch.Tensor, term: str, owner: int | None = None) -> None:
+        """Records the storage of a tensor of any shape, unless it is already known."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._open:
+            return
+        size = storage.nbytes()
+        if not size:
+            return
+        if self._left_layer:
+            self.begin(self._phase)
+        block = len(self.sizes)
+        self.sizes.append(size)
+        self.terms.append(term)
+        self.owners.append(self._layer if owner is None else owner)
+        self.events.append(block + 1)
+        self._open[address] = block, weakref.ref(storage, partial(self._freed, address))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, address: int, _: Any) -> None:
+        block, _ = self._open.pop(address)
+        self.live -= self.sizes[block]
+        self.events.append(-(block + 1))
+
+    def blocks_alive(self) -> list[int]:
+        """The blocks that are live now, oldest first."""
+        return sorted(block for block, _ in self._open.values())
+
+    def retag(self, blocks: Iterable[int], term: str) -> None:
+        """Changes the term of blocks whose role is known only after they were allocated."""
+        for block in blocks:
+            self.terms[block] = term
+
+    def blocks_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """The blocks that hold these tensors; tensors that were not recorded are left out."""
+        addresses = (tensor.untyped_storage()._cdata for tensor in tensors)
+        return [self._open[address][0] for address in addresses if address in self._open]
+
+    @contextmanager
+    def inside_loss_head(self) -> Iterator[None]:
+        """Within this context, allocations are attributed to the loss."""
+        before, self.loss_head = self.loss_head, True
+        try:
+            yield
+        finally:
+            self.loss_head = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and records its results."""
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = rule_of(func)
+        out = func(*args, **(kwargs or {}))
+        if rule is asks:
+            return out
+        blocks = len(self.sizes)
+        self.record(out)
+        self.count(rule(args, out), sum(self.sizes[blocks:]))
+        return out
+
+    def count(self, operation: Description, fresh: int = 0) -> None:
+        """Records the work of an operation.
+
+        In the backward pass gradients are enabled only while a layer is recomputed by Python code.
+        """
+        if operation is not None:
+            kind, dtype, *sizes, times, moved = operation
+            by_python = self._phase != "backward" or torch.is_grad_enabled()
+            each = fresh / max(times, 1)
+            self.operations.append((kind, dtype, by_python, *sizes, times * self._times, moved, each))
+
+    @contextmanager
+    def standing_for(self, times: float) -> Iterator[None]:
+        """Within this context, each operation stands for `times` equal ones."""
+        before, self._times = self._times, self._times * times
+        try:
+            yield
+        finally:
+            self._times = before
+
+    def record(self, out: Any) -> None:
+        """Records the result of an operation: a tensor, or a tuple or list that may contain tensors.
+
+        A list with one tensor for each trained parameter (a fused optimizer creates such lists) is attributed
+        to the layers of those parameters.
+        """
+        term = "loss" if self.loss_head else TEMPORARY
+        if isinstance(out, torch.Tensor):
+            self.add(out, term)
+        elif isinstance(out, (tuple, list)):
+            per_parameter = len(out) == len(self.layer_of_parameter) and self._layer == WHOLE_MODEL
+            for index, item in enumerate(out):
+                if isinstance(item, torch.Tensor):
+                    self.add(item, term, self.layer_of_parameter[index] if per_parameter else None)
+
+    def trace(self, stand_ins: Sequence[int]) -> StepTrace:
+        """The trace so far; `stand_ins` names the traced layer that represents each layer."""
+        self._close_segment()
+        return StepTrace(
+            events=np.array(self._events_in_order(), dtype=np.int64),
+            sizes=np.array(self.sizes, dtype=np.int64),
+            terms=np.array([TERMS.index(term) for term in self.terms], dtype=np.int8),
+            owners=np.array(self.owners, dtype=np.int64),
+            segments=tuple(self.segments),
+            stand_ins=tuple(stand_ins),
+            work=self._work(stand_ins),
+        )
+
+    def _work(self, stand_ins: Sequence[int]) -> Work:
+        """The operations of the micro-batch, and what is trained."""
+        table = np.array(self.operations or np.zeros((0, 9)), dtype=np.float64)
+        forward, backward = (
+            layers_in_order(self.segments, self._stops, stand_ins, phase) for phase in ("forward", "backward")
+        )
+        parameters = list(zip(self.layer_of_parameter, self.elements_of_parameter, strict=True))
+        copies = [1 if owner == WHOLE_MODEL else stand_ins.count(owner) for owner, _ in parameters]
+        return Work(
+            kinds=table[:, 0].astype(np.int8),
+            dtypes=table[:, 1].astype(np.int8),
+            by_python=table[:, 2].astype(bool),
+            sizes=table[:, 3:],
+            order=np.concatenate([forward, backward]),
+            backward_from=len(forward),
+            trained_elements=sum(n * size for n, (_, size) in zip(copies, parameters, strict=True)),
+            trained_tensors=sum(copies),
+        )
+
+    def _events_in_order(self) -> list[int]:
+        """The events, consecutive frees sorted by age, since autocast frees its copies in random order."""
+        ordered: list[int] = []
+        for segment in self.segments:
+            events = self.events[segment.start : segment.stop]
+            for frees, consecutive in groupby(events, key=lambda event: event < 0):
+                stretch = list(consecutive)
+                ordered += sorted(stretch, reverse=True) if frees else stretch
+        return ordered
+
+
+def counted(kind: int, like: torch.Tensor, m: float, n: float = 0, k: float = 0, moved: float = 0) -> None:
+    """Reports the work of a kernel that does not run here to the active recorder, if there is one.
+
+    Args:
+        kind: of the operation (`sft_play.sizing.work`).
+        like: a tensor of the dtype that it computes in.
+        m: size M of the operation.
+        n: size N.
+        k: size K.
+        moved: bytes that it reads and writes.
+    """
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, AllocationRecorder):
+            mode.count((kind, DTYPE_INDEX.get(like.dtype, 0), m, n, k, 1, moved))
+            return

@@ -1,0 +1,125 @@
+"""What a traced step computes and moves: its operations with their sizes, in the order of a whole model.
+
+It is part of a `StepTrace`, so one trace gives both memory and time. An operation's sizes are linear in the
+tokens of its micro-batch, so two traces give every other token count. Nothing here knows about torch, or
+about how fast any device is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+FREE, PRODUCT, ATTENTION, ATTENTION_BACKWARD, UNPACK, ELEMENTWISE, IN_PLACE, TRANSCENDENTAL = range(8)
+KINDS = (
+    "views", "matrix products", "attention", "attention, backward", "NF4 unpacking", "element-wise",
+    "in place", "transcendental",
+)  # fmt: skip
+DTYPES = ("float32", "bfloat16", "float16")
+M, N, K, TIMES, BYTES, FRESH = range(6)  # columns of `Work.sizes`
+
+
+@dataclass(frozen=True)
+class Work:
+    """The operations of one micro-batch, forward and backward, and what the optimizer updates after it.
+
+    A product is [m, k] x [k, n], repeated TIMES. Attention has its tokens in `m` and heads x head_dim in `k`:
+    its cost depends on how the tokens are divided into sequences, which a trace does not know. For 4-bit
+    weights `m` counts those that are unpacked. BYTES are read and written, FRESH are those of new memory;
+    both are repeated TIMES.
+    """
+
+    kinds: np.ndarray  # of each traced operation, int8
+    dtypes: np.ndarray  # index into DTYPES, of what it reads
+    by_python: np.ndarray  # whether the model's code called it (forward, recomputation); else autograd did
+    sizes: np.ndarray  # [operations, 6]: M, N, K, TIMES, BYTES, FRESH
+    order: np.ndarray  # what runs, with all layers: indices of traced operations
+    backward_from: int  # index in `order` where the backward pass begins
+    trained_elements: int
+    trained_tensors: int
+
+    def same_operations(self, other: "Work") -> bool:
+        """Whether both have the same operations in the same order, on any number of tokens."""
+        return (
+            np.array_equal(self.kinds, other.kinds)
+            and np.array_equal(self.dtypes, other.dtypes)
+            and np.array_equal(self.order, other.order)
+        )
+
+    @property
+    def operations(self) -> int:
+        """Number of operations that are dispatched."""
+        return len(self.order)
+
+    def flop(self) -> np.ndarray:
+        """Floating-point operations of each operation in `order`, [n]: 2 m n k of a matrix product."""
+        sizes = self.sizes
+        flop = 2 * sizes[:, M] * sizes[:, N] * sizes[:, K] * sizes[:, TIMES] * (self.kinds == PRODUCT)
+        return flop[self.order]
+
+    def moved(self) -> np.ndarray:
+        """Bytes read and written by each operation in `order`, [n], as if nothing stayed in caches."""
+        return (self.sizes[:, BYTES] * self.sizes[:, TIMES])[self.order]
+
+
+NO_WORK = Work(
+    kinds=np.zeros(0, np.int8),
+    dtypes=np.zeros(0, np.int8),
+    by_python=np.zeros(0, bool),
+    sizes=np.zeros((0, 6)),
+    order=np.zeros(0, int),
+    backward_from=0,
+    trained_elements=0,
+    trained_tensors=0,
+)
+
+
+def directions(counts: Sequence[tuple[float, float]]) -> np.ndarray:
+    """What turns the growth of sizes between traces into slopes, [traces - 1, 2].
+
+    Args:
+        counts: of each trace, such as its tokens and its supervised tokens. Two traces give slopes that hold
+            along the line between them, three that are not on one line give slopes that hold everywhere.
+    """
+    base, *others = np.asarray(counts, dtype=float)
+    return np.linalg.pinv(others - base).T
+
+
+@dataclass(frozen=True)
+class WorkLine:
+    """Work as a function of the tokens, exact for any number if the traces have the same operations."""
+
+    base: Work
+    tokens: float  # of the base
+    per_token: np.ndarray  # [operations, 6]
+
+    @classmethod
+    def fit(
+        cls, counts: Sequence[tuple[float, float]], works: Sequence[Work], share: float | None = None
+    ) -> "WorkLine | None":
+        """Fits traces with these tokens and supervised tokens; None if they differ in more than sizes.
+
+        Args:
+            counts: two with the same supervised share, or three that are not on one line.
+            works: one of each.
+            share: the supervised share of the line; default that of the traces.
+        """
+        base, *others = works
+        if not all(base.same_operations(other) for other in others):
+            return None
+        growth = np.stack([other.sizes - base.sizes for other in others], axis=-1)
+        tokens, supervised = counts[0]
+        share = supervised / tokens if share is None else share
+        slopes = growth @ directions(counts)
+        per_token = slopes @ (1.0, share)
+        start = base.sizes + slopes[..., 1] * (share * tokens - supervised)
+        # In halves of the tokens, which odd numbers do not have.
+        attends = np.isin(base.kinds, (ATTENTION, ATTENTION_BACKWARD))
+        per_token[attends, M] = base.sizes[attends, M] / tokens
+        start[attends, M] = base.sizes[attends, M]
+        return cls(replace(base, sizes=start), tokens, per_token)
+
+    def at(self, tokens: float) -> Work:
+        """The work of a micro-batch of `tokens` tokens; a mean may be fractional."""
+        sizes = self.base.sizes + self.per_token * (tokens - self.tokens)
+        return replace(self.base, sizes=np.maximum(sizes, 0))

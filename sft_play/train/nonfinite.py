@@ -1,0 +1,109 @@
+"""Steps whose loss or gradients are not finite: they update nothing, and several in a row end the run."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sft_play.errors import NonFiniteError
+from sft_play.model.scoring import score_batch
+
+SHOWN_ROWS, SHOWN_TOKENS = 3, 12  # of the rows that a message names
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped, and corrects the loss that is logged.
+
+    The trainer averages the loss over all steps since the last record.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: so many skipped steps in a row end the run."""
+        self.limit, self.total, self.in_a_row = limit, 0, 0
+        self._window = self._skipped_in_window = 0
+
+    def count(self, *, finite: bool) -> None:
+        """Counts a step."""
+        self._window += 1
+        self.in_a_row = 0 if finite else self.in_a_row + 1
+        self._skipped_in_window += not finite
+        self.total += not finite
+
+    def corrected(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """The record with the mean loss of the steps that were not skipped, and without infinite values."""
+        if "loss" not in logs:
+            return logs
+        steps, learned = self._window, self._window - self._skipped_in_window
+        self._window = self._skipped_in_window = 0
+        record = {name: value for name, value in logs.items() if _is_finite(value)}
+        if not learned:
+            del record["loss"]
+        elif learned < steps:
+            record["loss"] *= steps / learned
+        return record
+
+    def message(self, step: int, rows: Sequence[str]) -> str:
+        """What is printed about a skipped step.
+
+        Args:
+            step: its number.
+            rows: descriptions of its rows whose loss is not finite.
+        """
+        cause = "each of its rows has a finite loss on its own"
+        if rows:
+            more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
+            cause = f"not finite by itself: {', '.join(rows[:SHOWN_ROWS])}{more}"
+        return (
+            f"step {step} was skipped: its loss or its gradients are NaN or infinite "
+            f"({self.in_a_row} in a row; {self.limit} end the run); {cause}"
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def poisoned_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
+    """The scalar loss itself if it is finite; else its gradients become NaN, which all ranks notice."""
+    return loss * (1 + 0 * loss.detach())
+
+
+def rows_not_finite(
+    model: torch.nn.Module,
+    rows: Sequence[int],
+    batch_of: Callable[[int], Any],
+    describe: Callable[[int], str],
+) -> list[str]:
+    """Descriptions of the rows whose loss is not finite by themselves.
+
+    Args:
+        model: not wrapped by an engine, so that other ranks need not take part.
+        rows: of this rank's share of the step.
+        batch_of: the tensors of a row, on the device.
+        describe: a row, for people.
+    """
+    was_training = model.training
+    model.eval()
+    found = [row for row in rows if not torch.isfinite(score_batch(model, batch_of(row))).all()]
+    model.train(was_training)
+    return [describe(row) for row in found]
+
+
+def ended(message: str) -> NonFiniteError:
+    """The error that ends the run."""
+    return NonFiniteError(
+        f"{message}.\nNothing of this step was saved. Lower train.learning_rate, increase "
+        "train.warmup_ratio, or look at the rows; then run `make resume` to continue from the last checkpoint"
+    )
+
+
+def check_weights(model: torch.nn.Module) -> None:
+    """Checks the trained weights before they are published.
+
+    Raises:
+        NonFiniteError: one of them is NaN or infinite.
+    """
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not torch.isfinite(weight).all():
+            raise ended(f"the trained weight {name} is NaN or infinite")

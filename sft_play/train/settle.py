@@ -1,0 +1,200 @@
+"""Settles the plan by probing: it is kept, or all ranks switch together to another one that was measured."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from accelerate.utils import broadcast_object_list
+from rich.padding import Padding
+
+from sft_play.errors import DoesNotFitError
+from sft_play.job import Job
+from sft_play.plan import Plan
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
+from sft_play.report.probe import probe_line
+from sft_play.runlog import console
+from sft_play.sizing.corrections import ProbeResult, read_speed
+from sft_play.train.probe import all_agree, correction_path, memory_advice, probe
+from sft_play.train.session import Session, close_session
+from sft_play.units import format_bytes, format_duration
+
+SEARCH_SECONDS = 60.0  # with train.probe=search
+WORTH_SPENDING = 0.02  # of the expected training time
+RIVAL = 0.8  # of the chosen plan's predicted speed; slower plans are not timed
+
+
+class PrepareSession(Protocol):
+    """Sets up data, model and trainer for a job (train/trainer.py)."""
+
+    def __call__(self, job: Job, *, announce: bool = True) -> Session:
+        """A session that is ready for its first step."""
+
+
+def settle_plan(session: Session, prepare: PrepareSession) -> tuple[Session, ProbeResult | None]:
+    """A session whose plan was measured to fit, and the probe result.
+
+    If the plan is over budget, one smaller plan is tried. Plans that are predicted to be about as fast are
+    timed as well if the run is long enough to be worth it, because time is predicted less accurately than
+    memory. Probe results are stored, so that the next run starts at once.
+
+    Args:
+        session: with the plan as predicted.
+        prepare: makes the session of another plan.
+
+    Raises:
+        DoesNotFitError: the smaller plan does not fit either, or the config allows none.
+        LaunchError: the ranks do not agree.
+    """
+    setting = session.job.config.train.probe
+    if setting is False:
+        return session, None
+    began = time.monotonic()
+    result = _probe_and_print(session)
+    if not result.fits(session.job.plan):
+        session = prepare(close_session(session, _smaller_plan(session, result)))
+        result = _probe_and_print(session)
+        if not result.fits(session.job.plan):
+            plan = session.job.plan
+            raise DoesNotFitError(f"{_too_much(plan, result)}\n{memory_advice(plan)}")
+        return session, result
+    allowance = SEARCH_SECONDS if setting == "search" else _worth_spending(session.job.plan, result)
+    return _fastest_by_measurement(session, result, prepare, allowance, cost=time.monotonic() - began)
+
+
+def _worth_spending(plan: Plan, result: ProbeResult) -> float:
+    """Seconds that may be spent on timing other plans: a share of the expected training time."""
+    return WORTH_SPENDING * (result.step_seconds or 0.0) * plan.total_steps
+
+
+def _probe_and_print(session: Session) -> ProbeResult:
+    result = probe(session)
+    line = probe_line(session.job.plan.to_json(), asdict(result))
+    console().print(Padding(line, (0, 0, 0, 2)))
+    return result
+
+
+def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
+    """The fastest plan that `accept` allows, with the same engine, world size and budget as the job's.
+
+    Raises:
+        DoesNotFitError: there is none.
+    """
+    earlier = job.plan
+    return plan_run(
+        job.config,
+        job.architecture,
+        DataFacts.of(job.data, job.config),
+        job.machine,
+        earlier.world_size,
+        accept=lambda draft: draft.engine == earlier.engine and accept(draft),
+        budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
+    )
+
+
+def _too_much(plan: Plan, result: ProbeResult) -> str:
+    if result.peak_bytes is None or plan.memory is None:
+        return f"micro-batch {plan.micro_batch_size} does not fit: memory ran out in the probe"
+    return (
+        f"micro-batch {plan.micro_batch_size} does not fit: the probe measured "
+        f"{format_bytes(result.peak_bytes)}, the budget is "
+        f"{format_bytes(plan.memory.budget_bytes)}"
+    )
+
+
+def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
+    """A plan that needs less memory, with the same effective batch and engine; rank 0 makes it for all.
+
+    Raises:
+        DoesNotFitError: the config allows none.
+    """
+    job, plan = session.job, session.job.plan
+
+    def takes_less(other: Plan) -> bool:
+        if other.micro_batch_tokens == plan.micro_batch_tokens:
+            return other.gradient_checkpointing and not plan.gradient_checkpointing
+        return other.micro_batch_tokens < plan.micro_batch_tokens
+
+    found = _from_main(job, lambda: [plan_again(job, takes_less)])
+    if not found:
+        raise DoesNotFitError(
+            f"{_too_much(plan, result)}, and the config allows no smaller plan\n{memory_advice(plan)}"
+        )
+    reason = f"chosen because {_too_much(plan, result)}"
+    console().print(f"  [yellow]{_too_much(plan, result)}; planned again:[/] {found[0].why[0]}")
+    return replace(found[0], why=(*found[0].why, reason))
+
+
+def _from_main(job: Job, make: Callable[[], list[Plan]]) -> list[Plan]:
+    """Plans that the main rank makes for all; none if nothing fits."""
+    trees: list[Any] = [[]]
+    if job.ranks.is_main:
+        with contextlib.suppress(DoesNotFitError):
+            trees = [[plan.to_json() for plan in make()]]
+    broadcast_object_list(trees)
+    return [Plan.from_json(tree) for tree in trees[0]]
+
+
+def _fastest_by_measurement(
+    session: Session, result: ProbeResult, prepare: PrepareSession, allowance: float, cost: float
+) -> tuple[Session, ProbeResult]:
+    """Times the plans that may be faster, one after the other, and continues with the fastest.
+
+    Args:
+        session: of the plan that was probed.
+        result: of that probe.
+        prepare: makes the session of another plan.
+        allowance: seconds in total; timing a plan is not cut short.
+        cost: seconds per plan, as the first one took.
+    """
+    job, began, spent = session.job, time.monotonic(), 0.0
+    best = job.plan, result
+    worth_it = all_agree(session.trainer, result.step_seconds is not None and cost <= allowance)
+    rivals = _from_main(job, lambda: _plans_to_time(job)) if worth_it else []
+    for number, other in enumerate(rivals):
+        if not all_agree(session.trainer, spent + cost <= allowance):
+            break
+        if number == 0:
+            console().print(f"  timing other plans, for at most {format_duration(allowance)}")
+        session = prepare(close_session(session, other), announce=False)
+        found = probe(session)
+        seconds = found.step_seconds if found.fits(other) else None
+        _print_tried(other, found)
+        if seconds is not None and (best[1].step_seconds is None or seconds < best[1].step_seconds):
+            best = other, found
+        spent = time.monotonic() - began
+    plan, result = best
+    if session.job.plan != plan:
+        session = prepare(close_session(session, plan), announce=False)
+    return session, result
+
+
+def _plans_to_time(job: Job) -> list[Plan]:
+    """Plans of this engine that fit, should be about as fast and have not been measured yet; best first."""
+    slowest = 0.0 if job.config.train.probe == "search" else RIVAL
+    wanted = [
+        (row["gradient_accumulation_steps"], row["gradient_checkpointing"])
+        for row in job.plan.alternatives
+        if row["fits"] and row["engine"] == job.plan.engine and (row["relative_speed"] or 1) >= slowest
+    ]
+    plans = []
+    for accumulation, checkpointing in wanted:
+
+        def is_it(plan: Plan, wanted: tuple[int, bool] = (accumulation, checkpointing)) -> bool:
+            return (plan.gradient_accumulation_steps, plan.gradient_checkpointing) == wanted
+
+        with contextlib.suppress(DoesNotFitError):  # the first probe may have corrected the prediction
+            plan = plan_again(job, is_it)
+            if read_speed(correction_path(job, plan)).of(plan) is None:
+                plans.append(plan)
+    return plans
+
+
+def _print_tried(plan: Plan, result: ProbeResult) -> None:
+    step = "does not fit"
+    if result.step_seconds is not None:
+        step = f"{format_duration(result.step_seconds)} per step"
+    activations = "recomputed" if plan.gradient_checkpointing else "kept"
+    console().print(f"  [dim]tried micro-batch {plan.micro_batch_size}, activations {activations}: {step}[/]")

@@ -1,0 +1,44 @@
+"""What a run says of its speed: waiting for data, and the share of the device's peak."""
+
+from dataclasses import replace
+
+import pytest
+
+from sft_play.machine.gpus import what_if
+from sft_play.runlog import read_metrics
+from sft_play.train.session import flops_share
+from sft_play.train.trainer import train
+from tests.integration.jobs import make_job
+
+
+def test_a_run_says_how_long_it_waited_for_data_and_no_mfu_without_a_known_peak(tiny_model, tmp_path):
+    job = make_job(tiny_model, tmp_path, "numbers", batch_size=4)
+    summary = train(job)
+    assert 0 < summary["data_wait"] < 0.5 and summary["mfu"] is None
+    logged = [record for record in read_metrics(job.run) if "train/loss" in record]
+    assert logged[0]["speed/data_wait"] is None and 0 < logged[-1]["speed/data_wait"] < 0.5
+    assert all(record["speed/mfu"] is None for record in logged)
+
+
+def test_the_share_of_the_peak_is_that_of_the_usual_formula(tiny_model, tmp_path):
+    job = make_job(tiny_model, tmp_path, "peak", mode="full")
+    machine = what_if("H100 80GB", 2)
+    one, two = (
+        flops_share(replace(job, machine=machine, plan=replace(job.plan, device="cuda", world_size=count)))
+        for count in (1, 2)
+    )
+    parameters = job.architecture.vocab_size * job.architecture.hidden_size  # the head alone: a lower bound
+    assert one > 6 * parameters / (machine.gpus[0].tflops * 1e12)
+    assert two == pytest.approx(one / 2)
+
+
+def test_tensorboard_shows_the_speed_beside_the_loss(tiny_model, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = make_job(tiny_model, tmp_path, "board", report_to=["tensorboard"])
+    train(job)
+    board = EventAccumulator(str(job.run.tensorboard)).Reload()
+    assert {"train/loss", "train/tokens_per_second", "train/data_wait"} <= set(board.Tags()["scalars"])
+    shown = [event.value for event in board.Scalars("train/tokens_per_second")]
+    logged = [r["speed/tokens_per_second"] for r in read_metrics(job.run) if "train/loss" in r]
+    assert shown == pytest.approx(logged, rel=1e-5)

@@ -1,0 +1,56 @@
+"""The speed benchmark without a GPU: both sides train the same rows for real; medians are computed."""
+
+import pytest
+import torch
+
+from benchmarks import throughput
+from benchmarks.throughput import QUICK, SIDES, make_rows, measure_side, summary
+
+CPU = torch.device("cpu")
+LORA = QUICK[0]
+
+
+def test_rows_are_the_same_each_time_and_within_the_length_that_is_asked_for():
+    rows = make_rows(LORA, 300)
+    assert rows["input_ids"] == make_rows(LORA, 300)["input_ids"]
+    assert len(rows) == LORA.rows * LORA.steps and max(rows["length"]) <= LORA.max_seq_len
+    assert len(set(rows["length"])) > 3
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_both_sides_train_for_real(side):
+    found = measure_side(LORA, side, CPU)
+    assert found["problem"] is None and len(found["step_seconds"]) == LORA.steps
+    timed = sum(found["step_seconds"][1:])
+    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / timed, rel=0.01)
+    tokens = sum(make_rows(LORA, 300)["length"])
+    assert 0 < found["tokens"] < tokens and found["mfu"] is None  # nobody knows the peak of this CPU
+    assert found["settings"]["packing"] is (side == "sft-play")
+
+
+def test_a_side_that_breaks_is_a_result(monkeypatch):
+    def breaks(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+    monkeypatch.setattr(throughput, "our_side", breaks)
+    assert measure_side(LORA, "sft-play", CPU) == {
+        "problem": "OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    }
+
+
+def test_medians_leave_out_what_broke():
+    def turn(side, speed, problem=None):
+        values = {"tokens_per_second": speed, "mfu": None, "peak_bytes": 10}
+        return {"course": "a", "side": side, "problem": problem} | (values if problem is None else {})
+
+    rows = [
+        turn("sft-play", 30.0),
+        turn("trl", 10.0),
+        turn("sft-play", 50.0),
+        turn("trl", 0.0, "broken"),
+        turn("sft-play", 40.0),
+    ]
+    (entry,) = summary(rows)
+    assert entry["sft-play"] == {"rounds": 3, "tokens_per_second": 40.0, "mfu": None, "peak_bytes": 10}
+    assert entry["trl"]["rounds"] == 1 and entry["times_as_fast"] == 4.0
+    assert summary([turn("trl", 0.0, "broken")])[0]["times_as_fast"] is None

@@ -1,0 +1,86 @@
+import re
+
+import pytest
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu.metrics import CHRF
+
+from sft_play.commands.answers import (
+    final_answer,
+    normalise,
+    require_answers,
+    score_answers,
+    summarise_answers,
+)
+from sft_play.errors import ConfigError
+
+GSM8K = r"#### *(\S+)"
+
+
+@pytest.mark.parametrize(
+    ("text", "folded"),
+    [
+        ("  two \n words ", "two words"),
+        ("1,234", "1234"),
+        ("1,234,567.50.", "1234567.50"),
+        ("-18.", "-18"),
+        ("3.5", "3.5"),
+        ("12,34", "12,34"),  # not a thousands comma
+        ("Yes, 1,234.", "Yes, 1,234."),  # not a number alone
+        ("a, b.", "a, b."),
+        ("", ""),
+    ],
+)
+def test_white_space_is_folded_and_numbers_are_normalised(text, folded):
+    assert normalise(text) == folded
+
+
+def test_the_last_match_of_the_pattern_counts_and_its_first_group():
+    pattern = re.compile(GSM8K)
+    assert final_answer("#### 3\nno, wait\n#### 1,018.", pattern) == "1018"
+    assert final_answer("the answer is 3", pattern) is None
+    assert final_answer("a 1 b 2", re.compile(r"\d")) == "2"
+
+
+def test_exact_match_compares_only_what_the_pattern_finds():
+    references = ["He eats 3 eggs.\n#### 3", "#### 1,000"]
+    right, wrong = score_answers(references, ["So three.\n#### 3.", "#### 100"], GSM8K)
+    assert (right.exact_match, wrong.exact_match) == (True, False)
+    assert [score.exact_match for score in score_answers(references, ["3", "1000"], GSM8K)] == [False, False]
+
+
+def test_rows_whose_reference_has_no_match_are_left_out_of_exact_match_and_counted():
+    references, answers = ["#### 1", "no number", "#### 2"], ["#### 1", "no number", "#### 3"]
+    scores = score_answers(references, answers, GSM8K)
+    summary = summarise_answers(references, answers, scores, GSM8K)
+    assert (summary["exact_match"], summary["exact_match_rows"], summary["answered_rows"]) == (0.5, 2, 3)
+
+
+def test_a_pattern_that_no_reference_holds_is_an_error_and_shows_a_reference():
+    scores = score_answers(["plain"], ["plain"], GSM8K)
+    with pytest.raises(ConfigError, match="matches none of the 1 references; the first one is 'plain'"):
+        summarise_answers(["plain"], ["plain"], scores, GSM8K)
+    require_answers(["plain", "#### 3"], GSM8K)  # one is enough
+    require_answers([], GSM8K)
+    require_answers(["plain"], None)
+
+
+def test_rouge_l_and_chrf_are_the_libraries_numbers():
+    reference, answer = "The cat sat on the mat, twice.", "A cat_sat near the MAT"
+    (score,) = score_answers([reference], [answer])
+    assert score.rouge_l == RougeScorer(["rougeL"]).score(reference, answer)["rougeL"].fmeasure
+    assert score.chrf == CHRF().sentence_score(answer, [reference]).score
+    summary = summarise_answers([reference], [answer], [score])
+    assert summary["chrf"] == CHRF().corpus_score([answer], [[reference]]).score
+    assert summary["exact_match"] == 0
+
+
+@pytest.mark.parametrize("text", ["кошка на ковре", "猫坐在垫子上", "Straße müde"])
+def test_rouge_l_counts_words_of_every_script(text):
+    (same,) = score_answers([text], [text])
+    (other,) = score_answers([text], ["nothing"])
+    assert (same.rouge_l, other.rouge_l) == (1.0, 0.0)
+
+
+def test_an_empty_answer_scores_nothing():
+    (score,) = score_answers(["something"], [""])
+    assert (score.exact_match, score.rouge_l, score.chrf) == (False, 0.0, 0.0)

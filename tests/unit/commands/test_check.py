@@ -1,0 +1,288 @@
+import dataclasses
+import http.server
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sft_play.commands import check
+from sft_play.commands.check import ERROR, OK, WARNING, Finding, exit_code, run_checks
+from sft_play.machine.gpus import GpuProcess, Machine, detect_host, what_if
+from sft_play.units import GIB
+
+CPU_ONLY = Machine(gpus=(), note="no driver", host=detect_host())
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path, model):
+    """Writes a config with changes and returns its path."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
+
+    def write(**changes) -> str:
+        tree = {
+            "model": {"name": str(model)},
+            "data": {"train_path": str(rows)},
+            "output": {"dir": str(tmp_path / "runs")},
+        }
+        for name, value in changes.items():
+            section, key = name.split("__")
+            tree.setdefault(section, {})[key] = value
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return str(path)
+
+    return write
+
+
+def errors(findings, level=ERROR) -> str:
+    return "\n".join(f"{f.topic}: {f.what} -> {f.fix}" for f in findings if f.level == level)
+
+
+def test_a_run_that_can_start_has_no_errors(config):
+    findings = check.check(config(), machine=CPU_ONLY)
+    assert errors(findings) == "" and exit_code(findings) == 0
+    assert {"config", "data", "model", "method", "disk", "device", "versions"} == {
+        finding.topic for finding in findings
+    }
+
+
+def test_a_misspelt_key_is_an_error_and_the_machine_is_still_looked_at(config):
+    findings = check.check(config(train__learning_rat=1), machine=CPU_ONLY)
+    assert "did you mean train.learning_rate" in errors(findings) and exit_code(findings) == 2
+    assert any(finding.topic == "versions" for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"question": 5, "answer": "x"}\n', "rows.jsonl:1"),
+        ("", "rows.jsonl"),
+        ("not json\n", "rows.jsonl:1"),
+        ('{"colour": "red"}\n', "rows.jsonl:1"),
+        (None, "does not exist"),
+    ],
+)
+def test_data_that_cannot_be_read_has_the_exit_code_of_data(config, tmp_path, text, words):
+    path = config()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(text) if text is not None else rows.unlink()
+    findings = check.check(path, machine=CPU_ONLY)
+    assert words in errors(findings) and exit_code(findings) == 3
+
+
+def test_a_row_that_teaches_nothing_is_a_warning(config, tmp_path):
+    path = config()
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": " "}\n')
+    findings = check.check(path, machine=CPU_ONLY)
+    assert "first row is dropped" in errors(findings, WARNING) and exit_code(findings) == 0
+
+
+@pytest.mark.parametrize(
+    ("remove", "add", "words"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("model.safetensors", None, "no *.safetensors"),
+        ("model.safetensors", "pytorch_model.bin", "only *.bin"),
+        ("tokenizer.json", None, "has no tokenizer"),
+        (None, "model.safetensors.index.json", "lacks model-00002.safetensors"),
+    ],
+)
+def test_a_model_folder_must_hold_config_weights_and_tokenizer(config, model, remove, add, words):
+    if remove:
+        (model / remove).unlink()
+    if add:
+        (model / add).write_text(json.dumps({"weight_map": {"w": "model-00002.safetensors"}}))
+    findings = check.check(config(), machine=CPU_ONLY)
+    assert words in errors(findings) and exit_code(findings) == 2
+
+
+def test_wrong_data_and_a_wrong_model_together_count_as_wrong_config(config, model):
+    shutil.rmtree(model)
+    assert exit_code(check.check(config(data__train_path="/no/such.jsonl"), machine=CPU_ONLY)) == 2
+
+
+def test_builtin_models_and_data_need_nothing(config):
+    findings = check.check(
+        config(model__name="builtin:demo", data__train_path="builtin:demo"), machine=CPU_ONLY
+    )
+    assert sum("is built in" in finding.what for finding in findings) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "words"),
+    [
+        ("T4", "bf16", "does not support bf16"),
+        ("T4", "auto", ""),
+        ("L4", "bf16", ""),
+        (None, "fp16", "fp16 training is not supported"),
+    ],
+)
+def test_precision_that_the_device_lacks_is_refused(config, gpu, precision, words):
+    machine = what_if(gpu) if gpu else CPU_ONLY
+    found = errors(
+        check.method_findings(check.load_config(config(train__mixed_precision=precision), []).config, machine)
+    )
+    assert words in found and bool(words) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "package"),
+    [
+        ({"tuning__mode": "qlora"}, "bitsandbytes"),
+        ({"train__optimizer": "adamw_8bit"}, "bitsandbytes"),
+        ({"parallel__engine": "deepspeed_z2"}, "deepspeed"),
+    ],
+)
+def test_a_method_whose_package_is_missing_is_refused(config, monkeypatch, changes, package):
+    resolved = check.load_config(config(**changes), []).config
+    assert errors(check.method_findings(resolved, CPU_ONLY)) == ""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
+    assert f"needs {package}, which is not installed -> run `make install`" in errors(
+        check.method_findings(resolved, CPU_ONLY)
+    )
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Speaks as much of the hub as the check asks for."""
+
+    def do_GET(self):
+        name = self.path.split("?")[0].rpartition("/")[2]
+        status, code = {"known": (200, None), "gated": (403, "GatedRepo"), "missing": (404, "RepoNotFound")}[
+            name
+        ]
+        body = json.dumps({"id": f"org/{name}", "siblings": []}).encode() if status == 200 else b"{}"
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    from huggingface_hub import constants
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "words"),
+    [
+        ("org/known", OK, "is on the Hub"),
+        ("org/gated", ERROR, "is gated"),
+        ("org/missing", ERROR, "does not exist locally or on the Hub"),
+    ],
+)
+def test_a_hub_name_is_asked_for(config, hub, name, level, words):
+    (finding,) = check.model_findings(check.load_config(config(model__name=name), []).config)
+    assert finding.level == level and words in finding.what
+
+
+def test_a_hub_that_cannot_be_reached_is_a_warning(config, hub):
+    hub.shutdown()
+    hub.server_close()
+    (finding,) = check.model_findings(check.load_config(config(model__name="org/known"), []).config)
+    assert finding.level == WARNING and "the Hub is not reachable" in finding.what
+
+
+def test_offline_is_a_warning_and_a_hub_data_set_is_told_from_a_file(config, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    findings = check.check(config(model__name="org/model", data__train_path="org/rows"), machine=CPU_ONLY)
+    assert exit_code(findings) == 0 and errors(findings, WARNING).count("HF_HUB_OFFLINE is set") == 2
+    assert exit_code(check.check(config(data__train_path="data/rows.jsonl"), machine=CPU_ONLY)) == 3
+
+
+def test_a_gpu_in_use_and_gpus_that_differ_are_warned_of():
+    machine = what_if("L4", 2)
+    busy = dataclasses.replace(
+        machine.gpus[1], name="NVIDIA L40", processes=(GpuProcess(7, "python", 20 * GIB),)
+    )
+    found = errors(check.device_findings(dataclasses.replace(machine, gpus=(machine.gpus[0], busy))), WARNING)
+    assert (
+        "GPU 1 is in use by other processes: 7 python 20.00 GiB" in found
+        and "the GPUs are different models" in found
+    )
+
+
+def test_a_disk_that_is_full_or_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 0})
+    for free, level in ((GIB // 2, ERROR), (5 * GIB, WARNING), (50 * GIB, OK)):
+        usage.free = free
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        assert [finding.level for finding in check.disk_findings(tmp_path / "not" / "yet")] == [level]
+    monkeypatch.setattr(check.os, "access", lambda path, mode: False)
+    assert "is not writable" in errors(check.disk_findings(tmp_path))
+
+
+def test_packages_outside_their_ranges_are_named(monkeypatch):
+    assert [finding.level for finding in check.version_findings(CPU_ONLY)] == [OK]
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "1.0" if name == "transformers" else real(name)
+    )
+    assert "transformers 1.0 (needs " in errors(check.version_findings(CPU_ONLY))
+
+
+def test_a_cpu_build_of_torch_beside_a_gpu_is_an_error(monkeypatch):
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else real(name)
+    )
+    assert "is a CPU build, but this machine has a GPU" in errors(check.version_findings(what_if("L4")))
+
+
+def test_a_stale_file_of_accelerate_is_warned_of(tmp_path):
+    path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("num_processes: 8\n")
+    assert "num_processes 8 instead of 2" in errors(check.accelerate_findings(CPU_ONLY), WARNING)
+
+
+def test_errors_of_data_alone_have_a_code_of_their_own():
+    wrong = [Finding(ERROR, "data", "x"), Finding(WARNING, "disk", "x")]
+    assert exit_code(wrong) == 3
+    assert exit_code([*wrong, Finding(ERROR, "disk", "x")]) == 2
+    assert exit_code([Finding(OK, "data", "x")]) == 0
+
+
+def test_the_json_has_every_line_and_the_table_too(config, capsys):
+    path = config(train__mixed_precision="fp16")
+    code = run_checks(path, as_json=True)
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["exit_code"] == code and any(finding["level"] == "ok" for finding in tree["findings"])
+    run_checks(path)
+    text = capsys.readouterr().out
+    assert all(finding["topic"] in text for finding in tree["findings"])

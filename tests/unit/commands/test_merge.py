@@ -1,0 +1,243 @@
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from sft_play.commands import merge as merging
+from sft_play.commands.merge import TOLERANCES, LogitDifference, compare_logits, failures, merge, merge_test
+from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.runlog import RunDir
+from tests.unit.finished_run import FinishedRun, make_config, train_by_heart
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory):
+    return train_by_heart(make_config(tiny_model, tmp_path_factory.mktemp("merge")))
+
+
+@pytest.fixture
+def finished(trained, tmp_path):
+    """A copy of the run, to be spoilt."""
+    run = RunDir(tmp_path / "runs" / "lora")
+    shutil.copytree(trained.run.path, run.path)
+    return FinishedRun(trained.config, run)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 60)[None]).logits
+
+
+def change_adapter(run, change):
+    """Rewrites each adapter weight."""
+    file = run.adapter / "adapter_model.safetensors"
+    save_file(
+        {name: change(name, tensor) for name, tensor in load_file(file).items()},
+        file,
+        metadata={"format": "pt"},
+    )
+
+
+def test_a_merged_model_stands_alone_and_gives_the_adapter_models_logits(finished):
+    result = merge(finished.config, finished.run)
+    merged = AutoModelForCausalLM.from_pretrained(finished.run.path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(finished.config.model.name)
+    with_adapter = PeftModel.from_pretrained(base, finished.run.adapter)
+    assert type(merged).__name__ == "LlamaForCausalLM"
+    torch.testing.assert_close(logits(merged), logits(with_adapter), atol=1e-4, rtol=1e-4)
+    assert result["dtype"] == "float32"
+    assert merge_test(finished.config, finished.run)["passed"]
+
+
+def test_tokenizer_template_and_stop_tokens_go_along(finished, tiny_model):
+    merge(finished.config, finished.run)
+    folder = finished.run.path / "merged"
+    assert (
+        AutoTokenizer.from_pretrained(folder).chat_template
+        == AutoTokenizer.from_pretrained(tiny_model).chat_template
+    )
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_can_be_chosen_and_passes_its_own_tolerance(finished, dtype):
+    merge(finished.config, finished.run, dtype=dtype)
+    weights = load_file(finished.run.path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
+    result = merge_test(finished.config, finished.run)
+    assert result["tolerance"] == dataclasses.asdict(TOLERANCES[dtype])
+    assert (
+        0 < result["merged"]["relative_mean"] < result["tolerance"]["mean"] < result["base"]["relative_mean"]
+    )
+
+
+def test_large_models_are_saved_in_shards_with_an_index(finished):
+    result = merge(finished.config, finished.run, max_shard_size="100KB")
+    folder = finished.run.path / "merged"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert result["files"] == len(set(index["weight_map"].values())) > 1
+    assert merge_test(finished.config, finished.run)["passed"]
+
+
+def test_the_test_fails_when_the_adapter_is_not_in_the_merged_model(finished):
+    merge(finished.config, finished.run)
+    shutil.copy(Path(finished.config.model.name) / "model.safetensors", finished.run.path / "merged")
+    with pytest.raises(CheckpointError, match="does not match the adapter model: the mean difference"):
+        merge_test(finished.config, finished.run)
+
+
+def test_the_test_refuses_a_model_that_was_merged_from_an_earlier_adapter(finished):
+    merge(finished.config, finished.run)
+    change_adapter(finished.run, lambda name, tensor: tensor * 1.5)
+    with pytest.raises(CheckpointError, match="merged from another version of .*make merge"):
+        merge_test(finished.config, finished.run)
+
+
+def test_the_test_without_a_merged_model_names_the_command(finished):
+    with pytest.raises(CheckpointError, match="has no merged model .*run `make merge` first"):
+        merge_test(finished.config, finished.run)
+
+
+def test_an_earlier_merge_is_replaced_and_a_foreign_folder_is_not(finished, tmp_path):
+    merge(finished.config, finished.run, dtype="float16")
+    assert merge(finished.config, finished.run)["dtype"] == "float32"
+    assert sorted(path.name for path in finished.run.path.iterdir()) == ["adapter", "log.txt", "merged"]
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"was not written by `make merge`.*OUT=<another folder>"):
+        merge(finished.config, finished.run, foreign)
+    assert [path.name for path in foreign.iterdir()] == ["thesis.txt"]
+
+
+def test_a_merge_that_fails_half_way_leaves_the_earlier_one(finished, monkeypatch):
+    merge(finished.config, finished.run)
+    before = (finished.run.path / "merged" / "model.safetensors").read_bytes()
+
+    def full_disk(self, folder, **kwargs):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.save_pretrained", full_disk)
+    with pytest.raises(StorageError, match="No space left on device"):
+        merge(finished.config, finished.run)
+    assert (finished.run.path / "merged" / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in finished.run.path.iterdir()) == ["adapter", "log.txt", "merged"]
+
+
+def test_too_little_space_is_seen_before_anything_is_written(finished, monkeypatch):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000)
+    )
+    with pytest.raises(StorageError, match="the merged model needs .* free"):
+        merge(finished.config, finished.run)
+    assert not (finished.run.path / "merged").exists()
+
+
+def test_weights_that_are_not_finite_are_never_saved(finished):
+    change_adapter(finished.run, lambda name, tensor: torch.full_like(tensor, math.nan))
+    with pytest.raises(NonFiniteError, match="cannot be merged"):
+        merge(finished.config, finished.run)
+    assert not (finished.run.path / "merged").exists()
+
+
+def test_weights_beyond_float16_are_named_with_the_dtypes_that_hold_them(finished):
+    change_adapter(finished.run, lambda name, tensor: torch.full_like(tensor, 200.0))
+    with pytest.raises(NonFiniteError, match=r"weight .* overflows float16; use DTYPE=bfloat16"):
+        merge(finished.config, finished.run, dtype="float16")
+
+
+def damaged(run, how):
+    file = run.adapter / "adapter_model.safetensors"
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "pickled":
+        file.rename(run.adapter / "adapter_model.bin")
+    elif how == "no settings":
+        (run.adapter / "adapter_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", r"has no \*\.safetensors weights \(found: .*adapter_config\.json"),
+        ("cut", "is damaged or incomplete"),
+        ("empty", "is damaged or incomplete"),
+        ("pickled", r"has no \*\.safetensors weights \(found: .*adapter_model\.bin"),
+        ("no settings", "has no finished adapter"),
+    ],
+)
+def test_a_damaged_adapter_is_seen_before_a_model_is_loaded(finished, monkeypatch, how, message):
+    damaged(finished.run, how)
+    monkeypatch.setattr(merging, "load_base", None)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        merge(finished.config, finished.run)
+    assert raised.value.exit_code == 8
+    assert "make resume" in str(raised.value)
+
+
+def test_after_full_fine_tuning_there_is_nothing_to_merge(tiny_model, tmp_path):
+    config = make_config(tiny_model, tmp_path, "full")
+    with pytest.raises(ConfigError, match="nothing to merge: tuning.mode=full"):
+        merge(config, RunDir(tmp_path))
+
+
+def test_another_dtype_than_these_is_refused(finished):
+    with pytest.raises(ConfigError, match="DTYPE=int8 is not supported; allowed: auto, bfloat16"):
+        merge(finished.config, finished.run, dtype="int8")
+
+
+def test_after_qlora_the_adapter_goes_into_the_unquantized_base(tiny_model, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    finished = train_by_heart(make_config(tiny_model, tmp_path, "qlora"))
+    merge(finished.config, finished.run)
+    folder = finished.run.path / "merged"
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(finished.config.model.name)
+    with_adapter = PeftModel.from_pretrained(base, finished.run.adapter)
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(merged), logits(with_adapter), atol=1e-4, rtol=1e-4)
+    result = merge_test(finished.config, finished.run)
+    assert result["passed"]
+    assert result["merged"]["mean_abs"] < result["adapter_on_4bit"]["mean_abs"] < result["base"]["mean_abs"]
+
+
+def test_logit_differences_are_taken_over_all_positions_of_all_rows():
+    reference = [torch.tensor([[0.0, 2.0], [4.0, 2.0]]), torch.tensor([[1.0, 3.0]])]
+    others = iter([torch.tensor([[0.0, 2.0], [1.0, 2.0]]), torch.tensor([[1.0, 2.0]])])
+    found = compare_logits(reference, others)
+    deviation = torch.cat(reference).std(correction=0).item()
+    assert (found.max_abs, found.mean_abs, found.top1, found.positions) == (3.0, 4 / 6, 2 / 3, 3)
+    assert found.relative_mean == pytest.approx(4 / 6 / deviation)
+
+
+def difference(mean, top1=1.0):
+    return LogitDifference(mean, mean, mean, top1, 100)
+
+
+@pytest.mark.parametrize(
+    ("merged", "base", "words"),
+    [
+        (difference(1e-6), difference(1e-1), []),
+        (difference(1e-3), difference(1e-1), ["of the standard deviation of the logits"]),
+        (difference(math.nan), difference(1e-1), ["of the standard deviation of the logits"]),
+        (difference(1e-6, top1=0.9), difference(1e-1), ["the top-1 token agrees"]),
+        (difference(1e-6), difference(1.5e-6), ["more than half of what the adapter changes"]),
+        (difference(0.0), difference(0.0), []),  # an adapter that changes nothing, merged without a trace
+    ],
+)
+def test_what_counts_as_another_model(merged, base, words):
+    found = failures({"merged": merged, "base": base}, TOLERANCES["float32"])
+    assert len(found) == len(words)
+    assert all(word in line for word, line in zip(words, found, strict=True))

@@ -1,0 +1,26 @@
+from pathlib import Path
+
+import pytest
+
+from sft_play.commands.train import open_job
+from sft_play.config.load import ResolvedConfig
+from sft_play.errors import ConfigError
+from tests.unit.finished_run import make_config
+
+
+@pytest.fixture
+def resolved(tiny_model, tmp_path, monkeypatch):
+    """`resolved(**eval settings)`: a config that open_job takes."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return lambda **settings: ResolvedConfig(
+        make_config(tiny_model, tmp_path, **settings), {}, Path("x.yaml")
+    )
+
+
+def test_an_answer_pattern_that_no_reference_holds_is_said_before_training(resolved):
+    with pytest.raises(ConfigError, match="'####' matches none of the 24 references"):
+        open_job(resolved(answer_pattern="####"), 1)
+
+
+def test_a_run_that_ends_without_answers_does_not_look_for_the_pattern(resolved):
+    assert open_job(resolved(answer_pattern="####", generate=False), 1).plan.world_size == 1

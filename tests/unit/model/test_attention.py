@@ -1,0 +1,113 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
+
+from sft_play.model import attention
+
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+    head_dim=8,
+    max_position_embeddings=128,
+)
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "mistral, window 7": MistralConfig(**SHAPE, sliding_window=7),
+    "gemma": GemmaConfig(**SHAPE),
+}
+
+
+def build(config, implementation: str):
+    attention.register()
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_right_padded_rows_need_no_mask(name):
+    ours, eager = build(CONFIGS[name], attention.NAME), build(CONFIGS[name], "eager")
+    ids = torch.randint(3, 64, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    positions = torch.arange(20).expand(2, -1)
+    with torch.no_grad():
+        a = ours(input_ids=ids, position_ids=positions).logits
+        b = eager(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(a[mask.bool()], b[mask.bool()], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention_does_not_leak_between_packed_sequences(name):
+    model = build(CONFIGS[name], attention.NAME)
+    lengths = [11, 5, 9]
+    rows = [torch.randint(3, 64, (1, n)) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        packed = model(input_ids=torch.cat(rows, 1), position_ids=positions, sequence_lengths=lengths).logits
+        alone = torch.cat([model(input_ids=row).logits for row in rows], 1)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
+
+
+def test_packed_gradients_equal_those_of_the_rows_alone():
+    model = build(CONFIGS["llama"], attention.NAME)
+    lengths = [6, 10]
+    rows = [torch.randint(3, 64, (1, n)) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    model(input_ids=torch.cat(rows, 1), position_ids=positions, sequence_lengths=lengths).logits.pow(
+        2
+    ).sum().backward()
+    packed = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    sum(model(input_ids=row).logits.pow(2).sum() for row in rows).backward()
+    for one, two in zip(packed, (p.grad for p in model.parameters()), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+@pytest.mark.parametrize("lengths", [None, [7, 13]])
+def test_repeated_heads_give_what_grouped_ones_give(monkeypatch, capability, lengths):
+    """As on a GPU without a kernel for groups: in fp32 that is every GPU."""
+    torch.manual_seed(0)
+    shapes = (2, 4, 20, 8), (2, 2, 20, 8), (2, 2, 20, 8)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def attend():
+        out, _ = attention.varlen_sdpa(None, *inputs, None, sequence_lengths=lengths)
+        return out, torch.autograd.grad(out.pow(2).sum(), inputs)
+
+    out, gradients = attend()
+    calls = []
+    kernel = attention.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "device_capability", lambda device: capability)
+    monkeypatch.setattr(
+        attention,
+        "scaled_dot_product_attention",
+        lambda *args, **options: (
+            calls.append((args[1].shape[1], options["enable_gqa"])) or kernel(*args, **options)
+        ),
+    )
+    again, gradients_again = attend()
+    assert set(calls) == {(4, False)}
+    torch.testing.assert_close(out, again)
+    torch.testing.assert_close(gradients, gradients_again)
+
+
+def test_flash_attention_takes_groups_in_16_bit_and_under_autocast(monkeypatch):
+    query = torch.empty(1, 4, 8, 16)
+    monkeypatch.setattr(attention, "device_capability", lambda device: (8, 0))
+    assert attention._supports_groups(query.bfloat16(), 0.0) and not attention._supports_groups(query, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention._supports_groups(query, 0.0)
+        monkeypatch.setattr(attention, "device_capability", lambda device: (7, 5))
+        assert not attention._supports_groups(query, 0.0)
+
+
+def test_the_kernel_of_cudnn_is_off():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    attention.register()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,0 +1,177 @@
+import shutil
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from transformers import (
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+from sft_play.config.schema import LoraSettings, ModelConfig
+from sft_play.errors import ConfigError
+from sft_play.model.load import (
+    attach_adapter,
+    attention,
+    choose_attention,
+    freeze_all_but_text,
+    keep_differentiable,
+    load_base,
+    load_model_config,
+    load_tokenizer,
+)
+
+CPU = torch.device("cpu")
+
+
+def base(folder, quantize=False):
+    return load_base(
+        ModelConfig(name=str(folder)),
+        dtype="float32",
+        attn_implementation=attention.NAME,
+        device=CPU,
+        quantize=quantize,
+    )
+
+
+def trainable(model) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_lora_trains_an_fp32_adapter_on_every_linear_layer_but_the_head(tiny_model):
+    model = attach_adapter(base(tiny_model), LoraSettings(r=4))
+    names = trainable(model)
+    assert len(names) == 2 * 2 * 7  # 2 layers, A and B, seven linear layers
+    assert all("lora_" in name and "lm_head" not in name for name in names)
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+
+
+def test_qlora_holds_the_base_in_four_bits(tiny_model):
+    model = attach_adapter(base(tiny_model, quantize=True), LoraSettings(r=4))
+    packed = [module.weight for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    assert len(packed) == 14 and all(weight.dtype == torch.uint8 for weight in packed)
+
+
+def test_a_four_bit_model_has_the_same_gradients_after_an_evaluation(tiny_model):
+    model = base(tiny_model, quantize=True)
+    ids = torch.arange(6)[None]
+
+    def gradient() -> torch.Tensor:
+        embedding = model.get_input_embeddings().weight.requires_grad_(True)
+        embedding.grad = None
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return embedding.grad
+
+    before = gradient()
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    assert before.abs().sum() > 0
+    torch.testing.assert_close(gradient(), before)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"), [("use_dora", "lora_magnitude_vector"), ("use_rslora", "lora_A")]
+)
+def test_variants_of_lora_attach(tiny_model, setting, kind):
+    model = attach_adapter(base(tiny_model), LoraSettings(r=4, alpha=8, **{setting: True}))
+    assert any(kind in name for name in trainable(model))
+    layer = next(module for module in model.modules() if isinstance(getattr(module, "scaling", None), dict))
+    assert layer.scaling["default"] == pytest.approx(8 / 4**0.5 if setting == "use_rslora" else 8 / 4)
+
+
+def test_target_modules_that_match_nothing_list_those_that_exist(tiny_model):
+    with pytest.raises(ConfigError, match=r"(?s)nonsense.*down_proj, gate_proj, k_proj"):
+        attach_adapter(base(tiny_model), LoraSettings(target_modules=["nonsense"]))
+
+
+def test_a_model_that_also_sees_trains_only_the_part_that_reads(tmp_path):
+    text = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+    )
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    model = base(tmp_path)
+    freeze_all_but_text(model)
+    assert trainable(model) and not [
+        name for name in trainable(model) if "vision" in name or "multi_modal" in name
+    ]
+    names = trainable(attach_adapter(base(tmp_path), LoraSettings()))
+    assert len(names) == 2 * 2 * 7 and all("language_model" in name for name in names)
+
+
+def test_attention_is_chosen_by_what_the_model_can():
+    assert choose_attention("auto", LlamaConfig(), "cpu") == attention.NAME
+    assert choose_attention("auto", Gemma2Config(), "cpu") == "eager"  # soft-capped scores
+    assert choose_attention("sdpa", LlamaConfig(), "cpu") == "sdpa"
+    assert choose_attention("auto", PretrainedConfig(), "cpu") == "eager"  # a class that is not known yet
+
+
+def test_a_library_that_no_longer_says_what_its_models_can_is_named(monkeypatch):
+    monkeypatch.delattr(PreTrainedModel, "_supports_sdpa")
+    monkeypatch.delattr(LlamaPreTrainedModel, "_supports_sdpa")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does not say .*make install"):
+        choose_attention("auto", LlamaConfig(), "cpu")
+
+
+def test_a_switch_of_4_bit_layers_that_is_gone_is_named():
+    layer = Linear4bit(2, 2, device="meta")
+    keep_differentiable(layer)
+    assert layer.support_avx512bf16_for_cpu is False
+    del layer.support_avx512bf16_for_cpu
+    with pytest.raises(ConfigError, match="support_avx512bf16_for_cpu.*make install"):
+        keep_differentiable(layer)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no .*safetensors weights"),
+        ("tokenizer.json", "tokenizer"),
+    ],
+)
+def test_a_model_folder_that_lacks_a_part_says_which(tiny_model, tmp_path, missing, message):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / missing).unlink()
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(ModelConfig(name=str(folder)))
+        load_tokenizer(ModelConfig(name=str(folder)))
+        base(folder)
+
+
+def test_pickled_weights_are_not_loaded(tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "model.safetensors").unlink()
+    canary = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self):
+            return (canary.touch, ())
+
+    torch.save({"payload": Payload()}, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="safetensors"):
+        base(folder)
+    assert not canary.exists()

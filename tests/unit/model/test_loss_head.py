@@ -1,0 +1,112 @@
+"""The output head of the CPU gives the loss and the gradients of full logits."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, linear
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from benchmarks.small_models import WIDE, small_config
+from sft_play.data.chat import IGNORED
+from sft_play.model.loss_head import TILE, LogProbs, TiledLogProbs, add_loss_head, token_loss
+
+HIDDEN, VOCABULARY = 24, 57
+SETTINGS = (1.0, 32768, None, 1.0, ("log_probs", "is_top1"))  # temperature to outputs
+
+
+def leaves(tokens: int, dtype=torch.float32):
+    torch.manual_seed(tokens)
+    shapes = ((tokens, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
+    tensors = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return tensors, torch.randint(0, VOCABULARY, (tokens,))
+
+
+def gradients(loss, tensors):
+    return torch.autograd.grad(loss, tensors)
+
+
+def scored(tensors, targets, *, softcap=None, scale=1.0):
+    return TiledLogProbs.apply(*tensors, targets, 1.0, 32768, softcap, scale, SETTINGS[-1])
+
+
+@pytest.mark.parametrize("tokens", [1, TILE, 2 * TILE + 5])
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (None, 0.5), (20.0, 1.0)])
+def test_loss_and_gradients_are_those_of_full_logits(tokens, softcap, scale):
+    tensors, targets = leaves(tokens)
+    logits = linear(*tensors) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = cross_entropy(logits, targets, reduction="none")
+    found = -scored(tensors, targets, softcap=softcap, scale=scale)[0]
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        gradients(found.sum() / 7, tensors), gradients(expected.sum() / 7, tensors), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_frozen_weights_get_no_gradient_and_sixteen_bits_stay():
+    (hidden, weight, _), targets = leaves(TILE + 3, torch.bfloat16)
+    weight = weight.detach()
+    loss = -scored((hidden, weight, None), targets)[0].sum()
+    expected = cross_entropy(linear(hidden, weight).float(), targets, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    (ours,), (theirs,) = gradients(loss, [hidden]), gradients(expected, [hidden])
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_without_gradients_it_says_which_targets_rank_first():
+    tensors, targets = leaves(TILE + 9)
+    best = linear(*tensors).argmax(-1)
+    targets[::2] = best[::2]
+    with torch.no_grad():
+        ranks_first = LogProbs.apply(tensors[0].detach(), *tensors[1:], targets, *SETTINGS)[4]
+    assert torch.equal(ranks_first, best == targets)
+    assert scored(tensors, targets)[4] is None  # a training step does not ask
+
+
+def test_a_batch_without_targets_is_no_error():
+    tensors, targets = leaves(0)
+    for gradient in gradients(scored(tensors, targets)[0].sum(), tensors):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "granite", "mistral"])
+def test_a_model_has_the_loss_that_it_would_have_without(name):
+    """Granite scales its logits; GPT-2 ties its head to its embedding."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(name, WIDE | {"layers": 2}))
+    ids = torch.randint(3, 1000, (2, 200))
+    labels = torch.where(torch.rand(2, 200) < 0.3, IGNORED, ids)
+    batch = {"input_ids": ids, "labels": labels}
+    expected = model(**batch, num_items_in_batch=torch.tensor(123)).loss
+    expected.backward()
+    gradient = model.get_input_embeddings().weight.grad.clone()
+    model.zero_grad()
+    add_loss_head(model)
+    loss = token_loss(model, batch, torch.tensor(123))
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.get_input_embeddings().weight.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_the_loss_that_balances_experts_is_added_with_its_weight():
+    torch.manual_seed(0)
+    config = small_config("mixtral", WIDE | {"layers": 2}, output_router_logits=True)
+    model = AutoModelForCausalLM.from_config(config)
+    add_loss_head(model)
+    ids = torch.randint(3, 1000, (2, 20))
+    batch = {"input_ids": ids, "labels": ids}
+    plain, balanced = (token_loss(model, batch, router_weight=weight).item() for weight in (0.0, 0.1))
+    assert balanced - plain == pytest.approx(0.1 * model(**batch).aux_loss.item(), rel=1e-3)
+
+
+def test_trl_keeps_its_own_kernel():
+    """Beside ours in one process: its trainers log the entropy, which our kernel leaves out."""
+    model = AutoModelForCausalLM.from_config(small_config("llama", WIDE | {"layers": 1}))
+    add_loss_head(model)
+    ids = torch.randint(3, 1000, (1, 9))
+    assert model(input_ids=ids, labels=ids, fused_lm_head=True).entropy is None
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    assert model(input_ids=ids, labels=ids, fused_lm_head=True).entropy.shape == (1, 8)

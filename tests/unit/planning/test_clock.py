@@ -1,0 +1,65 @@
+"""The time of a step: device profile times traced work, what is exchanged, what is updated; ranks as a roofline does."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.small_models import small_config
+from sft_play.planning.clock import exchange, step_seconds
+from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.traces import shared_traces
+
+LARGE = small_config(
+    "llama", dict(hidden=4096, inner=14336, heads=32, groups=8, head_dim=128, vocabulary=32000, layers=32)
+)  # 7B
+H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12)
+A100 = derived_from_data_sheet("A100", "cuda", 312e12, 2.04e12)
+SPEC = StepSpec(mode="lora", dtype="bfloat16", mixed_precision="bf16", device="cuda", rows=2, row_tokens=1024)
+
+
+def step(profile=H100, tokens=8192, **changes):
+    names = ("accumulation", "sent_bytes")
+    values = {name: changes.pop(name) for name in names if name in changes}
+    work = shared_traces(LARGE).work(replace(SPEC, **changes)).at(tokens)
+    return step_seconds(work, profile, MicroBatch(tokens, tokens * 1024), **values)
+
+
+def test_large_batches_run_at_a_plausible_share_of_the_peak():
+    weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 32000 * 4096
+    flop = 4 * weights * 65536
+    assert 0.25 < flop / step(tokens=65536).total / 989e12 < 0.7
+
+
+def test_a_tiny_batch_is_held_up_by_calls_and_weights():
+    assert step(tokens=1).total == pytest.approx(step(tokens=16).total, rel=0.05)
+
+
+def test_more_work_takes_longer():
+    assert 1.25 < step(gradient_checkpointing=True).total / step().total < 1.6
+    assert step(mode="full").backward > step().backward and step(mode="full").update > 10 * step().update
+    assert step(profile=A100).total > 1.8 * step().total
+    assert step(accumulation=3).forward == pytest.approx(3 * step().forward)
+
+
+def test_what_is_exchanged_comes_on_top_where_the_link_is_known():
+    known = replace(H100, link_bytes_per_s=10e9, link_s=0.0)
+    assert step(known, sent_bytes=10**9).total - step(known).total == pytest.approx(0.1)
+    assert step(sent_bytes=10**9) == step()
+
+
+@pytest.mark.parametrize(
+    ("engine", "world", "accumulation", "expected"),
+    [
+        ("none", 1, 8, 0),
+        ("ddp", 2, 1, 4000),  # 2 (n - 1) / n of 4000 bytes of gradients
+        ("ddp", 2, 8, 4000),  # once a step, however many micro-batches
+        ("ddp", 8, 1, 7000),
+        # half is sent while gradients are reduced, half while weights are collected
+        ("deepspeed_z2", 2, 1, 4000),
+        ("deepspeed_z2", 2, 8, 18000),
+        ("deepspeed_z2", 1, 8, 0),
+    ],
+)
+def test_each_engine_exchanges_what_its_algorithm_says(engine, world, accumulation, expected):
+    assert exchange(engine, world, 1000, 4, accumulation) == expected

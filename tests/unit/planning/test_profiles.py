@@ -1,0 +1,105 @@
+"""Which profile a device has: measured once, then from the cache; shipped; else from the data sheet."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from sft_play.machine.gpus import Machine, what_if
+from sft_play.machine.host import Host
+from sft_play.planning import profiles, profiling
+from sft_play.planning.clock import Speed
+from sft_play.planning.profile import derived_from_data_sheet
+
+HOST = Host(
+    cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False
+)  # fmt: skip
+CPU = Machine(gpus=(), note="", host=HOST)
+SPEED = Speed(flops=60e9, bandwidth=10e9)
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "shipped")
+
+
+def made(name, threads=None):
+    return replace(
+        derived_from_data_sheet(name, "cpu", 1e9, 1e9), measured=True, source="measured", threads=threads
+    )
+
+
+def test_the_second_time_the_cache_answers(monkeypatch):
+    calls = []
+    monkeypatch.setattr(profiling, "measure", lambda *args: calls.append(args) or made(*args))
+    first, second = (profiling.saved_profile(CPU, 1) for _ in range(2))
+    assert first == second and calls == [("Some CPU @ 2 GHz", 2)]
+    assert profiles.profile_of(CPU, SPEED, 1) == first
+    profiling.saved_profile(CPU, 2)  # other threads are another device
+    profiling.saved_profile(CPU, 1, again=True)
+    assert len(calls) == 3
+
+
+def test_without_a_measurement_the_data_sheet_counts_and_says_so():
+    found = profiles.profile_of(CPU, SPEED, 1)
+    assert not found.measured and "not measured" in found.source
+    assert profiles.profile_of(CPU, Speed(None, None), 1) is None
+
+
+def test_processes_share_what_was_measured_for_one():
+    whole = made("Some CPU @ 2 GHz", 2)
+    path = profiles.profile_path("Some CPU @ 2 GHz", 2)
+    path.parent.mkdir(parents=True)
+    path.write_text(whole.to_json())
+    assert profiles.profile_of(CPU, SPEED, 2) == whole.shared_by(2)
+
+
+def test_a_shipped_profile_serves_a_gpu_that_is_not_here(tmp_path):
+    machine = what_if("A100 80GB", 1)
+    name = machine.gpus[0].name
+    assert not profiles.profile_of(machine, replace(SPEED, link_bandwidth=1e9), 1).measured
+    (tmp_path / "shipped").mkdir()
+    (tmp_path / "shipped" / f"{profiles.slug(name)}.json").write_text(made(name).to_json())
+    found = profiles.profile_of(machine, replace(SPEED, link_bandwidth=1e9), 1)
+    assert found.measured and found.link_bytes_per_s == 1e9
+
+
+def test_a_damaged_file_is_no_profile(tmp_path):
+    (tmp_path / "x.json").write_text('{"device": 1}')
+    assert profiles.read_profile(tmp_path / "x.json") is None
+
+
+def test_this_cpu_is_measured(monkeypatch):
+    monkeypatch.setattr(profiling, "GRID_S", 0.2)
+    monkeypatch.setattr(profiling, "STRETCHES", (1 << 14, 1 << 20))
+    monkeypatch.setattr(profiling, "LENGTHS", (64, 128, 256))
+    found = profiling.measure("this one", 1)
+    assert found.measured and found.threads == 1 and found.source.startswith("measured in")
+    assert found.call_forward_s > 0 and found.update_element_s > 0 and found.unpack_s > 0
+    assert set(found.products) == {"float32", "bfloat16"}
+    from sft_play.report.profile import profile_report
+
+    console = Console(width=100, record=True)
+    console.print(profile_report(json.loads(found.to_json())))
+    assert "this one" in console.export_text()
+
+
+@pytest.mark.parametrize(("kind", "free"), [("cpu", 1 << 30), ("cpu", 1 << 40), ("cuda", None)])
+def test_the_pool_of_operands_holds_the_largest_product_and_the_longest_stretch(kind, free):
+    largest = profiling.SIDES[kind][-1]
+    assert profiling.pool_bytes(kind, free) >= max(3 * largest**2 * 4, profiling.STRETCHES[-1])
+
+
+def test_operands_of_any_size_come_from_the_smallest_pool(monkeypatch):
+    monkeypatch.setattr(profiling, "POOL_SHARE", 0.0)
+    operands = profiling.Operands(torch.device("cpu"))
+    side = profiling.SIDES["cpu"][-1]
+    for dtype in (torch.float32, torch.bfloat16):
+        turn = operands.turns(dtype, (side, side), (side, side), (side, side))
+        assert [tensor.shape for tensor in turn()] == [(side, side)] * 3
+    turn = operands.turns(torch.float32, (8, 8))
+    assert turn()[0].data_ptr() != turn()[0].data_ptr()  # each call has another place

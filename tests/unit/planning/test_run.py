@@ -1,0 +1,251 @@
+"""Planning a run from data, model and machine: facts of the rows, budgets, the same run on more processes."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import RunConfig
+from sft_play.data.prepare import PreparedData
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import Machine, what_if
+from sft_play.machine.host import Host
+from sft_play.plan import Plan
+from sft_play.planning.batch import BatchSplit
+from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
+from sft_play.planning.scaling import scaling
+from sft_play.sizing.corrections import write_overhead
+from sft_play.sizing.guard import guard
+from sft_play.sizing.step import StepSpec
+from sft_play.units import GIB, MIB
+from tests.unit.train.plans import PLAN
+
+HOST = Host(
+    cpu_model=None,
+    cpu_cores=2,
+    cpu_bf16=None,
+    ram_total_bytes=24 * GIB,
+    ram_free_bytes=16 * GIB,
+    ram_limited=False,
+)
+CPU = Machine(gpus=(), note="", host=HOST)
+LENGTHS = np.random.default_rng(0).integers(36, 65, 1000)
+FACTS = DataFacts(LENGTHS, LENGTHS, longest_row=64, mean_tokens=50.0, mean_squared_tokens=2570.0, seed=0)
+MODEL = small_config("llama", WIDE)
+
+
+def run(mode="lora", memory_gib="auto", **train) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name": "some/model"},
+            "data": {"train_path": "x"},
+            "tuning": {"mode": mode},
+            "train": train,
+            "parallel": {"memory_gib": memory_gib},
+        }
+    )
+
+
+def facts(
+    rows: list[tuple[int, int]], tmp_path, *, packing: bool = False, val: list[int] | None = None
+) -> DataFacts:
+    """Of rows given as (tokens, supervised tokens)."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": "m"},
+            "data": {"train_path": "t"},
+            "train": {"packing": packing, "effective_batch_size": 256},
+        }
+    )
+    train = [{"length": n, "labels": [-100] * (n - learned) + [1] * learned} for n, learned in rows]
+    validation = Dataset.from_list([{"length": n} for n in val]) if val else None
+    data = PreparedData(
+        Dataset.from_list(train), validation, None, max_seq_len=64, stats={}, cache_path=tmp_path
+    )
+    return DataFacts.of(data, config)
+
+
+def split(accumulation: int, effective: int = 4) -> BatchSplit:
+    return BatchSplit(effective, accumulation, 1)
+
+
+def test_the_largest_micro_batch_of_a_run_is_known_before_it_starts(tmp_path):
+    found = facts([(10, 8), (40, 20), (12, 2), (30, 9)], tmp_path, val=[25, 30])
+    assert (found.rows, found.longest_row, found.mean_tokens) == (4, 40, 23.0)
+    assert found.largest_micro_batch(split(1), 3, 64, True) == (92, 39)  # all rows of a step
+    assert found.largest_micro_batch(split(4), 3, 64, True) == (40, 20)  # one row each
+    assert found.largest_micro_batch(split(2), 3, 64, True)[0] in range(46, 53)
+    assert found.largest_micro_batch(split(2), 3, 64, False)[0] == 2 * 40  # padded: two of the longer rows
+
+
+def test_evaluation_batches_are_as_large_as_the_token_budget(tmp_path):
+    found = facts([(10, 8), (40, 20)], tmp_path, val=[25, 30, 8])
+    plan = replace(PLAN, micro_batch_tokens=40, micro_batch_size=2, effective_batch_size=2)
+    assert found.eval_shape(plan) == (1, 38)
+    assert found.eval_shape(replace(plan, micro_batch_tokens=20)) == (
+        1,
+        30,
+    )  # a long row has a batch of its own
+    assert found.eval_shape(replace(plan, padding_free=False, gradient_accumulation_steps=1)) == (2, 32)
+    assert facts([(10, 8)], tmp_path).eval_shape(plan) is None
+
+
+def test_packed_sequences_are_filled_with_rows(tmp_path):
+    found = facts([(10, 8), (40, 20)], tmp_path, packing=True)
+    assert (found.rows, found.longest_row) == (1, 64)
+    assert found.largest_micro_batch(split(1, effective=1), 1, 64, True) == (50, 28)
+
+
+def test_what_an_earlier_probe_saw_beside_tensors_replaces_the_assumption(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    machine = what_if("A100 80GB", 2)
+    assumed = memory_device(run(), machine, 2)
+    assert assumed.assumed == ("context", "communicator")
+    write_overhead(machine.gpus[0].name, 2, 800 * MIB)
+    measured = memory_device(run(), machine, 2)
+    assert measured.assumed == ()
+    assert (
+        measured.budget_bytes - assumed.budget_bytes
+        == assumed.context_bytes + assumed.communicator_bytes - 800 * MIB
+    )
+    assert memory_device(run(), machine, 1).assumed == ("context",)
+    assert measured.budget_bytes < 80 * GIB
+
+
+def test_a_process_may_take_what_is_free_or_less_if_the_config_says_so():
+    assert memory_of_a_process(run(), CPU, 1) == 16 * GIB
+    assert memory_of_a_process(run(), CPU, 4) == 4 * GIB
+    assert memory_of_a_process(run(memory_gib=3), CPU, 4) == 3 * GIB
+    assert (
+        memory_of_a_process(run(memory_gib=20), CPU, 1) == 16 * GIB
+    )  # it is there, but somebody else has it
+    machine = what_if("RTX 4090", 2)
+    assert memory_of_a_process(run(), machine, 2) == machine.gpus[0].free_bytes
+    assert memory_of_a_process(run(memory_gib=0.5), machine, 2) == GIB // 2
+
+
+def test_the_fullest_gpu_decides():
+    machine = what_if("RTX 4090", 2)
+    second = replace(machine.gpus[1], free_bytes=5 * GIB)
+    assert memory_of_a_process(run(), replace(machine, gpus=(machine.gpus[0], second)), 2) == 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("machine", "processes", "asked", "message"),
+    [
+        (
+            what_if("RTX 4090"),
+            1,
+            24,
+            r"memory_gib=24: NVIDIA GeForce RTX 4090 has 23.99 GiB.*allowed: up to 23.98, or auto",
+        ),
+        (
+            CPU,
+            1,
+            25,
+            (
+                r"memory_gib=25: the RAM has .* 24.00 GiB, of which 16.00 GiB are free; "
+                r"allowed: up to 24, or auto"
+            ),
+        ),
+        (CPU, 2, 13, r"each of 2 process\(es\) 12.00 GiB"),
+    ],
+)
+def test_more_than_there_is_cannot_be_asked_for(machine, processes, asked, message):
+    with pytest.raises(ConfigError, match=message):
+        memory_of_a_process(run(memory_gib=asked), machine, processes)
+
+
+def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
+    machine = what_if("RTX 4090")
+    budget = memory_device(run(memory_gib=2), machine, 1)
+    assert budget.budget_bytes == 2 * GIB - budget.context_bytes - guard("cuda", 2 * GIB).bytes
+    plan = plan_run(run(memory_gib=2), MODEL, FACTS, machine, 1)
+    assert plan.memory.budget_bytes == budget.budget_bytes and plan.memory.guard_bytes == budget.guard.bytes
+    assert "each process may use 2 GiB (parallel.memory_gib)" in plan.why
+    assert any(reason.startswith("guard 256.00 MiB: ") for reason in plan.why)
+
+
+def test_a_limit_above_what_is_free_says_what_is_free():
+    plan = plan_run(run(memory_gib=20), MODEL, FACTS, CPU, 1)
+    assert "each process may use 20 GiB (parallel.memory_gib), but only 16.00 GiB are free" in plan.why
+
+
+def test_more_processes_keep_the_effective_batch_and_the_rate_unless_told_otherwise():
+    rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("H100"))
+    assert [row["world_size"] for row in rows] == [1, 2, 4, 8]
+    assert {row["effective_batch_size"] for row in rows} == {16}
+    assert all(row["learning_rates"] == dict.fromkeys(("none", "sqrt", "linear"), 2e-4) for row in rows)
+    assert rows[0]["speed_up"] == 1 and rows[0]["exchanged_bytes"] == 0
+    sent = [row["exchanged_bytes"] for row in rows[1:]]
+    assert sent == sorted(sent) and sent[0] > 0
+    for row in rows[1:]:
+        assert 0 < row["speed_up"] < row["speed_up_at_most"]  # what is exchanged costs time
+
+
+def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_their_rules():
+    rows = scaling(run(batch_size=2, grad_accum=2), MODEL, FACTS, what_if("H100"))
+    assert [row["effective_batch_size"] for row in rows] == [4, 8, 16, 32]
+    assert [row["steps_per_epoch"] for row in rows] == [250, 125, 63, 32]
+    last = rows[-1]["learning_rates"]
+    assert last == {"none": 2e-4, "sqrt": pytest.approx(2e-4 * 8**0.5), "linear": pytest.approx(16e-4)}
+    assert rows[-1]["learning_rate"] == 2e-4 and rows[-1]["reference_batch_size"] == 4
+    scaled = scaling(
+        run(batch_size=2, grad_accum=2, lr_scaling="linear", reference_batch_size=8),
+        MODEL,
+        FACTS,
+        what_if("H100"),
+    )
+    assert all(row["learning_rate"] == pytest.approx(row["learning_rates"]["linear"]) for row in scaled)
+
+
+def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
+    rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("A10"))
+    assert rows[0]["speed_up"] == 1
+    # the calls of so small a model take as long for fewer rows
+    assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.99 for row in rows[1:])
+
+
+def test_numbers_of_processes_that_cannot_be_say_why():
+    rows = scaling(run(effective_batch_size=6), MODEL, FACTS, what_if("H100"))
+    assert "fewer than the 8 processes; set it to 8 or more" in rows[3]["problem"]
+
+
+@pytest.mark.parametrize(("name", "capability"), [("T4", (7, 5)), ("A100", (8, 0)), ("RTX 5090", (12, 0))])
+def test_a_plan_is_priced_with_the_kernels_of_its_gpu(name, capability):
+    plan = plan_run(run(memory_gib=2), MODEL, FACTS, what_if(name), 1)
+    assert plan.compute_capability == capability
+    assert StepSpec.of(run(), plan).compute_capability == capability
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_assumed():
+    both = what_if("A100", 2)
+    mixed = replace(both, gpus=(both.gpus[0], what_if("T4").gpus[0]))
+    assert training_device(mixed).compute_capability == (7, 5)
+    unknown = replace(both, gpus=(replace(both.gpus[0], compute_capability=None),))
+    plan = plan_run(run(memory_gib=2), MODEL, FACTS, unknown, 1)
+    assert any("compute capability is unknown" in reason and "8.0" in reason for reason in plan.why)
+    assert StepSpec.of(run(), plan).compute_capability == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expandable"),
+    [
+        ({}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_the_allocator_is_the_one_that_the_environment_asks_for(environment, expandable, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert memory_device(run(), what_if("T4"), 1).expandable == expandable

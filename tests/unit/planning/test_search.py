@@ -1,0 +1,210 @@
+"""The search on memory models that are simple enough to know the right answer."""
+
+from dataclasses import replace
+
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import DoesNotFitError
+from sft_play.plan import Device, Memory
+from sft_play.planning.drafts import draft_plans
+from sft_play.planning.search import choose_plan
+from sft_play.units import GIB
+
+GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
+
+
+def config(mode: str = "lora", engine: str = "auto", **train) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name": "m"},
+            "data": {"train_path": "d"},
+            "tuning": {"mode": mode},
+            "train": {"effective_batch_size": 32, **train},
+            "parallel": {"engine": engine},
+        }
+    )
+
+
+def memory_of(
+    budget_gib: float, base: float = 10, row: float = 4, recomputed_row: float = 1, shared: float = 2
+):
+    """Peak = weights + rows x activations; ZeRO-2 partitions `shared` GiB, QLoRA has a third of the base."""
+
+    def estimate(run: RunConfig, plan) -> Memory:
+        per_row = (recomputed_row if plan.gradient_checkpointing else row) * plan.max_seq_len / 1024
+        weights = base / 3 if run.tuning.mode == "qlora" else base
+        if plan.engine == "deepspeed_z2":
+            weights -= shared * (1 - 1 / plan.world_size)
+        terms = {"weights": int(weights * GIB), "activations": int(plan.rows_per_micro_batch * per_row * GIB)}
+        return Memory(
+            budget_bytes=int(budget_gib * GIB),
+            peak_bytes=sum(terms.values()),
+            peak_phase="backward",
+            terms=terms,
+            phases={"backward": sum(terms.values())},
+        )
+
+    return estimate
+
+
+def clock(overhead: float, per_row: float = 1.0):
+    """A step's time: accumulation x (overhead + rows), a third more where activations are recomputed."""
+
+    def seconds(run, plan) -> float:
+        work = per_row * plan.rows_per_micro_batch * (4 / 3 if plan.gradient_checkpointing else 1)
+        return plan.gradient_accumulation_steps * (overhead + work)
+
+    return seconds
+
+
+def choose(run: RunConfig, estimate, time, world_size: int = 1):
+    drafts = draft_plans(
+        run, device=GPU, world_size=world_size, rows=1000, max_seq_len=1024, attention="sdpa"
+    )
+    return choose_plan(run, drafts, estimate, time)
+
+
+def test_the_effective_batch_is_kept_whatever_fits():
+    for budget in (11.5, 15, 20, 40, 200):
+        plan = choose(config(), memory_of(budget), clock(0.5))
+        assert plan.micro_batch_size * plan.gradient_accumulation_steps == 32
+        assert plan.memory.peak_bytes <= plan.memory.budget_bytes
+
+
+def test_activations_are_kept_when_they_fit_and_recomputed_when_they_do_not():
+    assert not choose(config(), memory_of(40), clock(0.1)).gradient_checkpointing
+    tight = choose(config(), memory_of(13), clock(0.1))
+    assert tight.gradient_checkpointing
+    assert any("stored activations would exceed the budget" in reason for reason in tight.why)
+
+
+def test_the_fastest_is_taken_and_on_a_tie_the_larger_micro_batch():
+    flat = choose(config(), memory_of(1000), lambda config, plan: 1.0 + 0.2 * plan.gradient_checkpointing)
+    assert (flat.micro_batch_size, flat.step_seconds) == (32, 1.0)
+    assert any("all rows of a step at once" in reason for reason in flat.why)
+    steep = choose(config(), memory_of(1000), clock(5.0))
+    assert steep.micro_batch_size == 32
+
+
+def test_a_larger_micro_batch_that_is_slower_is_left():
+    plan = choose(config(), memory_of(1000), lambda config, plan: 1.0 + abs(plan.micro_batch_size - 8))
+    assert plan.micro_batch_size == 8
+    assert any("up to 32 would fit, which is predicted to be slower" in reason for reason in plan.why)
+
+
+def test_checkpointing_is_taken_where_the_larger_micro_batch_is_worth_its_compute():
+    plan = choose(config(), memory_of(20), clock(5.0))
+    assert plan.gradient_checkpointing and plan.micro_batch_size == 8
+    assert any("predicted to be faster, since larger micro-batches fit" in reason for reason in plan.why)
+
+
+def test_unknown_speed_takes_the_largest_micro_batch_that_fits_without_checkpointing():
+    plan = choose(config(), memory_of(40), None)
+    assert plan.micro_batch_size > 1 and not plan.gradient_checkpointing
+    assert plan.memory.peak_bytes <= plan.memory.budget_bytes
+
+
+def test_what_was_fixed_by_hand_stays_fixed():
+    plan = choose(config(gradient_checkpointing=True, batch_size=4), memory_of(40), clock(0.1))
+    assert (plan.micro_batch_size, plan.gradient_checkpointing) == (4, True)
+
+
+def test_ddp_is_preferred_and_the_sentence_says_what_zero_would_save():
+    plan = choose(config(), memory_of(40), clock(0.1), world_size=2)
+    assert plan.engine == "ddp"
+    assert any("do not lower the peak; ZeRO-2 would save 1.00 GiB" in reason for reason in plan.why)
+
+
+def test_zero_is_not_taken_for_its_smaller_update_alone():
+    """A clock sees that ZeRO-2 shares the update, not what it costs to partition."""
+
+    def seconds(run, plan) -> float:
+        return clock(0.5)(run, plan) * (0.8 if plan.engine == "deepspeed_z2" else 1)
+
+    plan = choose(config(), memory_of(80), seconds, world_size=2)
+    assert plan.engine == "ddp"
+
+
+def test_zero_is_taken_where_only_it_fits():
+    plan = choose(config(gradient_checkpointing=True), memory_of(10.5), clock(0.1), world_size=4)
+    assert plan.engine == "deepspeed_z2"
+
+
+def test_a_misfit_says_by_how_much_and_what_would_fit():
+    with pytest.raises(DoesNotFitError) as caught:
+        choose(config(), memory_of(8), clock(0.1))
+    text = str(caught.value)
+    assert "needs 11.00 GiB in the backward phase, 3.00 GiB more than the budget of 8.00 GiB" in text
+    assert "any one of these changes makes it fit:" in text
+    assert "tuning.mode=qlora: -6.67 GiB, peak 4.33 GiB" in text
+    assert "gradient_checkpointing" not in text.split("any one of")[1]  # the smallest plan has it already
+
+
+def test_a_hopeless_misfit_says_that_no_single_change_is_enough():
+    with pytest.raises(DoesNotFitError, match="no single change is enough; these help most"):
+        choose(config("qlora"), memory_of(1), clock(0.1))
+
+
+def test_alternatives_are_the_best_of_each_other_kind_with_their_cost():
+    plan = choose(config(), memory_of(40), clock(0.1), world_size=2)
+    kinds = {(row["engine"], row["gradient_checkpointing"]): row for row in plan.alternatives}
+    recomputed = kinds[("ddp", True)]
+    assert recomputed["fits"] and 0.7 < recomputed["relative_speed"] < 1
+    assert all(row["peak_bytes"] for row in plan.alternatives)
+
+
+def test_larger_budgets_are_never_slower():
+    times = [
+        clock(2.0)(None, choose(config(), memory_of(budget), clock(2.0)))
+        for budget in (11.5, 14, 18, 30, 60, 150)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_candidates_beyond_the_first_that_does_not_fit_are_not_sized():
+    asked = []
+    inner = memory_of(15)
+
+    def counting(run, plan):
+        asked.append(plan)
+        return inner(run, plan)
+
+    choose(config(gradient_checkpointing=True), counting, clock(0.1))
+    assert [plan.micro_batch_size for plan in asked] == [1, 2, 4, 8]
+    assert replace(asked[0], micro_batch_size=1) == asked[0]
+
+
+def test_recomputing_activations_that_fit_is_sized_for_the_report_alone():
+    asked = []
+    inner = memory_of(1000)
+
+    def counting(run, plan):
+        asked.append(plan)
+        return inner(run, plan)
+
+    plan = choose(config(), counting, clock(0.1))
+    recomputed = [other.micro_batch_size for other in asked if other.gradient_checkpointing]
+    assert recomputed == [plan.micro_batch_size]
+    assert any(row["gradient_checkpointing"] for row in plan.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("budget", "train", "looked_at"),
+    [
+        (100, dict(gradient_checkpointing=True), 1),  # all 16 rows fit: nothing is left to win
+        (13, dict(gradient_checkpointing=True), 4),  # two rows fit; with more memory there could be four
+        (15, {}, 5),  # activations are recomputed for want of memory
+    ],
+)
+def test_the_other_engine_is_searched_only_where_its_memory_could_help(budget, train, looked_at):
+    asked = []
+    inner = memory_of(budget)
+
+    def counting(run, plan):
+        asked.append(plan)
+        return inner(run, plan)
+
+    plan = choose(config(**train), counting, clock(2.0), world_size=2)
+    assert sum(other.engine == "deepspeed_z2" for other in asked) == looked_at
+    assert any("ZeRO-2" in reason for reason in plan.why)

@@ -1,0 +1,153 @@
+"""Which attention kernel each GPU runs, and what it allocates."""
+
+from dataclasses import replace
+
+import bitsandbytes  # noqa: F401  registers its operations
+import pytest
+import torch
+import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import LoraSettings
+from sft_play.machine.catalogue import SPECS_FILE, find_specs
+from sft_play.sizing.attention_kernels import EfficientAttention, choose_kernel, cuda_attention
+from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace import trace_step
+
+T4, V100, A100, RTX_4090, H100 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0)
+HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+def choose(capability, dtype=HALF, *, head_dim=128, grouped=False, masked=False, dropout=0.0):
+    return choose_kernel(
+        capability, dtype, head_dim=head_dim, grouped=grouped, masked=masked, dropout=dropout
+    )
+
+
+def capability_of(name):
+    major, minor = find_specs(name)["compute_capability"].split(".")
+    return int(major), int(minor)
+
+
+@pytest.mark.parametrize("name", ["T4", "V100", "RTX 2080 Ti"])
+def test_before_ampere_there_is_no_flash_kernel_and_the_efficient_one_takes_no_groups(name):
+    capability = capability_of(name)
+    assert choose(capability) == choose(capability, FULL) == choose(capability, masked=True) == "efficient"
+    assert choose(capability, grouped=True) == choose(capability, BF16) == "math"
+
+
+@pytest.mark.parametrize("name", ["RTX 3090", "RTX 4090", "RTX 5090", "A100", "L40S", "H100", "H200", "B200"])
+def test_from_ampere_on_flash_runs_grouped_queries_in_16_bit(name):
+    capability = capability_of(name)
+    assert choose(capability, BF16, grouped=True) == choose(capability, HALF, grouped=True) == "flash"
+    assert choose(capability, FULL) == choose(capability, BF16, masked=True) == "efficient"
+    assert (
+        choose(capability, FULL, grouped=True)
+        == choose(capability, BF16, head_dim=320, grouped=True)
+        == "math"
+    )
+
+
+def test_every_gpu_of_the_catalogue_has_a_fused_kernel_for_our_step():
+    for entry in yaml.safe_load(SPECS_FILE.read_text())["gpus"]:
+        major, minor = map(int, entry["compute_capability"].split("."))
+        expected = "flash" if entry["bf16"] else "efficient"
+        assert choose((major, minor), BF16 if entry["bf16"] else HALF) == expected, entry["name"]
+
+
+def test_gpus_with_little_shared_memory_have_no_flash_kernel_for_some_heads():
+    assert choose(A100, head_dim=208) == choose(H100, head_dim=208) == "flash"
+    for capability in (RTX_4090, (8, 6), (12, 0)):
+        assert (
+            choose(capability, head_dim=208) == choose(capability, head_dim=256, dropout=0.1) == "efficient"
+        )
+        assert choose(capability, head_dim=256) == "flash"
+    assert choose(A100, head_dim=100) == "flash" and choose(T4, head_dim=100) == "math"
+
+
+def blocks_of(attend):
+    """The blocks of one backward pass, in bytes."""
+    with FakeTensorMode():
+        recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
+        with recorder:
+            out = attend()
+            first = len(recorder.sizes)
+            out.backward(torch.empty_like(out))
+    return recorder.sizes[first:]
+
+
+def efficient(capability, dtype, head_dim, *, tokens=256, heads=4):
+    def attend():
+        shape = (1, heads, tokens, head_dim)
+        inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+        return EfficientAttention.apply(*inputs, None, capability)
+
+    return blocks_of(attend)
+
+
+def test_the_efficient_backward_sums_gradients_of_the_query_in_tiles_with_locks():
+    tiles = 4 * 4 * (64 * 64 + 4) * 4  # heads x tiles x elements x bytes
+    assert tiles in efficient(T4, HALF, 64) and tiles in efficient(A100, BF16, 64)
+
+
+def test_gradients_that_do_not_fit_into_registers_have_a_staging_area():
+    tiles, staged = 4 * 4 * 2 * (64 * 64 + 4) * 4, 4 * 2 * 4 * 64 * 128 * 4
+    assert tiles + staged in efficient(T4, HALF, 128)
+    assert 4 * 2 * (128 * 128 + 4) * 4 in efficient(A100, BF16, 128)  # larger tiles hold them
+    assert tiles + staged in efficient(RTX_4090, BF16, 128)
+    assert tiles in efficient(T4, FULL, 128)  # in fp32 they go straight to the result
+
+
+def test_what_the_kernel_does_not_compute_itself_is_a_whole_product():
+    output = 4 * 256 * 128 * 4
+    in_half = efficient(T4, HALF, 128)
+    assert in_half.count(output) == 0
+    assert efficient(T4, FULL, 128).count(output) == in_half.count(output // 2) + 1
+    assert efficient(V100, HALF, 128).count(output) == 3  # both factors in fp32, and their product
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_softmax_in_fp32_copies_only_bf16_and_its_backward_makes_a_product(dtype):
+    scores = 64 * 64
+
+    def attend():
+        x = torch.empty((64, 64), dtype=dtype, requires_grad=True)
+        return torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32)
+
+    with simulate_cuda(64, T4, flash=False):
+        with FakeTensorMode():
+            recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
+            with recorder:
+                attend()
+        assert recorder.sizes.count(4 * scores) == (1 if dtype == HALF else 2)
+        backward = blocks_of(attend)
+    assert backward.count(4 * scores) >= 2  # the gradient that comes in, and gradient x output
+
+
+def test_the_math_kernel_writes_all_scores():
+    def attend():
+        query = torch.empty((1, 4, 256, 64), dtype=HALF, requires_grad=True)
+        key, value = (torch.empty((1, 2, 256, 64), dtype=HALF, requires_grad=True) for _ in range(2))
+        return cuda_attention(256, T4)(query, key, value, is_causal=True, enable_gqa=True)
+
+    assert max(blocks_of(attend)) >= 4 * 256 * 256 * 2
+
+
+def largest_block(capability, **changes):
+    spec = StepSpec(
+        mode="lora", lora=LoraSettings(r=4), dtype="float16", mixed_precision="fp16", rows=1, row_tokens=1024,
+        device="cuda", compute_capability=capability,
+    )  # fmt: skip
+    trace = trace_step(small_config("qwen3", WIDE), replace(spec, **changes))
+    inside = trace.owners >= 0
+    return trace.sizes[inside].max()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_our_step_never_writes_scores_also_where_no_kernel_takes_groups(joined):
+    shape = dict(joined=True, rows=1024, row_tokens=1, longest=1024) if joined else {}
+    assert largest_block(T4, **shape) < 4 * 1024 * 1024 * 2  # heads x tokens x tokens in fp16
+    in_fp32 = largest_block(A100, dtype="float32", mixed_precision="no", **shape)
+    assert in_fp32 < 4 * 1024 * 1024 * 4

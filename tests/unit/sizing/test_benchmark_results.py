@@ -1,0 +1,123 @@
+"""Predicts the steps in benchmarks/results again, without running them: accuracy must not get worse."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_cases import Target, predict, spec_from_json
+from benchmarks.published import deepspeed_figures, trl_loss_figures, trl_sft_figures
+from benchmarks.sizing import SHAPES, Result, Shape, of_autocast, spec_of, spread
+from benchmarks.sizing import TARGETS as CPU_TARGETS
+from benchmarks.sizing import predict as predict_small
+from benchmarks.sizing_gpu import with_errors
+from benchmarks.small_models import small_config
+from sft_play.sizing import guard
+from sft_play.sizing.traces import Traces
+from sft_play.units import GIB
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+GPU_TARGETS = {"median": 0.01, "p95": 0.03}
+AGAIN = 24  # approximate number of steps to predict again
+
+
+def results_of(name: str) -> dict[str, Any]:
+    path = RESULTS / name
+    if not path.exists():
+        pytest.skip(f"benchmarks/results/{name} does not exist: the benchmark has not been run")
+    return json.loads(path.read_text())
+
+
+def every(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Some of the rows, from the first to the last, with a stride that shares no factor with the grid's."""
+    stride = max(1, len(rows) // AGAIN)
+    while math.gcd(stride, 12) > 1:
+        stride += 1
+    return rows[::stride]
+
+
+def assert_within(errors: list[float], targets: dict[str, float]) -> None:
+    found = spread(errors)
+    assert all(found[key] <= most for key, most in targets.items()), found
+
+
+def test_the_measured_steps_of_the_cpu_meet_the_targets():
+    rows = results_of("sizing_cpu.json")["configurations"]
+    assert len(rows) >= 120
+    for name in ("error", "error_above_weights"):
+        for shape in SHAPES:
+            errors = [row[name] for row in rows if row["shape"] == shape.name]
+            assert_within(errors, CPU_TARGETS[shape.mixed_precision])
+
+
+def test_steps_of_the_cpu_are_predicted_again_within_the_targets():
+    tree = results_of("sizing_cpu.json")
+    shapes = {entry["name"]: Shape(**entry) for entry in tree["shapes"]}
+    sample = every(tree["configurations"])
+    assert len({row["architecture"] for row in sample}) == 12 and len({row["mode"] for row in sample}) == 3
+    results = []
+    for row in sample:
+        shape = shapes[row["shape"]]
+        spec = spec_of(shape, row["mode"], row["checkpointing"], row["packing"])
+        step = predict_small(Traces(small_config(row["architecture"], shape.geometry)), spec)
+        peaks = {phase: peak.bytes for phase, peak in step.peaks().items() if phase in row["measured"]}
+        known = {name: row[name] for name in Result.__dataclass_fields__}
+        results.append(replace(Result(**known), predicted=peaks))
+    for autocast, targets in CPU_TARGETS.items():
+        again = of_autocast(results, autocast)
+        assert_within([result.error for result in again], targets)
+        assert_within([result.error_above_weights for result in again], targets)
+
+
+def test_steps_of_a_gpu_are_predicted_again_within_the_targets():
+    tree = results_of("sizing_gpu.json")
+    made = tree["made_on"]
+    target = Target(made["device"], made["gpu"], tuple(made["compute_capability"]))
+    rows = [row for row in tree["cases_run"] if row["measured"]["phases"]]
+    again = [
+        with_errors(row, predict(row["model"], spec_from_json(row["spec"]), target)) for row in every(rows)
+    ]
+    assert_within([row["error"] for row in again], GPU_TARGETS)
+    assert_within([row["error"] for row in rows if row["budget_bytes"] is None], GPU_TARGETS)
+
+
+def test_planned_runs_of_a_gpu_did_not_run_out_of_memory_and_used_the_budget():
+    tree = results_of("sizing_gpu.json")
+    assert tree["planned_runs"] >= 60 and tree["planned_runs_out_of_memory"] == 0
+    assert tree["least_used_of_budget"] >= 0.9
+
+
+def test_published_figures_are_predicted_as_committed():
+    known = {figure["what"]: figure["predicted"] for figure in results_of("sizing_published.json")["figures"]}
+    found = {
+        figure.what: figure.predicted
+        for figure in (*deepspeed_figures(), *trl_loss_figures(), *trl_sft_figures())
+    }
+    assert len(found) >= 10
+    for what, predicted in found.items():
+        assert predicted == pytest.approx(known[what], rel=1e-4), what
+
+
+def assert_covers(kind: str, worst: float) -> None:
+    """The committed figure is the measured one, and the guard covers it with the stated safety factor."""
+    known = guard.MEASURED_ERRORS[kind]
+    assert known is not None and worst <= known.worst <= 1.05 * worst + 1e-6, (
+        f"guard.MEASURED_ERRORS[{kind!r}]: write worst={worst:.4g}"
+    )
+    assert guard.guard(kind, 80 * GIB).bytes >= guard.SAFETY * worst * 80 * GIB
+
+
+def test_the_guard_covers_what_was_under_predicted_on_the_cpu():
+    rows = results_of("sizing_cpu.json")["configurations"]
+    assert_covers("cpu", max(1 / (1 + row["error"]) - 1 for row in rows))
+
+
+def test_the_guard_covers_what_was_under_predicted_on_a_gpu():
+    if guard.MEASURED_ERRORS["cuda"] is not None:
+        assert (RESULTS / "sizing_gpu.json").exists(), (
+            "guard.MEASURED_ERRORS has a GPU figure without benchmark results"
+        )
+    assert_covers("cuda", results_of("sizing_gpu.json")["worst_under_prediction_of_reserved"])

@@ -1,0 +1,155 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.plan import Memory
+from sft_play.sizing import step
+from sft_play.sizing.corrections import (
+    ProbeResult,
+    corrected,
+    corrected_clock,
+    corrected_estimator,
+    correction_sentence,
+    ratios_of,
+    read_overhead,
+    read_ratios,
+    read_speed,
+    record_path,
+    write_overhead,
+    write_record,
+)
+from tests.unit.train.plans import PLAN
+
+CONFIG = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
+MEMORY = Memory(
+    budget_bytes=1000,
+    peak_bytes=300,
+    peak_phase="backward",
+    phases={"load": 100, "forward": 200, "backward": 300, "evaluation": 250},
+    terms={"weights": 100, "activations": 150, "temporaries": 50},
+    reserved_bytes=320,
+)
+MEASURED = {"load": 101, "forward": 210, "backward": 340, "evaluation": 220}
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_correction_makes_the_prediction_what_was_measured():
+    after = corrected(MEMORY, ratios_of(MEMORY, MEASURED, {}))
+    assert {phase: after.phases[phase] for phase in ("forward", "backward", "evaluation")} == {
+        "forward": 210, "backward": 340, "evaluation": 220,
+    }  # fmt: skip
+    assert (after.peak_bytes, after.peak_phase, after.reserved_bytes) == (340, "backward", 360)
+    assert sum(after.terms.values()) == 340
+    assert corrected(MEMORY, {}) is MEMORY
+
+
+def test_the_weights_are_not_stretched():
+    assert corrected(MEMORY, {"forward": 2.0}).phases == {
+        "load": 100,
+        "forward": 300,
+        "backward": 300,
+        "evaluation": 250,
+    }
+
+
+def test_a_correction_of_a_corrected_prediction_starts_from_the_plain_one():
+    first = ratios_of(MEMORY, MEASURED, {})
+    again = ratios_of(corrected(MEMORY, first), MEASURED, first)
+    assert again == pytest.approx(first)
+
+
+def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tmp_path, monkeypatch):
+    plan = replace(PLAN, memory=MEMORY)
+    path = record_path("{}", "card", CONFIG, plan, tmp_path)
+    write_record(path, plan, ProbeResult(phases=MEASURED), "card")
+    assert json.loads(path.read_text())["measured"] == MEASURED
+    ask = corrected_estimator(
+        lambda run, p: MEMORY, lambda run, p: record_path("{}", "card", run, p, tmp_path)
+    )
+    assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
+    assert (
+        ask(CONFIG, replace(plan, gradient_checkpointing=not plan.gradient_checkpointing)).peak_bytes == 300
+    )
+    assert record_path("{}", "another card", CONFIG, plan, tmp_path) != path
+    assert record_path('{"layers": 2}', "card", CONFIG, plan, tmp_path) != path
+    monkeypatch.setattr(step, "SOURCES", (tmp_path,))  # another predictor
+    assert record_path("{}", "card", CONFIG, plan, tmp_path) != path
+
+
+def test_without_a_prediction_or_a_measurement_no_ratio_is_kept(tmp_path):
+    write_record(tmp_path / "a.json", replace(PLAN, memory=None), ProbeResult(phases=MEASURED), "card")
+    write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), ProbeResult(ran_out=True), "card")
+    assert read_ratios(tmp_path / "a.json") == read_ratios(tmp_path / "b.json") == {}
+
+
+def timed(tokens: int, predicted: float | None = None):
+    return replace(PLAN, micro_batch_tokens=tokens, step_seconds=predicted, memory=MEMORY)
+
+
+def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by_the_ratio(tmp_path):
+    path = tmp_path / "r.json"
+    result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
+    write_record(path, timed(1000, predicted=2.0), result, "card")
+    clock = corrected_clock(lambda config, plan: 8.0, lambda config, plan: path, lambda plan: 500.0)
+    assert clock(CONFIG, timed(1010)) == pytest.approx(5.0)  # within 2%: 500 tokens at 0.01 s
+    assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)
+    again = ProbeResult(step_seconds=9.0, seconds_per_token=0.02)
+    write_record(path, timed(1000, predicted=5.0), again, "card")
+    assert read_speed(path).ratio == pytest.approx(1.5)  # the prediction was the earlier measurement
+    assert read_speed(path).of(timed(1000)) == 0.02
+    assert read_ratios(path)  # timing a plan leaves what is known of its memory
+
+
+def test_a_clock_without_records_says_what_is_predicted(tmp_path):
+    clock = corrected_clock(lambda config, plan: None, lambda config, plan: tmp_path / "no", lambda plan: 1.0)
+    assert clock(CONFIG, timed(10)) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"ratios": {"forward": "x"}}', '{"ratios": 3}', '{"ratios": {"forward": -1}}']
+)
+def test_a_record_that_cannot_be_read_corrects_nothing(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    assert read_ratios(tmp_path / "r.json") == {}
+
+
+def test_the_highest_rank_counts():
+    ranks = [
+        ProbeResult(phases={"forward": 1, "backward": 5}, step_seconds=1.0),
+        ProbeResult(phases={"forward": 2}, step_seconds=3.0),
+    ]
+    whole = ProbeResult.of_all(ranks)
+    assert (whole.phases, whole.step_seconds, whole.ran_out) == ({"forward": 2}, 3.0, False)
+    assert ProbeResult.of_all([*ranks, ProbeResult(ran_out=True)]).ran_out
+
+
+def test_a_plan_fits_if_the_peak_is_within_the_budget_and_memory_did_not_run_out():
+    plan = replace(PLAN, memory=MEMORY)
+    assert ProbeResult(phases={"forward": 1000}).fits(plan)
+    assert not ProbeResult(phases={"forward": 1001}).fits(plan)
+    assert not ProbeResult(ran_out=True).fits(plan)
+    assert ProbeResult(phases={"forward": 10**12}).fits(replace(plan, memory=None))
+
+
+def test_a_small_correction_is_not_talked_about():
+    assert correction_sentence({"forward": 1.004}, "forward") == []
+    assert "x 1.100" in correction_sentence({"forward": 1.1}, "forward")[0]
+
+
+def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_and_by_whether_there_is_a_communicator():
+    assert read_overhead("card", 1) is None
+    write_overhead("card", 1, 500)
+    write_overhead("card", 1, 400)
+    assert (read_overhead("card", 1), read_overhead("card", 2), read_overhead("other", 1)) == (
+        500,
+        None,
+        None,
+    )
+    write_overhead("card", 8, 900)
+    assert read_overhead("card", 2) == 900

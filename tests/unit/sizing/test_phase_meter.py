@@ -1,0 +1,28 @@
+import torch
+
+from sft_play.sizing.phase_meter import PhaseMeter, storage_bytes
+
+
+def test_each_phase_has_the_peak_of_its_own_time():
+    model = torch.nn.Linear(100, 10)
+    weights = storage_bytes(model)
+    assert weights == 4 * 1010
+    with PhaseMeter(torch.device("cpu"), model) as meter:
+        meter.begin("forward")
+        kept = torch.empty(1_000_000)
+        for _ in range(2):
+            meter.begin("backward")
+            passing = torch.empty(500_000)
+            del passing
+            meter.begin("forward")
+        del kept
+    assert meter.peaks == {"load": weights, "forward": weights + 4_000_000, "backward": weights + 6_000_000}
+    assert (meter.reserved_bytes, meter.retries) == (None, 0)
+
+
+def test_memory_that_never_comes_back_is_not_taken_for_a_measurement():
+    with PhaseMeter(torch.device("cpu"), torch.nn.Linear(10, 10)) as meter:
+        meter.begin("forward")
+        kept = torch.empty(1_000_000)
+    assert meter.peaks is None
+    del kept

@@ -1,0 +1,265 @@
+"""Names of other libraries that an upgrade may change without a word: private ones, or missed by nobody.
+
+An id says which name and which files of ours rely on it. What fails here is to be found again in the new
+version, or the range in pyproject.toml ends below it.
+"""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from pkgutil import resolve_name
+
+import bitsandbytes  # noqa: F401  registers its operations
+import pytest
+import torch
+
+from sft_play.sizing import kernels
+from sft_play.sizing.step import LOSS_TILES
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for folder in ("sft_play", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+# "module:name" -> parameters that we pass or that it passes to us
+CALLED = {
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "",
+    "deepspeed.utils.tensor_fragment:fragment_address": "numel start",
+    "deepspeed.utils:safe_set_full_fp32_param": "",
+    "deepspeed.utils:safe_set_full_optimizer_state": "",
+    "bitsandbytes.functional:QuantState": "absmax shape code blocksize quant_type dtype offset state2",
+    "peft:PeftModel.get_base_model": "",
+    "torch:get_rng_state": "",
+    "torch:set_rng_state": "",
+    "torch:is_autocast_enabled": "",
+    "torch:ops.aten._grouped_mm.default": "",
+    "torch:ops.aten._safe_softmax.default": "",
+    "torch:_foreach_sqrt": "",
+    "torch:ops.aten._index_put_impl_.default": "",
+    "torch:ops.bitsandbytes.gemm_4bit.default": "",
+    "torch._C._profiler:_ExperimentalConfig": "",
+    "torch._subclasses.fake_tensor:FakeTensorMode": "allow_non_fake_inputs",
+    "torch.autograd:Variable._execution_engine.run_backward": "",
+    "torch.autograd:_disable_profiler": "",
+    "torch.autograd:_enable_profiler": "",
+    "torch.autograd:_prepare_profiler": "",
+    "torch.utils._python_dispatch:TorchDispatchMode": "",
+    "transformers.quantizers.base:HfQuantizer._process_model_after_weight_loading": "model",
+    "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading": "model",
+    "transformers.trainer_callback:CallbackHandler": (
+        "callbacks model processing_class optimizer lr_scheduler"
+    ),
+    "transformers.utils.chat_template_utils:render_jinja_template": (
+        "conversations tools chat_template return_assistant_tokens_mask"
+    ),
+    "transformers:AttentionInterface.register": "key value",
+    "trl:SFTTrainer._load_best_model": "",
+    "trl:SFTTrainer._prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
+    "trl:SFTTrainer._prepare_inputs": "inputs",
+    "trl.kernels.chunked_logprob:ChunkedLogProbFunction.backward": "",
+    "trl.kernels.chunked_logprob:ChunkedLogProbFunction.forward": "",
+    "trl.kernels.chunked_logprob:_addmm_fp32": "acc a b",
+    "trl.kernels.chunked_logprob:_backward_tile": "",
+    "trl.kernels.chunked_logprob:_forward_tile": "",
+    "trl.trainer.utils:_ChunkedLogProbFunction": "",
+    "trl.trainer.utils:_use_triton": "device",
+    "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
+}
+
+# (our word, whose source is looked at, the text that it must hold)
+TRAINER, LOSS = "transformers:Trainer", "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
+ZERO2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+WRITTEN = [
+    ("_prepare_for_training", TRAINER, "self._prepare_for_training("),
+    ("_load_best_model", TRAINER, "self._load_best_model("),
+    ("_tr_loss", TRAINER, "self._tr_loss ="),
+    ("deepspeed", TRAINER, "self.deepspeed ="),
+    ("compute_loss", TRAINER, "self.compute_loss("),
+    ("training_step", TRAINER, "self.training_step("),
+    ("scale_wrt_gas", TRAINER, 'kwargs["scale_wrt_gas"] = False'),
+    ("skip_prepare_dataset", "trl:SFTTrainer", "skip_prepare_dataset"),
+    ("few_tiles", LOSS, "range(0, N, TOKEN_CHUNK_SIZE)"),
+    ("few_tiles", LOSS, "range(0, vocab, chunk_size)"),
+    ("_forward_tile", LOSS, "_forward_tile"),
+    ("_backward_tile", LOSS, "_backward_tile"),
+    ("_addmm_fp32", LOSS, "_addmm_fp32("),
+    ("_use_triton", "trl.trainer.utils:add_fused_lm_head", "compact = _use_triton(hidden_states.device)"),
+    ("_ChunkedLogProbFunction", "trl.trainer.utils:add_fused_lm_head", "_ChunkedLogProbFunction.apply("),
+    ("_clip_grad_norm", TRAINER, "self._clip_grad_norm("),
+    ("_get_grad_norm", TRAINER, "self._get_grad_norm(model, grad_norm=grad_norm)"),
+    ("fused_lm_head", "trl.trainer.utils:add_fused_lm_head", "fused_lm_head"),
+    ("label_mask", "trl.trainer.utils:add_fused_lm_head", "label_mask="),
+    ("is_top1", "trl.trainer.utils:add_fused_lm_head", "is_top1="),
+    ("_original_forward", "accelerate:Accelerator", "model._original_forward ="),
+    ("_is_accelerate_prepared", "accelerate:Accelerator", "._is_accelerate_prepared = True"),
+    ("bit16_groups", ZERO2, "self.bit16_groups ="),
+    ("support_avx512bf16_for_cpu", "bitsandbytes.nn:Linear4bit", "self.support_avx512bf16_for_cpu ="),
+    ("quant_state", "bitsandbytes.nn:Params4bit", "self.quant_state ="),
+    ("_fingerprint", "datasets:Dataset", "self._fingerprint"),
+    ("_parameters", "torch.nn:Module", "_parameters"),
+    ("_buffers", "torch.nn:Module", "_buffers"),
+    ("_last_lr", "torch.optim.lr_scheduler:LRScheduler", "self._last_lr"),
+    ("num_alloc_retries", "torch.cuda:memory_stats", "num_alloc_retries"),
+    (
+        "_store",
+        "torch.distributed.elastic.rendezvous.static_tcp_rendezvous:StaticTCPRendezvous",
+        "self._store",
+    ),
+    (
+        "RANK_FAILED",
+        "torch.distributed.elastic.multiprocessing.errors",
+        "Root Cause (first observed failure)",
+    ),
+    ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "torch.distributed.launcher.api", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+    ("PET_SIGNALS_TO_HANDLE", "torch.distributed.run", "--signals-to-handle"),
+    ("TENSORBOARD_LOGGING_DIR", "transformers.integrations.integration_utils", "TENSORBOARD_LOGGING_DIR"),
+    ("DS_ACCELERATOR", "deepspeed.accelerator.real_accelerator", "DS_ACCELERATOR"),
+]
+
+# "module:name" -> the value that we have written down; ... where it only has to be there
+VALUES = {
+    "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
+    "sft_play.model.loss_head:TILE": LOSS_TILES["cpu"],
+    "torch:UntypedStorage._cdata": ...,
+    "torch:UntypedStorage.nbytes": ...,
+    "transformers:AutoModelForCausalLM._model_mapping": ...,
+    "transformers:PreTrainedModel._supports_sdpa": False,
+    "transformers:PretrainedConfig._attn_implementation": ...,
+    "deepspeed.checkpoint.constants:BASE_OPTIMIZER_STATE": "base_optimizer_state",
+    "deepspeed.checkpoint.constants:OPTIMIZER_STATE_DICT": "optimizer_state_dict",
+    "deepspeed.checkpoint.constants:PARAM_SHAPES": "param_shapes",
+    "deepspeed.checkpoint.constants:PARAM_SLICE_MAPPINGS": "param_slice_mappings",
+    "deepspeed.checkpoint.constants:PARTITION_COUNT": "partition_count",
+    "deepspeed.checkpoint.constants:SINGLE_PARTITION_OF_FP32_GROUPS": "single_partition_of_fp32_groups",
+}
+
+# fields that some architectures lack: where one is renamed, all would seem to lack it
+CONFIG_FIELDS = [
+    ("LlamaConfig", "max_position_embeddings"),
+    ("Gemma2Config", "attn_logit_softcapping"),
+    ("Gemma3TextConfig", "sliding_window"),
+    ("Gemma3TextConfig", "layer_types"),
+    ("MixtralConfig", "num_local_experts"),
+    ("Qwen3MoeConfig", "num_experts"),
+    ("Qwen3MoeConfig", "num_experts_per_tok"),
+]
+
+# Only a CUDA build has it; the benchmark that calls it runs on a GPU alone.
+ON_A_GPU = {"_cuda_clearCublasWorkspaces"}
+# Words that only look like private names of libraries: Python's own, keys of a file, parts of our file names.
+NOT_PRIVATE = {"_asdict", "_component_", "_cpu", "_multi_node", "_quick", "_sleep"}
+# Operations of torch.ops.aten that a device's own attention or loss is dispatched to: work.py has a rule for each, and one
+# that is gone is counted by the general rule.
+ATEN = {
+    "_log_softmax", "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_softmax", "_softmax_backward_data", "_unsafe_view",
+}  # fmt: skip
+
+
+def test_names_of_the_tracer_and_of_the_architectures_are_there():
+    from torch.utils import _python_dispatch
+    from transformers import LlamaForCausalLM
+
+    assert callable(_python_dispatch._get_current_dispatch_mode_stack)  # sizing/recorder.py
+    assert LlamaForCausalLM._supports_attention_backend is True  # model/load.py
+    assert torch.ops.aten.mm.default._schema.name == "aten::mm"  # sizing/operations.py
+
+
+def users(word: str) -> str:
+    found = [name for name, text in FILES.items() if re.search(rf"\b{re.escape(word)}\b", text)]
+    return " ".join(found) or "nobody"
+
+
+def labelled(name: str, word: str, *case: object):
+    return pytest.param(word, name, *case, id=f"{name} in {users(word)}")
+
+
+def last(name: str) -> str:
+    """`a.b:C.d` -> d; of an operation the name before its overload."""
+    return name.removesuffix(".default").rpartition(":")[2].rpartition(".")[2]
+
+
+def found(name: str, word: str):
+    try:
+        return resolve_name(name)
+    except (AttributeError, ImportError) as error:
+        raise AssertionError(f"{name} is gone, and {users(word)} rely on it: {error}") from None
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "wanted"), [labelled(name, last(name), wanted) for name, wanted in CALLED.items()]
+)
+def test_what_is_called_is_there_with_its_parameters(word, name, wanted):
+    function = found(name, word)
+    assert callable(function), f"{name} cannot be called any more, as {users(word)} do"
+    missing = set(wanted.split()) - set(inspect.signature(function).parameters if wanted else ())
+    assert not missing, f"{name} has lost its parameters {missing}; {users(word)} rely on them"
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "text"),
+    [pytest.param(*row, id=f"{row[2]} of {row[1]} in {users(row[0])}") for row in WRITTEN],
+)
+def test_what_a_library_does_inside_is_still_written_there(word, name, text):
+    source = inspect.getsource(found(name, word))
+    assert text in source, f"{name} no longer has {text!r}; {users(word)} rely on it"
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "value"), [labelled(name, last(name), value) for name, value in VALUES.items()]
+)
+def test_values_are_what_we_wrote_down(word, name, value):
+    assert value is ... or found(name, word) == value, f"{name} is no longer {value!r}"
+    found(name, word)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [pytest.param(*row, id=f"{'.'.join(row)} in {users(row[1])}") for row in CONFIG_FIELDS],
+)
+def test_fields_that_some_architectures_lack_have_their_name(config, field):
+    assert hasattr(found(f"transformers:{config}", field)(), field), f"{users(field)} rely on it"
+
+
+@pytest.mark.parametrize("name", sorted(kernels.FP32_INPUT | kernels.FP32_RESULT))
+def test_operations_that_autocast_treats_apart_are_there(name):
+    assert any(hasattr(place, name) for place in (torch, torch.nn.functional, torch.Tensor))
+
+
+def private_names() -> set[str]:
+    """Names with one underscore in front that our code takes from elsewhere."""
+    used, own = set(), set()
+    for text in FILES.values():
+        nodes = list(ast.walk(ast.parse(text)))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                of_self = node.value.id == "self" and isinstance(node.ctx, ast.Store)
+                (own if of_self else used if node.value.id not in ("self", "os") else set()).add(node.attr)
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+                used.add(node.value)
+            elif isinstance(node, ast.ImportFrom):
+                used |= {alias.name for alias in node.names}
+    overridden = {name for name in own if f"super().{name}(" in "".join(FILES.values())}
+    return {name for name in (used - own) | overridden if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+
+
+def test_every_private_name_that_we_take_is_asked_for_here():
+    tables = [*CALLED, *VALUES, *(" ".join(row) for row in WRITTEN)]
+    tested = {"_get_current_dispatch_mode_stack", "_supports_attention_backend", "_schema"}
+    listed = set(re.findall(r"\w+", " ".join(tables))) | ON_A_GPU | NOT_PRIVATE | ATEN | tested
+    assert private_names() - listed == set()
+
+
+@pytest.mark.parametrize("word", sorted({last(name) for name in CALLED} | {row[0] for row in WRITTEN}))
+def test_what_is_asked_for_here_is_used(word):
+    assert users(word) != "nobody"
