@@ -1,6 +1,7 @@
 """Maps each command to a function of commands/handlers.py, and every error to an exit code."""
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -9,6 +10,7 @@ from typing import Any
 from sft_play import __version__
 from sft_play.commands import handlers
 from sft_play.errors import Interrupted, SftPlayError
+from sft_play.runlog import console_on_stderr
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 
@@ -193,14 +195,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _set_environment()
     args = parse(build_parser(), argv)
-    if args.json:
-        from rich.console import Console
-
-        from sft_play.runlog import set_console
-
-        set_console(Console(stderr=True, highlight=False))
     try:
-        return args.function(args)
+        with console_on_stderr() if args.json else contextlib.nullcontext():
+            return args.function(args)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0

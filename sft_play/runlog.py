@@ -42,6 +42,17 @@ def set_console(value: Console | None) -> None:
     _console = value
 
 
+@contextlib.contextmanager
+def console_on_stderr() -> Iterator[None]:
+    """Within it the console writes to stderr: stdout is left to JSON."""
+    before = _console
+    set_console(Console(stderr=True, highlight=False))
+    try:
+        yield
+    finally:
+        set_console(before)
+
+
 def cache_dir() -> Path:
     """The folder of tokenized data, built-in models and probe results.
 

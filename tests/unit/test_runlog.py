@@ -7,6 +7,8 @@ import pytest
 from sft_play.errors import RunInUseError, StorageError
 from sft_play.runlog import (
     append_metrics,
+    console,
+    console_on_stderr,
     hold_run,
     open_run,
     read_json,
@@ -89,6 +91,14 @@ def test_libraries_write_to_the_log_and_people_read_the_console(tmp_path):
     log = (tmp_path / "log.txt").read_text()
     for text in ("library print", "library stderr", "from C", "inner print"):
         assert text in log
+
+
+def test_a_command_with_json_keeps_stdout_free_and_leaves_the_console_as_it_was(capsys):
+    with console_on_stderr():
+        console().print("to a person")
+    console().print("to a person again")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("to a person again\n", "to a person\n")
 
 
 def test_what_a_run_that_failed_early_left_is_not_set_aside_and_open_files_stay(tmp_path):
