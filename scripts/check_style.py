@@ -30,7 +30,7 @@ NOT_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
-SHAPE = re.compile(r"\[\w[^\]\n]*\]")  # as in "[batch, seq]"
+SHAPE = re.compile(r"\[[\w.][^\]\n]*\]|\b(scalar|any shape|same shape)\b")  # as in "[batch, seq]"
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,15 @@ def argument_is_typed(trees: Iterable[ast.Module]) -> Iterator[bool]:
 
 
 def tensor_function_has_shapes(trees: Iterable[ast.Module]) -> Iterator[bool]:
-    """For each function whose signature mentions Tensor, whether its docstring holds a shape."""
-    for function in functions_of(trees):
+    """For each function with Tensor in its signature, whether its docstring holds a shape.
+
+    Functions inside of others are left out.
+    """
+    functions = functions_of(trees)
+    inner = {node for outer in functions for node in ast.walk(outer) if node is not outer}
+    for function in functions:
+        if function in inner:
+            continue
         annotations = [argument.annotation for argument in arguments_of(function)]
         written = [ast.unparse(node) for node in (*annotations, function.returns) if node]
         if "Tensor" in " ".join(written):

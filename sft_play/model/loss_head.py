@@ -157,7 +157,7 @@ def _leaf(tensor: torch.Tensor | None, requires_grad: bool) -> Any:
 
 
 def _fp32_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """In the shape of the tensor."""
+    """Zeros in the same shape as the tensor."""
     return torch.zeros_like(tensor, dtype=torch.float32)
 
 

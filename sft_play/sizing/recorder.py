@@ -98,7 +98,7 @@ class AllocationRecorder(TorchDispatchMode):
             self.terms[block] = term
 
     def blocks_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
-        """The blocks that hold these tensors; tensors that were not recorded are left out."""
+        """The blocks that hold these tensors of any shape; tensors that were not recorded are left out."""
         addresses = (tensor.untyped_storage()._cdata for tensor in tensors)
         return [self._open[address][0] for address in addresses if address in self._open]
 
@@ -209,7 +209,7 @@ def counted(kind: int, like: torch.Tensor, m: float, n: float = 0, k: float = 0,
 
     Args:
         kind: of the operation (`sft_play.sizing.work`).
-        like: a tensor of the dtype that it computes in.
+        like: a tensor of any shape, in the dtype that it computes in.
         m: size M of the operation.
         n: size N.
         k: size K.

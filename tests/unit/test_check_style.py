@@ -1,11 +1,12 @@
 """The measures of `make check-style` are those of a package small enough to be counted by hand."""
 
+import ast
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from scripts.check_style import main, measure
+from scripts.check_style import main, measure, tensor_function_has_shapes
 
 TOY = {
     "__init__.py": "",
@@ -80,6 +81,16 @@ def test_every_measure_of_a_toy_package(tmp_path):
         "ternaries per 1,000 lines": "69.0",
         "tensor functions with shapes": "50.0% of 2",
     }
+
+
+@pytest.mark.parametrize(
+    ("docstring", "has_shape"),
+    [("A [batch, seq] mask.", True), ("The scalar loss.", True), ("Of any shape.", True), ("A mask.", False)],
+)
+def test_a_shape_is_brackets_or_a_word_for_one(docstring, has_shape):
+    inner = "def inner(y: Tensor):\n        return y"
+    tree = ast.parse(f'def f(x: Tensor):\n    """{docstring}"""\n    {inner}\n')
+    assert list(tensor_function_has_shapes([tree])) == [has_shape]
 
 
 def test_two_packages_may_form_a_cycle_that_their_modules_do_not(tmp_path):
