@@ -21,7 +21,7 @@ from sft_play.units import GIB
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 GPU_TARGETS = {"median": 0.01, "p95": 0.03}
-AGAIN = 24  # approximate number of steps to predict again
+AGAIN = 16  # approximate number of steps to predict again
 
 
 def results_of(name: str) -> dict[str, Any]:
