@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sft_play.commands.card import write_card
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.model.data import load_data
@@ -205,6 +206,7 @@ def merge(
             model.save_pretrained(folder, max_shard_size=max_shard_size)
             tokenizer.save_pretrained(folder)
             run.write_json(folder / MERGE_INFO, info)
+            write_card(config, run, folder, merged=True)
     files = len(list(output.glob("*.safetensors")))
     size_text = f"{dtype}, {format_bytes(size)} in {files} file{'' if files == 1 else 's'}"
     console().print(

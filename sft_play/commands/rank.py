@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+from sft_play.commands.card import write_card
 from sft_play.commands.probe import probe_here
 from sft_play.commands.train import next_commands, places, require_packages, train_here
 from sft_play.job import load_job_config, prepare_job
@@ -34,4 +35,5 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
             job = agree_on_files(job if ranks.launched_by_us else agree_on_plan(job))
             summary = probe_here(job) if probe_only else train_here(job)
         if reports and not probe_only:
+            write_card(job.config, job.run, places(job)["weights"])
             console().print(closing_screen(summary, None, places(job), next_commands(job)))

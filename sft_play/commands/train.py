@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.builtin.demo import materialise
+from sft_play.commands.card import write_card
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
@@ -59,6 +60,7 @@ def train_command(
             console().print("trained; the results are on machine 0")
             return 0
         comparison = compare(job)
+        write_card(job.config, job.run, places(job)["weights"])
         console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
     return 0
 

@@ -182,7 +182,8 @@ def memory_line(predicted: int | None, measured: int | None) -> str:
     return f"{line} (prediction {abs(error):.1f} % too {'low' if error > 0 else 'high'})"
 
 
-def _with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:
+def with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """The scores, and the perplexity of their loss if there is one."""
     if scores.get("loss") is None:
         return dict(scores)
     return {**scores, "perplexity": perplexity(scores["loss"])}
@@ -204,8 +205,8 @@ def closing_screen(
         next_commands: commands to run next.
     """
     losses, answers = summary.get("eval") or {}, comparison or {}
-    before = _with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
-    after = _with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
+    before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
+    after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
     blocks: list[RenderableType] = [_facts(_run_facts(summary))]
     if before or after:
         name = "held-out rows"

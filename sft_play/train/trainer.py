@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from transformers import TrainerState
 
+from sft_play.data.prepare import PreparedData
+from sft_play.data.splits import SPLITS
 from sft_play.errors import DoesNotFitError, Interrupted
+from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.model.load import build_model
 from sft_play.plan import Plan
@@ -134,6 +137,17 @@ def save(session: Session, stopped: bool) -> None:
     job.tokenizer.save_pretrained(str(target))
 
 
+def data_counts(data: PreparedData) -> dict[str, Any]:
+    """Counts of each split, and the fingerprint of the tokenized rows."""
+    counts: dict[str, Any] = {"fingerprint": data.cache_path.name}
+    for split in SPLITS:
+        found = data.stats[split]
+        counts[split] = (
+            {key: found[key] for key in ("rows", "tokens", "supervised_tokens")} if found else None
+        )
+    return counts
+
+
 def best_step(state: TrainerState) -> int:
     """The step whose weights were kept: the best checkpoint's, or the last."""
     kept = step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else None
@@ -196,6 +210,8 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "measured_peak_bytes": measured_peak(session, probed),
         "probe": asdict(probed) if probed else None,
         "train_loss": losses[-1] if losses else None,
+        "data": data_counts(job.data),
+        "versions": installed_versions(),
         "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
         "best_checkpoint": state.best_model_checkpoint,
     }

@@ -58,6 +58,8 @@ def test_a_run_leaves_config_plan_numbers_and_weights(finished):
         in run.config.read_text()
     )
     assert load_file(run.adapter / "adapter_model.safetensors") and (run.adapter / "tokenizer.json").is_file()
+    card = (run.adapter / "README.md").read_text()
+    assert "## Scores on held-out rows" in card and f"`{run.path.parent}" not in card
     assert list(run.checkpoints.glob("checkpoint-8")) and list(run.tensorboard.glob("events.*"))
 
 

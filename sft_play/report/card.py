@@ -1,0 +1,174 @@
+"""The model card of trained weights: a README.md with the hub's metadata, from config and summary."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.report.tables import METRICS, MISSING, memory_line, step_line, with_perplexity
+from sft_play.units import format_count, format_duration
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
+METHODS = {"lora": "LoRA", "qlora": "QLoRA (adapters on a 4-bit base)", "full": "full fine-tuning"}
+
+
+def model_card(config: RunConfig, summary: Mapping[str, Any], *, merged: bool = False) -> str:
+    """The card as Markdown.
+
+    Local paths are shortened to their last part: a card is published, the folders of a machine are not.
+
+    Args:
+        config: of the run.
+        summary: summary.json of the run.
+        merged: the adapter was merged into its base.
+    """
+    is_adapter = config.tuning.mode != "full" and not merged
+    base = public_name(config.model.name)
+    blocks = [
+        _metadata(config, is_adapter),
+        f"# {config.output.name}",
+        f"{_what(is_adapter, merged)} {_link(base)}, trained on {_data_name(config)} with SFT-Play.",
+        "## Use",
+        _usage(config, is_adapter),
+        *_section("## Scores on held-out rows", _scores(summary)),
+        *_section("## Data", _data(summary.get("data") or {})),
+        *_section("## Settings", _table(("setting", "value"), _settings(config, summary))),
+        *_section("## Measured", _table(("", ""), _measured(summary))),
+        *_section("## Versions", _versions(summary.get("versions") or {})),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def public_name(name: str) -> str:
+    """The name of a model or of data as it may be published: paths lose their folders."""
+    return name if is_on_hub(name) or name.startswith("builtin:") else Path(name).name
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether this is the name of a repository on the hub rather than a path."""
+    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+def _metadata(config: RunConfig, is_adapter: bool) -> str:
+    """The front matter, which the hub reads."""
+    from huggingface_hub import ModelCardData
+
+    data = config.data.train_path
+    card = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        base_model=config.model.name if is_on_hub(config.model.name) else None,
+        datasets=[data] if is_on_hub(data) else None,
+        pipeline_tag="text-generation",
+        tags=["sft", "sft-play", *(["lora"] if config.tuning.mode != "full" else [])],
+    )
+    return f"---\n{card.to_yaml()}\n---"
+
+
+def _what(is_adapter: bool, merged: bool) -> str:
+    if is_adapter:
+        return "A LoRA adapter for"
+    return "A LoRA adapter merged into" if merged else "A fine-tuned version of"
+
+
+def _link(base: str) -> str:
+    return f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else f"`{base}`"
+
+
+def _data_name(config: RunConfig) -> str:
+    return f"`{public_name(config.data.train_path)}`"
+
+
+def _usage(config: RunConfig, is_adapter: bool) -> str:
+    library, name = "transformers", "AutoModelForCausalLM"
+    if is_adapter:
+        library, name = "peft", "AutoPeftModelForCausalLM"
+    return (
+        "```python\n"
+        f"from {library} import {name}\nfrom transformers import AutoTokenizer\n\n"
+        'folder = "."  # this folder, or its name on the hub\n'
+        f'model = {name}.from_pretrained(folder, dtype="auto")\n'
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        'messages = [{"role": "user", "content": "..."}]\n'
+        'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '
+        "return_dict=True)\n"
+        f"answer = model.generate(**inputs, max_new_tokens={config.eval.max_new_tokens})\n"
+        'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))\n'
+        "```"
+    )
+
+
+def _scores(summary: Mapping[str, Any]) -> str:
+    scores = summary.get("eval") or {}
+    before, after = (with_perplexity(scores.get(when) or {}) for when in ("before", "after"))
+    rows = []
+    for key, (label, form) in METRICS.items():
+        values = [form(one[key]) if one.get(key) is not None else MISSING for one in (before, after)]
+        if values != [MISSING, MISSING]:
+            rows.append((label, *values))
+    return _table(("metric", "before", "after"), rows)
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    rows = []
+    for split in ("train", "val", "test"):
+        counts = data.get(split)
+        if counts:
+            numbers = (counts["rows"], counts["tokens"], counts["supervised_tokens"])
+            rows.append((split, *(f"{number:,}" for number in numbers)))
+    table = _table(("split", "rows", "tokens", "supervised tokens"), rows)
+    if not table:
+        return ""
+    return f"{table}\n\nFingerprint of the tokenized rows: `{data['fingerprint']}`"
+
+
+def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    train, lora = config.train, config.tuning.lora
+    unit = "tokens" if summary.get("packing") else "sequences"
+    rows = [("method", METHODS[config.tuning.mode])]
+    if config.tuning.mode != "full":
+        rows.append(("rank, alpha, dropout", f"{lora.r}, {lora.alpha:g}, {lora.dropout:g}"))
+        targets = "all linear layers" if lora.target_modules == "auto" else ", ".join(lora.target_modules)
+        rows.append(("adapted modules", targets))
+    return [
+        *rows,
+        ("peak learning rate", f"{train.learning_rate:g}, {train.lr_schedule}"),
+        ("optimizer", f"{train.optimizer}, weight decay {train.weight_decay:g}"),
+        ("effective batch size", f"{summary.get('effective_batch_size', MISSING)} {unit}"),
+        ("optimizer steps", f"{summary.get('optimizer_steps', MISSING)}"),
+        ("loss on", SUPERVISED[config.data.supervise]),
+        ("seed", str(train.seed)),
+    ]
+
+
+def _measured(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    speed, seconds = summary.get("tokens_per_second"), summary.get("training_seconds")
+    step = step_line(summary.get("predicted_step_seconds"), summary.get("measured_step_seconds"))
+    memory = memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"))
+    return [
+        ("processes", f"{summary.get('world_size', MISSING)} ({summary.get('device', MISSING)})"),
+        ("training time", format_duration(seconds) if seconds else MISSING),
+        ("speed", f"{format_count(speed)} tokens/s" if speed else MISSING),
+        ("optimizer step", step),
+        ("peak memory per process", memory),
+    ]
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _section(title: str, text: str) -> list[str]:
+    """Title and text; nothing without a text."""
+    return [title, text] if text else []
+
+
+def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table in Markdown; empty without rows."""
+    lines = [_line(row) for row in rows]
+    return "\n".join([_line(names), _line(("---",) * len(names)), *lines]) if lines else ""
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"

@@ -1,0 +1,99 @@
+"""The model card says what a run was, in the hub's format, and nothing about the machine's folders."""
+
+import re
+
+import pytest
+import yaml
+
+from sft_play.config.schema import RunConfig
+from sft_play.report.card import is_on_hub, model_card
+
+SUMMARY = {
+    "device": "cpu",
+    "world_size": 2,
+    "effective_batch_size": 16,
+    "optimizer_steps": 40,
+    "tokens_per_second": 1234.5,
+    "training_seconds": 90.0,
+    "predicted_step_seconds": 2.0,
+    "measured_step_seconds": 2.5,
+    "eval": {"before": {"loss": 2.0}, "after": {"loss": 1.0, "exact_match": 0.5}},
+    "data": {
+        "fingerprint": "abc123",
+        "train": {"rows": 1000, "tokens": 50_000, "supervised_tokens": 20_000},
+        "val": None,
+        "test": None,
+    },
+    "versions": {"torch": "2.13.0"},
+}
+
+
+def config(
+    name: str = "Qwen/Qwen3-0.6B", mode: str = "lora", path: str = "/home/ann/secret/rows.jsonl"
+) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"name": name}, "data": {"train_path": path}, "tuning": {"mode": mode}}
+    )
+
+
+def front_matter(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_the_hub_finds_base_library_and_tags():
+    assert front_matter(model_card(config(), SUMMARY)) == {
+        "base_model": "Qwen/Qwen3-0.6B",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["sft", "sft-play", "lora"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "merged", "library", "loader"),
+    [
+        ("lora", False, "peft", "AutoPeftModelForCausalLM"),
+        ("lora", True, "transformers", "AutoModelForCausalLM"),
+        ("full", False, "transformers", "AutoModelForCausalLM"),
+    ],
+)
+def test_it_is_loaded_with_the_library_that_can(mode, merged, library, loader):
+    card = model_card(config(mode=mode), SUMMARY, merged=merged)
+    assert front_matter(card)["library_name"] == library and f"from {library} import {loader}" in card
+
+
+def test_folders_of_the_machine_are_left_out():
+    card = model_card(config("/home/ann/models/base"), SUMMARY)
+    assert "/home" not in card and "`base`" in card and "`rows.jsonl`" in card
+    assert "base_model" not in front_matter(card) and "datasets" not in front_matter(card)
+
+
+def test_scores_data_and_measurements_are_those_of_the_summary():
+    card = model_card(config(), SUMMARY)
+    for line in (
+        "| loss | 2.0000 | 1.0000 |",
+        "| perplexity | 7.39 | 2.72 |",
+        "| exact match | n/a | 50.0 % |",
+        "| train | 1,000 | 50,000 | 20,000 |",
+        "| effective batch size | 16 sequences |",
+        "| optimizer step | predicted 2.0 s, measured 2.5 s (prediction 20 % too low) |",
+    ):
+        assert line in card.splitlines()
+    assert "torch 2.13.0" in card and "abc123" in card
+
+
+def test_without_results_their_sections_are_left_out():
+    card = model_card(config(), {})
+    assert not re.search("## (Scores|Data|Versions)", card) and "## Settings" in card
+
+
+def test_a_cell_cannot_break_the_table():
+    settings = config().model_dump() | {"tuning": {"lora": {"target_modules": ["q|proj"]}}}
+    assert "| adapted modules | q&#124;proj |" in model_card(RunConfig.model_validate(settings), SUMMARY)
+
+
+def test_a_folder_is_not_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_on_hub("models/base") and not is_on_hub("base") and not is_on_hub("/models/base")
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    assert not is_on_hub("models/base")
