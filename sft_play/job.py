@@ -83,7 +83,9 @@ def prepare_job(
         progress: show progress bars.
     """
     config = resolved.config
-    loaded = load_data(config, progress=progress)
+    # one process for all of a machine: our launcher, which has just done so, or the first rank
+    hashes = not ranks.launched_by_us and ranks.local_rank == 0
+    loaded = load_data(config, progress=progress, hashes=hashes)
     run = open_run(config.output.dir, config.output.name, ranks.rank)
     machine = detect()
     if ranks.plan_file:

@@ -54,6 +54,10 @@ class PreparedData:
     largest_token_id, seconds."""
     cache_path: Path
 
+    def digests(self) -> dict[str, str]:
+        """Split -> hash of its rows; {} if they are not from the cache."""
+        return store.row_digests(self.cache_path, SPLITS)
+
     def conversations(self, split: str) -> list[Conversation]:
         """The conversations of val or test, for generated answers; plain text has none."""
         file = self.cache_path / f"{split}.conversations.arrow"
@@ -69,6 +73,7 @@ def prepare(
     *,
     model_limit: int | None = None,
     progress: bool = True,
+    hashes: bool = True,
 ) -> PreparedData:
     """Tokenizes the data of a run or loads it from the cache; of concurrent callers only one does the work.
 
@@ -79,6 +84,7 @@ def prepare(
         tokenizer: of the model.
         model_limit: the longest sequence that the model supports, if known.
         progress: show a progress bar.
+        hashes: check the content of the cache for damage, not only the sizes of its files.
 
     Raises:
         DataError: the data cannot be read, or has no supervised tokens.
@@ -94,7 +100,7 @@ def prepare(
     digests = {split: digest for split, (digest, _) in fingerprints.items()}
     key = _cache_key(config, tokenizer, max_tokens, digests)
     folder = cache_dir() / "data" / key
-    with store.building(folder, announce=progress) as temporary:
+    with store.building(folder, announce=progress, hashes=hashes) as temporary:
         if temporary is not None:
             started = time.perf_counter()
             parts = []

@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from sft_play.errors import StorageError
+from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, read_manifest, write_manifest
 from sft_play.runlog import console
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-META = "meta.json"
 TOKEN_LIST = pa.list_(pa.int32())
 ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32()})
 
@@ -41,21 +41,13 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether the folder was written completely and its files still have their recorded sizes."""
-    try:
-        sizes = json.loads((folder / META).read_text(encoding="utf-8"))["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
 @contextlib.contextmanager
-def building(folder: Path, *, announce: bool) -> Iterator[Path | None]:
+def building(folder: Path, *, announce: bool, hashes: bool = True) -> Iterator[Path | None]:
     """Yields a temporary folder to fill, which then becomes `folder`; None if `folder` is already complete.
 
     One process of this machine does the work while the others wait for the result; with `announce` they say
-    so. A folder left by a killed process is removed.
+    so. A folder left by a killed process is removed, and so is a damaged one. Without `hashes`, only the
+    sizes of its files are compared, not their content.
 
     Raises:
         StorageError: the cache cannot be written.
@@ -64,9 +56,12 @@ def building(folder: Path, *, announce: bool) -> Iterator[Path | None]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f"{folder.name}.lock"), announce):
-            if is_complete(folder):
+            damage = find_damage(folder, hashes=hashes)
+            if damage is None:
                 yield None
                 return
+            if has_manifest(folder):
+                console().print(f"  [yellow]the cache {folder} is damaged: {damage}; it is made again[/]")
             for left in [folder, *folder.parent.glob(f"{folder.name}.tmp-*")]:
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
@@ -98,14 +93,23 @@ def _locked(path: Path, announce: bool) -> Iterator[None]:
 
 
 def finish(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes meta.json, which marks the folder as complete."""
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    (folder / META).write_text(json.dumps({**meta, "sizes": sizes}, indent=1), encoding="utf-8")
+    """Writes the manifest, with `meta` in it, which marks the folder as complete.
+
+    Nothing is flushed to the disk: what a power failure damages is noticed and made again.
+    """
+    write_manifest(folder, meta, hash_files(folder, files_in(folder)))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """What `finish` wrote."""
-    return json.loads((folder / META).read_text(encoding="utf-8"))
+    return read_manifest(folder)
+
+
+def row_digests(folder: Path, splits: Sequence[str]) -> dict[str, str]:
+    """Split -> hash of its tokenized rows, for those that exist."""
+    files = read_manifest(folder).get("files", {})
+    names = {split: f"{split}.arrow" for split in splits}
+    return {split: content_key(files[name]) for split, name in names.items() if name in files}
 
 
 def token_lists(values: np.ndarray, lengths: np.ndarray) -> pa.Array:

@@ -21,12 +21,13 @@ class LoadedData:
     rows: PreparedData
 
 
-def load_data(config: RunConfig, *, progress: bool = True) -> LoadedData:
+def load_data(config: RunConfig, *, progress: bool = True, hashes: bool = True) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache.
 
     Args:
         config: of the run.
         progress: show a progress bar.
+        hashes: as in `prepare`.
 
     Raises:
         ConfigError: config.json or tokenizer cannot be loaded, or do not belong together; or as in `prepare`.
@@ -34,7 +35,9 @@ def load_data(config: RunConfig, *, progress: bool = True) -> LoadedData:
     """
     architecture = load_model_config(config.model)
     tokenizer = load_tokenizer(config.model)
-    rows = prepare(config, tokenizer, model_limit=position_limit(architecture), progress=progress)
+    rows = prepare(
+        config, tokenizer, model_limit=position_limit(architecture), progress=progress, hashes=hashes
+    )
     known, largest = architecture.get_text_config().vocab_size, rows.stats["largest_token_id"]
     if largest >= known:
         raise ConfigError(

@@ -180,6 +180,21 @@ def test_a_cut_cache_is_made_anew(run):
     assert sorted(path.suffix for path in first.cache_path.parent.iterdir()) == ["", ".lock"]
 
 
+def test_a_cache_with_a_flipped_bit_is_noticed_and_made_anew(run, capsys):
+    first = run(rows(20))
+    ids, stats = list(first.train["input_ids"]), {**first.stats, "seconds": 0}
+    files = [path for path in first.cache_path.iterdir() if path.stat().st_size]
+    assert len(files) > 3
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        again = run(rows(20))
+        assert list(again.train["input_ids"]) == ids and {**again.stats, "seconds": 0} == stats, file.name
+        assert "is damaged" in capsys.readouterr().out.replace("\n", " ")
+    assert again.digests() == first.digests() != run(rows(20, seed=1)).digests()
+
+
 def test_several_processes_give_the_rows_of_one_in_the_same_order(run):
     many = rows(1000)
     one, two = run(many, num_workers=1), run([*many, {"question": "q", "answer": ""}], num_workers=2)
