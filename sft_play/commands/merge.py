@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from sft_play.commands.card import write_card
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.fingerprints import installed_versions
+from sft_play.manifest import replacing
 from sft_play.model.data import load_data
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import load_base, load_for_inference, load_model_config
-from sft_play.model.weights import finished_weights, release_memory
+from sft_play.model.weights import finished_weights, release_memory, require_undamaged
 from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
@@ -125,29 +128,19 @@ def _require_overwritable(output: Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(output: Path) -> Iterator[Path]:
-    """Yields a temporary folder that replaces `output` once it is complete.
+    """Yields a temporary folder that replaces `output`, with a manifest, once it is complete.
 
     Raises:
         StorageError: the folder cannot be written.
     """
-    building = output.with_name(f".{output.name}.merging")
-    earlier = output.with_name(f".{output.name}.earlier")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in (building, earlier):
-            shutil.rmtree(leftover, ignore_errors=True)
-        building.mkdir()
-        yield building
-        if output.exists():
-            output.rename(earlier)
-        building.rename(output)
-    except OSError as error:
+        with replacing(output, {"versions": installed_versions()}) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise StorageError(
-            f"cannot write {output}: {error.strerror or error}. Free some space, or set OUT=<folder>"
+            f"cannot write {output}: {reason}. Free some space, or set OUT=<folder>"
         ) from error
-    finally:
-        for leftover in (building, earlier):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _require_space(model: "PreTrainedModel", output: Path) -> int:
@@ -265,6 +258,7 @@ def _require_merged(output: Path, adapter: Path) -> str:
         raise CheckpointError(
             f"{output} was merged from another version of {adapter}; run `make merge` again"
         )
+    require_undamaged(output, "run `make merge` again")
     return info["dtype"]
 
 

@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from sft_play.config.schema import LoraSettings, ModelConfig, RunConfig
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer
 from sft_play.plan import Plan
@@ -217,12 +218,16 @@ def load_base(
     Only safetensors: pickled weights can run code.
 
     Raises:
-        ConfigError: the folder or repository has no weights that can be loaded.
+        ConfigError: the folder or repository has no weights that can be loaded, or they are damaged.
     """
     folder = Path(model.name)
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
+    if device.index in (None, 0) and has_manifest(folder):  # once for all ranks of a machine
+        damage = find_damage(folder)
+        if damage:
+            raise ConfigError(f"model.name: {folder} is damaged: {damage}; make or copy it again")
     attention.register()
     torch_dtype = getattr(torch, dtype)
     try:

@@ -5,8 +5,20 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
+from sft_play.manifest import find_damage, has_manifest
 from sft_play.model.files import missing_shards
 from sft_play.runlog import RunDir, console, read_json
+
+
+def require_undamaged(folder: Path, next_command: str) -> None:
+    """Checks a folder with weights against its manifest, if it has one; earlier versions wrote none.
+
+    Raises:
+        CheckpointError: a file has changed or is missing; ends with `next_command`.
+    """
+    damage = find_damage(folder) if has_manifest(folder) else None
+    if damage:
+        raise CheckpointError(f"{folder} is damaged: {damage}\n{next_command}")
 
 
 def _require_whole(file: Path, next_command: str) -> None:
@@ -50,6 +62,7 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
     missing = missing_shards(folder)
     if missing:
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}, listed in its index\n{next_command}")
+    require_undamaged(folder, next_command)
     for file in files:
         _require_whole(file, next_command)
     if not full:

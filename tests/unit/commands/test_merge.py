@@ -11,8 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sft_play.commands import merge as merging
+from sft_play.commands.evaluate import evaluate_run
+from sft_play.commands.infer import chat, infer_batch
 from sft_play.commands.merge import TOLERANCES, LogitDifference, compare_logits, failures, merge, merge_test
+from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.manifest import files_in, find_damage, hash_files, write_manifest
 from sft_play.runlog import RunDir
 from tests.unit.finished_run import FinishedRun, make_config, train_by_heart
 
@@ -89,6 +93,7 @@ def test_large_models_are_saved_in_shards_with_an_index(finished):
 def test_the_test_fails_when_the_adapter_is_not_in_the_merged_model(finished):
     merge(finished.config, finished.run)
     shutil.copy(Path(finished.config.model.name) / "model.safetensors", finished.run.path / "merged")
+    seal(finished.run.path / "merged")
     with pytest.raises(CheckpointError, match="does not match the adapter model: the mean difference"):
         merge_test(finished.config, finished.run)
 
@@ -185,6 +190,53 @@ def test_a_damaged_adapter_is_seen_before_a_model_is_loaded(finished, monkeypatc
         merge(finished.config, finished.run)
     assert raised.value.exit_code == 8
     assert "make resume" in str(raised.value)
+
+
+def seal(folder):
+    write_manifest(folder, {}, hash_files(folder, files_in(folder)))
+
+
+def flip_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1  # in the last weight: the file stays readable
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda config, run: merge(config, run),
+        lambda config, run: merge_test(config, run),
+        lambda config, run: evaluate_run(config, run),
+        lambda config, run: infer_batch(config, run, run.path / "in.jsonl", run.path / "out.jsonl"),
+        lambda config, run: chat(config, run),
+    ],
+    ids=["merge", "merge-test", "eval", "infer", "chat"],
+)
+def test_an_adapter_with_a_flipped_bit_is_not_used(finished, use):
+    seal(finished.run.adapter)
+    flip_bit(finished.run.adapter / "adapter_model.safetensors")
+    with pytest.raises(
+        CheckpointError, match="adapter_model.safetensors has changed since .*\n.*make resume"
+    ):
+        use(finished.config, finished.run)
+
+
+def test_a_merged_model_with_a_flipped_bit_is_neither_tested_nor_a_base(finished):
+    merge(finished.config, finished.run)
+    merged = finished.run.path / "merged"
+    assert find_damage(merged) is None
+    flip_bit(merged / "model.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors has changed .*\n.*make merge.* again"):
+        merge_test(finished.config, finished.run)
+    with pytest.raises(ConfigError, match="model.name: .*merged is damaged: model.safetensors has changed"):
+        merging.load_base(
+            ModelConfig(name=str(merged)),
+            dtype="float32",
+            attn_implementation="sdpa",
+            device=torch.device("cpu"),
+            quantize=False,
+        )
 
 
 def test_after_full_fine_tuning_there_is_nothing_to_merge(tiny_model, tmp_path):
