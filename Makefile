@@ -7,6 +7,7 @@
 #? NGPU=2                           number of GPUs or processes
 #? RUN=name                         name of the run directory
 #? PROBE=search                     time several plans, use the fastest
+#? ALLOW=train.max_steps            resume although this has changed
 #? NODES=2                          number of machines (multi-node)
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ unexport RANK MASTER_ADDR MASTER_PORT
 
 PY = "$(VENV)/bin/python"
 SFT = $(PY) -m sft_play
-OVERRIDES = $(if $(RUN),"output.name=$(RUN)")$(if $(PROBE), "train.probe=$(PROBE)") $(ARGS)
+OVERRIDES = $(if $(RUN),"output.name=$(RUN)")$(if $(PROBE), "train.probe=$(PROBE)")$(if $(ALLOW), "train.allow_changed=[$(ALLOW)]") $(ARGS)
 WITH_CONFIG = --config "$(CONFIG)" $(OVERRIDES)
 SOME = $(if $(NGPU),--processes "$(NGPU)")
 ALL = --processes "$(if $(NGPU),$(NGPU),0)"

@@ -204,7 +204,8 @@ class TrainConfig(Section):
     logging_steps: PositiveInt = 10
     """Optimizer steps between log lines."""
     keep_checkpoints: PositiveInt = 2
-    """Number of checkpoints to keep, the best one included; the latest and the best are always kept."""
+    """Number of the newest checkpoints to keep, at least two in case the newest is damaged. The best one is
+    kept too."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations without a lower validation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -216,6 +217,8 @@ class TrainConfig(Section):
     resume: str = "never"
     """never: start from scratch (an earlier run with this name is moved aside). auto: resume from the latest
     complete checkpoint, if any. Or the path of a checkpoint."""
+    allow_changed: list[str] = []
+    """Settings that may differ from those of the checkpoint that is resumed, e.g. [train.learning_rate]."""
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     """Experiment trackers; metrics.jsonl is always written."""
 

@@ -113,7 +113,6 @@ def _evaluation_and_saving(
         save_strategy="steps",
         save_on_each_node=not run.shared,
         save_steps=save,
-        save_total_limit=config.train.keep_checkpoints,
     )
     if not validation_rows:
         return dict(eval_strategy="no", **saving)

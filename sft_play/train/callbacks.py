@@ -2,12 +2,11 @@
 
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
@@ -200,21 +199,6 @@ class EvaluateAtEnd(TrainerCallback):
         """Requests both after the last step."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
-
-
-class TagOnEachMachine(TrainerCallback):
-    """Writes DeepSpeed's `latest` file, which names the folder of its state, on every machine.
-
-    DeepSpeed writes it on the main rank only, but checkpoints on each machine's own disk need it too.
-    """
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Writes the file into the checkpoint that was just saved."""
-        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        for folder in checkpoint.glob("global_step*"):
-            (checkpoint / "latest").write_text(folder.name, encoding="utf-8")
 
 
 class StopOnSignal(TrainerCallback):

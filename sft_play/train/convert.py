@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.serialization import safe_globals
 from transformers import Trainer
 
 from sft_play.errors import CheckpointError
 from sft_play.runlog import read_json
 from sft_play.train.checkpoints import STATE, shards_of
+from sft_play.train.pickles import load_mapped, only_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter, besides the number of steps
 
@@ -65,26 +65,17 @@ def load_moved(trainer: Trainer, checkpoint: Path) -> None:
         ]  # names the next save
 
 
-def _load(path: Path) -> Any:
-    """A file of tensors, memory-mapped: only what is used is read."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
 def _read_zero2(checkpoint: Path) -> StateOf:
     """Joins the fragments that the ranks saved.
 
     DeepSpeed stores which part of a parameter lies where in each rank's partition.
     """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
     files = shards_of(checkpoint)
-    with safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-        shards = [_load(path)["optimizer_state_dict"] for path in files]
+    with only_tensors(deepspeed=True):
+        shards = [load_mapped(path)["optimizer_state_dict"] for path in files]
     if len(shards) != max(shards[0]["partition_count"]):
         raise KeyError(f"found {len(shards)} of {max(shards[0]['partition_count'])} optimizer state files")
-    shapes = _load(files[0].parent / "mp_rank_00_model_states.pt")["param_shapes"]
+    shapes = load_mapped(files[0].parent / "mp_rank_00_model_states.pt")["param_shapes"]
     found = {name: (index, shape) for index, group in enumerate(shapes) for name, shape in group.items()}
 
     def state_of(name: str) -> dict[str, Tensor]:
@@ -113,7 +104,7 @@ def _read_whole(checkpoint: Path, names: Sequence[str]) -> StateOf:
 
     It is keyed by the parameter's index in the optimizer, which is the same in every engine.
     """
-    state = _load(checkpoint / "optimizer.pt")["state"]
+    state = load_mapped(checkpoint / "optimizer.pt")["state"]
     if len(state) != len(names):
         raise KeyError(f"optimizer state for {len(state)} parameters, but this run trains {len(names)}")
     numbers = {name: number for number, name in enumerate(names)}
@@ -167,6 +158,22 @@ def _into_zero2(optimizer: Any, parameters: dict[str, Tensor], state_of: StateOf
             safe_set_full_optimizer_state(parameter, state[key], key)
 
 
+def use_own_rate(trainer: Trainer) -> None:
+    """Puts the run's learning rate in place of the checkpoint's, at the same place of the schedule.
+
+    They differ only if train.allow_changed has train.learning_rate.
+    """
+    schedule: Any = trainer.lr_scheduler
+    rate = trainer.args.learning_rate
+    if all(base == rate for base in schedule.base_lrs):
+        return
+    now = rate * schedule.lr_lambdas[0](schedule.last_epoch)
+    schedule.base_lrs = [rate] * len(schedule.base_lrs)
+    schedule._last_lr = [now] * len(schedule.base_lrs)
+    for group in trainer.optimizer.param_groups:  # type: ignore[union-attr]
+        group["initial_lr"], group["lr"] = rate, now
+
+
 def _load_schedule(trainer: Trainer, checkpoint: Path, groups: int) -> float:
     """Restores the schedule and returns the current learning rate.
 
@@ -174,7 +181,7 @@ def _load_schedule(trainer: Trainer, checkpoint: Path, groups: int) -> float:
     parameters.
     """
     schedule: Any = trainer.lr_scheduler
-    saved = _load(checkpoint / "scheduler.pt")
+    saved = load_mapped(checkpoint / "scheduler.pt")
     schedule.load_state_dict(
         {key: value[:1] * groups if isinstance(value, list) else value for key, value in saved.items()}
     )

@@ -1,25 +1,21 @@
 """The process group of a launched run, and what its ranks agree on before they load a model."""
 
-import hashlib
-import json
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
-from sft_play.errors import CheckpointError, LaunchError
+from sft_play.errors import LaunchError
 from sft_play.job import Job, agreed_plan, job_digest
 from sft_play.launch.beats import read_beats
 from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.ranks import reports_folder
 from sft_play.model.load import local_device
-from sft_play.train.checkpoints import STATE, find_checkpoint
 
 
 @contextmanager
@@ -75,25 +71,24 @@ def agree_on_plan(job: Job) -> Job:
     """
     if job.plan.world_size == 1:
         return job
-    return replace(job, plan=agreed_plan(_from_all((job_digest(job), job.plan.to_json()))))
+    return replace(job, plan=agreed_plan(from_all((job_digest(job), job.plan.to_json()))))
 
 
 def agree_on_files(job: Job) -> Job:
     """Finds out whether all machines see the same run directory (`run.shared`); all ranks must call it.
 
-    If they do not, each machine keeps its own checkpoints, and all must hold the one to resume from.
+    If they do not, each machine keeps its own checkpoints.
 
     Raises:
         LaunchError: some machines see the run directory of the main one and some do not.
-        CheckpointError: the machines hold different checkpoints.
     """
     if not job.ranks.spans_machines:
         return job
-    mark = job.run.path / f".seen-by-all-{_from_all(uuid.uuid4().hex)[0]}"
+    mark = job.run.path / f".seen-by-all-{from_all(uuid.uuid4().hex)[0]}"
     if job.ranks.is_main:
         mark.touch()
     distributed.barrier()
-    seen = _from_all(mark.exists())
+    seen = from_all(mark.exists())
     if job.ranks.is_main:
         mark.unlink(missing_ok=True)
     machine = job.ranks.local_world_size
@@ -102,29 +97,13 @@ def agree_on_files(job: Job) -> Job:
         raise LaunchError(
             f"only some of the machines share the run directory {job.run.path}; all of them must, or none"
         )
-    job = replace(job, run=replace(job.run, shared=all(seen)))
-    checkpoint, _ = find_checkpoint(job.run, job.config.train.resume)
-    held = _from_all(_described(checkpoint))
-    if len(set(held)) > 1:
-        lines = [f"rank {rank}: {text}" for rank, text in enumerate(held)]
-        raise CheckpointError(
-            "\n  ".join(["the machines do not hold the same checkpoint:", *lines])
-            + f"\nCopy {job.run.checkpoints} from one machine to the others (with ZeRO-2 each has a part: "
-            "merge the folders), or put output.dir on a shared disk"
-        )
-    return job
+    return replace(job, run=replace(job.run, shared=all(seen)))
 
 
-def _described(checkpoint: Path | None) -> str:
-    """Name of a checkpoint and digest of its losses, the same on all machines that saved it."""
-    if checkpoint is None:
-        return "none"
-    history = json.loads((checkpoint / STATE).read_text(encoding="utf-8")).get("log_history") or []
-    losses = [(entry["step"], entry.get("loss"), entry.get("eval_loss")) for entry in history]
-    return f"{checkpoint.name} ({hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:8]})"
-
-
-def _from_all(value: Any) -> list[Any]:
+def from_all(value: Any) -> list[Any]:
+    """What each rank passes, by rank; all ranks must call it. Alone, the list of this one's value."""
+    if not distributed.is_initialized():
+        return [value]
     everyone: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, value)
     return everyone

@@ -24,19 +24,21 @@ from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.runlog import console
 from sft_play.train.arguments import sft_config
-from sft_play.train.callbacks import EvaluateAtEnd, Reporter, TagOnEachMachine
+from sft_play.train.callbacks import EvaluateAtEnd, Reporter
 from sft_play.train.checkpoints import is_split_as
-from sft_play.train.convert import load_moved
+from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.nonfinite import (
     SHOWN_TOKENS,
     SkippedSteps,
+    check_weights,
     ended,
     poisoned_if_not_finite,
     rows_not_finite,
 )
 from sft_play.train.rows import MicroBatches, TrainingRows, evaluation_rows, training_rows
+from sft_play.train.saving import CheckpointWriter
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
@@ -46,7 +48,7 @@ def _no_phase(phase: str) -> None:
 
 
 class PlannedTrainer(SFTTrainer):
-    """TRL's trainer with eight methods overridden, each where the library has no callback.
+    """TRL's trainer with ten methods overridden, each where the library has no callback.
 
     - `training_step` sets training mode once instead of in every micro-batch.
     - `compute_loss` tells a probe where the forward pass begins and ends.
@@ -55,8 +57,10 @@ class PlannedTrainer(SFTTrainer):
       mean loss, and adds the speed.
     - `evaluate` averages the loss over supervised tokens. The library averages the means of batches, so its
       loss depends on the batch size and on how rows are dealt to processes.
+    - `_save_checkpoint` publishes a checkpoint once it is complete (saving.py), from the staging folder that
+      `_get_output_dir` returns.
     - `_prepare_for_training` converts a checkpoint of another engine or world size while loading it.
-    - `_load_best_model` loads only weights, which every engine saves in the same way.
+    - `_load_best_model` loads only weights, which every engine saves in the same way, if they are undamaged.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class PlannedTrainer(SFTTrainer):
         rows: MicroBatches,
         eval_collator: Any,
         checkpoint_parts: int,
+        writer: CheckpointWriter,
         skipped: SkippedSteps,
         numbers: Callable[[int], dict[str, float | None]],
         **kwargs: Any,
@@ -74,7 +79,7 @@ class PlannedTrainer(SFTTrainer):
         self._step_loss: torch.Tensor | float = 0.0
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
-        self._checkpoint_parts = checkpoint_parts
+        self._checkpoint_parts, self._writer = checkpoint_parts, writer
         self.begin_phase: Callable[[str], None] = _no_phase
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -207,6 +212,21 @@ class PlannedTrainer(SFTTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _get_output_dir(self, trial: Any) -> str:
+        """The staging folder, for the library; our own code knows where checkpoints are published."""
+        return str(self._writer.staging)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes a checkpoint, which appears in its place once it is complete.
+
+        Raises:
+            NonFiniteError: a trained weight is NaN or infinite; nothing is written.
+            StorageError: a file could not be written.
+        """
+        check_weights(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        with self._writer.staged(self.state):
+            super()._save_checkpoint(model, trial)
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
@@ -214,13 +234,18 @@ class PlannedTrainer(SFTTrainer):
         engine = "deepspeed_z2" if self.is_deepspeed_enabled else "ddp"
         checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         if checkpoint is None or is_split_as(checkpoint, engine, self._checkpoint_parts):
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        load_moved(self, checkpoint)
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        else:
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+            load_moved(self, checkpoint)
+        if checkpoint is not None:
+            use_own_rate(self)
         return prepared
 
     def _load_best_model(self) -> None:
         """Loads only the best weights: they may have been saved before the run moved to this engine."""
+        if not self._writer.best_is_whole(self.state):
+            return
         sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
         try:
             super()._load_best_model()
@@ -312,6 +337,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         data_collator=_collator(job, rows),
         eval_collator=_collator(job, validation) if validation else None,
         checkpoint_parts=job.checkpoint_parts,
+        writer=CheckpointWriter(job),
         processing_class=job.tokenizer,
         callbacks=_callbacks(job, reporter),
     )
@@ -349,8 +375,6 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
         callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
-    if not job.run.shared:
-        callbacks.append(TagOnEachMachine())
     patience = job.config.train.early_stopping_patience
     if patience:
         callbacks.append(EarlyStoppingCallback(patience))

@@ -17,16 +17,20 @@ from sft_play.data.splits import SPLITS
 from sft_play.errors import DoesNotFitError, Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
+from sft_play.manifest import replacing
 from sft_play.model.load import build_model
 from sft_play.plan import Plan
-from sft_play.runlog import RunDir, console, read_metrics, update_summary
+from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.callbacks import StopOnSignal
-from sft_play.train.checkpoints import find_checkpoint, require_movable, step_of
-from sft_play.train.disk import disk_errors_explained
+from sft_play.train.checkpoints import step_of
+from sft_play.train.disk import FULL, GONE, disk_errors_explained
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.nonfinite import check_weights
+from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import memory_advice
+from sft_play.train.resume import checkpoint_to_resume, clear_way
+from sft_play.train.saving import BestOfThisRun
 from sft_play.train.session import Session, open_session, ordered_rows
 from sft_play.train.settle import settle_plan
 from sft_play.train.verify import verify
@@ -41,12 +45,15 @@ def train(job: Job) -> dict[str, Any]:
         DoesNotFitError: memory ran out.
         StorageError: the disk is full.
         LaunchError: the ranks do not agree.
+        CheckpointError: no checkpoint is left to resume from.
+        ConfigError: the checkpoint belongs to a run with other settings; or as in `prepare_session`.
     """
-    checkpoint = checkpoint_to_resume(job)
+    checkpoint = checkpoint_to_resume(job)  # before anything large is loaded
     with memory_errors_explained(job.plan), disk_errors_explained(job.run):
         session = prepare_session(job)
         session, probed = settle_plan(session, prepare_session)
         begin_run(session.job)
+        clear_way(session.job, checkpoint)
         stopped = run_steps(session, checkpoint)
         save(session, stopped)
     return summarise(session, probed, stopped)
@@ -65,20 +72,6 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     session = open_session(job, model, rows, meter)
     verify(session.trainer, job.plan, announce=announce)
     return session
-
-
-def checkpoint_to_resume(job: Job) -> Path | None:
-    """The checkpoint that train.resume selects, found before anything large is loaded."""
-    checkpoint, passed_over = find_checkpoint(job.run, job.config.train.resume)
-    for line in passed_over:
-        console().print(f"  [yellow]{line}[/]")
-    if checkpoint:
-        moved = require_movable(checkpoint, job.config, job.plan, job.checkpoint_parts)
-        note = ""
-        if moved:
-            note = "; optimizer state is converted while loading"
-        console().print(f"  resuming from {checkpoint}{note}")
-    return checkpoint
 
 
 @contextlib.contextmanager
@@ -103,10 +96,12 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     if checkpoint:
         # it was done at the start; doing it again would count against the patience of early stopping
         trainer.args.eval_on_start = False
+        trainer.add_callback(BestOfThisRun(checkpoint))
     stop = StopOnSignal(session.job.plan.world_size, trainer.args.device)
     trainer.add_callback(stop)
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with only_tensors(deepspeed=session.job.plan.engine == "deepspeed_z2"):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stop.give_signals_back()
         session.reporter.end_bar()
@@ -125,6 +120,7 @@ def save(session: Session, stopped: bool) -> None:
 
     Raises:
         NonFiniteError: a trained weight is NaN or infinite.
+        StorageError: they cannot be written.
     """
     trainer, job = session.trainer, session.job
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -132,9 +128,10 @@ def save(session: Session, stopped: bool) -> None:
         check_weights(model)
     if stopped or not trainer.accelerator.is_main_process:
         return
-    target = result_folder(job)
-    model.save_pretrained(str(target), safe_serialization=True)
-    job.tokenizer.save_pretrained(str(target))
+    facts = {"step": trainer.state.global_step, "versions": installed_versions()}
+    with disk_errors_explained(job.run, FULL | GONE), replacing(result_folder(job), facts) as folder:
+        model.save_pretrained(str(folder), safe_serialization=True)
+        job.tokenizer.save_pretrained(str(folder))
 
 
 def data_counts(data: PreparedData) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
 from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import detect
+from sft_play.manifest import files_in, hash_files, read_manifest, write_manifest
 from sft_play.model.load import load_model_config, load_tokenizer
 from sft_play.plan import Device
 from sft_play.planning.drafts import draft_plans
@@ -87,6 +88,11 @@ def make_job(
         plan,
         ranks,
     )
+
+
+def seal(folder: Path) -> None:
+    """Writes the manifest of a folder anew, as if its files had always been as they are now."""
+    write_manifest(folder, read_manifest(folder), hash_files(folder, files_in(folder)))
 
 
 def losses(job: Job) -> tuple[list[float], list[float]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.manifest import files_in, find_damage, read_manifest
 from sft_play.runlog import RunDir, read_json, read_metrics
 from tests.conftest import REPOSITORY
 from tests.integration.cli import finish, make_workspace, sft, signal_at_step, start
@@ -89,6 +90,19 @@ def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):
     run = RunDir(config.parent / "runs" / name)
     assert read_json(run.summary)["world_size"] == read_json(run.plan)["plan"]["world_size"] == 2
     assert_same_result(run, alone(kind))
+    assert_whole_checkpoints(run, engine)
+
+
+def assert_whole_checkpoints(run: RunDir, engine: str) -> None:
+    """With the files of both ranks in their manifests."""
+    checkpoints = list(run.checkpoints.glob("checkpoint-*"))
+    assert len(checkpoints) >= 2 and not (run.checkpoints / "incomplete").exists()
+    for checkpoint in checkpoints:
+        manifest = read_manifest(checkpoint)
+        assert find_damage(checkpoint) is None and set(manifest["files"]) == set(files_in(checkpoint))
+        assert (manifest["engine"], manifest["world_size"]) == (engine, 2)
+        own = [name for name in manifest["files"] if "_rank_1" in name or "rng_state_1" in name]
+        assert len(own) == (2 if engine == "deepspeed_z2" else 1)
 
 
 def test_a_deepspeed_file_that_contradicts_the_run_is_refused_before_anything_is_launched(

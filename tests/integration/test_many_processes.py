@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from sft_play.errors import CheckpointError
 from sft_play.launch.accelerate import launch_command, run_launcher
+from sft_play.manifest import MANIFEST
 from sft_play.runlog import RunDir, read_metrics
 from sft_play.train.trainer import train
 from tests.conftest import token_rows
-from tests.integration.jobs import SEQ, make_job
+from tests.integration.jobs import SEQ, make_job, seal
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
@@ -112,6 +113,7 @@ def checkpoint_that_stays_best(folder: Path) -> Path:
     state = json.loads((copy / "trainer_state.json").read_text())
     state |= {"best_metric": -1.0, "best_model_checkpoint": str(copy), "best_global_step": SAVED}
     (copy / "trainer_state.json").write_text(json.dumps(state))
+    seal(copy)
     return copy
 
 
@@ -206,11 +208,15 @@ def test_the_best_checkpoint_may_be_from_before_the_move(zero2):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"), [("remove", "1 of 2 optimizer state files"), ("cut", "cannot be converted")]
+    ("damage", "said"),
+    [("remove", "1 of 2 optimizer state files"), ("cut", "optim_states.pt cannot be read")],
 )
-def test_a_damaged_part_stops_the_run(zero2, tiny_model, tmp_path, damage, said):
+def test_a_damaged_part_of_a_checkpoint_without_a_manifest_stops_the_run(
+    zero2, tiny_model, tmp_path, damage, said
+):
     copy = tmp_path / f"checkpoint-{SAVED}"
     shutil.copytree(saved_by(zero2, "zero2-lora-padded"), copy)
+    (copy / MANIFEST).unlink()
     (part,) = copy.glob("global_step*/zero_pp_rank_1_*")
     part.unlink() if damage == "remove" else part.write_bytes(part.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=said):

@@ -1,0 +1,65 @@
+"""Pickled files of a checkpoint: only tensors and plain values are loaded, so no code in them can run."""
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import safe_globals
+from transformers import trainer_pt_utils
+
+FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+UNUSED = "training_args.bin"  # of earlier versions; nothing reads it
+
+
+@contextmanager
+def only_tensors(*, deepspeed: bool) -> Iterator[None]:
+    """Within it `torch.load` refuses other objects, also when a library calls it without asking for that.
+
+    Args:
+        deepspeed: also allow the four classes of which ZeRO-2's optimizer state consists.
+    """
+    before = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
+    os.environ[FORCE] = "1"
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(trainer_pt_utils.safe_globals())  # numpy's, for the state of random numbers
+            if deepspeed:
+                stack.enter_context(safe_globals(_deepspeed_classes()))
+            yield
+    finally:
+        del os.environ[FORCE]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _deepspeed_classes() -> list[Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def load_mapped(path: Path) -> Any:
+    """A file of tensors, memory-mapped: only what is used is read."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def find_refused(checkpoint: Path) -> str | None:
+    """The first pickled file of a checkpoint that would not be loaded, and why; None if all would be."""
+    shards = sorted(checkpoint.glob("global_step*/*.pt"))
+    with only_tensors(deepspeed=bool(shards)):
+        for path in [*sorted(checkpoint.glob("*.pt")), *sorted(checkpoint.glob("*.pth")), *shards]:
+            try:
+                load_mapped(path)
+            except pickle.UnpicklingError:
+                return f"{path.name} holds other objects than tensors, which could run code"
+            except (RuntimeError, OSError, EOFError, ValueError) as error:
+                return f"{path.name} cannot be read: {str(error).splitlines()[0]}"
+    for path in checkpoint.glob("*.bin"):
+        if path.name != UNUSED:
+            return f"{path.name} is a pickled file, and weights are loaded from safetensors only"
+    return None

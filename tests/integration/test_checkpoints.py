@@ -1,0 +1,223 @@
+"""Checkpoints of real runs: whole or not there, verified before they are loaded, and of the same run."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.manifest import MANIFEST, files_in, find_damage, read_manifest
+from sft_play.runlog import read_json
+from sft_play.train import trainer as trainer_module
+from sft_play.train.checkpoints import find_problem
+from sft_play.train.trainer import train
+from tests.integration.jobs import losses, make_job, seal
+from tests.unit.test_manifest import flip_bit
+from tests.unit.train.test_checkpoints import Payload
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+
+SETTINGS = dict(max_steps=6, save_steps=2, eval_steps=2, batch_size=4, keep_checkpoints=2)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    """An uninterrupted run."""
+    job = make_job(tiny_model, tmp_path_factory.mktemp("whole"), "run", **SETTINGS)
+    train(job)
+    return job
+
+
+@pytest.fixture
+def again(whole, tiny_model, tmp_path):
+    """A copy of the run, to be spoilt and resumed: `again(**train settings)` is its job."""
+    shutil.copytree(whole.run.path, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+
+    def job(**changes):
+        return make_job(tiny_model, tmp_path, "run", **{**SETTINGS, "resume": "auto", **changes})
+
+    return job
+
+
+def weights(job):
+    return load_file(job.run.adapter / "adapter_model.safetensors")
+
+
+def assert_same_weights(job, whole):
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(job).items())
+
+
+def test_what_is_saved_is_whole_and_complete(whole):
+    run = whole.run
+    kept = {path.name for path in run.checkpoints.iterdir() if path.is_dir()}
+    best = read_json(run.summary)["best_checkpoint"]
+    assert kept == {"checkpoint-4", "checkpoint-6", best.rpartition("/")[2]}
+    assert best.startswith(str(run.checkpoints / "checkpoint-"))
+    for folder in (*run.checkpoints.glob("checkpoint-*"), run.adapter):
+        assert find_damage(folder) is None
+        assert set(read_manifest(folder)["files"]) == set(files_in(folder))
+    manifest = read_manifest(run.checkpoints / "checkpoint-6")
+    assert (manifest["step"], manifest["engine"], manifest["world_size"]) == (6, "none", 1)
+    assert manifest["versions"]["torch"] and manifest["settings"]["train.learning_rate"] == 5e-3
+    assert not list(run.path.rglob("training_args.bin"))
+
+
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed(whole, tmp_path):
+    checkpoint = tmp_path / "checkpoint-6"
+    shutil.copytree(whole.run.checkpoints / "checkpoint-6", checkpoint)
+    names = [*files_in(checkpoint), MANIFEST]
+    assert len(names) > 8 and find_problem(checkpoint) is None
+    for name in names:
+        content = (checkpoint / name).read_bytes()
+        flip_bit(checkpoint / name, len(content) // 2)
+        assert find_problem(checkpoint), name
+        (checkpoint / name).write_bytes(content[: len(content) // 2])
+        assert find_problem(checkpoint), name
+        (checkpoint / name).write_bytes(content)
+    assert find_problem(checkpoint) is None
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_been(
+    again, whole, name, capsys
+):
+    job = again()
+    flip_bit(job.run.checkpoints / "checkpoint-6" / name, 100)
+    train(job)
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert f"checkpoint-6 is damaged: {name} has changed" in said and "resuming from" in said
+    assert find_damage(job.run.checkpoints / "checkpoint-6") is None
+    assert (job.run.checkpoints / "checkpoint-6.damaged").is_dir()
+    assert_same_weights(job, whole)
+    assert losses(job) == losses(whole)
+
+
+def test_with_all_checkpoints_damaged_no_model_is_loaded(again, monkeypatch):
+    job = again()
+    for checkpoint in job.run.checkpoints.glob("checkpoint-*"):
+        flip_bit(checkpoint / "optimizer.pt", 50)
+    monkeypatch.setattr(trainer_module, "build_model", None)
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match="(?s)no checkpoint is left to resume from.*make train"
+        ) as error:
+            train(job)
+        assert error.value.exit_code == 8
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
+def test_a_payload_in_a_checkpoint_does_not_run_and_the_one_before_is_taken(again, whole, name, tmp_path):
+    job, canary = again(), tmp_path / "canary"
+    checkpoint = job.run.checkpoints / "checkpoint-6"
+    torch.save({"state": Payload(canary), "python": Payload(canary)}, checkpoint / name)
+    seal(checkpoint)
+    train(job)
+    assert not canary.exists() and (job.run.checkpoints / "checkpoint-6.damaged").is_dir()
+    assert_same_weights(job, whole)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_warning(again, whole, capsys):
+    job = again()
+    shutil.rmtree(job.run.checkpoints / "checkpoint-6")
+    (job.run.checkpoints / "checkpoint-4" / MANIFEST).unlink()
+    train(job)
+    assert "checkpoint-4 has no manifest" in capsys.readouterr().out.replace("\n", " ")
+    assert_same_weights(job, whole)
+
+
+def test_a_run_resumed_at_an_earlier_step_sets_the_later_ones_aside(again, whole):
+    job = again()
+    train(replace(job, resolved=again(resume=str(job.run.checkpoints / "checkpoint-4")).resolved))
+    assert (job.run.checkpoints / "checkpoint-6.stale").is_dir()
+    assert_same_weights(job, whole)
+
+
+def test_another_learning_rate_is_refused_and_if_allowed_it_counts(again, tiny_model, tmp_path):
+    job = again(learning_rate=1e-3)
+    shutil.rmtree(job.run.checkpoints / "checkpoint-6")
+    with pytest.raises(
+        ConfigError, match=r"train.learning_rate: 0.005 -> 0.001\n.*ALLOW=train.learning_rate"
+    ):
+        train(job)
+    train(again(learning_rate=1e-3, allow_changed=["train.learning_rate"]))
+    lower = make_job(tiny_model, tmp_path, "lower", **{**SETTINGS, "learning_rate": 1e-3})
+    train(lower)
+    rates = [
+        [json.loads(line).get("train/learning_rate") for line in run.metrics.read_text().splitlines()][-3:]
+        for run in (job.run, lower.run)
+    ]
+    assert rates[0] == rates[1]
+    manifest = read_manifest(job.run.checkpoints / "checkpoint-6")
+    assert manifest["settings"]["train.learning_rate"] == 1e-3
+
+
+def test_a_damaged_best_checkpoint_is_not_published(again, whole, capsys, monkeypatch):
+    job = again()
+    shutil.rmtree(job.run.checkpoints / "checkpoint-6")
+    for checkpoint in list(job.run.checkpoints.glob("checkpoint-*")):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        state |= {
+            "best_metric": 0.0,
+            "best_global_step": 2,
+            "best_model_checkpoint": "elsewhere/checkpoint-2",
+        }
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        seal(checkpoint)
+    best = job.run.checkpoints / "checkpoint-2"
+    if not best.exists():
+        shutil.copytree(job.run.checkpoints / "checkpoint-4", best)
+    flip_bit(best / "adapter_model.safetensors", -5)
+    train(job)
+    assert "is damaged: adapter_model.safetensors has changed" in capsys.readouterr().out.replace("\n", " ")
+    assert read_json(job.run.summary)["best_checkpoint"] is None
+    last = load_file(job.run.checkpoints / "checkpoint-6" / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, last[name]) for name, tensor in weights(job).items())
+
+
+def test_weights_that_are_not_finite_are_never_saved(tiny_model, tmp_path):
+    job = make_job(tiny_model, tmp_path, "run", **SETTINGS)
+    real, saves = trainer_module.prepare_session, []
+
+    def prepare(*args, **kwargs):
+        session = real(*args, **kwargs)
+        save = session.trainer._save_checkpoint
+
+        def spoil_at_the_second(model, trial):
+            saves.append(1)
+            if len(saves) == 2:
+                weight = next(weight for weight in model.parameters() if weight.requires_grad)
+                weight.data[0, 0] = math.inf
+            save(model, trial)
+
+        session.trainer._save_checkpoint = spoil_at_the_second
+        return session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "prepare_session", prepare)
+        with pytest.raises(NonFiniteError, match="the trained weight .* is NaN or infinite"):
+            train(job)
+    assert [path.name for path in job.run.checkpoints.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not job.run.adapter.exists()
+
+
+def test_a_run_directory_that_is_deleted_or_closed_while_training_is_an_error_of_the_disk(
+    tiny_model, tmp_path
+):
+    job = make_job(tiny_model, tmp_path, "run", **{**SETTINGS, "eval_steps": 6, "save_steps": 6})
+    real = trainer_module.clear_way
+
+    def delete(*args):
+        real(*args)
+        shutil.rmtree(job.run.checkpoints, ignore_errors=True)
+        job.run.checkpoints.write_text("a file where the folder was")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "clear_way", delete)
+        with pytest.raises(StorageError, match="cannot write to .*run: .*make resume"):
+            train(job)
