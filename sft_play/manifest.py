@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "sft-play-manifest.json"
+CARD = "README.md"  # people edit it, and its scores come after the weights
 PART_BYTES = 64 * 2**20
 READ_BYTES = 2**20
 MAX_THREADS = 16
@@ -25,9 +26,9 @@ Entries = dict[str, dict[str, Any]]  # path within the folder -> {"bytes": size,
 
 
 def files_in(folder: Path) -> list[str]:
-    """The paths of all files within the folder, also in folders below it, without the manifest."""
+    """The paths of all files within the folder, also in folders below it, without manifest and model card."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in paths if path != MANIFEST)
+    return sorted(path for path in paths if path not in (MANIFEST, CARD))
 
 
 def hash_files(folder: Path, names: Iterable[str], *, flush: bool = False) -> Entries:

@@ -103,6 +103,11 @@ def test_without_its_manifest_or_with_a_cut_one_a_folder_is_damaged(folder):
     assert not has_manifest(folder) and "is missing or damaged" in find_damage(folder)
 
 
+def test_a_model_card_may_be_edited(folder):
+    (folder / "README.md").write_text("by hand")
+    assert find_damage(folder) is None and "README.md" not in files_in(folder)
+
+
 def test_only_some_files_can_be_checked(folder):
     flip_bit(folder / "a.bin")
     assert find_damage(folder, only=lambda name: name != "a.bin") is None
