@@ -13,8 +13,16 @@ from pydantic import BaseModel, ValidationError
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 
-MAX_FILE_BYTES = 1_000_000
+MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
+MAX_DEPTH = 20  # of YAML collections inside each other; a config has three
+OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,12 @@ _Loader.add_implicit_resolver(
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
-    seen: dict[Any, int] = {}
+    seen: dict[str, int] = {}
     for key_node, _ in node.value:
         line = key_node.start_mark.line + 1
+        if key_node.tag != "tag:yaml.org,2002:str":
+            found = key_node.value if isinstance(key_node, yaml.ScalarNode) else f"a {key_node.id}"
+            raise ConfigError(f"line {line}: the name of a setting is expected as the key, found {found!r}")
         if key_node.value in seen:
             first = seen[key_node.value]
             raise ConfigError(
@@ -71,6 +82,25 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.v
 _Loader.add_constructor(None, _reject_tag)
 
 
+def _require_plain(text: str) -> None:
+    """Refuses aliases and deep nesting, before anything is built from `text`.
+
+    Raises:
+        ConfigError: there is one of them; names the line.
+    """
+    depth = 0
+    for token in yaml.scan(text, Loader=_Loader):
+        line = token.start_mark.line + 1
+        if isinstance(token, yaml.AliasToken):
+            raise ConfigError(
+                f"line {line}: YAML aliases (*name) are not allowed in a config; use include: for shared "
+                "settings"
+            )
+        depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"line {line}: nested more than {MAX_DEPTH} levels deep")
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """Parses YAML `text` that was read from `source`.
 
@@ -78,10 +108,7 @@ def parse_yaml(text: str, source: str) -> Any:
         ConfigError: the text is not valid; names `source` and the line.
     """
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=_Loader)):
-            raise ConfigError(
-                "YAML aliases (*name) are not allowed in a config; use include: for shared settings"
-            )
+        _require_plain(text)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
@@ -91,8 +118,15 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # the name is too long
+        return False
+
+
 def _read_file(path: Path) -> dict:
-    if not path.is_file():
+    if not _is_file(path):
         found = sorted(map(str, Path("configs").glob("*.yaml")))
         hint = f" Shipped configs: {', '.join(found)}." if found else ""
         raise ConfigError(f"config file {path} does not exist.{hint} Set CONFIG=<file>")
@@ -129,6 +163,13 @@ def _merge(base: dict, over: dict) -> dict:
     return merged
 
 
+def _included(value: Any, path: Path) -> list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{path}: include: expected a file name or a list of them, found {value!r:.100}")
+    return names
+
+
 def _load_tree(path: Path, depth: int = 0) -> tuple[dict, dict[str, str]]:
     """The settings of a file, merged over those of its includes, and the origin of each."""
     if depth > MAX_INCLUDE_DEPTH:
@@ -138,9 +179,8 @@ def _load_tree(path: Path, depth: int = 0) -> tuple[dict, dict[str, str]]:
     tree = _read_file(path)
     base: dict = {}
     origins: dict[str, str] = {}
-    includes = tree.pop("include", [])
-    for name in [includes] if isinstance(includes, str) else includes:
-        included, included_origins = _load_tree(path.parent / str(name), depth + 1)
+    for name in _included(tree.pop("include", []), path):
+        included, included_origins = _load_tree(path.parent / name, depth + 1)
         base = _merge(base, included)
         origins.update(included_origins)
     origins.update(dict.fromkeys(_leaves(tree), str(path)))

@@ -10,11 +10,12 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
-    PositiveInt,
     model_validator,
 )
 
 Auto = Literal["auto"]
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+Workers = Annotated[int, Field(gt=0, le=1024)]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
@@ -44,7 +45,7 @@ def _regular_expression(value: str) -> str:
 
 
 Expression = Annotated[str, AfterValidator(_regular_expression)]
-AutoOrCount = Annotated[PositiveInt | Auto, BeforeValidator(_reject_bool)]
+AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
 AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
 
 
@@ -115,9 +116,9 @@ class DataConfig(Section):
     """What to do with rows longer than model.max_seq_len; their number is always reported."""
     dedup: bool = False
     """Drop exact duplicates of earlier conversations."""
-    limit: PositiveInt | None = None
+    limit: Count | None = None
     """Maximum number of rows to use from each file."""
-    num_workers: AutoOrCount = "auto"
+    num_workers: Annotated[Workers | Auto, BeforeValidator(_reject_bool)] = "auto"
     """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 
     @model_validator(mode="after")
@@ -130,7 +131,7 @@ class DataConfig(Section):
 class LoraSettings(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
 
-    r: PositiveInt = 16
+    r: Count = 16
     """Rank of the adapters."""
     alpha: PositiveFloat = 32
     """Scaling: the update is multiplied by alpha / r (rsLoRA: alpha / sqrt(r))."""
@@ -158,7 +159,7 @@ class TrainConfig(Section):
 
     epochs: PositiveFloat = 1.0
     """Passes over the training rows; ignored if max_steps is set."""
-    max_steps: PositiveInt | None = None
+    max_steps: Count | None = None
     """Number of optimizer steps; overrides epochs."""
     learning_rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 2e-4
     """Peak learning rate. Adapters typically need about ten times that of full fine-tuning."""
@@ -168,9 +169,9 @@ class TrainConfig(Section):
     """Share of the steps used for linear warmup from 0."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How to scale learning_rate with the effective batch size, relative to reference_batch_size."""
-    reference_batch_size: PositiveInt | None = None
+    reference_batch_size: Count | None = None
     """The effective batch size for which learning_rate was tuned; required by lr_scaling."""
-    effective_batch_size: PositiveInt | None = None
+    effective_batch_size: Count | None = None
     """Sequences (packed: tokens) per optimizer step over all devices. Default: 16 sequences (packed: 16 x
     max_seq_len tokens)."""
     batch_size: AutoOrCount = "auto"
@@ -193,20 +194,20 @@ class TrainConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
-    max_skipped_steps: PositiveInt = 3
+    max_skipped_steps: Count = 3
     """End the run after this many steps in a row whose loss or gradients are NaN or infinite. Such a step
     updates nothing."""
-    eval_steps: PositiveInt | None = None
+    eval_steps: Count | None = None
     """Optimizer steps between evaluations. Default: at most ten evaluations per run, fewer if they would take
     more than a tenth of the time; the model is always evaluated at the start and at the end."""
-    save_steps: PositiveInt | None = None
+    save_steps: Count | None = None
     """Optimizer steps between checkpoints. Default: at each evaluation."""
-    logging_steps: PositiveInt = 10
+    logging_steps: Count = 10
     """Optimizer steps between log lines."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Count = 2
     """Number of the newest checkpoints to keep, at least two in case the newest is damaged. The best one is
     kept too."""
-    early_stopping_patience: PositiveInt | None = None
+    early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a lower validation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of data order, held-out splits, adapter initialization and dropout."""
@@ -244,7 +245,7 @@ class ParallelConfig(Section):
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""
-    timeout_s: PositiveInt = 600
+    timeout_s: Count = 600
     """Timeout for collectives in seconds; a run that exceeds it is terminated."""
 
 
@@ -253,9 +254,9 @@ class EvalConfig(Section):
 
     batch_size: AutoOrCount = "auto"
     """Rows per forward pass. auto: as many as in a micro-batch of the plan (8 for generation)."""
-    limit: PositiveInt = 100
+    limit: Count = 100
     """Number of rows to generate answers for; loss and token accuracy always use all rows."""
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: Count = 256
     """Maximum length of a generated answer in tokens."""
     answer_pattern: Expression | None = None
     """Regular expression for exact match: the first group of its last match is compared, e.g. '#### *(\\S+)'.

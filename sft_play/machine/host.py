@@ -132,9 +132,11 @@ def missing_packages(config: "RunConfig") -> list[str]:
         "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
         "train.optimizer=adamw_8bit": ("bitsandbytes", config.train.optimizer == "adamw_8bit"),
         "parallel.engine=deepspeed_z2": ("deepspeed", config.parallel.engine == "deepspeed_z2"),
+        **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }
     return [
         f"{key} needs {package}, which is not installed"
+        + (f" (pip install {package})" if key.startswith("train.report_to") else "")
         for key, (package, needed) in needs.items()
         if needed and importlib.util.find_spec(package) is None
     ]

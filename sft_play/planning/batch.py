@@ -11,6 +11,7 @@ from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 
 DEFAULT_EFFECTIVE_ROWS = 16
+MOST_ROWS_SEEN = 50_000_000  # in a run, each time that a row is seen; about 100 bytes each while planning
 
 
 def divisors(number: int) -> list[int]:
@@ -149,9 +150,21 @@ def scaled_learning_rate(train: TrainConfig, effective: int) -> tuple[float, str
 
 
 def count_steps(train: TrainConfig, rows: int, rows_per_step: int) -> tuple[int, int]:
-    """Optimizer steps per epoch, and in the whole run."""
+    """Optimizer steps per epoch, and in the whole run.
+
+    Raises:
+        ConfigError: the run is so long that its order of learning would fill the memory.
+    """
     per_epoch = math.ceil(rows / rows_per_step)
-    return per_epoch, train.max_steps or max(1, math.ceil(train.epochs * per_epoch - 1e-9))
+    wanted = train.max_steps or train.epochs * per_epoch
+    if wanted * rows_per_step > MOST_ROWS_SEEN:
+        asked = f"max_steps={train.max_steps}" if train.max_steps else f"epochs={train.epochs:g}"
+        raise ConfigError(
+            f"train.{asked}: with {rows_per_step:,} rows in a step, a run may have at most "
+            f"{MOST_ROWS_SEEN // rows_per_step:,} steps ({MOST_ROWS_SEEN / rows:,.0f} epochs of this data): "
+            "its order of learning is kept in memory"
+        )
+    return per_epoch, train.max_steps or max(1, math.ceil(wanted - 1e-9))
 
 
 def evaluation_batches(lengths: np.ndarray, plan: Plan, rows_per_batch: int | None) -> list[list[int]]:

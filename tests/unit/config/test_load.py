@@ -72,6 +72,10 @@ def test_yaml_reads_values_as_people_write_them(text, value):
         ("a: !!python/object/apply:os.system ['true']", "not allowed"),
         ("a: &x [1]\nb: *x", "aliases"),
         ("a: [1", "not valid YAML"),
+        ("a: 1\nb: " + "[" * 50_000, "test.yaml: line 2: nested more than 20 levels deep"),
+        ("".join(f"{' ' * depth}a:\n" for depth in range(400)), "line 21: nested more than 20 levels deep"),
+        ("a: 1\n? [b, c]\n: 1", "line 2: the name of a setting is expected as the key, found 'a sequence'"),
+        ("a: 1\n2: 1", "line 2: the name of a setting is expected as the key, found '2'"),
     ],
 )
 def test_yaml_that_could_surprise_is_refused_with_its_place(text, reason):
@@ -94,6 +98,51 @@ def test_include_lies_under_the_file_and_overrides_lie_on_top_with_origins(tmp_p
 def test_an_include_cycle_is_found(tmp_path):
     with pytest.raises(ConfigError, match="include cycle"):
         load_config(write(tmp_path, "include: run.yaml\n"))
+
+
+@pytest.mark.parametrize("value", ["3", "{a: b}", "[[a]]", "[1]", "''", "null"])
+def test_an_include_that_is_no_file_name_is_refused(tmp_path, value):
+    path = write(tmp_path, f"include: {value}\n{MINIMAL}")
+    with pytest.raises(
+        ConfigError, match="run.yaml: include: expected a file name or a list of them, found "
+    ):
+        load_config(path)
+
+
+def test_an_include_whose_name_is_too_long_does_not_exist(tmp_path):
+    with pytest.raises(ConfigError, match="xxx does not exist"):
+        load_config(write(tmp_path, f"include: {'x' * 5000}\n"))
+
+
+@pytest.mark.parametrize("key", ["train.max_steps", "model.max_seq_len", "eval.limit", "data.num_workers"])
+def test_numbers_that_no_run_can_mean_are_refused(tmp_path, key):
+    with pytest.raises(ConfigError, match=key):
+        load_config(write(tmp_path, MINIMAL), [f"{key}=100000000000"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.learning_rate=.nan",
+        "train.learning_rate=1e30",
+        "train.learning_rate=-1",
+        "train.epochs=0",
+        "train.epochs=.inf",
+        "train.max_steps=-5",
+        "model.max_seq_len=0",
+        "model.max_seq_len=-1",
+        "tuning.lora.r=0",
+        "train.warmup_ratio=1e999",
+    ],
+)
+def test_numbers_outside_their_range_are_refused(tmp_path, override):
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        load_config(write(tmp_path, MINIMAL), [override])
+
+
+def test_a_file_that_is_no_config_is_refused_by_its_size(tmp_path):
+    with pytest.raises(ConfigError, match="has 50000000 bytes; the limit is 100000"):
+        load_config(write(tmp_path, "a: b # " + "x" * (50_000_000 - 7)))
 
 
 def test_dumped_config_loads_back_to_the_same_config(tmp_path):
