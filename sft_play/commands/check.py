@@ -14,6 +14,7 @@ from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import SUFFIXES
 from sft_play.errors import ConfigError, DataError
+from sft_play.hub import limit_network
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.default_config import stale_default_config
 from sft_play.machine.gpus import Machine, detect
@@ -203,6 +204,7 @@ def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: st
         RevisionNotFoundError,
     )
 
+    limit_network()
     api = HfApi()
     look_up = api.model_info if kind == "model" else api.dataset_info
     try:

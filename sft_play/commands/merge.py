@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -9,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from sft_play.commands.card import write_card
 from sft_play.config.schema import RunConfig
-from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, SftPlayError, StorageError
 from sft_play.fingerprints import installed_versions
 from sft_play.manifest import replacing
+from sft_play.model.adapters import load_adapter
 from sft_play.model.data import load_data
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import load_base, load_for_inference, load_model_config
@@ -23,6 +26,7 @@ from sft_play.model.weights import finished_weights, release_memory, require_und
 from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.train.disk import write_failure
 from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
@@ -85,8 +89,6 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> "PreTrainedMo
 
     A base that was published in float32 is merged in float32 and rounded once afterwards.
     """
-    from peft import PeftModel
-
     published = _published_dtype(config)
     base = load_base(
         config.model,
@@ -100,8 +102,9 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> "PreTrainedMo
             f"model.name: the weights of '{config.model.name}' are quantized, and an adapter cannot be "
             "merged into them. Set model.name to the 16-bit model that they were made from"
         )
+    adapted = load_adapter(base, adapter)
     try:
-        model = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload(safe_merge=True)
+        model = adapted.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     except ValueError as error:
         raise NonFiniteError(
             f"{adapter} cannot be merged: {str(error).splitlines()[0]}. Resume from an earlier checkpoint: "
@@ -136,10 +139,34 @@ def _replacing(output: Path) -> Iterator[Path]:
     try:
         with replacing(output, {"versions": installed_versions()}) as folder:
             yield folder
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except SftPlayError:
+        raise
+    except Exception as error:  # tokenizers raises plain exceptions
+        reason = write_failure(error, output.parent)
+        if reason is None:
+            raise
         raise StorageError(
             f"cannot write {output}: {reason}. Free some space, or set OUT=<folder>"
+        ) from error
+
+
+def _require_written(file: Path) -> None:
+    """Waits until the file is on the disk, and checks that it is whole: its end may be lost silently.
+
+    Raises:
+        StorageError: it is not.
+    """
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(str(file), framework="pt"):
+                return
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+    except (SafetensorError, ValueError) as error:
+        raise StorageError(
+            f"{file.name} was not written completely ({error}); is the disk full? Set OUT=<folder>"
         ) from error
 
 
@@ -199,6 +226,8 @@ def merge(
             model.save_pretrained(folder, max_shard_size=max_shard_size)
             tokenizer.save_pretrained(folder)
             run.write_json(folder / MERGE_INFO, info)
+            for file in folder.iterdir():
+                _require_written(file)
             write_card(config, run, folder, merged=True)
     files = len(list(output.glob("*.safetensors")))
     size_text = f"{dtype}, {format_bytes(size)} in {files} file{'' if files == 1 else 's'}"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sft_play.data.formats import Conversation, Message
-from sft_play.data.template import RENDER_ERRORS, render
+from sft_play.data.template import RENDER_ERRORS, cannot_render, render, require_length, within_limits
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -216,11 +216,11 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
         **chat.tokenizer.special_tokens_map,
     }
     try:
-        rendered: Any = render_jinja_template(**arguments)
-    except RENDER_ERRORS:
-        render(chat.tokenizer, conversation, messages)  # raises an error that names the row
-        raise
-    text, spans = rendered[0][0], [(start, end) for start, end in rendered[1][0] if end > start]
+        rendered: Any = within_limits(lambda: render_jinja_template(**arguments))
+        text = require_length(rendered[0][0])
+    except RENDER_ERRORS as error:
+        raise cannot_render(conversation, messages, error) from None
+    spans = [(start, end) for start, end in rendered[1][0] if end > start]
     _check_shown(conversation, turns[-1], text)
     if len(turns) < sum(message["role"] == "assistant" for message in messages):
         before = _end_in(chat, render(chat.tokenizer, conversation, messages[: turns[0]]), text)

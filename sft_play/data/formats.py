@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sft_play.data.nesting import require_shallow
 from sft_play.data.reading import Row
 from sft_play.errors import DataError
 
@@ -96,7 +97,7 @@ def _json_if_text(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return require_shallow(json.loads(value), value)
     except (ValueError, RecursionError) as error:
         raise _InvalidRow(f"{key} is a string but not valid JSON: {error}") from None
 
@@ -176,8 +177,10 @@ def _from_alpaca(data: dict[str, Any]) -> tuple[list[Message], int]:
     question = _text(data.get("instruction"), "instruction")
     if data.get("input"):
         question += "\n\n" + _text(data["input"], "input", may_be_blank=True)
-    turns = _system(data)
-    for index, pair in enumerate(data.get("history") or []):
+    turns, history = _system(data), data.get("history") or []
+    if not isinstance(history, list):
+        raise _invalid("history", history, "a list of pairs [instruction, answer]")
+    for index, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
             raise _invalid(f"history[{index}]", pair, "a pair [instruction, answer]")
         turns.append({"role": "user", "content": _text(pair[0], f"history[{index}][0]")})

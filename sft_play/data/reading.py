@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.data.nesting import require_shallow
 from sft_play.errors import DataError
+from sft_play.hub import limit_network
 
 if TYPE_CHECKING:
     import datasets
@@ -114,6 +116,7 @@ def _checked(file: Path, key: str) -> Path:
 def _load_from_hub(name: str, config: str | None, wanted: str | None, split: str) -> "datasets.Dataset":
     import datasets
 
+    limit_network()
     try:
         loaded = datasets.load_dataset(name, config)
     except Exception as error:  # the Hub client raises a dozen unrelated classes
@@ -214,7 +217,7 @@ def _read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
                 yield from _read_json_whole(file, notes)
                 return
             try:
-                value = decoder.decode(text)
+                value = require_shallow(decoder.decode(text), text)
             except json.JSONDecodeError as error:
                 cut = "" if raw.endswith(b"\n") else " The line has no final newline: is the file truncated?"
                 raise DataError(
@@ -251,7 +254,7 @@ def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
         yield from _array_rows(text, start.end(), file, _decoder(notes))
         return
     try:
-        value = _object(_decoder(notes).decode(text), f"{file}:1")
+        value = _object(require_shallow(_decoder(notes).decode(text), text), f"{file}:1")
     except json.JSONDecodeError as error:
         raise DataError(
             f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
@@ -272,6 +275,7 @@ def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) ->
         counted = position
         try:
             value, end = decoder.raw_decode(text, position)
+            require_shallow(value, text[position:end])
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
@@ -334,7 +338,8 @@ def _parsed_cells(record: dict[str, str], where: str) -> dict[str, Any]:
     parsed: dict[str, Any] = dict(record)
     for key in {"messages", "conversations", "tools"} & parsed.keys():
         try:
-            parsed[key] = json.loads(parsed[key]) if parsed[key] else None
+            cell = parsed[key]
+            parsed[key] = require_shallow(json.loads(cell), cell) if cell else None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: column {key!r} is not valid JSON: {error}") from None
     return parsed

@@ -10,7 +10,7 @@ import torch
 from sft_play.config.schema import RunConfig
 from sft_play.data.formats import Conversation
 from sft_play.data.template import render, use_template
-from sft_play.errors import DoesNotFitError
+from sft_play.errors import DataError, DoesNotFitError
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights import release_memory
 from sft_play.report.progress import progress_bar
@@ -102,8 +102,11 @@ def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     if not tokenizer.chat_template:
         return None
     mark = "answer"
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
-    after = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(mark)[2]
+    messages = ({"role": "user", "content": "question"}, {"role": "assistant", "content": mark})
+    try:
+        after = render(tokenizer, Conversation(messages), messages).rpartition(mark)[2]
+    except DataError:  # this template wants more than a question
+        return None
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     return next((token_id for token_id in ids if token_id in special), None)

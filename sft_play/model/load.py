@@ -12,9 +12,13 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from sft_play.config.schema import LoraSettings, ModelConfig, RunConfig
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.hub import is_network_error, limit_network
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention
+from sft_play.model.adapters import load_adapter, require_inner_layers
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer
+from sft_play.model.finite import first_not_finite
+from sft_play.model.sizes import require_sound_sizes
 from sft_play.plan import Plan
 
 if TYPE_CHECKING:
@@ -27,24 +31,28 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 def _hub_arguments(model: ModelConfig) -> dict[str, Any]:
+    limit_network()
     return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
 
 
 def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = lines[0]
+    if reason.endswith(":") and lines[1:]:  # the strict configs of transformers say on the next what is wrong
+        reason += f" {lines[1].strip()}"
     hint = "run `make check` to check the model folder or the hub"
     if "trust_remote_code" in str(error):
         hint = (
             "the model has Python code of its own: read it, then set model.trust_remote_code=true to run it"
         )
-    return ConfigError(f"model.name: the {what} of '{model.name}' cannot be loaded: {first_line}\n{hint}")
+    return ConfigError(f"model.name: the {what} of '{model.name}' cannot be loaded: {reason[:300]}\n{hint}")
 
 
 def load_model_config(model: ModelConfig) -> "PretrainedConfig":
     """The architecture (config.json) from a folder or the hub.
 
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: there is none, it cannot be loaded, or its sizes make no sense.
     """
     folder = Path(model.name)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -52,9 +60,11 @@ def load_model_config(model: ModelConfig) -> "PretrainedConfig":
             f"model.name: {folder} has no config.json; use a folder from save_pretrained(), or a hub name"
         )
     try:
-        return AutoConfig.from_pretrained(model.name, **_hub_arguments(model))
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(model.name, **_hub_arguments(model))
+    except Exception as error:  # the classes of architectures raise anything
         raise _not_loadable("config", model, error) from error
+    require_sound_sizes(config, model.name)
+    return config
 
 
 def position_limit(config: "PretrainedConfig") -> int | None:
@@ -73,7 +83,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"model.name: {folder} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, **_hub_arguments(model))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises plain exceptions
         raise _not_loadable("tokenizer", model, error) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -190,12 +200,14 @@ def attach_adapter(model: "PreTrainedModel", lora: LoraSettings) -> "PeftModel":
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 
     Raises:
-        ConfigError: target_modules match nothing in this model; the message lists the names that would.
+        ConfigError: target_modules match nothing in this model, or an embedding or the output head; the
+            message says what would do.
     """
     from peft import get_peft_model
 
+    outer = [model.get_input_embeddings(), model.get_output_embeddings()]
     try:
-        return get_peft_model(model, lora_config(lora, text_prefix(model)))
+        adapted = get_peft_model(model, lora_config(lora, text_prefix(model)))
     except ValueError as error:
         linear = sorted(
             {
@@ -208,6 +220,8 @@ def attach_adapter(model: "PreTrainedModel", lora: LoraSettings) -> "PeftModel":
             f"tuning.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}\n"
             f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
         ) from error
+    require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
+    return adapted  # type: ignore[return-value]
 
 
 def load_base(
@@ -247,7 +261,9 @@ def load_base(
         key = "tuning.mode=qlora" if quantize else f"model.attention={attn_implementation}"
         remedy = "run `make install`" if quantize else "model.attention=auto takes what is installed"
         raise ConfigError(f"{key} needs a package that cannot be imported: {error}\n{remedy}") from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError, SafetensorError)) and not is_network_error(error):
+            raise
         raise _not_loadable("weights", model, error) from error
     loaded, info = with_info
     _require_all_weights(model, info)
@@ -295,7 +311,11 @@ def keep_differentiable(model: torch.nn.Module) -> None:
 
 
 def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":
-    """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed."""
+    """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed.
+
+    Raises:
+        ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
+    """
     from transformers import set_seed
 
     set_seed(config.train.seed)  # adapters start from random numbers
@@ -309,6 +329,12 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
     model.config.use_cache = False
     if config.tuning.mode != "full":
         return attach_adapter(model, config.tuning.lora)
+    broken = first_not_finite(model.named_parameters())
+    if broken:
+        raise ConfigError(
+            f"model.name: the weight {broken} of '{config.model.name}' is NaN or infinite, and so would be "
+            "all that is trained from it; download the model again, or use another one"
+        )
     freeze_all_but_text(model)
     return model
 
@@ -337,10 +363,8 @@ def load_for_inference(
         quantize: whether the base is 4-bit; default: as in training.
 
     Raises:
-        CheckpointError: `weights` is neither an adapter nor a model.
+        CheckpointError: `weights` is neither an adapter nor a model, or an adapter that does not fit.
     """
-    from peft import PeftModel
-
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
     if weights is not None and not is_adapter and not (weights / "config.json").is_file():
         raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
@@ -356,4 +380,4 @@ def load_for_inference(
         device=local_device(device),
         quantize=quantize and (weights is None or is_adapter),
     )
-    return (PeftModel.from_pretrained(model, str(weights)) if is_adapter else model).eval()
+    return (load_adapter(model, weights) if is_adapter and weights else model).eval()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sft_play.errors import NonFiniteError
+from sft_play.model.finite import first_not_finite
 from sft_play.model.scoring import score_batch
 
 SHOWN_ROWS, SHOWN_TOKENS = 3, 12  # of the rows that a message names
@@ -104,11 +105,6 @@ def check_weights(model: torch.nn.Module) -> None:
     Raises:
         NonFiniteError: one of them is NaN or infinite.
     """
-    trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
-    # A sum of finite numbers is finite in all but extreme cases, and cheaper than a look at each of them.
-    sums = [weight.sum(dtype=torch.float32) for weight in trained.values()]
-    if not sums or torch.isfinite(torch.stack(sums)).all():
-        return
-    for name, weight in trained.items():
-        if not torch.isfinite(weight).all():
-            raise ended(f"the trained weight {name} is NaN or infinite")
+    name = first_not_finite(item for item in model.named_parameters() if item[1].requires_grad)
+    if name:
+        raise ended(f"the trained weight {name} is NaN or infinite")

@@ -26,7 +26,6 @@ from sft_play.manifest import (
 )
 from sft_play.runlog import console, read_json
 from sft_play.train.checkpoints import INCOMPLETE, STALE, STATE, delete_old, set_aside
-from sft_play.train.disk import FULL, GONE, disk_errors_explained
 from sft_play.train.group import from_all
 from sft_play.train.identity import settings_of
 from sft_play.train.pickles import UNUSED
@@ -50,17 +49,12 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def staged(self, state: TrainerState) -> Iterator[None]:
-        """In the block, the trainer writes its files into the staging folder; afterwards they are published.
-
-        Raises:
-            StorageError: a file could not be written.
-        """
-        with disk_errors_explained(self._job.run, FULL | GONE):
-            if self._job.keeps_files:
-                shutil.rmtree(self.staging, ignore_errors=True)  # of a process that was killed
-            from_all(None)
-            yield
-            self._publish(state)
+        """In the block, the trainer writes its files into the staging folder; afterwards they are published."""
+        if self._job.keeps_files:
+            shutil.rmtree(self.staging, ignore_errors=True)  # of a process that was killed
+        from_all(None)
+        yield
+        self._publish(state)
 
     def _publish(self, state: TrainerState) -> None:
         job, name = self._job, f"checkpoint-{state.global_step}"

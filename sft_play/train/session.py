@@ -221,7 +221,6 @@ class PlannedTrainer(SFTTrainer):
 
         Raises:
             NonFiniteError: a trained weight is NaN or infinite; nothing is written.
-            StorageError: a file could not be written.
         """
         check_weights(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
         with self._writer.staged(self.state):

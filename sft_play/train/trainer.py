@@ -24,7 +24,7 @@ from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.callbacks import StopOnSignal
 from sft_play.train.checkpoints import step_of
-from sft_play.train.disk import FULL, GONE, disk_errors_explained
+from sft_play.train.disk import disk_errors_explained
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
@@ -120,7 +120,6 @@ def save(session: Session, stopped: bool) -> None:
 
     Raises:
         NonFiniteError: a trained weight is NaN or infinite.
-        StorageError: they cannot be written.
     """
     trainer, job = session.trainer, session.job
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -129,7 +128,7 @@ def save(session: Session, stopped: bool) -> None:
     if stopped or not trainer.accelerator.is_main_process:
         return
     facts = {"step": trainer.state.global_step, "versions": installed_versions()}
-    with disk_errors_explained(job.run, FULL | GONE), replacing(result_folder(job), facts) as folder:
+    with replacing(result_folder(job), facts) as folder:
         model.save_pretrained(str(folder), safe_serialization=True)
         job.tokenizer.save_pretrained(str(folder))
 

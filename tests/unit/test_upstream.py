@@ -31,6 +31,7 @@ CALLED = {
     "deepspeed.utils:safe_set_full_fp32_param": "",
     "deepspeed.utils:safe_set_full_optimizer_state": "",
     "bitsandbytes.functional:QuantState": "absmax shape code blocksize quant_type dtype offset state2",
+    "huggingface_hub.utils._http:default_client_factory": "",
     "peft:PeftModel.get_base_model": "",
     "torch:get_rng_state": "",
     "torch:set_rng_state": "",
@@ -123,6 +124,7 @@ WRITTEN = [
 VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
     "sft_play.model.loss_head:TILE": LOSS_TILES["cpu"],
+    "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
     "torch:UntypedStorage._cdata": ...,
     "torch:UntypedStorage.nbytes": ...,
     "transformers:AutoModelForCausalLM._model_mapping": ...,

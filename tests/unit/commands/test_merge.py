@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from sft_play.commands import merge as merging
 from sft_play.commands.evaluate import evaluate_run
@@ -135,6 +136,20 @@ def test_a_merge_that_fails_half_way_leaves_the_earlier_one(finished, monkeypatc
         merge(finished.config, finished.run)
     assert (finished.run.path / "merged" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in finished.run.path.iterdir()) == ["adapter", "log.txt", "merged"]
+
+
+def test_a_file_whose_end_was_lost_is_seen_and_nothing_is_left(finished, monkeypatch):
+    save = PreTrainedModel.save_pretrained
+
+    def cut(model, folder, **settings):
+        save(model, folder, **settings)
+        os.truncate(Path(folder) / "model.safetensors", 10_000)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", cut)
+    before = sorted(finished.run.path.iterdir())
+    with pytest.raises(StorageError, match="model.safetensors was not written completely"):
+        merge(finished.config, finished.run)
+    assert [path for path in finished.run.path.iterdir() if path not in before] == [finished.run.log]
 
 
 def test_too_little_space_is_seen_before_anything_is_written(finished, monkeypatch):

@@ -191,6 +191,8 @@ def test_a_row_with_nothing_to_train_on_is_dropped_with_the_reason(data, reason)
         ({"question": "", "answer": "a"}, "question is an empty string"),
         ({"instruction": "q", "output": 4.5}, "output is float 4.5"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, "history[0] is 'x'; expected a pair"),
+        ({"instruction": "q", "output": "a", "history": 3}, "history is int 3; expected a list of pairs"),
+        ({"messages": [USER, ASSISTANT], "tools": "[" * 200 + "]" * 200}, "nested more than 100 levels deep"),
         ({"prompt": [USER], "completion": "a"}, "completion is 'a'; expected a list of messages"),
         ({"text": None}, "text is missing or null"),
         ({"question": "\ud800", "answer": "a"}, "unpaired surrogate"),

@@ -101,6 +101,9 @@ def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
         ("a.jsonl", f'{LINE}\n{{"a": 1, "b": {{"c": 1, "c": 2}}}}\n', ":2: duplicate key 'c'"),
         ("a.jsonl", f"{LINE}\n[1, 2]\n", ":2: expected a JSON object, found list"),
         ("a.jsonl", "[" * 100_000, "recursion"),
+        ("a.jsonl", f'{LINE}\n{{"a": {"[" * 100}{"]" * 100}}}\n', ":2: nested more than 100 levels deep"),
+        ("a.json", f'[{LINE},\n{{"a": {"[" * 100}{"]" * 100}}}]', ":2: nested more than 100 levels deep"),
+        ("a.csv", f'messages\n{"[" * 101}{"]" * 101}\n', ":2: column 'messages' is not valid JSON: nested more"),
         ("a.json", f"[{LINE},\n{LINE}", ":2: not valid JSON: expected ',' or ']' after a row, found the end: is the file truncated?"),
         ("a.json", f"[{LINE},\n{LINE}\n{LINE}]", ":3: not valid JSON: expected ','"),
         ("a.json", f"[{LINE},\n5]", ":2: expected a JSON object"),
@@ -123,6 +126,13 @@ def test_what_cannot_be_read_is_named_with_its_line(write_rows, name, content, s
     message = error_of(path)
     assert str(path) in message
     assert said in message
+
+
+def test_long_rows_with_many_brackets_are_read(write_rows):
+    deep = f'{{"a": {"[" * 99}{"]" * 99}}}\n'
+    wide = json.dumps({"a": [[] for _ in range(1000)]})
+    source = open_source(str(write_rows(deep + wide)), "train")
+    assert len(list(read_rows(source))) == 2
 
 
 @pytest.mark.parametrize(

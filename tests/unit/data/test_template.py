@@ -1,7 +1,9 @@
-import time
+import resource
+import signal
 
 import pytest
 
+from sft_play.data.chat import encode, make_chat
 from sft_play.data.formats import Conversation
 from sft_play.data.template import check_template, render, use_template
 from sft_play.errors import ConfigError, DataError
@@ -69,16 +71,52 @@ def test_a_conversation_the_template_refuses_is_an_error_with_its_row(make_token
         ("{{ messages.__class__.__mro__ }}", "violates the sandbox"),
         ("{{ messages.append(1) }}", "violates the sandbox"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "violates the sandbox"),
-        ("{{ 'a' * 3000000000 }}", "uses more than 1 GiB of memory"),
+        ("{{ 'a' * 3000000000 }}", "uses more than 512 MiB of memory"),
+        ("{{ 'a' * 70000000 }}", "writes more than 67,108,864 characters"),
+        (
+            "{% for i in [1] %}" * 30 + "x" + "{% endfor %}" * 30,
+            "cannot be compiled: too many statically nested blocks",
+        ),
     ],
 )
 def test_a_broken_or_hostile_template_is_found_in_a_child_process(make_tokenizer, template, said):
     assert said in problem(make_tokenizer(template))
 
 
-def test_a_template_that_does_not_end_is_stopped(make_tokenizer, monkeypatch):
-    monkeypatch.setattr("sft_play.data.template.TRIAL_SECONDS", 0.5)
-    started = time.monotonic()
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    assert "ran for more than 0.5 s" in problem(make_tokenizer(loops))
-    assert time.monotonic() - started < 5
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOPS, "{% set x = 9**9 %}{{ x**x }}"], ids=["loops", "one operation"])
+def test_a_template_that_does_not_end_is_stopped(make_tokenizer, monkeypatch, template):
+    monkeypatch.setattr("sft_play.data.template.ROW_SECONDS", 0.5)
+    assert "ran for more than 0.5 s" in problem(make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("bomb", "said"),
+    [
+        (LOOPS, "it ran for more than 0.5 s on one row"),
+        ("{{ 'a' * 3000000000 }}", "it uses more than 512 MiB of memory on one row"),
+        (
+            "{% for i in range(9) %}{{ 'a' * 9999999 }}{% endfor %}",
+            "it writes more than 67,108,864 characters",
+        ),
+    ],
+    ids=["time", "memory", "text"],
+)
+@pytest.mark.parametrize("tags", [False, True])
+def test_a_bomb_that_waits_for_a_later_row_is_stopped_and_the_row_is_named(
+    make_tokenizer, monkeypatch, bomb, said, tags
+):
+    monkeypatch.setattr("sft_play.data.template.ROW_SECONDS", 0.5)
+    answer = "{% generation %}{{ m.content }}{% endgeneration %}" if tags else "{{ m.content }}"
+    body = f"{{% for m in messages %}}{answer}<|endoftext|>{{% endfor %}}"
+    trigger = f"{{% if messages[0].content == 'now' %}}{bomb}{{% endif %}}"
+    chat = make_chat(make_tokenizer(trigger + body), "assistant")
+    later = Conversation(({"role": "user", "content": "now"}, ROW.messages[1]), source="f:2")
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    with pytest.raises(DataError) as error:
+        encode(chat, [ROW, later])
+    assert str(error.value).startswith("f:2: the chat template cannot render") and said in str(error.value)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)

@@ -1,0 +1,120 @@
+"""Limits for the network: a Hub that is silent, or drips, is given up on, and what is cached is used instead.
+
+huggingface_hub limits the wait for single reads, which a server that sends a byte a second never exceeds, and
+not in all of its calls. A download that stalls is resumed by huggingface_hub, a few times. What `hf_xet`
+downloads does not pass through here.
+"""
+
+import contextvars
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sft_play.runlog import console
+
+ANSWER_SECONDS = 15.0  # until the head of an answer is there
+STALL_SECONDS, STALL_BYTES = 30.0, 1024  # an answer that brings less than this in that time has stalled
+
+
+@functools.cache
+def limit_network() -> None:
+    """Gives the HTTP client of huggingface_hub these limits; call it before anything may use the network."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    def make_client() -> Any:
+        client = default_client_factory()
+        client.send = _limited(client.send, sys.modules[type(client).__module__.partition(".")[0]])  # type: ignore[method-assign]
+        return client
+
+    set_client_factory(make_client)
+
+
+def _limited(send: Callable[..., Any], library: Any) -> Callable[..., Any]:
+    """`send` of an HTTP client of `library` (httpx), with limits on the whole call."""
+
+    def limited(request: Any, *, stream: bool = False, **arguments: Any) -> Any:
+        url, asked = str(request.url), request.extensions.get("timeout", {})
+        limits = {name: asked.get(name) or ANSWER_SECONDS for name in ("connect", "read", "write", "pool")}
+        request.extensions["timeout"] = limits
+        call = functools.partial(send, request, stream=True, **arguments)
+        response = _within(call, url, library.TimeoutException)
+        response.stream = _limited_stream(response.stream, url, library)
+        if not stream:
+            try:
+                response.read()
+            except library.TimeoutException:
+                raise _gave_up(f"{url} stopped answering") from None
+            finally:
+                response.close()
+        return response
+
+    return limited
+
+
+def _within(call: Callable[[], Any], url: str, timeouts: type[Exception]) -> Any:
+    """The result of a call, which is left behind in its thread if it takes too long.
+
+    Raises:
+        OfflineModeIsEnabled: it did.
+    """
+    found: list[Any] = []
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            found.append((context.run(call), None))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    if not found:
+        raise _gave_up(f"{url} did not answer within {ANSWER_SECONDS:g} s")
+    result, error = found[0]
+    if isinstance(error, timeouts):
+        raise _gave_up(f"{url} did not answer in time")
+    if error is not None:
+        raise error
+    return result
+
+
+def _limited_stream(stream: Any, url: str, library: Any) -> Any:
+    """The stream of a response, which times out once it has stalled; huggingface_hub resumes downloads."""
+
+    def chunks(self: Any) -> Iterator[bytes]:
+        began, received = time.monotonic(), 0
+        for chunk in stream:
+            yield chunk
+            received += len(chunk)
+            if received >= STALL_BYTES:
+                began, received = time.monotonic(), 0
+            elif time.monotonic() - began > STALL_SECONDS:
+                raise library.ReadTimeout(f"{url} sent less than {STALL_BYTES} bytes in {STALL_SECONDS:g} s")
+
+    methods = {"__iter__": chunks, "close": lambda self: stream.close()}
+    return type("LimitedStream", (library.SyncByteStream,), methods)()
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether the HTTP client raised it."""
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")
+
+
+def _gave_up(what: str) -> Exception:
+    """Turns offline mode on, here and in processes started later, says so, and returns the error to raise."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if not constants.HF_HUB_OFFLINE:
+        console().print(
+            f"[yellow]{what}: the Hub is not asked again, only what is cached is used[/]", soft_wrap=True
+        )
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return OfflineModeIsEnabled(what)

@@ -1,0 +1,73 @@
+"""Adapters of finished runs, and what an adapter may be attached to."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sft_play.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+SHOWN = 3  # names in a message
+
+
+def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
+    """Checks that no adapter is on an embedding or on the output head.
+
+    The loss is computed from the weights of the head alone, in tiles, so an adapter there would be ignored.
+
+    Args:
+        model: with its adapters.
+        outer: input embedding and output head of the base.
+
+    Raises:
+        ConfigError: an adapter is on one of them; names it.
+    """
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, torch.nn.Embedding) or any(base is layer for layer in outer if base is not None):
+            raise ConfigError(
+                f"tuning.lora.target_modules: {name.rpartition('.')[2]} is an embedding or the output head, "
+                "which cannot have an adapter here; use linear layers inside the decoder layers, or auto"
+            )
+
+
+def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
+    """The base with the adapter of a finished run, whose weights must all be there.
+
+    PEFT would start missing weights from scratch and leave out unexpected ones.
+
+    Raises:
+        CheckpointError: the adapter is not one for this base, or not whole.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    try:
+        model = PeftModel.from_pretrained(base, str(folder))
+        with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
+            found = set(file.keys())
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit the model: {reason}\n"
+            "Use the config that it was trained with, or train again with `make train`"
+        ) from error
+    expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    if expected != found:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit the model: "
+            f"{_listed('missing', expected - found)}{_listed('unexpected', found - expected)}"
+            "restore the folder, or train again with `make train`"
+        )
+    return model
+
+
+def _listed(what: str, names: set[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{what} {', '.join(sorted(names)[:SHOWN])}{more}; "

@@ -1,0 +1,53 @@
+"""Checks the sizes in a model's config.json, before anything is built from them."""
+
+from typing import TYPE_CHECKING
+
+from sft_play.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+MOST, MOST_LAYERS = 2**28, 2_000  # far above any published model
+
+
+def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
+    """Checks that the sizes are numbers in a sensible range, and that the attention heads divide.
+
+    Args:
+        config: of the model.
+        name: of the model, for the message.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    text = config.get_text_config()
+    found = {size: getattr(text, size, None) for size in SIZES}
+    # some architectures have one size per layer, and leave out what does not apply to them
+    sizes = {size: value for size, value in found.items() if value is not None and not _is_list(value)}
+    for size, value in sizes.items():
+        most = MOST_LAYERS if size == "num_hidden_layers" else MOST
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise _wrong(name, f"{size} is {value!r}; expected a whole number from 1 to {most:,}")
+    hidden, heads, groups = (sizes.get(size) for size in SIZES[:1] + SIZES[3:5])
+    if hidden and heads and not sizes.get("head_dim") and hidden % heads:
+        raise _wrong(name, f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")
+    if heads and groups and heads % groups:
+        raise _wrong(name, f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _wrong(name: str, what: str) -> ConfigError:
+    return ConfigError(f"model.name: config.json of '{name}': {what}\ndownload or save the model again")

@@ -1,0 +1,144 @@
+"""A Hub that is silent, or drips, is given up on once; from then on only the cache is used."""
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+
+import pytest
+from huggingface_hub import constants, get_session, hf_hub_download, set_client_factory
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils._http import default_client_factory
+
+from sft_play import hub
+from sft_play.config.schema import ModelConfig
+from sft_play.data.reading import open_source
+from sft_play.errors import ConfigError, DataError
+from sft_play.model.load import load_model_config
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+
+
+def drip(connection: socket.socket, first: bytes) -> None:
+    connection.sendall(first)
+    for byte in b"x" * 100_000:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """`serve(answer)` starts a server on which `answer(connection)` is called, and makes it the Hub."""
+    listeners = []
+
+    def start(answer) -> list[int]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+        calls = []
+
+        def one(connection):
+            with connection:
+                connection.recv(65536)
+                calls.append(1)
+                with contextlib.suppress(OSError):  # the client has gone
+                    answer(connection)
+
+        def accept():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        return calls
+
+    yield start
+    for listener in listeners:
+        listener.close()
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(hub, "STALL_SECONDS", 0.5)
+    hub.limit_network.cache_clear()
+    hub.limit_network()
+    yield
+    set_client_factory(default_client_factory)
+    hub.limit_network.cache_clear()
+
+
+silent = functools.partial(time.sleep, 60)
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda connection: silent(), lambda connection: drip(connection, b"HTTP/1.1 200 OK\r\nA: ")]
+)
+def test_a_call_without_an_answer_ends_and_is_not_repeated(serve, answer, capsys):
+    calls = serve(answer)
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(OfflineModeIsEnabled):
+            get_session().get(f"{constants.ENDPOINT}/api/models/a/b", timeout=None)
+    assert time.monotonic() - began < 10 and len(calls) == 1
+    assert " ".join(capsys.readouterr().out.split()).count("the Hub is not asked again") == 1
+
+
+def stop_after_the_head(connection: socket.socket) -> None:
+    connection.sendall(HEAD)
+    silent()
+
+
+@pytest.mark.parametrize("answer", [lambda connection: drip(connection, HEAD), stop_after_the_head])
+def test_an_answer_that_drips_or_stops_ends(serve, answer):
+    serve(answer)
+    with pytest.raises(OfflineModeIsEnabled):
+        get_session().get(f"{constants.ENDPOINT}/api/models/a/b", timeout=None)
+
+
+def test_a_download_that_drips_ends(serve):
+    serve(lambda connection: drip(connection, HEAD))
+    with (
+        get_session().stream("GET", f"{constants.ENDPOINT}/weights", timeout=None) as response,
+        pytest.raises(Exception, match="sent less than 1024 bytes in 0.5 s") as error,
+    ):
+        response.read()
+    assert hub.is_network_error(error.value)
+
+
+def test_what_the_server_sends_in_time_arrives(serve):
+    body = bytes(range(256)) * 40
+    serve(lambda connection: connection.sendall(HEAD.replace(b"100000", b"10240") + body))
+    assert get_session().get(f"{constants.ENDPOINT}/x").content == body
+    with get_session().stream("GET", f"{constants.ENDPOINT}/x") as response:
+        assert response.read() == body
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_what_is_cached_is_used_and_what_is_not_is_one_sentence(serve, tmp_path):
+    serve(lambda connection: silent())
+    snapshot = tmp_path / "cache" / "models--org--cached" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}'
+    )
+    (tmp_path / "cache" / "models--org--cached" / "refs").mkdir()
+    (tmp_path / "cache" / "models--org--cached" / "refs" / "main").write_text("abc")
+    assert load_model_config(ModelConfig(name="org/cached")).hidden_size == 64
+    with pytest.raises(ConfigError, match="model.name: the config of 'org/other' cannot be loaded"):
+        load_model_config(ModelConfig(name="org/other"))
+    with pytest.raises(DataError, match="data.train_path: 'org/rows' is not a local file"):
+        open_source("org/rows", "train")
+    with pytest.raises(LocalEntryNotFoundError):
+        hf_hub_download("org/other", "config.json")
