@@ -251,18 +251,32 @@ def update_summary(run: RunDir, **values: Any) -> dict[str, Any]:
     return summary
 
 
+def _open_log(log: Path) -> int:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise StorageError(
+            f"{log} cannot be written: {error.strerror}. Make {log.parent} writable, or copy the run to "
+            "another folder and set output.dir=<folder>"
+        ) from error
+
+
 @contextlib.contextmanager
 def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     """Redirects everything that is not printed by `console()` to `log` within this context.
 
     SFT_PLAY_VERBOSE=1 turns this off. With `silent` (ranks above 0) the console prints nothing either. A
     console that was set before (for --json) keeps its stream. Nested contexts have no effect.
+
+    Raises:
+        StorageError: the log cannot be written.
     """
     global _quiet
     if os.environ.get("SFT_PLAY_VERBOSE") == "1" or _quiet:
         yield
         return
-    log.parent.mkdir(parents=True, exist_ok=True)
+    sink = _open_log(log)
     before = _console
     sys.stdout.flush()
     sys.stderr.flush()
@@ -270,7 +284,6 @@ def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     target = 2 if before is not None and before.file is sys.stderr else 1
     person: TextIO = Path(os.devnull).open("w") if silent else os.fdopen(os.dup(target), "w", buffering=1)
     set_console(Console(file=person, highlight=False, force_terminal=os.isatty(saved[target]) or None))
-    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for fd in saved:
         os.dup2(sink, fd)
     os.close(sink)

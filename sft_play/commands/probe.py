@@ -32,10 +32,9 @@ def probe_command(path: str, overrides: list[str], *, processes: int, engine: st
 
 def probe_here(job: Job) -> dict[str, Any]:
     """Probes in this process; the main rank also writes the result into the run directory."""
-    from sft_play.train.settle import settle_plan
-    from sft_play.train.trainer import prepare_session
+    from sft_play.train.trainer import settled_session
 
-    session, probed = settle_plan(prepare_session(job), prepare_session)
+    session, probed = settled_session(job)
     result = {"plan": session.job.plan.to_json(), "probe": asdict(probed) if probed else None}
     if job.ranks.is_main:
         job.run.write_json(job.run.probe, result)

@@ -1,12 +1,18 @@
 """Trainer callbacks: metrics for files and the console, a clean stop on a signal."""
 
+import math
 import signal
 import time
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
@@ -160,15 +166,22 @@ class Reporter(TrainerCallback):
         """Writes an evaluation record."""
         metrics = metrics or {}
         scores = {"loss": metrics["eval_loss"], "token_accuracy": metrics["eval_token_accuracy"]}
+        if not math.isfinite(scores["loss"]):
+            self._print(
+                f"  [yellow]step {state.global_step}: the validation loss is {scores['loss']}; this "
+                "evaluation counts neither for the best checkpoint nor for early stopping[/]"
+            )
+            scores["loss"] = None
         if self.main:
             append_metrics(
                 self.run,
                 {"step": state.global_step, **{f"eval/{name}": value for name, value in scores.items()}},
             )
-        self._print(
-            f"  step {state.global_step}  validation loss [bold]{scores['loss']:.4f}[/]  "
-            f"next-token accuracy {scores['token_accuracy']:.1%}"
-        )
+        if scores["loss"] is not None:
+            self._print(
+                f"  step {state.global_step}  validation loss [bold]{scores['loss']:.4f}[/]  "
+                f"next-token accuracy {scores['token_accuracy']:.1%}"
+            )
         self._free_since = time.perf_counter()
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -189,6 +202,17 @@ class Reporter(TrainerCallback):
         )
 
 
+class EarlyStopping(EarlyStoppingCallback):
+    """Early stopping for which an evaluation whose loss is NaN or infinite did not happen."""
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """Counts the evaluation, and requests the end of the run if the patience is used up."""
+        if math.isfinite(metrics["eval_loss"]):
+            super().on_evaluate(args, state, control, metrics, **kwargs)
+
+
 class EvaluateAtEnd(TrainerCallback):
     """Evaluates and saves after the last step too, wherever the intervals fall.
 
@@ -204,21 +228,22 @@ class EvaluateAtEnd(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """After SIGTERM, SIGINT or SIGUSR1 on any rank: finishes the step, saves a checkpoint and stops.
 
-    A second SIGINT stops at once.
+    A second SIGINT stops at once, and so does the first one before the first step is done.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.stopped = False
-        self._asked = False
+        self._asked = self._stepped = False
         self._world_size, self._device = world_size, device
         self._earlier: dict[int, Any] = {}
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        at_once = self._asked or not self._stepped
         self._asked = True
+        if at_once and number == signal.SIGINT:
+            raise KeyboardInterrupt
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Installs the signal handlers."""
@@ -226,7 +251,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops all ranks at the same step if any of them got a signal."""
-        asked = self._asked
+        asked, self._stepped = self._asked, True
         if self._world_size > 1:
             flag = torch.tensor(int(asked), device=self._device)
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)

@@ -49,7 +49,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def staged(self, state: TrainerState) -> Iterator[None]:
-        """In the block, the trainer writes its files into the staging folder; afterwards they are published."""
+        """In the block, the trainer writes its files into the staging folder; after it they are published."""
         if self._job.keeps_files:
             shutil.rmtree(self.staging, ignore_errors=True)  # of a process that was killed
         from_all(None)

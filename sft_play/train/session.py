@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from rich.markup import escape
-from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import SFTTrainer
 
 from sft_play.data.collators import Collator, joined_micro_batches, padded_micro_batches
@@ -24,7 +24,7 @@ from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.runlog import console
 from sft_play.train.arguments import sft_config
-from sft_play.train.callbacks import EvaluateAtEnd, Reporter
+from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Reporter
 from sft_play.train.checkpoints import is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.heartbeat import Heartbeat
@@ -376,5 +376,5 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
         callbacks.append(EvaluateAtEnd())
     patience = job.config.train.early_stopping_patience
     if patience:
-        callbacks.append(EarlyStoppingCallback(patience))
+        callbacks.append(EarlyStopping(patience))
     return callbacks

@@ -25,6 +25,7 @@ from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.callbacks import StopOnSignal
 from sft_play.train.checkpoints import step_of
 from sft_play.train.disk import disk_errors_explained
+from sft_play.train.interrupt import ended_by_ctrl_c
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
@@ -50,8 +51,7 @@ def train(job: Job) -> dict[str, Any]:
     """
     checkpoint = checkpoint_to_resume(job)  # before anything large is loaded
     with memory_errors_explained(job.plan), disk_errors_explained(job.run):
-        session = prepare_session(job)
-        session, probed = settle_plan(session, prepare_session)
+        session, probed = settled_session(job)
         begin_run(session.job)
         clear_way(session.job, checkpoint)
         stopped = run_steps(session, checkpoint)
@@ -72,6 +72,12 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     session = open_session(job, model, rows, meter)
     verify(session.trainer, job.plan, announce=announce)
     return session
+
+
+def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
+    """A session whose plan was measured to fit, and the probe result; Ctrl-C ends it at once."""
+    with ended_by_ctrl_c():
+        return settle_plan(prepare_session(job), prepare_session)
 
 
 @contextlib.contextmanager

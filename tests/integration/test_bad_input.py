@@ -1,6 +1,7 @@
 """Bad input: one clear sentence, the right exit code, no traceback, and an earlier run left untouched."""
 
 import fcntl
+import importlib.util
 import json
 import os
 import random
@@ -64,6 +65,11 @@ def refuses(finished):
         (["train.grad_accum=4"], ["contradicts", "remove one of the three"]),
         (["train.save_steps=3", "train.eval_steps=2"], ["train.save_steps=3", "nearest: 2 or 4"]),
         (["tuning.lora.target_modules=[nope]"], ["target_modules", "q_proj", "auto"]),
+        (["tuning.lora.target_modules=[embed_tokens]"], ["target_modules", "embed_tokens is an embedding"]),
+        (["tuning.lora.target_modules=[q_proj,lm_head]"], ["target_modules", "lm_head is an embedding or"]),
+        (["train.max_steps=100000000000"], ["train.max_steps", "found 100000000000"]),
+        (["train.max_steps=2000000000"], ["train.max_steps=2000000000", "at most 6,250,000 steps"]),
+        (["train.epochs=1e9", "train.max_steps=null"], ["train.epochs=1e+09", "at most 6,250,000 steps"]),
         (["data.chat_template=none.jinja"], ["none.jinja"]),
         (["eval.answer_pattern=a("], ["eval.answer_pattern", "not a regular expression", 'found "a("']),
         (
@@ -175,6 +181,13 @@ def test_a_rank_whose_launcher_started_too_few_is_refused(refuses, finished, mon
     )
 
 
+@pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(refuses, tracker):
+    if importlib.util.find_spec(tracker):
+        pytest.skip(f"{tracker} is installed")
+    refuses(["train", f"train.report_to=[tensorboard,{tracker}]"], 2, f"pip install {tracker}")
+
+
 WITHOUT_BITSANDBYTES = """
 import importlib.machinery
 find_spec = importlib.machinery.PathFinder.find_spec
@@ -217,6 +230,8 @@ def test_qlora_without_bitsandbytes_is_refused(finished, tmp_path):
         ([[1, 2]], ["bad.jsonl:1", "a JSON object"]),
         ([{"colour": "red"}], ["bad.jsonl:1", "colour"]),
         ([{"messages": [USER]}] * 3, ["0 supervised tokens", "3 rows"]),
+        ([GOOD, '{"messages": ' + "[" * 500 + "]" * 500 + "}"], ["bad.jsonl:2", "more than 100 levels deep"]),
+        ([GOOD, "[" * 100_000], ["bad.jsonl:2"]),
         ([], ["empty"]),
         ([""] * 3, ["no rows"]),
     ],
@@ -231,6 +246,8 @@ def test_qlora_without_bitsandbytes_is_refused(finished, tmp_path):
         "list",
         "unknown",
         "no answers",
+        "deep",
+        "too deep to be read",
         "0 B",
         "blank",
     ],
@@ -311,6 +328,15 @@ def test_an_architecture_that_cannot_be_traced_is_planned_without_a_prediction(f
     assert "OpenAIGPTConfig cannot be traced" in said and "memory: not predicted" in said
 
 
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["plan", "--gpu", "H100"]], ids=str)
+def test_a_model_with_impossible_sizes_is_refused(refuses, tiny_model, tmp_path, command):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    for change, said in [({"hidden_size": -64}, "hidden_size"), ({"num_hidden_layers": 10**7}, "2,000")]:
+        tree = json.loads((tiny_model / "config.json").read_text()) | change
+        (folder / "config.json").write_text(json.dumps(tree))
+        refuses([*command, f"model.name={folder}"], 2, "model.name", str(folder), said)
+
+
 def test_pickled_weights_are_not_loaded(refuses, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -331,6 +357,9 @@ def test_weights_that_are_cut_or_not_of_this_model_are_refused(refuses, tiny_mod
         str(other),
         "model.embed_tokens.weight (99, 64) instead of (256, 64)",
     )
+    header = (2**62).to_bytes(8, "little")
+    (cut / "model.safetensors").write_bytes(header + (tiny_model / "model.safetensors").read_bytes()[8:])
+    refuses(["train", f"model.name={cut}"], 2, "model.name", str(cut))
     del weights["model.embed_tokens.weight"]
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     refuses(["train", f"model.name={other}"], 2, str(other), "model.embed_tokens.weight missing")
@@ -382,6 +411,26 @@ def test_a_finished_run_whose_weights_are_damaged_is_refused(finished, tmp_path)
     weights.write_bytes(weights.read_bytes()[:-100])
     done = sft("eval", "--config", finished.config, f"output.dir={tmp_path / 'runs'}")
     assert_refused(done, 8, "adapter_model.safetensors", "damaged or incomplete")
+
+
+@pytest.mark.parametrize("command", ["eval", "infer", "merge"])
+@pytest.mark.parametrize("change", ["missing", "unexpected", "other shape"])
+def test_an_adapter_that_does_not_fit_its_base_is_refused(finished, tmp_path, command, change):
+    folder = shutil.copytree(finished.run.path, tmp_path / "runs" / "one")
+    file = folder / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    first, *others = sorted(weights)
+    if change == "missing":
+        weights = {name: weights[name] for name in others[len(others) // 2 :]}
+    elif change == "unexpected":
+        weights[first.replace("layers.0", "layers.9")] = weights[first].clone()
+    else:
+        weights[first] = weights[first][:, :-1].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    asked = write_rows(tmp_path / "in.jsonl", [{"question": "w1"}])
+    words = ["--input", asked, "--output", tmp_path / "out"] if command == "infer" else []
+    done = sft(command, "--config", finished.config, *words, f"output.dir={tmp_path / 'runs'}")
+    assert_refused(done, 8, "does not fit the model", "" if change == "other shape" else change)
 
 
 def test_a_checkpoint_that_cannot_be_resumed_from_is_named(refuses, finished):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sft_play.errors import NonFiniteError
+from sft_play.errors import ConfigError, NonFiniteError
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.model.load import build_model
 from sft_play.runlog import RunDir, read_json, read_metrics
@@ -132,3 +132,24 @@ def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine)
     # after a step that DeepSpeed skips, the learning rate is that of the step before
     close = 1e-6 if engine == "ddp" else 5e-4
     assert found == pytest.approx(losses(alone)[0], rel=close) and len(found) == 5
+
+
+def test_an_infinite_validation_loss_is_told_and_is_neither_best_nor_impatient(
+    broken_model, tmp_path, capsys
+):
+    rows = rows_without(BROKEN)
+    settings = dict(rows=rows, val=with_token(rows[:21], {3}), eval_steps=1, save_steps=1)
+    job = make_job(broken_model, tmp_path, "one", **settings, early_stopping_patience=1)
+    train(job)
+    summary = read_json(job.run.summary)
+    assert summary["optimizer_steps"] == 5 and summary["best_checkpoint"] is None
+    assert losses(job)[1] == [None] * 6 and summary["eval"]["after"]["loss"] is None
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("counts neither for the best checkpoint nor for early stopping") == 6
+
+
+def test_full_fine_tuning_of_a_broken_base_is_refused_and_the_weight_named(broken_model, tmp_path):
+    job = make_job(broken_model, tmp_path, "one", rows=rows_without(BROKEN), mode="full")
+    with pytest.raises(ConfigError, match="the weight model.embed_tokens.weight of .* is NaN or infinite"):
+        train(job)
+    assert not job.run.metrics.exists() and not job.run.model.exists()

@@ -1,6 +1,8 @@
 """The probe measures what was predicted, changes nothing, and replans smaller if the prediction was wrong."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,7 @@ from sft_play.planning.run import plan_run
 from sft_play.runlog import read_json
 from sft_play.sizing.corrections import read_speed
 from sft_play.sizing.guard import LEAST_BYTES
+from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
 from sft_play.train.session import ordered_rows
 from sft_play.train.settle import settle_plan
@@ -204,3 +207,27 @@ def test_search_leaves_out_what_the_first_probe_showed_not_to_fit(tiny_model, tm
     session, result = proven(replace(promised, plan=replace(promised.plan, alternatives=(row,))))
     assert session.job.plan.micro_batch_size == 2 and result.fits(session.job.plan)
     assert "tried" not in capsys.readouterr().out
+
+
+class DropsAnInterrupt:
+    """Its destructor runs while Ctrl-C arrives, so Python drops the exception that the handler raises."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_probe_ends_the_run_before_it_begins(tiny_model, tmp_path, monkeypatch):
+    job = make_job(tiny_model, tmp_path, "one", probe=True)
+    measure = probing._run
+
+    def interrupted(*args):
+        DropsAnInterrupt()
+        measure(*args)
+
+    monkeypatch.setattr(probing, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(job)
+    assert not job.run.plan.exists() and not job.run.metrics.exists()

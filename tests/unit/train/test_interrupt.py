@@ -1,0 +1,73 @@
+"""Ctrl-C before the first step ends the run, wherever Python is at that moment."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from sft_play.train.callbacks import StopOnSignal
+from sft_play.train.interrupt import ended_by_ctrl_c
+
+
+class Swallows:
+    """Its destructor runs while the signal arrives, so Python drops the exception that the handler raises."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_arrives_nevertheless():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), ended_by_ctrl_c():
+        Swallows()
+        time.sleep(60)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_is_dropped_at_the_end_counts_too():
+    with pytest.raises(KeyboardInterrupt), ended_by_ctrl_c():
+        Swallows()
+
+
+def test_without_an_interrupt_nothing_happens():
+    with ended_by_ctrl_c():
+        pass
+    with pytest.raises(ValueError), ended_by_ctrl_c():
+        raise ValueError
+
+
+@pytest.fixture
+def stop():
+    callback = StopOnSignal(1, torch.device("cpu"))
+    callback.on_train_begin(None, TrainerState(), TrainerControl())
+    yield callback
+    callback.give_signals_back()
+
+
+def test_before_the_first_step_is_done_ctrl_c_ends_training_at_once(stop):
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_after_a_step_ctrl_c_saves_a_checkpoint_and_a_second_one_ends_at_once(stop):
+    state, control = TrainerState(global_step=1, max_steps=9), TrainerControl()
+    stop.on_step_end(None, state, control)
+    signal.raise_signal(signal.SIGINT)
+    stop.on_step_end(None, state, control)
+    assert control.should_save and control.should_training_stop and stop.stopped
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_before_the_first_step_is_done_sigterm_still_saves(stop):
+    signal.raise_signal(signal.SIGTERM)
+    control = TrainerControl()
+    stop.on_step_end(None, TrainerState(global_step=1, max_steps=9), control)
+    assert control.should_save
