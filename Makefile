@@ -254,6 +254,10 @@ bench-peers: $(READY) ## Compare speed with other toolkits on the CPU; hours
 bench-faults: $(READY) ## Measure how fast a run ends after each kind of fault
 	$(PY) -m benchmarks.faults $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(READY) ## Refuse 10,000 broken inputs in one sentence each
+	$(PY) -m benchmarks.fuzz $(ARGS)
+
 .PHONY: clean
 clean: ## Remove tool caches; keep data, runs and .venv
 	rm -rf $(TOOL_CACHES)
