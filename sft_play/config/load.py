@@ -262,7 +262,7 @@ def _problems(error: ValidationError) -> list[str]:
             if depth < len(path) or dotted in lines:
                 message = f"expected {_allowed_text(name) or message}"
             if not isinstance(item["input"], dict | BaseModel):
-                message += f" (found {json.dumps(item['input'], default=str)})"
+                message += f" (found {json.dumps(item['input'], default=str):.200})"
             lines[dotted] = message
     return [f"{name}: {text}" for name, text in lines.items()]
 

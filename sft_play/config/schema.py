@@ -15,6 +15,7 @@ from pydantic import (
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(gt=0, lt=2**31)]
+LONGEST_NAME = 255  # bytes of the name of a file
 Workers = Annotated[int, Field(gt=0, le=1024)]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
@@ -44,6 +45,14 @@ def _regular_expression(value: str) -> str:
     return value
 
 
+def _usable_path(value: str) -> str:
+    longest = max(len(part.encode()) for part in value.split("/"))
+    if "\0" in value or longest > LONGEST_NAME:
+        raise ValueError(f"not a usable path: a name in it has more than {LONGEST_NAME} bytes or a NUL byte")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_usable_path)]
 Expression = Annotated[str, AfterValidator(_regular_expression)]
 AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
 AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
@@ -60,7 +69,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model and how it is loaded."""
 
-    name: str = Field(min_length=1)
+    name: PathText = Field(min_length=1)
     """Hub name ("Qwen/Qwen3-0.6B"), a local folder, or a small built-in model ("builtin:demo",
     "builtin:tiny")."""
     max_seq_len: AutoOrCount = "auto"
@@ -84,11 +93,11 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The rows, how they are rendered as text, and which tokens carry loss."""
 
-    train_path: str = Field(min_length=1)
+    train_path: PathText = Field(min_length=1)
     """JSONL, JSON, Parquet or CSV file, a folder of such files, a Hub dataset, or "builtin:demo"."""
-    val_path: str | None = None
+    val_path: PathText | None = None
     """Validation rows. Default: hold out val_fraction of train_path."""
-    test_path: str | None = None
+    test_path: PathText | None = None
     """Test rows. Default: hold out test_fraction of train_path."""
     val_fraction: Fraction = 0.05
     """Share of train_path to hold out for validation if val_path is not set."""
@@ -105,7 +114,7 @@ class DataConfig(Section):
         "text",
     ] = "auto"
     """Row format. auto: detected from the keys of the first row; all other rows must have the same format."""
-    chat_template: str = "auto"
+    chat_template: PathText = "auto"
     """auto: the tokenizer's own, or "plain" if it has none. Or "plain", "chatml", or the path of a Jinja
     file."""
     system_prompt: str | None = None
@@ -215,7 +224,7 @@ class TrainConfig(Section):
     """Before training, run two steps and an evaluation on the largest batch and compare measured with
     predicted memory; if the run is long enough for it to pay off, also time plans that may be faster. search:
     time all alternatives of the plan for up to a minute and use the fastest."""
-    resume: str = "never"
+    resume: PathText = "never"
     """never: start from scratch (an earlier run with this name is moved aside). auto: resume from the latest
     complete checkpoint, if any. Or the path of a checkpoint."""
     allow_changed: list[str] = []
@@ -272,7 +281,7 @@ class OutputConfig(Section):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     """Name of the run; its directory is <dir>/<name>."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Parent folder of all runs."""
 
 

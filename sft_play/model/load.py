@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+)
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from sft_play.config.schema import LoraSettings, ModelConfig, RunConfig
@@ -18,12 +24,12 @@ from sft_play.model import attention
 from sft_play.model.adapters import load_adapter, require_inner_layers
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer
 from sft_play.model.finite import first_not_finite
-from sft_play.model.sizes import require_sound_sizes
+from sft_play.model.sizes import require_few_layers, require_sound_sizes
 from sft_play.plan import Plan
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Layer types in which one token sees another through attention alone.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -48,7 +54,7 @@ def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigErro
     return ConfigError(f"model.name: the {what} of '{model.name}' cannot be loaded: {reason[:300]}\n{hint}")
 
 
-def load_model_config(model: ModelConfig) -> "PretrainedConfig":
+def load_model_config(model: ModelConfig) -> PretrainedConfig:
     """The architecture (config.json) from a folder or the hub.
 
     Raises:
@@ -60,14 +66,18 @@ def load_model_config(model: ModelConfig) -> "PretrainedConfig":
             f"model.name: {folder} has no config.json; use a folder from save_pretrained(), or a hub name"
         )
     try:
+        tree, _ = PretrainedConfig.get_config_dict(model.name, **_hub_arguments(model))
+        require_few_layers(tree, model.name)
         config = AutoConfig.from_pretrained(model.name, **_hub_arguments(model))
+    except ConfigError:
+        raise
     except Exception as error:  # the classes of architectures raise anything
         raise _not_loadable("config", model, error) from error
     require_sound_sizes(config, model.name)
     return config
 
 
-def position_limit(config: "PretrainedConfig") -> int | None:
+def position_limit(config: PretrainedConfig) -> int | None:
     """The longest sequence in tokens that the architecture supports; None if it does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
@@ -96,7 +106,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def choose_attention(asked: str, config: "PretrainedConfig", device: str) -> str:
+def choose_attention(asked: str, config: PretrainedConfig, device: str) -> str:
     """The attention implementation to use: the requested one, or for "auto" the fastest available.
 
     Raises:
@@ -122,7 +132,7 @@ def choose_attention(asked: str, config: "PretrainedConfig", device: str) -> str
 
 
 def joins_rows(
-    config: RunConfig, architecture: "PretrainedConfig", attention_name: str
+    config: RunConfig, architecture: PretrainedConfig, attention_name: str
 ) -> tuple[bool, list[str]]:
     """Whether rows can be joined end to end without seeing each other, and if not, the reason.
 

@@ -1,6 +1,7 @@
 """Checks the sizes in a model's config.json, before anything is built from them."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError
 
@@ -20,6 +21,19 @@ SIZES = (
 MOST, MOST_LAYERS = 2**28, 2_000  # far above any published model
 
 
+def require_few_layers(tree: Mapping[str, Any], name: str) -> None:
+    """Checks the number of layers in the content of config.json: architectures make a list of them at once.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            require_few_layers(value, name)
+        elif "layer" in str(key) and isinstance(value, int) and value > MOST_LAYERS:
+            raise _wrong(name, f"{key} is {value:.3g}; expected at most {MOST_LAYERS:,}")
+
+
 def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
     """Checks that the sizes are numbers in a sensible range, and that the attention heads divide.
 
@@ -35,9 +49,8 @@ def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
     # some architectures have one size per layer, and leave out what does not apply to them
     sizes = {size: value for size, value in found.items() if value is not None and not _is_list(value)}
     for size, value in sizes.items():
-        most = MOST_LAYERS if size == "num_hidden_layers" else MOST
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise _wrong(name, f"{size} is {value!r}; expected a whole number from 1 to {most:,}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST:
+            raise _wrong(name, f"{size} is {value!r:.40}; expected a whole number from 1 to {MOST:,}")
     hidden, heads, groups = (sizes.get(size) for size in SIZES[:1] + SIZES[3:5])
     if hidden and heads and not sizes.get("head_dim") and hidden % heads:
         raise _wrong(name, f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")

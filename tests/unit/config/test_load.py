@@ -145,6 +145,13 @@ def test_a_file_that_is_no_config_is_refused_by_its_size(tmp_path):
         load_config(write(tmp_path, "a: b # " + "x" * (50_000_000 - 7)))
 
 
+@pytest.mark.parametrize("value", ["x" * 256, "a/" + "x" * 256, '"a\\0b"'])
+@pytest.mark.parametrize("key", ["model.name", "data.train_path", "data.chat_template", "output.dir"])
+def test_a_path_that_no_disk_could_have_is_refused(tmp_path, key, value):
+    with pytest.raises(ConfigError, match=f"{key}: not a usable path"):
+        load_config(write(tmp_path, MINIMAL), [f"{key}={value}"])
+
+
 def test_dumped_config_loads_back_to_the_same_config(tmp_path):
     resolved = load_config(write(tmp_path, MINIMAL), ["tuning.lora.r=8", "train.mixed_precision=no"])
     again = load_config(

@@ -25,8 +25,11 @@ def write(folder, tree) -> ModelConfig:
         ({"vocab_size": 0}, "vocab_size is 0; expected a whole number from 1 to 268,435,456"),
         (
             {"num_hidden_layers": 10**7},
-            "num_hidden_layers is 10000000; expected a whole number from 1 to 2,000",
+            "num_hidden_layers is 1e+07; expected at most 2,000",
         ),
+        ({"model_type": "gpt2", "n_layer": 10**7}, "n_layer is 1e+07"),
+        ({"model_type": "qwen2", "num_hidden_layers": 10**30}, "num_hidden_layers is 1e+30"),
+        ({"text_config": {"num_hidden_layers": 10**7}}, "num_hidden_layers is 1e+07"),
         ({"num_attention_heads": 3, "head_dim": None}, "heads"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_key_value_heads 3"),
         ({"intermediate_size": 10**12}, "intermediate_size"),
