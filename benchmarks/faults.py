@@ -2,6 +2,7 @@
 
     make bench-faults                           # all faults; writes benchmarks/results/faults.json
     make bench-faults ARGS="kill sleep"         # some faults; writes nothing
+    make bench-faults ARGS="saves"              # kill -9 in all phases of saving (kills.py)
 
 The fault is injected into rank 1 at the beginning of step 4 (faulty_rank.py); time is measured from there to
 the exit of the last process.
@@ -174,9 +175,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "faults", nargs="*", metavar="fault", help=f"any of: {', '.join(every)} (default: all)"
+        "faults", nargs="*", metavar="fault", help=f"any of: {', '.join(every)} (default: all); or saves"
     )
     asked = parser.parse_args().faults
+    if asked == ["saves"]:
+        from benchmarks import kills
+
+        kills.main([])
+        return
     found = []
     for name in asked or every:
         outcome = measure(name)
