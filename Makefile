@@ -200,6 +200,10 @@ test-cluster: $(READY) ## Test on a local SLURM and two virtual hosts (as root)
 	bash tests/cluster/install.sh
 	$(PY) -m pytest -m cluster $(ARGS)
 
+.PHONY: test-faults
+test-faults: $(READY) ## Run the tests with injected faults that take minutes
+	$(PY) -m pytest -m faults $(ARGS)
+
 .PHONY: check-code
 check-code: $(READY) ## Lint, check formatting, check types
 	$(PY) -m ruff check .

@@ -233,5 +233,5 @@ def run_rank(argv: list[str]) -> int:
         if ranks.reports_folder is None:
             return report_error(error)
         text = str(error) if isinstance(error, SftPlayError) else "".join(traceback.format_exception(error))
-        return finish_rank(ranks, code, text)
+        return finish_rank(ranks, code, text, type(error).__name__)
     return finish_rank(ranks, 0)

@@ -32,6 +32,13 @@ class DoesNotFitError(SftPlayError):
     exit_code = 4
 
 
+class OutOfMemory(DoesNotFitError):
+    """Memory ran out in the middle of training, where the step could not be done again.
+
+    A smaller plan may go on from the last checkpoint.
+    """
+
+
 class NonFiniteError(SftPlayError):
     """Loss or gradients became NaN or infinite."""
 

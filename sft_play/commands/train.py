@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from sft_play.builtin.demo import materialise
 from sft_play.commands.card import write_card
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, DoesNotFitError, OutOfMemory
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.environment import PLAN_VARIABLE, RankEnvironment
@@ -53,9 +55,7 @@ def train_command(
     overrides = [*overrides, *as_overrides(engine, resume)]
     load_config(path, overrides)  # reports mistakes before waiting for other machines
     with connected_machines(nodes) as link, opened_job(path, overrides, processes, nodes) as job:
-        summary = (
-            train_here(job) if job.plan.world_size == 1 else train_on_many(job, [path, *overrides], link)
-        )
+        summary = train_job(job, [path, *overrides], link)
         if nodes.rank:
             console().print("trained; the results are on machine 0")
             return 0
@@ -122,6 +122,44 @@ def open_job(resolved: ResolvedConfig, processes: int) -> Job:
     console().print(show.table(job.data))
     console().print(reasons(job.plan.why))
     return job
+
+
+def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, Any]:
+    """Trains, here or in several processes; returns the summary.
+
+    If memory runs out in a step that cannot be done again, goes on from the last checkpoint with a smaller
+    plan: once, and only on one machine.
+
+    Args:
+        job: the run.
+        argv: config file and overrides, as typed.
+        link: the connection to the launchers on the other machines.
+
+    Raises:
+        OutOfMemory: memory ran out again, or there is no smaller plan; further errors as in `train` and
+            `launch_ranks`.
+    """
+    try:
+        return _train_once(job, argv, link)
+    except OutOfMemory as error:
+        if link:
+            raise
+        reason = str(error)
+    # here the error no longer refers to the memory of the session that failed
+    from sft_play.train.out_of_memory import continuation, smaller_job
+
+    try:
+        job = smaller_job(job)
+    except DoesNotFitError as error:
+        raise OutOfMemory(f"{reason}\nThere is no smaller plan to go on with: {error}") from None
+    said = f"{reason.splitlines()[0]}; {continuation(job)}"
+    console().print(f"  [yellow]{escape(said)}[/]")
+    summary = _train_once(job, [*argv, f"train.resume={job.config.train.resume}"], link)
+    return update_summary(job.run, out_of_memory=[said, *summary["out_of_memory"]])
+
+
+def _train_once(job: Job, argv: list[str], link: Link | None) -> dict[str, Any]:
+    return train_here(job) if job.plan.world_size == 1 else train_on_many(job, argv, link)
 
 
 def train_here(job: Job) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sft_play.errors import Interrupted, LaunchError, SftPlayError
+from sft_play.errors import Interrupted, LaunchError, OutOfMemory, SftPlayError
 from sft_play.launch.environment import RankEnvironment
 from sft_play.runlog import RunDir
 
@@ -30,12 +30,13 @@ LOST_PEER = (
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended: its exit code (errors.py), its message, and the time."""
+    """How one rank ended: its exit code (errors.py), its message, the time, and the class of its error."""
 
     rank: int
     code: int
     message: str = ""
     time: float = 0.0
+    error: str = ""
 
 
 def reports_folder(run: RunDir) -> Path:
@@ -43,15 +44,21 @@ def reports_folder(run: RunDir) -> Path:
     return run.path / "ranks"
 
 
-def finish_rank(ranks: RankEnvironment, code: int, message: str = "") -> int:
+def finish_rank(ranks: RankEnvironment, code: int, message: str = "", error: str = "") -> int:
     """Reports this rank's exit to our launcher, if it started the rank; returns the process's exit status.
 
     Under our launcher, a rank that was interrupted after saving exits with 0, so that torchrun does not kill
     ranks that are still saving.
+
+    Args:
+        ranks: this rank's place among the others.
+        code: its exit code.
+        message: of its error.
+        error: name of the error's class.
     """
     if ranks.reports_folder is None:
         return code
-    _write(ranks.reports_folder, RankExit(ranks.rank, code, message, time.time()))
+    _write(ranks.reports_folder, RankExit(ranks.rank, code, message, time.time(), error))
     return 0 if code == SAVED else code
 
 
@@ -183,6 +190,7 @@ def raise_unless_done(result: RankExit) -> None:
     Raises:
         SftPlayError: the subclass with that code, or the class itself for a bug, with the rank's traceback as
             the message.
+        OutOfMemory: memory ran out in the middle of training.
         KeyboardInterrupt: a second Ctrl-C ended the run at once.
     """
     if result.code == 0:
@@ -190,6 +198,5 @@ def raise_unless_done(result: RankExit) -> None:
     if result.code == STOPPED_BY_USER:
         raise KeyboardInterrupt
     kinds = {kind.exit_code: kind for kind in SftPlayError.__subclasses__()}
-    raise kinds.get(result.code, SftPlayError)(
-        result.message or f"rank {result.rank} exited with code {result.code}"
-    )
+    kind = OutOfMemory if result.error == OutOfMemory.__name__ else kinds.get(result.code, SftPlayError)
+    raise kind(result.message or f"rank {result.rank} exited with code {result.code}")

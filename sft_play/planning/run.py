@@ -19,6 +19,8 @@ from sft_play.sizing.corrections import (
     corrected_clock,
     corrected_estimator,
     correction_sentence,
+    ran_out_sentence,
+    read_ran_out,
     read_ratios,
     record_path,
 )
@@ -80,7 +82,9 @@ def plan_run(
         plan = choose_plan(config, drafts, None, None)
         return replace(plan, why=(*plan.why, str(error).splitlines()[0], *notes))
     assert plan.memory
-    correction = correction_sentence(read_ratios(record(config, plan)), plan.memory.peak_phase)
+    path = record(config, plan)
+    correction = correction_sentence(read_ratios(path), plan.memory.peak_phase)
+    correction += ran_out_sentence(read_ran_out(path), plan)
     return replace(plan, why=(*plan.why, *correction, *notes))
 
 

@@ -141,6 +141,7 @@ def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             "memory",
             memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes")),
         ),
+        *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
     ]
 

@@ -105,6 +105,47 @@ def read_ratios(path: Path) -> dict[str, float]:
         return {}
 
 
+@dataclass(frozen=True)
+class RanOut:
+    """Memory ran out: plans whose largest micro-batch has `micro_batch_tokens` need `needed_bytes`."""
+
+    micro_batch_tokens: int
+    needed_bytes: int
+
+    def applies_to(self, plan: Plan) -> bool:
+        """Whether the plan's largest micro-batch has as many tokens: memory grows with them."""
+        return plan.micro_batch_tokens >= self.micro_batch_tokens
+
+
+def read_ran_out(path: Path) -> RanOut | None:
+    """When memory ran out in an earlier run of this kind, from the file that `record_path` names."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))["ran_out"]
+        return RanOut(int(tree["micro_batch_tokens"]), int(tree["needed_bytes"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
+    """Remembers that memory ran out, so that the next plan of this kind of step is smaller.
+
+    Args:
+        path: the file that `record_path` names.
+        plan: the plan that ran out. Without a predicted memory nothing is known of the budget, or remembered.
+        used_bytes: the peak when memory ran out, if it is known.
+    """
+    if plan.memory is None or plan.micro_batch_tokens <= 0:
+        return
+    needed, earlier = max(plan.memory.budget_bytes, used_bytes) + 1, read_ran_out(path)
+    found = RanOut(plan.micro_batch_tokens, needed)
+    if earlier is not None and earlier.micro_batch_tokens < found.micro_batch_tokens:
+        found = earlier
+    record: dict[str, Any] = {"ran_out": asdict(found)}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        record = {**json.loads(path.read_text(encoding="utf-8")), **record}
+    _write(path, record)
+
+
 def ratios_of(predicted: Memory, measured: Mapping[str, int], earlier: Ratios) -> dict[str, float]:
     """Measured / predicted memory above the weights, by phase.
 
@@ -137,6 +178,9 @@ def write_record(path: Path, plan: Plan, result: ProbeResult, device: str) -> No
         "ratios": read_ratios(path),
         "speed": asdict(read_speed(path)),
     }
+    ran_out = read_ran_out(path)
+    if ran_out is not None:
+        record["ran_out"] = asdict(ran_out)
     if plan.memory is not None and result.phases:
         record |= {
             "predicted": plan.memory.phases,
@@ -267,16 +311,33 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
 
 
 def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan], Path]) -> Estimator:
-    """The estimator, corrected by earlier probes; `path_of` names the file with a plan's corrections."""
-    known: dict[Path, dict[str, float]] = {}
+    """The estimator, corrected by earlier runs; `path_of` names the file with a plan's corrections."""
+    known: dict[Path, tuple[dict[str, float], RanOut | None]] = {}
 
     def estimate_corrected(config: RunConfig, plan: Plan) -> Memory:
         path = path_of(config, plan)
         if path not in known:
-            known[path] = read_ratios(path)
-        return corrected(estimate(config, plan), known[path])
+            known[path] = read_ratios(path), read_ran_out(path)
+        ratios, ran_out = known[path]
+        memory = corrected(estimate(config, plan), ratios)
+        return raised(memory, ran_out.needed_bytes) if ran_out and ran_out.applies_to(plan) else memory
 
     return estimate_corrected
+
+
+def raised(memory: Memory, needed_bytes: int) -> Memory:
+    """The prediction with at least `needed_bytes` reserved; its phases, which probes correct, stay."""
+    return replace(memory, reserved_bytes=max(memory.reserved_bytes or 0, needed_bytes))
+
+
+def ran_out_sentence(ran_out: RanOut | None, plan: Plan) -> list[str]:
+    """What a plan does about memory that ran out before, as one of its reasons; empty if nothing."""
+    if ran_out is None or ran_out.applies_to(plan):
+        return []
+    return [
+        "in an earlier run of this kind, memory ran out with "
+        f"{ran_out.micro_batch_tokens:,} tokens in a micro-batch"
+    ]
 
 
 def correction_sentence(ratios: Ratios, phase: str) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,6 +19,9 @@ from sft_play.runlog import RunDir, append_metrics, console
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
 from sft_play.units import GIB, format_duration
+
+if TYPE_CHECKING:
+    from sft_play.train.redo import Redo
 
 
 class Reporter(TrainerCallback):
@@ -228,15 +231,16 @@ class EvaluateAtEnd(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """After SIGTERM, SIGINT or SIGUSR1 on any rank: finishes the step, saves a checkpoint and stops.
 
-    A second SIGINT stops at once, and so does the first one before the first step is done.
+    A second SIGINT stops at once, and so does the first one before the first step is done. The same message
+    between the ranks tells how small their micro-batches have become because memory ran out (redo.py).
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
+    def __init__(self, world_size: int, device: torch.device, redo: "Redo") -> None:
         self.stopped = False
         self._asked = self._stepped = False
-        self._world_size, self._device = world_size, device
+        self._world_size, self._device, self._redo = world_size, device, redo
         self._earlier: dict[int, Any] = {}
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -251,11 +255,13 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops all ranks at the same step if any of them got a signal."""
-        asked, self._stepped = self._asked, True
+        self._stepped = True
+        asked, pieces = int(self._asked), self._redo.cut.pieces
         if self._world_size > 1:
-            flag = torch.tensor(int(asked), device=self._device)
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-            asked = bool(flag.item())
+            highest = torch.tensor([asked, pieces], device=self._device)
+            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
+            asked, pieces = highest.tolist()
+        self._redo.agree(pieces)
         if asked and not self.stopped and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
             console().print(f"  stopping after step {state.global_step}: saving a checkpoint")

@@ -1,5 +1,6 @@
-"""Measures the device memory that training itself uses."""
+"""Measures the device memory that training itself uses, and frees what it no longer does."""
 
+import gc
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,13 @@ class MemoryMeter:
         if self.device == "cuda":
             return torch.cuda.max_memory_allocated()
         return max(0, _status_bytes("VmHWM") - self.resident_before)
+
+
+def release_unreferenced(device: str) -> None:
+    """Frees what nothing refers to any more, on "cuda" also for other processes."""
+    gc.collect()
+    if device == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _status_bytes(name: str) -> int:

@@ -27,7 +27,13 @@ from sft_play.model.loss_head import token_loss
 from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
 from sft_play.report.progress import spinner
-from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_record
+from sft_play.sizing.corrections import (
+    ProbeResult,
+    record_path,
+    write_overhead,
+    write_ran_out,
+    write_record,
+)
 from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import prepare_for_training
@@ -48,16 +54,18 @@ def probe(session: Session) -> ProbeResult:
     rows = largest_micro_batch(session.rows.dataset)
     with _as_it_was(trainer):
         alone = _fits_alone(session, rows) if plan.world_size > 1 else True
-        if not all_agree(trainer, alone):
-            return ProbeResult(ran_out=True)
-        with spinner("  probe: two steps and an evaluation at the largest batch"):
-            for _ in range(ATTEMPTS):
-                result = ProbeResult.of_all(gather_object([_measure(session, rows)]))
-                if result.phases or result.ran_out:
-                    break
+        result = ProbeResult(ran_out=True)
+        if all_agree(trainer, alone):
+            with spinner("  probe: two steps and an evaluation at the largest batch"):
+                for _ in range(ATTEMPTS):
+                    result = ProbeResult.of_all(gather_object([_measure(session, rows)]))
+                    if result.phases or result.ran_out:
+                        break
     if session.job.ranks.is_main:
         path, device = correction_path(session.job, plan), training_device(session.job.machine).name
         write_record(path, plan, result, device)
+        if result.ran_out:
+            write_ran_out(path, plan)
         if result.overhead_bytes:
             write_overhead(device, plan.world_size, result.overhead_bytes)
     trainer.accelerator.wait_for_everyone()

@@ -6,9 +6,10 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 
-from sft_play.data.batching import FILLER, Schedule, make_schedule, padded_length
+from sft_play.data.batching import FILLER, Schedule, deal, deal_alike, make_schedule, padded_length
 from sft_play.data.chat import IGNORED
 from sft_play.data.packing import pack
+from sft_play.job import Job
 from sft_play.plan import Plan
 from sft_play.planning.batch import evaluation_batches
 
@@ -144,6 +145,36 @@ def evaluation_rows(
     return MicroBatches(
         with_filler(rows, pad_id), _as_dataset(values, offsets, filler=len(rows), tokens=tokens)
     )
+
+
+def validation_rows(job: Job) -> MicroBatches | None:
+    """The batches of a run's evaluations; None if it has no validation rows."""
+    if job.data.val is None:
+        return None
+    asked = job.config.eval.batch_size
+    return evaluation_rows(
+        job.data.val,
+        job.plan,
+        pad_id=job.tokenizer.pad_token_id,
+        rows_per_batch=None if asked == "auto" else asked,
+    )
+
+
+def cut(batches: MicroBatches, pieces: int, *, padding_free: bool) -> Dataset:
+    """Deals the rows of each micro-batch to `pieces` smaller ones, balanced by tokens.
+
+    The result has the columns of `batches.dataset`; its element m x pieces + p is piece p of micro-batch m. A
+    piece without rows holds a filler.
+    """
+    lists = batches.dataset.with_format("arrow")[:]["rows"].combine_chunks()
+    counts = lists.value_lengths().to_numpy()
+    rows = np.full((len(counts), counts.max()), FILLER)
+    rows[np.arange(counts.max()) < counts[:, None]] = lists.flatten().to_numpy()
+    lengths, filler = np.array(batches.rows["length"]), len(batches.rows) - 1
+    costs = np.where((rows == FILLER) | (rows == filler), 0, lengths[rows])
+    schedule = Schedule(rows, (deal if padding_free else deal_alike)(costs, pieces), pieces)
+    seen = schedule.sums(lengths) if padding_free else schedule.padded_tokens(lengths)
+    return _as_dataset(*schedule.micro_batches(), filler=filler, tokens=np.maximum(seen.ravel(), 1))
 
 
 def _as_dataset(values: np.ndarray, offsets: np.ndarray, *, filler: int, tokens: np.ndarray) -> Dataset:

@@ -1,12 +1,11 @@
 """A run that is ready to start: model, rows and TRL's trainer with our callbacks."""
 
-import gc
 import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -28,7 +27,7 @@ from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Reporter
 from sft_play.train.checkpoints import is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
 from sft_play.train.heartbeat import Heartbeat
-from sft_play.train.memory_meter import MemoryMeter
+from sft_play.train.memory_meter import MemoryMeter, release_unreferenced
 from sft_play.train.nonfinite import (
     SHOWN_TOKENS,
     SkippedSteps,
@@ -37,8 +36,11 @@ from sft_play.train.nonfinite import (
     poisoned_if_not_finite,
     rows_not_finite,
 )
-from sft_play.train.rows import MicroBatches, TrainingRows, evaluation_rows, training_rows
+from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.saving import CheckpointWriter
+
+if TYPE_CHECKING:
+    from sft_play.train.redo import Redo
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
@@ -67,6 +69,7 @@ class PlannedTrainer(SFTTrainer):
         self,
         *args: Any,
         rows: MicroBatches,
+        eval_rows: MicroBatches | None,
         eval_collator: Any,
         checkpoint_parts: int,
         writer: CheckpointWriter,
@@ -76,6 +79,8 @@ class PlannedTrainer(SFTTrainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
+        self._eval_rows = eval_rows
+        self.redo: Redo | None = None  # while the steps of the run are computed
         self._step_loss: torch.Tensor | float = 0.0
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
@@ -85,20 +90,25 @@ class PlannedTrainer(SFTTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward pass of a micro-batch; returns its share of its step's loss, a scalar.
 
-        The library's own method walks through all modules of the model to set their training mode.
+        If memory runs out, what is done of the step is done again in smaller pieces (redo.py). The library's
+        own method walks through all modules of the model to set their training mode.
         """
         unwrapped: Any = self.model
         if not unwrapped.training:
             model.train()
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(
-                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
-            )
         # compute_loss has already divided the loss by the number of micro-batches
         engine = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
-        self.accelerator.backward(loss, **engine)
-        # added to the mean loss of the log, which a NaN would never leave again
-        share = loss.detach().nan_to_num(0.0, 0.0, 0.0)
+
+        def learn(batch: Any) -> torch.Tensor:
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(
+                    model, self._prepare_inputs(batch), num_items_in_batch=num_items_in_batch
+                )
+            self.accelerator.backward(loss, **engine)
+            # added to the mean loss of the log, which a NaN would never leave again
+            return loss.detach().nan_to_num(0.0, 0.0, 0.0)
+
+        share = self.redo.learn(model, inputs, learn) if self.redo else learn(inputs)
         self._step_loss = self._step_loss + share
         return share
 
@@ -118,7 +128,7 @@ class PlannedTrainer(SFTTrainer):
         self.begin_phase("forward")
         # DDP and ZeRO-2 average gradients over the ranks, and the loss is divided by the tokens of all.
         ranks = self.accelerator.num_processes
-        shares = self.current_gradient_accumulation_steps * ranks
+        shares = self.current_gradient_accumulation_steps * ranks * (self.redo.cut.pieces if self.redo else 1)
         balance = self.router_aux_loss_coef / shares if self.aux_loss_enabled else 0.0
         loss = ranks * token_loss(model, inputs, num_items_in_batch, router_weight=balance)
         self.begin_phase("backward")
@@ -197,16 +207,26 @@ class PlannedTrainer(SFTTrainer):
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         was_training = model.training
         model.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+
+        def score(batch: Any) -> torch.Tensor:
+            with self.compute_loss_context_manager():
+                return score_batch(model, self._prepare_inputs(batch))
+
         with torch.random.fork_rng(devices=[]):  # the loader draws a number, which would change later dropout
-            for batch in loader:
-                with self.compute_loss_context_manager():
-                    sums += score_batch(model, self._prepare_inputs(batch))
+            for number, batch in enumerate(loader):
+                place = number * ranks + rank
+                sums[:3] += self.redo.score(place, batch, score) if self.redo else score(batch)
         model.train(was_training)
-        score = TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
+        sums[3] = self.redo.eval_times if self.redo else 0
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        total = TokenScore.of(sums[:3])
+        if self.redo:
+            self.redo.evaluated(int(sums[3]))
         metrics = {
-            f"{metric_key_prefix}_loss": score.loss,
-            f"{metric_key_prefix}_token_accuracy": score.accuracy,
+            f"{metric_key_prefix}_loss": total.loss,
+            f"{metric_key_prefix}_token_accuracy": total.accuracy,
         }
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -309,16 +329,14 @@ def close_session(session: Session, plan: Plan) -> Job:
 def release_memory(trainer: PlannedTrainer) -> None:
     """Frees what accelerate holds and what is no longer referenced, on the device too."""
     trainer.accelerator.free_memory()
-    gc.collect()
-    if trainer.args.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_unreferenced(trainer.args.device.type)
 
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan = job.config, job.plan
     # transformers no longer has an argument for it
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(job.run.tensorboard)
-    validation = _validation_rows(job)
+    validation = validation_rows(job)
     trainer = PlannedTrainer(
         model=model,
         args=sft_config(
@@ -329,6 +347,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         ),
         rows=rows,
+        eval_rows=validation,
         skipped=SkippedSteps(config.train.max_skipped_steps),
         numbers=reporter.numbers,
         train_dataset=rows.dataset,
@@ -348,18 +367,6 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
     return trainer
-
-
-def _validation_rows(job: Job) -> MicroBatches | None:
-    if job.data.val is None:
-        return None
-    asked = job.config.eval.batch_size
-    return evaluation_rows(
-        job.data.val,
-        job.plan,
-        pad_id=job.tokenizer.pad_token_id,
-        rows_per_batch=None if asked == "auto" else asked,
-    )
 
 
 def _collator(job: Job, batches: MicroBatches) -> Collator:

@@ -94,6 +94,17 @@ def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
     )
 
 
+def takes_less(plan: Plan) -> Callable[[Plan], bool]:
+    """Tells of another plan whether it needs less memory than this one."""
+
+    def less(other: Plan) -> bool:
+        if other.micro_batch_tokens == plan.micro_batch_tokens:
+            return other.gradient_checkpointing and not plan.gradient_checkpointing
+        return other.micro_batch_tokens < plan.micro_batch_tokens
+
+    return less
+
+
 def _too_much(plan: Plan, result: ProbeResult) -> str:
     if result.peak_bytes is None or plan.memory is None:
         return f"micro-batch {plan.micro_batch_size} does not fit: memory ran out in the probe"
@@ -111,13 +122,7 @@ def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
         DoesNotFitError: the config allows none.
     """
     job, plan = session.job, session.job.plan
-
-    def takes_less(other: Plan) -> bool:
-        if other.micro_batch_tokens == plan.micro_batch_tokens:
-            return other.gradient_checkpointing and not plan.gradient_checkpointing
-        return other.micro_batch_tokens < plan.micro_batch_tokens
-
-    found = _from_main(job, lambda: [plan_again(job, takes_less)])
+    found = _from_main(job, lambda: [plan_again(job, takes_less(plan))])
     if not found:
         raise DoesNotFitError(
             f"{_too_much(plan, result)}, and the config allows no smaller plan\n{memory_advice(plan)}"

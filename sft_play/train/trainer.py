@@ -3,8 +3,6 @@
 data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,11 @@ from transformers import TrainerState
 
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
-from sft_play.errors import DoesNotFitError, Interrupted
+from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.manifest import replacing
 from sft_play.model.load import build_model
-from sft_play.plan import Plan
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.callbacks import StopOnSignal
@@ -28,8 +25,9 @@ from sft_play.train.disk import disk_errors_explained
 from sft_play.train.interrupt import ended_by_ctrl_c
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.nonfinite import check_weights
+from sft_play.train.out_of_memory import memory_errors_explained, remembered
 from sft_play.train.pickles import only_tensors
-from sft_play.train.probe import memory_advice
+from sft_play.train.redo import Redo
 from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.saving import BestOfThisRun
 from sft_play.train.session import Session, open_session, ordered_rows
@@ -43,7 +41,8 @@ def train(job: Job) -> dict[str, Any]:
     Raises:
         Interrupted: a signal stopped it after a checkpoint was saved.
         NonFiniteError: loss or gradients were NaN or infinite in too many steps, or the weights are.
-        DoesNotFitError: memory ran out.
+        OutOfMemory: memory ran out in a step that could not be done again.
+        DoesNotFitError: memory ran out before the first step.
         StorageError: the disk is full.
         LaunchError: the ranks do not agree.
         CheckpointError: no checkpoint is left to resume from.
@@ -54,7 +53,8 @@ def train(job: Job) -> dict[str, Any]:
         session, probed = settled_session(job)
         begin_run(session.job)
         clear_way(session.job, checkpoint)
-        stopped = run_steps(session, checkpoint)
+        with remembered(session):
+            stopped = run_steps(session, checkpoint)
         save(session, stopped)
     return summarise(session, probed, stopped)
 
@@ -80,22 +80,6 @@ def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
         return settle_plan(prepare_session(job), prepare_session)
 
 
-@contextlib.contextmanager
-def memory_errors_explained(plan: Plan) -> Iterator[None]:
-    """Turns CUDA's out-of-memory error into ours, with what to change.
-
-    Raises:
-        DoesNotFitError: memory ran out in the block.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(
-            f"memory ran out at micro-batch {plan.micro_batch_size}: "
-            f"{str(error).splitlines()[0]}\n{memory_advice(plan)}"
-        ) from error
-
-
 def run_steps(session: Session, checkpoint: Path | None) -> bool:
     """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
     trainer = session.trainer
@@ -103,7 +87,9 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
         # it was done at the start; doing it again would count against the patience of early stopping
         trainer.args.eval_on_start = False
         trainer.add_callback(BestOfThisRun(checkpoint))
-    stop = StopOnSignal(session.job.plan.world_size, trainer.args.device)
+    trainer.redo = Redo(trainer, session.job, session.reporter.meter)
+    trainer.begin_phase = trainer.redo.begin_phase
+    stop = StopOnSignal(session.job.plan.world_size, trainer.args.device, trainer.redo)
     trainer.add_callback(stop)
     try:
         with only_tensors(deepspeed=session.job.plan.engine == "deepspeed_z2"):
@@ -185,7 +171,9 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         Interrupted: after writing, when a signal stopped the run.
     """
     job, rows, reporter = session.job, session.rows, session.reporter
-    plan, state = job.plan, session.trainer.state
+    redo, state = session.trainer.redo, session.trainer.state
+    assert redo
+    plan = redo.plan
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     evaluations = evaluations_by_step(job.run)  # also those from before an interruption
     summary = {
@@ -200,6 +188,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "optimizer_steps": state.global_step,
         "skipped_steps": session.trainer.skipped.total,
+        "out_of_memory": redo.said,
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
         "tokens_per_second": reporter.tokens_per_second,
         "training_seconds": reporter.training_seconds,

@@ -28,7 +28,7 @@ WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
-    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "test", "test-gpu", "test-cluster",
+    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "test", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-all",
 ]  # fmt: skip

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from sft_play.errors import DataError, DoesNotFitError, Interrupted, LaunchError, SftPlayError
+from sft_play.errors import DataError, DoesNotFitError, Interrupted, LaunchError, OutOfMemory, SftPlayError
 from sft_play.launch.environment import RankEnvironment
 from sft_play.launch.ranks import (
     RankExit,
@@ -33,6 +33,14 @@ def test_reports_come_back_in_the_order_of_time_and_broken_ones_are_passed_over(
     assert [(report.rank, report.code) for report in read_rank_exits(run)] == [(1, 4), (0, 1)]
     clear_rank_exits(run, range(2))
     assert read_rank_exits(run) == []
+
+
+def test_memory_that_ran_out_while_training_is_told_from_a_plan_that_does_not_fit(run):
+    for error, kind in ((OutOfMemory, OutOfMemory), (DoesNotFitError, DoesNotFitError)):
+        finish_rank(rank(reports_folder(run)), 4, "at micro-batch 4", error.__name__)
+        with pytest.raises(DoesNotFitError, match="at micro-batch 4") as raised:
+            raise_unless_done(result(read_rank_exits(run), ranks=(0,)))
+        assert type(raised.value) is kind
 
 
 def test_a_rank_without_our_launcher_keeps_its_exit_code(tmp_path):

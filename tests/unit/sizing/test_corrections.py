@@ -8,16 +8,20 @@ from sft_play.plan import Memory
 from sft_play.sizing import step
 from sft_play.sizing.corrections import (
     ProbeResult,
+    RanOut,
     corrected,
     corrected_clock,
     corrected_estimator,
     correction_sentence,
+    ran_out_sentence,
     ratios_of,
     read_overhead,
+    read_ran_out,
     read_ratios,
     read_speed,
     record_path,
     write_overhead,
+    write_ran_out,
     write_record,
 )
 from tests.unit.train.plans import PLAN
@@ -153,3 +157,36 @@ def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_and_by_whether_there_is_
     )
     write_overhead("card", 8, 900)
     assert read_overhead("card", 2) == 900
+
+
+def test_a_micro_batch_that_ran_out_of_memory_is_not_planned_again_but_a_smaller_one_is(tmp_path):
+    path = tmp_path / "r.json"
+    plan = timed(1000)
+    write_ran_out(path, plan)
+    ask = corrected_estimator(lambda run, p: MEMORY, lambda run, p: path)
+    assert ask(CONFIG, plan).needed_bytes == ask(CONFIG, timed(2000)).needed_bytes == 1001
+    assert ask(CONFIG, timed(999)) == MEMORY
+    assert ask(CONFIG, plan).phases == MEMORY.phases  # what a probe measures corrects these
+    write_record(path, timed(500), ProbeResult(phases=MEASURED), "card")
+    assert read_ran_out(path) == RanOut(1000, 1001) and read_ratios(path)
+
+
+def test_the_smallest_micro_batch_that_ran_out_counts(tmp_path):
+    path = tmp_path / "r.json"
+    write_record(path, timed(500), ProbeResult(phases=MEASURED), "card")
+    for tokens, used in ((1000, 0), (800, 1500), (900, 0)):
+        write_ran_out(path, timed(tokens), used)
+    assert read_ran_out(path) == RanOut(800, 1501) and read_ratios(path)
+    assert "800 tokens" in ran_out_sentence(read_ran_out(path), timed(500))[0]
+    assert ran_out_sentence(read_ran_out(path), timed(800)) == ran_out_sentence(None, timed(500)) == []
+
+
+def test_without_a_budget_nothing_is_known_of_what_ran_out(tmp_path):
+    write_ran_out(tmp_path / "r.json", replace(timed(1000), memory=None))
+    assert read_ran_out(tmp_path / "r.json") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"ran_out": 3}', '{"ran_out": {"micro_batch_tokens": "x"}}'])
+def test_a_record_of_running_out_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    assert read_ran_out(tmp_path / "r.json") is None

@@ -5,7 +5,7 @@ from datasets import Dataset
 from sft_play.data.chat import IGNORED
 from sft_play.data.collators import joined_micro_batches, padded_collator
 from sft_play.plan import Plan
-from sft_play.train.rows import count_supervised, evaluation_rows, pack_rows, training_rows
+from sft_play.train.rows import count_supervised, cut, evaluation_rows, pack_rows, training_rows
 from tests.conftest import token_rows
 
 ROWS = token_rows(50)
@@ -53,16 +53,37 @@ def test_supervised_tokens_are_counted_by_row():
 
 
 @pytest.mark.parametrize("padding_free", [True, False])
-@pytest.mark.parametrize("cut", [(16, 1), (4, 1), (4, 2), (1, 4)])
-def test_a_step_has_the_same_rows_however_it_is_cut(cut, padding_free):
-    whole, other = rows_of(plan(1, 1, 4)), rows_of(plan(*cut, 4, padding_free=padding_free))
+@pytest.mark.parametrize("split", [(16, 1), (4, 1), (4, 2), (1, 4)])
+def test_a_step_has_the_same_rows_however_it_is_cut(split, padding_free):
+    whole, other = rows_of(plan(1, 1, 4)), rows_of(plan(*split, 4, padding_free=padding_free))
     assert whole.tokens_per_step == other.tokens_per_step
-    bins = cut[0] * cut[1]
+    bins = split[0] * split[1]
     for step in range(4):
         micro = [row for batch in batches_of(other)[step * bins : (step + 1) * bins] for row in batch]
         learned = [row["input_ids"] for row in micro if row["input_ids"] != [PAD]]
         asked = [row["input_ids"] for row in batches_of(whole)[step] if row["input_ids"] != [PAD]]
         assert sorted(learned) == sorted(asked)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("pieces", [2, 4, 16])
+def test_the_pieces_of_a_micro_batch_hold_its_rows_and_none_is_much_larger(pieces, padding_free):
+    rows = rows_of(plan(2, 1, 4, padding_free=padding_free))
+    smaller = cut(rows, pieces, padding_free=padding_free)
+    assert len(smaller) == pieces * len(rows.dataset)
+    filler = len(rows.rows) - 1
+    for number, whole in enumerate(rows.dataset):
+        own = smaller[number * pieces : (number + 1) * pieces]
+        held = sorted(row for piece in own["rows"] for row in piece if row != filler)
+        assert held == sorted(row for row in whole["rows"] if row != filler)
+        lengths = [[rows.rows[row]["length"] for row in piece] for piece in own["rows"]]
+        if padding_free:
+            assert own["tokens"] == [sum(piece) for piece in lengths]
+            assert max(own["tokens"]) <= max(whole["tokens"] / pieces * 4 / 3, max(map(max, lengths)) * 4 / 3)
+        else:
+            assert own["tokens"] == [
+                -(-max(piece) // 8) * 8 * len(piece) if piece != [1] else 1 for piece in lengths
+            ]
 
 
 def test_an_epoch_learns_each_token_once_and_filler_nothing():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sft_play.errors import DoesNotFitError
-from sft_play.train.trainer import memory_errors_explained
+from sft_play.train.out_of_memory import memory_errors_explained
 from tests.unit.train.plans import PLAN
 
 

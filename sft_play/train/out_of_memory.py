@@ -1,0 +1,118 @@
+"""What a run does when memory runs out while it trains, and its step cannot be done again.
+
+It ends with exit code 4, and remembers which micro-batch was too large. Whoever started it goes on once from
+the last checkpoint, with a smaller plan.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from sft_play.errors import DoesNotFitError, OutOfMemory
+from sft_play.job import Job
+from sft_play.plan import Plan
+from sft_play.planning.search import batch_sentence
+from sft_play.runlog import read_json
+from sft_play.sizing.corrections import write_ran_out
+from sft_play.train.checkpoints import step_of
+from sft_play.train.memory_meter import MemoryMeter, release_unreferenced
+from sft_play.train.probe import correction_path, memory_advice
+from sft_play.train.session import Session
+from sft_play.train.settle import plan_again, takes_less
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that a GPU or the machine has no memory left."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, Exception) and should_reduce_batch_size(error))
+
+
+@contextlib.contextmanager
+def memory_errors_explained(plan: Plan) -> Iterator[None]:
+    """Turns PyTorch's out-of-memory error into ours, with what to change.
+
+    Raises:
+        DoesNotFitError: memory ran out in the block.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(_explained(plan, error)) from error
+
+
+def _explained(plan: Plan, error: BaseException) -> str:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"memory ran out at micro-batch {plan.micro_batch_size}: {first_line}\n{memory_advice(plan)}"
+
+
+def remember(job: Job, plan: Plan, meter: MemoryMeter) -> None:
+    """Records that memory ran out under this plan, so that the next plan of this kind is smaller."""
+    used = meter.peak_bytes() if plan.device == "cuda" else 0  # on a CPU, it is not what is predicted
+    write_ran_out(correction_path(job, plan), plan, used)
+
+
+@contextlib.contextmanager
+def remembered(session: Session) -> Iterator[None]:
+    """Ends a run whose memory runs out in the block in such a way that a smaller plan can go on.
+
+    Raises:
+        OutOfMemory: memory ran out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        redo = session.trainer.redo
+        plan = redo.own_plan() if redo else session.job.plan
+        remember(session.job, plan, session.reporter.meter)
+        step = session.trainer.state.global_step + 1
+        raise OutOfMemory(
+            f"in step {step}, {_explained(plan, error)}. Run `make resume` to go on from the last checkpoint"
+        ) from error
+
+
+def smaller_job(job: Job) -> Job:
+    """The job that goes on from the last checkpoint after memory ran out in the middle of training.
+
+    Its effective batch is the same. Before a run, a plan that the config prescribes is the user's to change;
+    in the middle of one, the work done counts for more, so `batch_size` and `grad_accum` are not binding.
+
+    Raises:
+        DoesNotFitError: there is no smaller plan.
+    """
+    release_unreferenced(job.plan.device)  # what the session that failed has left behind in this process
+    ran_out = Plan.from_json(read_json(job.run.plan))
+    free = {
+        "batch_size": "auto",
+        "grad_accum": "auto",
+        "effective_batch_size": ran_out.effective_batch_size,
+    }
+    plan = plan_again(_with_train(replace(job, plan=ran_out), **free), takes_less(ran_out))
+    reason = f"chosen because memory ran out at micro-batch {ran_out.micro_batch_size}"
+    own = _has_checkpoint(job) or job.config.train.resume == "never"
+    resume = "auto" if own else job.config.train.resume
+    return replace(_with_train(job, resume=resume), plan=replace(plan, why=(*plan.why, reason)))
+
+
+def _with_train(job: Job, **settings: Any) -> Job:
+    train = job.config.train.model_copy(update=settings)
+    config = job.config.model_copy(update={"train": train})
+    return replace(job, resolved=replace(job.resolved, config=config))
+
+
+def continuation(job: Job) -> str:
+    """From where, and how, the smaller job goes on."""
+    start = "from the last checkpoint" if _has_checkpoint(job) else "from the beginning, without a checkpoint"
+    recomputed = ", activations recomputed" if job.plan.gradient_checkpointing else ""
+    return f"going on {start} with a smaller plan: {batch_sentence(job.plan)}{recomputed}"
+
+
+def _has_checkpoint(job: Job) -> bool:
+    return any(step_of(path) is not None for path in job.run.checkpoints.glob("checkpoint-*"))
