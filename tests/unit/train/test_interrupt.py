@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def test_without_an_interrupt_nothing_happens():
 
 @pytest.fixture
 def stop():
-    callback = StopOnSignal(1, torch.device("cpu"))
+    uncut = SimpleNamespace(cut=SimpleNamespace(pieces=1), agree=lambda pieces: None)
+    callback = StopOnSignal(1, torch.device("cpu"), uncut)
     callback.on_train_begin(None, TrainerState(), TrainerControl())
     yield callback
     callback.give_signals_back()
