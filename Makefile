@@ -9,6 +9,12 @@
 #? PROBE=search                     time several plans, use the fastest
 #? ALLOW=train.max_steps            resume although this has changed
 #? NODES=2                          number of machines (multi-node)
+# What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
+# neither runs any of it. Only a line break would end a recipe's line, so it is refused.
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CONFIG CONFIRM DTYPE ENGINE GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
+        OUT PARTITION PROBE PYTHON RANK RUN RUNS SBATCH SHOW SPLIT STYLE TIME VENV
+$(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/demo.yaml
@@ -18,22 +24,42 @@ RUN ?=
 NODES ?=
 RUNS ?= runs
 
+define NEWLINE
+
+
+endef
+one_line = $(if $(findstring $(NEWLINE),$(1)),$(error a setting has more than one line: $(1)),$(1))
+quote = '$(subst ','\'',$(call one_line,$(1)))'
+flag = $(if $(2),$(1) $(call quote,$(2)))
+required = $(if $($(1)),,$(error $(1)=$(2) is required))
+
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# Free text: passed through the environment so that the shell does not parse it.
-export STYLE
 # Libraries would mistake these for the rank of a single process.
 unexport RANK MASTER_ADDR MASTER_PORT
 
-PY = "$(VENV)/bin/python"
+PY = $(call quote,$(VENV)/bin/python)
 SFT = $(PY) -m sft_play
-OVERRIDES = $(if $(RUN),"output.name=$(RUN)")$(if $(PROBE), "train.probe=$(PROBE)")$(if $(ALLOW), "train.allow_changed=[$(ALLOW)]") $(ARGS)
-WITH_CONFIG = --config "$(CONFIG)" $(OVERRIDES)
-SOME = $(if $(NGPU),--processes "$(NGPU)")
-ALL = --processes "$(if $(NGPU),$(NGPU),0)"
-WITH_ENGINE = $(if $(ENGINE),--engine "$(ENGINE)")
-MACHINE = --nodes "$(NODES)" --node-rank "$(RANK)" --master-addr "$(MASTER_ADDR)" --master-port "$(MASTER_PORT)"
-CLUSTER = --nodes "$(NODES)" --gpus "$(NGPU)" --partition "$(PARTITION)" --time "$(TIME)" --account "$(ACCOUNT)" --sbatch="$(SBATCH)"
+OVERRIDES = $(if $(RUN), $(call quote,output.name=$(RUN)))$(if $(PROBE), $(call quote,train.probe=$(PROBE)))$(if $(ALLOW), $(call quote,train.allow_changed=[$(ALLOW)]))
+# ARGS is one string: the program splits it into words like a shell, but runs nothing.
+MORE = $(if $(ARGS), $(call quote,--args=$(ARGS)))
+WITH_CONFIG = --config $(call quote,$(CONFIG))$(OVERRIDES)$(MORE)
+# A plan for MODEL takes a config only if one was typed.
+PLANNED = $(if $(and $(MODEL),$(filter file,$(origin CONFIG))),,--config $(call quote,$(CONFIG)))
+# The arguments of tools that do not know --args: words at spaces.
+WORDS = $(foreach word,$(call one_line,$(ARGS)),$(call quote,$(word)))
+# pytest splits its variable into words like a shell.
+PYTEST = $(if $(ARGS),PYTEST_ADDOPTS=$(call quote,$(ARGS)))
+SOME = $(call flag,--processes,$(NGPU))
+ALL = --processes $(call quote,$(if $(NGPU),$(NGPU),0))
+WITH_ENGINE = $(call flag,--engine,$(ENGINE))
+MACHINE = --nodes $(call quote,$(NODES)) --node-rank $(call quote,$(RANK)) --master-addr $(call quote,$(MASTER_ADDR)) --master-port $(call quote,$(MASTER_PORT))
+CLUSTER = --nodes $(call quote,$(NODES)) --gpus $(call quote,$(NGPU)) --partition $(call quote,$(PARTITION)) --time $(call quote,$(TIME)) --account $(call quote,$(ACCOUNT)) $(call quote,--sbatch=$(SBATCH))
 READY = $(VENV)/.ready
+TORCH = 2.13.0
+# Packages without wheels.
+BUILT = deepspeed rouge-score
+TOOLS = .venv-tools
+COMPILE = "$(TOOLS)/bin/uv" pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 FLOOR = .venv-floor
 # Compares with measurements that were made with the locked versions.
 RECORDED = tests/unit/sizing/test_benchmark_results.py::test_steps_of_the_cpu_are_predicted_again_within_the_targets
@@ -48,15 +74,18 @@ help: ## Show this help
 .PHONY: install
 install: $(READY) ## Create .venv with the versions from requirements.lock
 
-# torch goes first, on its own, in whatever build the package index of this machine provides. DeepSpeed is built from
-# source: the DS_* variables keep its setup from looking for a CUDA compiler; its operators are compiled on first use.
-$(READY): requirements.lock pyproject.toml
-	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is required: make install PYTHON=python3.12")'
-	"$(PYTHON)" -m venv "$(VENV)"
-	$(PY) -m pip install --constraint requirements.lock torch==2.13.0
-	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PY) -m pip install --no-deps --no-build-isolation --use-pep517 --requirement requirements.lock
+# Locked wheels come first; nothing of them runs while they are installed. torch comes in whatever build the package index
+# of this machine provides, so without hashes; its CUDA build brings NVIDIA's libraries. What has no wheels is built last, by
+# locked tools. The DS_* variables keep DeepSpeed's setup from looking for a CUDA compiler; its operators are compiled on
+# first use.
+$(READY): requirements.lock requirements-source.lock pyproject.toml
+	$(call quote,$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is required: make install PYTHON=python3.12")'
+	$(call quote,$(PYTHON)) -m venv $(call quote,$(VENV))
+	$(PY) -m pip install --no-deps --require-hashes --only-binary :all: --requirement requirements.lock
+	$(PY) -m pip install torch==$(TORCH)
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PY) -m pip install --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock
 	$(PY) -m pip install --no-deps --no-build-isolation --editable .
-	touch "$@"
+	touch $(call quote,$@)
 
 .PHONY: gpu-info
 gpu-info: $(READY) ## Show GPUs, what uses their memory, CPU and RAM
@@ -68,7 +97,7 @@ memory-check: $(READY) ## Show how much memory is free for a run
 
 .PHONY: device-profile
 device-profile: $(READY) ## Show what operations cost here; measured once
-	$(SFT) device-profile $(ARGS)
+	$(SFT) device-profile$(MORE)
 
 .PHONY: check
 check: $(READY) ## Check config, data, model, devices, disk, versions
@@ -82,7 +111,7 @@ setup-accelerate: $(READY) ## Run accelerate's wizard; AUTO=1 answers for you
 
 .PHONY: prepare
 prepare: $(READY) ## Tokenize and count; SHOW=3 prints annotated rows
-	$(SFT) prepare $(if $(SHOW),--show "$(SHOW)") $(WITH_CONFIG)
+	$(SFT) prepare $(call flag,--show,$(SHOW)) $(WITH_CONFIG)
 
 .PHONY: process
 process: $(READY) ## Step 1: convert rows to conversations
@@ -90,7 +119,7 @@ process: $(READY) ## Step 1: convert rows to conversations
 
 .PHONY: style
 style: $(READY) ## Step 2: add a system prompt, STYLE="..."
-	$(if $(STYLE),,$(error STYLE="..." is required, the system prompt to add))$(SFT) style --style "$$STYLE" $(WITH_CONFIG)
+	$(call required,STYLE,"system prompt to add")$(SFT) style --style $(call quote,$(STYLE)) $(WITH_CONFIG)
 
 .PHONY: render
 render: $(READY) ## Step 3: render the text as the model sees it
@@ -99,8 +128,8 @@ render: $(READY) ## Step 3: render the text as the model sees it
 ##@ Training
 
 .PHONY: plan
-plan: $(READY) ## Predict memory and speed, e.g. GPU="RTX 4090" NGPU=2
-	$(SFT) plan $(if $(GPU),--gpu "$(GPU)") $(if $(NGPU),--gpus "$(NGPU)") $(WITH_CONFIG)
+plan: $(READY) ## Predict memory and speed, e.g. MODEL=qwen3-8b GPU="L40S"
+	$(SFT) plan $(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(OVERRIDES)$(MORE)
 
 .PHONY: probe
 probe: $(READY) ## Measure the largest batch, compare with the prediction
@@ -144,17 +173,17 @@ resume: $(READY) ## Continue from the latest checkpoint (NGPU=2 for two)
 
 .PHONY: tensorboard
 tensorboard: $(READY) ## Start TensorBoard on 127.0.0.1, on a free port
-	$(SFT) tensorboard --runs "$(RUNS)"
+	$(SFT) tensorboard --runs $(call quote,$(RUNS))
 
 .PHONY: tb-stop
 tb-stop: $(READY) ## Stop TensorBoard
-	$(SFT) tensorboard --runs "$(RUNS)" --stop
+	$(SFT) tensorboard --runs $(call quote,$(RUNS)) --stop
 
 ##@ After training
 
 .PHONY: eval
 eval: $(READY) ## Evaluate on held-out rows; SPLIT=val|test LIMIT=100
-	$(SFT) eval --split "$(if $(SPLIT),$(SPLIT),val)" $(if $(LIMIT),--limit "$(LIMIT)") $(WITH_CONFIG)
+	$(SFT) eval --split $(call quote,$(if $(SPLIT),$(SPLIT),val)) $(call flag,--limit,$(LIMIT)) $(WITH_CONFIG)
 
 .PHONY: infer
 infer: $(READY) ## Chat with the trained model
@@ -162,29 +191,29 @@ infer: $(READY) ## Chat with the trained model
 
 .PHONY: infer-batch
 infer-batch: $(READY) ## Answer a file of prompts: IN=in.jsonl OUT=out.jsonl
-	$(if $(IN),,$(error IN=questions.jsonl is required))$(SFT) infer --input "$(IN)" $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
+	$(call required,IN,questions.jsonl)$(SFT) infer --input $(call quote,$(IN)) $(call flag,--output,$(OUT)) $(WITH_CONFIG)
 
 .PHONY: merge
 merge: $(READY) ## Merge the adapter into its base; DTYPE=bfloat16 OUT=dir
-	$(SFT) merge $(if $(DTYPE),--dtype "$(DTYPE)") $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
+	$(SFT) merge $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(WITH_CONFIG)
 
 .PHONY: merge-test
 merge-test: $(READY) ## Compare the merged model with the adapter model
-	$(SFT) merge-test $(if $(OUT),--output "$(OUT)") $(WITH_CONFIG)
+	$(SFT) merge-test $(call flag,--output,$(OUT)) $(WITH_CONFIG)
 
 ##@ Development
 
 .PHONY: test
 test: $(READY) ## Run the default test suite; ARGS="-k planning"
-	$(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile $(ARGS)
+	$(PYTEST) $(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 
 .PHONY: test-floor
 test-floor: $(FLOOR)/.ready ## Run the unit tests with the lowest allowed versions
-	"$(FLOOR)/bin/python" -m pytest tests/unit --deselect $(RECORDED) $(ARGS)
+	$(PYTEST) "$(FLOOR)/bin/python" -m pytest tests/unit --deselect $(RECORDED)
 
 $(FLOOR)/.ready: $(READY) pyproject.toml scripts/floor_requirements.py
 	rm -rf "$(FLOOR)"
-	"$(PYTHON)" -m venv "$(FLOOR)"
+	$(call quote,$(PYTHON)) -m venv "$(FLOOR)"
 	$(PY) scripts/floor_requirements.py >"$(FLOOR)/floor.txt"
 	"$(FLOOR)/bin/python" -m pip install --constraint "$(FLOOR)/floor.txt" "setuptools>=77" torch
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "$(FLOOR)/bin/python" -m pip install --no-build-isolation --use-pep517 --requirement "$(FLOOR)/floor.txt"
@@ -193,16 +222,16 @@ $(FLOOR)/.ready: $(READY) pyproject.toml scripts/floor_requirements.py
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## Run the tests that need a GPU
-	$(PY) -m pytest tests/gpu -m gpu $(ARGS)
+	PYTEST_ADDOPTS=$(call quote,-m gpu $(ARGS)) $(PY) -m pytest tests/gpu
 
 .PHONY: test-cluster
 test-cluster: $(READY) ## Test on a local SLURM and two virtual hosts (as root)
 	bash tests/cluster/install.sh
-	$(PY) -m pytest -m cluster $(ARGS)
+	PYTEST_ADDOPTS=$(call quote,-m cluster $(ARGS)) $(PY) -m pytest
 
 .PHONY: test-faults
 test-faults: $(READY) ## Run the tests with injected faults that take minutes
-	$(PY) -m pytest -m faults $(ARGS)
+	PYTEST_ADDOPTS=$(call quote,-m faults $(ARGS)) $(PY) -m pytest
 
 .PHONY: check-code
 check-code: $(READY) ## Lint, check formatting, check types
@@ -210,57 +239,71 @@ check-code: $(READY) ## Lint, check formatting, check types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+.PHONY: lock
+lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
+	$(COMPILE) --extra dev $(foreach name,torch $(BUILT),--no-emit-package $(name)) $(WORDS) --output-file requirements.lock pyproject.toml
+	"$(TOOLS)/bin/python" scripts/requirements_of.py $(BUILT) | $(COMPILE) --no-deps $(WORDS) --output-file requirements-source.lock -
+
+.PHONY: audit
+audit: $(TOOLS)/.ready ## Look for known vulnerabilities in locked packages
+	"$(TOOLS)/bin/python" scripts/audit.py "$(TOOLS)/bin/pip-audit" --disable-pip --no-deps --requirement requirements.lock --requirement requirements-source.lock
+
+$(TOOLS)/.ready: requirements-tools.txt
+	$(call quote,$(PYTHON)) -m venv "$(TOOLS)"
+	"$(TOOLS)/bin/python" -m pip install --requirement requirements-tools.txt
+	touch "$@"
+
 .PHONY: check-style
 check-style: $(READY) ## Measure readability; AGAINST=main fails if it got worse
-	$(PY) scripts/check_style.py $(if $(AGAINST),--against "$(AGAINST)") $(ARGS)
+	$(PY) scripts/check_style.py $(call flag,--against,$(AGAINST)) $(WORDS)
 
 .PHONY: bench-sizing
 bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
-	$(PY) -m benchmarks.sizing $(ARGS)
+	$(PY) -m benchmarks.sizing $(WORDS)
 
 .PHONY: bench-sizing-gpu
 bench-sizing-gpu: $(READY) ## The same on a GPU, with planned runs; nine minutes
-	$(PY) -m benchmarks.sizing_gpu $(ARGS)
+	$(PY) -m benchmarks.sizing_gpu $(WORDS)
 
 .PHONY: bench-evidence
 bench-evidence: $(READY) ## The same with steps that others ran on GPUs
-	$(PY) -m benchmarks.evidence $(ARGS)
+	$(PY) -m benchmarks.evidence $(WORDS)
 
 .PHONY: bench-planner
 bench-planner: $(READY) ## Compare the planner's choice with every other plan
-	$(PY) -m benchmarks.planner $(ARGS)
+	$(PY) -m benchmarks.planner $(WORDS)
 
 .PHONY: bench-step
 bench-step: $(READY) ## Show where a step's time goes, next to a bare loop
-	$(PY) -m benchmarks.step_parts $(ARGS)
+	$(PY) -m benchmarks.step_parts $(WORDS)
 
 .PHONY: bench-step-time
 bench-step-time: $(READY) ## Compare predicted with measured step time on the CPU
-	$(PY) -m benchmarks.step_time $(ARGS)
+	$(PY) -m benchmarks.step_time $(WORDS)
 
 .PHONY: bench-gpu
 bench-gpu: $(READY) ## Compare speed on a GPU with plain TRL; nine minutes
-	$(PY) -m benchmarks.throughput $(ARGS)
+	$(PY) -m benchmarks.throughput $(WORDS)
 
 .PHONY: gpu-proof
 gpu-proof: $(READY) ## Tests and benchmarks on a GPU, nine minutes at a time
-	$(PY) -m benchmarks.gpu_proof $(ARGS)
+	$(PY) -m benchmarks.gpu_proof $(WORDS)
 
 .PHONY: bench-scaling
 bench-scaling: $(READY) ## Measure speed-up on NGPU="1 2 4 8" processes
-	$(PY) -m benchmarks.scaling $(if $(NGPU),--processes "$(NGPU)") $(ARGS)
+	$(PY) -m benchmarks.scaling $(call flag,--processes,$(NGPU)) $(WORDS)
 
 .PHONY: bench-peers
 bench-peers: $(READY) ## Compare speed with other toolkits on the CPU; hours
-	$(PY) -m benchmarks.peers $(ARGS)
+	$(PY) -m benchmarks.peers $(WORDS)
 
 .PHONY: bench-faults
 bench-faults: $(READY) ## Measure how fast a run ends after each kind of fault
-	$(PY) -m benchmarks.faults $(ARGS)
+	$(PY) -m benchmarks.faults $(WORDS)
 
 .PHONY: fuzz
 fuzz: $(READY) ## Refuse 10,000 broken inputs in one sentence each
-	$(PY) -m benchmarks.fuzz $(ARGS)
+	$(PY) -m benchmarks.fuzz $(WORDS)
 
 .PHONY: clean
 clean: ## Remove tool caches; keep data, runs and .venv
@@ -269,4 +312,4 @@ clean: ## Remove tool caches; keep data, runs and .venv
 
 .PHONY: clean-all
 clean-all: ## Also remove .venv, .cache and runs; needs CONFIRM=1
-	$(if $(CONFIRM),,$(error this removes $(VENV), .cache, logs and $(RUNS) with all checkpoints; add CONFIRM=1 to proceed))rm -rf $(TOOL_CACHES) "$(VENV)" .cache logs "$(RUNS)"
+	$(if $(CONFIRM),,$(error this removes $(VENV), .cache, logs and $(RUNS) with all checkpoints; add CONFIRM=1 to proceed))rm -rf $(TOOL_CACHES) $(call quote,$(VENV)) .cache logs $(call quote,$(RUNS))

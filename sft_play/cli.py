@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 import traceback
 from typing import Any
@@ -11,6 +12,7 @@ from sft_play import __version__
 from sft_play.commands import handlers
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.runlog import console_on_stderr
+from sft_play.secrets import redact
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 
@@ -27,7 +29,13 @@ class _Commands:
         self._commands = self.parser.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(
-        self, name: str, function: Any, *, config: bool = True, as_json: bool = False
+        self,
+        name: str,
+        function: Any,
+        *,
+        config: bool = True,
+        as_json: bool = False,
+        needs_config: bool = True,
     ) -> argparse.ArgumentParser:
         """Adds a command.
 
@@ -36,12 +44,13 @@ class _Commands:
             function: called with the parsed arguments; its docstring is the help text.
             config: whether the command takes --config and overrides.
             as_json: whether the command takes --json.
+            needs_config: whether --config must be given.
         """
         text = (function.__doc__ or "").splitlines()[0]
         command = self._commands.add_parser(name, help=text, description=text)
         command.set_defaults(function=function, json=False)
         if config:
-            command.add_argument("--config", required=True, help="YAML config file")
+            command.add_argument("--config", required=needs_config, help="YAML config file")
             command.add_argument(
                 "overrides", nargs="*", metavar="section.key=value", help="config values to override"
             )
@@ -81,7 +90,9 @@ def _add_data_commands(commands: _Commands) -> None:
 
 
 def _add_training_commands(commands: _Commands) -> None:
-    command = commands.add("plan", handlers.plan, as_json=True)
+    command = commands.add("plan", handlers.plan, as_json=True, needs_config=False)
+    model_help = "plan for this model instead, e.g. qwen3-8b; without --gpu: on each common GPU"
+    command.add_argument("--model", metavar="NAME", help=model_help)
     command.add_argument("--gpu", metavar="NAME", help='plan for this GPU instead, e.g. "RTX 4090"')
     gpus_help = "number of GPUs (default: all visible GPUs, or one with --gpu)"
     command.add_argument("--gpus", type=int, metavar="N", help=gpus_help)
@@ -172,18 +183,33 @@ def report_error(error: BaseException) -> int:
         sys.stderr.write("interrupted\n")
     elif exit_code_of(error) == 1:
         if not isinstance(error, SftPlayError):  # a rank reports its traceback as text
-            traceback.print_exception(error)
+            sys.stderr.write(redact("".join(traceback.format_exception(error))))
         sys.stderr.write(
-            f"{error}\nerror: this is a bug in SFT-Play; please report it with the lines above\n"
+            f"{redact(str(error))}\nerror: this is a bug in SFT-Play; please report it with the lines above\n"
         )
     else:
-        sys.stderr.write(f"{'' if isinstance(error, Interrupted) else 'error: '}{error}\n")
+        sys.stderr.write(f"{'' if isinstance(error, Interrupted) else 'error: '}{redact(str(error))}\n")
     return exit_code_of(error)
+
+
+def _spread(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """Replaces `--args=TEXT`, in which the Makefile hands on ARGS, by the words of the text.
+
+    They are split like a shell splits them, but nothing in them is expanded or run.
+    """
+    words: list[str] = []
+    for argument in argv:
+        flag, _, text = argument.partition("=")
+        try:
+            words += shlex.split(text) if flag == "--args" else [argument]
+        except ValueError as error:
+            parser.error(f"ARGS={text!r} cannot be split into words: {str(error).lower()}")
+    return words
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses the arguments; unlike plain argparse, it allows overrides before and after flags."""
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(_spread(parser, sys.argv[1:] if argv is None else argv))
     if rest and (not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from sft_play.errors import RunInUseError, StorageError
+from sft_play.secrets import redact, redact_file
 
 _console: Console | None = None
 _quiet = False  # whether a `quiet_libraries` block is running
@@ -130,7 +131,7 @@ class RunDir:
         """Writes `path` atomically."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+            temporary.write_text(redact(json.dumps(value, indent=2, default=str)) + "\n", encoding="utf-8")
             temporary.replace(path)
         except OSError as error:
             raise StorageError(
@@ -266,8 +267,9 @@ def _open_log(log: Path) -> int:
 def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     """Redirects everything that is not printed by `console()` to `log` within this context.
 
-    SFT_PLAY_VERBOSE=1 turns this off. With `silent` (ranks above 0) the console prints nothing either. A
-    console that was set before (for --json) keeps its stream. Nested contexts have no effect.
+    At the end, access tokens in the log are overwritten. SFT_PLAY_VERBOSE=1 turns all this off. With `silent`
+    (ranks above 0) the console prints nothing either. A console that was set before (for --json) keeps its
+    stream. Nested contexts have no effect.
 
     Raises:
         StorageError: the log cannot be written.
@@ -301,3 +303,4 @@ def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
             os.close(original)
         set_console(before)
         person.close()
+        redact_file(log)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
+from sft_play.secrets import find_secret
 
 MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
@@ -125,6 +126,19 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def _refuse_secret(text: str, where: str) -> None:
+    """Refuses tokens: configs are copied, logged and published, and command lines are visible in `ps`.
+
+    Raises:
+        ConfigError: `text` contains a token.
+    """
+    if what := find_secret(text):
+        raise ConfigError(
+            f"{where}: contains {what}; remove it and set it in the environment instead (HF_TOKEN, "
+            "WANDB_API_KEY), or run `hf auth login`"
+        )
+
+
 def _read_file(path: Path) -> dict:
     if not _is_file(path):
         found = sorted(map(str, Path("configs").glob("*.yaml")))
@@ -138,6 +152,8 @@ def _read_file(path: Path) -> dict:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        _refuse_secret(line, f"{path}, line {number}")
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections (model:, data:, ...), found {type(tree).__name__}")
@@ -275,7 +291,23 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Resolve
     """
     path = Path(path)
     tree, origins = _load_tree(path)
-    for override in overrides or []:
+    return config_from(tree, origins, overrides or [], path)
+
+
+def config_from(tree: dict, origins: dict[str, str], overrides: list[str], path: Path) -> ResolvedConfig:
+    """Applies overrides to the settings in `tree`, and validates them.
+
+    Args:
+        tree: sections; changed in place.
+        origins: of its values, by dotted name; changed in place.
+        overrides: `section.key=value`.
+        path: of the config file, for messages and for the name of the run.
+
+    Raises:
+        ConfigError: the config is invalid; lists every problem with its dotted name.
+    """
+    for number, override in enumerate(overrides, start=1):
+        _refuse_secret(override, f"override {number}")
         origins[apply_override(tree, override)] = "override"
     if isinstance(tree.get("output"), dict) or "output" not in tree:
         tree.setdefault("output", {}).setdefault("name", path.stem)

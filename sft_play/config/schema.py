@@ -85,9 +85,9 @@ class ModelConfig(Section):
     varlen_sdpa (PyTorch's SDPA, called once per sequence, so that neither padding nor packing needs a
     mask)."""
     trust_remote_code: bool = False
-    """Whether to run Python code from the model repository on this machine."""
+    """Whether to run Python code from the model repository on this machine; needs a commit as revision."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub."""
+    """Branch, tag or commit (40 hex digits) on the Hub."""
 
 
 class DataConfig(Section):

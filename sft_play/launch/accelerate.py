@@ -30,6 +30,7 @@ from sft_play.machine.host import detect_host
 from sft_play.machine.parent_death import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, console
+from sft_play.secrets import redact_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs" / "accelerate"
@@ -233,6 +234,7 @@ def run_launcher(
         watch = Watch(process, command.script, ranks, run, link)
         with watch.forwarded_signals():
             status = watch.until_end(timeout_s)
+    redact_file(log_path)
     exits = [report for report in read_rank_exits(run) if report.rank in ranks]
     tail = _tail(log_path)
     started = watch.started or RANK_FAILED in tail

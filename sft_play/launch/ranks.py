@@ -12,6 +12,7 @@ from pathlib import Path
 from sft_play.errors import Interrupted, LaunchError, OutOfMemory, SftPlayError
 from sft_play.launch.environment import RankEnvironment
 from sft_play.runlog import RunDir
+from sft_play.secrets import redact
 
 SAVED = Interrupted.exit_code
 STOPPED_BY_USER = 130
@@ -58,7 +59,7 @@ def finish_rank(ranks: RankEnvironment, code: int, message: str = "", error: str
     """
     if ranks.reports_folder is None:
         return code
-    _write(ranks.reports_folder, RankExit(ranks.rank, code, message, time.time(), error))
+    _write(ranks.reports_folder, RankExit(ranks.rank, code, redact(message), time.time(), error))
     return 0 if code == SAVED else code
 
 

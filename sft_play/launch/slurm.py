@@ -84,14 +84,10 @@ def batch_file(
         ConfigError: an option has more than one line.
         LaunchError: a variable is missing from the template.
     """
-    text = template
-    for name, value in sbatch_options(job).items():
+    options = {name: shlex.quote(value) for name, value in sbatch_options(job).items()}
+    for name, value in options.items():
         if "\n" in value:
-            raise ConfigError(f"{name}: {value!r} has more than one line")
-        line = f"#SBATCH --{name}={shlex.quote(value)}"
-        text, found = _with_line(text, f"#SBATCH --{name}=", line)
-        if not found:
-            text = text.replace("#SBATCH", f"{line}\n#SBATCH", 1)
+            raise ConfigError(f"{name}: {value} has more than one line")
     variables = {
         "CONFIG": shlex.quote(config),
         "ENGINE": engine or "",
@@ -100,25 +96,34 @@ def batch_file(
         "REPOSITORY": shlex.quote(str(REPOSITORY)),
         "PYTHON": shlex.quote(python),
     }
-    for name, value in variables.items():
-        text, found = _with_line(text, f"{name}=", f"{name}={value}")
-        if found != 1:
-            raise LaunchError(
-                f"{TEMPLATE} has no line {name}=...; restore it with `git checkout -- {TEMPLATE}`"
-            )
-    return text
-
-
-def _with_line(text: str, start: str, line: str) -> tuple[str, int]:
-    """Replaces each line that begins with `start` with `line`; returns the text and how many there were."""
-    old_lines = text.split("\n")
-    new_lines = [line if old.startswith(start) else old for old in old_lines]
-    return "\n".join(new_lines), sum(old.startswith(start) for old in old_lines)
+    replaced = {f"#SBATCH --{name}=": value for name, value in options.items()}
+    replaced |= {f"{name}=": value for name, value in variables.items()}
+    # Line by line and only once, so that no value is mistaken for a line of the template.
+    lines = []
+    for line in template.split("\n"):
+        start = f"{line.partition('=')[0]}="
+        lines.append(f"{start}{replaced.pop(start)}" if start in replaced else line)
+    missing = [start for start in replaced if not start.startswith("#SBATCH")]
+    if missing:
+        raise LaunchError(
+            f"{TEMPLATE} has no line {missing[0]}...; restore it with `git checkout -- {TEMPLATE}`"
+        )
+    first = next(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    lines[first:first] = [f"{start}{value}" for start, value in replaced.items()]
+    return "\n".join(lines)
 
 
 def sbatch_command(file: Path, job: SlurmJob) -> list[str]:
-    """The command line of sbatch."""
-    return ["sbatch", "--parsable", *shlex.split(job.more or ""), str(file)]
+    """The command line of sbatch.
+
+    Raises:
+        ConfigError: the further options have an open quotation mark.
+    """
+    try:
+        more = shlex.split(job.more or "")
+    except ValueError as error:
+        raise ConfigError(f"SBATCH={job.more}: {str(error).lower()}") from None
+    return ["sbatch", "--parsable", *more, str(file)]
 
 
 def submit(job: SlurmJob, *, config: str, engine: str | None, overrides: Sequence[str]) -> str:

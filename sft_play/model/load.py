@@ -22,7 +22,7 @@ from sft_play.hub import is_network_error, limit_network
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention
 from sft_play.model.adapters import load_adapter, require_inner_layers
-from sft_play.model.files import TOKENIZER_FILES, has_tokenizer
+from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
 from sft_play.plan import Plan
@@ -37,8 +37,22 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 def _hub_arguments(model: ModelConfig) -> dict[str, Any]:
+    """What every `from_pretrained` is called with.
+
+    Raises:
+        ConfigError: the model's code may be run, but its commit is not pinned.
+    """
     limit_network()
-    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    arguments = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    if not model.trust_remote_code:
+        return arguments
+    if repository := unpinned_code(model.name, model.revision):
+        raise ConfigError(
+            f"model.trust_remote_code=true runs the Python code of '{repository}' here, and model.revision="
+            f"{model.revision or 'null'} lets that code change: set model.revision to the full id (40 hex "
+            f"digits) of the commit that you read, from https://huggingface.co/{repository}/commits"
+        )
+    return arguments | {"code_revision": model.revision}
 
 
 def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError:
@@ -47,9 +61,13 @@ def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigErro
     if reason.endswith(":") and lines[1:]:  # the strict configs of transformers say on the next what is wrong
         reason += f" {lines[1].strip()}"
     hint = "run `make check` to check the model folder or the hub"
+    if "gated repo" in str(error):
+        page = f"https://huggingface.co/{model.name}"
+        hint = f"accept the license at {page}, then run `hf auth login` or set HF_TOKEN"
     if "trust_remote_code" in str(error):
         hint = (
-            "the model has Python code of its own: read it, then set model.trust_remote_code=true to run it"
+            "the model has Python code of its own: read it, then set model.trust_remote_code=true to run it; "
+            "for a model on the Hub also set model.revision=<commit>"
         )
     return ConfigError(f"model.name: the {what} of '{model.name}' cannot be loaded: {reason[:300]}\n{hint}")
 

@@ -109,6 +109,7 @@ def place(tiny_model, tmp_path_factory) -> Place:
         "configs",
         "scripts",
         "requirements.lock",
+        "requirements-source.lock",
         "pyproject.toml",
         "sft_play",
         "benchmarks",

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
-    ["__init__", "errors", "fingerprints", "manifest", "units"],
+    ["__init__", "errors", "fingerprints", "manifest", "secrets", "units"],
     ["config"],
     ["plan", "runlog"],
     ["machine", "model.files", "hub"],

@@ -1,6 +1,7 @@
 """The Makefile is documented, consistent, and does nothing under `make -n`."""
 
 import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -29,25 +30,26 @@ WANTED = [
     "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
     "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "test", "test-gpu", "test-cluster", "test-faults",
-    "check-code", "check-style", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
+    "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-all",
 ]  # fmt: skip
 GUIDES = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")) if path.is_file()]
 
 
-def make(*words, dry=True, **settings) -> subprocess.CompletedProcess:
+def make(*words, dry=True, environment=None, **settings) -> subprocess.CompletedProcess:
     command = [
         "make",
         *(["-n"] if dry else []),
         *words,
         *(f"{name}={value}" for name, value in settings.items()),
     ]
-    environment = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in {"MAKEFLAGS", "MAKELEVEL", "CONFIG", "ARGS"}
+        if name not in {"MAKEFLAGS", "MAKELEVEL", "CONFIG", "ARGS", "MODEL"}
     }
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    values = {**inherited, **(environment or {})}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=values)
 
 
 def recipe(target: str, **settings) -> str:
@@ -98,7 +100,7 @@ def ready(tmp_path) -> str:
 
 def test_a_second_train_installs_nothing(ready):
     assert recipe("train", VENV=ready).splitlines() == [
-        f'"{ready}/bin/python" -m sft_play train  --config "configs/demo.yaml"  '
+        f"'{ready}/bin/python' -m sft_play train  --config 'configs/demo.yaml'"
     ]
 
 
@@ -113,30 +115,37 @@ def test_a_new_lock_installs_again(ready):
         (
             "train",
             {"CONFIG": "configs/x.yaml", "ARGS": "a.b=c d.e=f"},
-            'train  --config "configs/x.yaml"  a.b=c d.e=f',
+            "train  --config 'configs/x.yaml' '--args=a.b=c d.e=f'",
         ),
-        ("train", {"RUN": "mine"}, '"output.name=mine"'),
-        ("train-distributed", {}, '--processes "0" --engine ddp'),
-        ("train-distributed", {"NGPU": "2"}, '--processes "2" --engine ddp'),
+        ("train", {"RUN": "mine"}, "'output.name=mine'"),
+        ("train-distributed", {}, "--processes '0' --engine ddp"),
+        ("train-distributed", {"NGPU": "2"}, "--processes '2' --engine ddp"),
         (
             "train-multinode",
             {"NODES": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "NGPU": "4", "ENGINE": "ddp"},
-            '--nodes "2" --node-rank "1" --master-addr "10.0.0.1" --master-port "" --processes "4" '
-            '--engine "ddp"',
+            "--nodes '2' --node-rank '1' --master-addr '10.0.0.1' --master-port '' --processes '4' "
+            "--engine 'ddp'",
         ),
         (
             "train-slurm",
             {"NODES": "2", "NGPU": "4", "TIME": "1:00:00"},
-            '--nodes "2" --gpus "4" --partition "" --time "1:00:00"',
+            "--nodes '2' --gpus '4' --partition '' --time '1:00:00'",
         ),
-        ("train-deepspeed-tb", {}, '--tensorboard --processes "0" --engine deepspeed_z2'),
-        ("plan", {"GPU": "RTX 4090", "NGPU": "2"}, '--gpu "RTX 4090" --gpus "2"'),
-        ("eval", {"SPLIT": "test", "LIMIT": "10"}, 'eval --split "test" --limit "10"'),
+        ("train-deepspeed-tb", {}, "--tensorboard --processes '0' --engine deepspeed_z2"),
+        (
+            "plan",
+            {"GPU": "RTX 4090", "NGPU": "2"},
+            "--gpu 'RTX 4090' --gpus '2' --config 'configs/demo.yaml'",
+        ),
+        ("plan", {"MODEL": "qwen3-8b", "ARGS": "a.b=c"}, "--model 'qwen3-8b'    '--args=a.b=c'"),
+        ("plan", {"MODEL": "m", "CONFIG": "x.yaml"}, "--model 'm'   --config 'x.yaml'"),
+        ("eval", {"SPLIT": "test", "LIMIT": "10"}, "eval --split 'test' --limit '10'"),
         ("setup-accelerate", {"AUTO": "1"}, "setup-accelerate --auto"),
-        ("prepare", {"SHOW": "3"}, 'prepare --show "3"'),
-        ("bench-scaling", {"NGPU": "1 2"}, '-m benchmarks.scaling --processes "1 2"'),
-        ("check-style", {"AGAINST": "main"}, 'scripts/check_style.py --against "main"'),
-        ("tb-stop", {}, 'tensorboard --runs "runs" --stop'),
+        ("prepare", {"SHOW": "3"}, "prepare --show '3'"),
+        ("test", {"ARGS": '-k "a or b"'}, """PYTEST_ADDOPTS='-k "a or b"' """),
+        ("bench-scaling", {"NGPU": "1 2"}, "-m benchmarks.scaling --processes '1 2'"),
+        ("check-style", {"AGAINST": "main"}, "scripts/check_style.py --against 'main'"),
+        ("tb-stop", {}, "tensorboard --runs 'runs' --stop"),
     ],
 )
 def test_settings_become_flags(ready, target, settings, words):
@@ -156,13 +165,88 @@ def test_the_command_line_understands_every_recipe(target, ready):
         assert build_parser().parse_args(words).command == words[0]
 
 
-def test_free_text_does_not_reach_the_shell(ready):
-    text = 'say "hi" `touch x` $(touch y)'.replace("$", "$$")
-    assert (
-        recipe("style", VENV=ready, STYLE=text)
-        .splitlines()[-1]
-        .startswith(f'"{ready}/bin/python" -m sft_play style --style "$STYLE"')
+NASTY = """a b'c"d\\ $(touch FILE) `touch FILE` ${HOME} $HOME $(shell touch FILE); touch FILE & # %s ü, *"""
+
+
+@pytest.fixture
+def words_of(tmp_path, ready):
+    """Runs a target with a python that prints its arguments as JSON."""
+    python = Path(ready) / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    python.chmod(0o755)
+
+    def run(target, environment=None, **settings) -> list[str]:
+        done = make(target, dry=False, VENV=ready, environment=environment, **settings)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+FREE = [
+    "ACCOUNT",
+    "CONFIG",
+    "GPU",
+    "IN",
+    "MODEL",
+    "OUT",
+    "PARTITION",
+    "PROBE",
+    "RANK",
+    "RUN",
+    "SBATCH",
+    "STYLE",
+    "TIME",
+]
+USERS = {
+    "GPU": "plan",
+    "MODEL": "plan",
+    "IN": "infer-batch",
+    "OUT": "merge",
+    "STYLE": "style",
+    "RANK": "train-multinode",
+}
+SLURM = {"ACCOUNT", "PARTITION", "SBATCH", "TIME"}
+
+
+@pytest.mark.parametrize("given_as", ["argument", "environment"])
+@pytest.mark.parametrize("setting", FREE)
+def test_no_setting_is_run_or_changed_by_make_or_the_shell(words_of, tmp_path, setting, given_as):
+    text = NASTY.replace("FILE", str(tmp_path / "pwned"))
+    target = "train-slurm" if setting in SLURM else USERS.get(setting, "train")
+    if given_as == "argument":
+        words = words_of(target, **{setting: text})
+    else:
+        words = words_of(target, environment={setting: text})
+    assert sum(word == text or word.endswith(f"={text}") for word in words) == 1, words
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_args_are_words_that_nobody_runs(words_of, tmp_path):
+    from sft_play.cli import build_parser, parse
+
+    file = tmp_path / "pwned"
+    words = words_of(
+        "train", ARGS=f"""a.b="c d" e.f='$(touch {file})' g.h=`touch {file}` i.j=$(shell touch {file})"""
     )
+    args = parse(build_parser(), words[2:])
+    assert args.overrides[:2] == ["a.b=c d", f"e.f=$(touch {file})"] and not file.exists()
+    bench = words_of("bench-faults", ARGS=f"--only $(touch {file}) 'x'")
+    assert bench == ["-m", "benchmarks.faults", "--only", "$(touch", f"{file})", "'x'"] and not file.exists()
+
+
+def test_args_that_are_no_words_are_refused(capsys):
+    from sft_play.cli import build_parser, parse
+
+    with pytest.raises(SystemExit) as error:
+        parse(build_parser(), ["train", "--config", "x", "--args=a.b='c"])
+    assert error.value.code == 2 and "no closing quotation" in capsys.readouterr().err
+
+
+def test_a_setting_of_two_lines_is_refused(ready):
+    done = make("train", VENV=ready, RUN="one\ntwo")
+    assert done.returncode != 0 and "more than one line: output.name=one" in done.stderr
 
 
 def test_every_command_is_one_visible_line():
@@ -171,8 +255,15 @@ def test_every_command_is_one_visible_line():
         assert "|| true" not in line and "$(MAKE)" not in line
 
 
+TAKEN_AS_IT_IS = (
+    "$(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),"
+    "$(eval override $(name) := $$(value $(name)))))"
+)
+
+
 def test_nothing_runs_when_the_makefile_is_read_and_old_make_can_read_it():
-    assert "$(shell" not in TEXT and ":=" not in TEXT.replace("DEFAULT_GOAL :=", "")
+    assert "$(shell" not in TEXT
+    assert re.findall(r"^.*:=.*$", TEXT, re.MULTILINE) == [".DEFAULT_GOAL := help", TAKEN_AS_IT_IS]
     assert not re.search(r"^\.(ONESHELL|SHELLFLAGS|RECIPEPREFIX)|!=|&:|\$\(file ", TEXT, re.MULTILINE)
 
 
@@ -205,17 +296,21 @@ def test_ci_calls_the_targets_that_a_person_types():
     assert called == ["check-code", "test", "test-cluster"] and set(called) <= set(TARGETS)
 
 
-def lock() -> dict[str, list[Requirement]]:
+def lock(name: str = "requirements.lock") -> dict[str, list[Requirement]]:
     pins: dict[str, list[Requirement]] = {}
-    for line in (ROOT / "requirements.lock").read_text().splitlines():
-        if line and not line.startswith("#"):
-            pin = Requirement(line)
+    for line in (ROOT / name).read_text().splitlines():
+        if line and not line.startswith(("#", " ")):
+            pin = Requirement(line.removesuffix("\\"))
             pins.setdefault(pin.name.lower().replace("_", "-"), []).append(pin)
     return pins
 
 
-def test_the_lock_names_one_exact_version_of_everything_that_is_needed():
-    pins = lock()
+LOCKS = ["requirements.lock", "requirements-source.lock"]
+TORCH = re.search(r"^TORCH = (\S+)$", TEXT, re.MULTILINE)[1]
+
+
+def test_the_locks_name_one_exact_version_of_everything_that_is_needed():
+    pins = lock() | lock("requirements-source.lock") | {"torch": [Requirement(f"torch=={TORCH}")]}
     for name, found in pins.items():
         assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in found), name
         for python in ("3.11", "3.12", "3.13"):
@@ -223,7 +318,6 @@ def test_the_lock_names_one_exact_version_of_everything_that_is_needed():
                 sum(pin.marker is None or pin.marker.evaluate({"python_version": python}) for pin in found)
                 <= 1
             ), name
-    assert [str(pin.specifier) for pin in pins["torch"]] == ["==2.13.0"]
     for text in importlib.metadata.requires("sft-play") or []:
         wanted = Requirement(text)
         here = [
@@ -232,6 +326,38 @@ def test_the_lock_names_one_exact_version_of_everything_that_is_needed():
             if pin.marker is None or pin.marker.evaluate()
         ]
         assert here and wanted.specifier.contains(str(here[0].specifier).removeprefix("==")), text
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_pin_has_hashes_and_no_lock_names_an_index(name):
+    text = (ROOT / name).read_text()
+    for pin in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
+        assert pin.startswith("#") or not pin.strip() or "--hash=sha256:" in pin, pin
+    assert not re.search(r"://|--(extra-)?index|--find-links|--trusted", text)
+
+
+def test_the_lock_has_wheels_for_other_pythons_than_this_one():
+    hashes = (ROOT / "requirements.lock").read_text().split("numpy==")[1].split("==")[0].count("--hash=")
+    assert hashes > 20  # one wheel for each Python and platform
+
+
+def test_torch_and_what_is_built_are_in_no_lock_of_wheels():
+    assert not {"torch", "deepspeed", "rouge-score"} & set(lock())
+    assert set(lock("requirements-source.lock")) == {"deepspeed", "rouge-score"}
+
+
+def test_packages_are_installed_by_hash_and_the_locked_tools_build_what_has_no_wheel(tmp_path):
+    installs = [
+        line.split(" -m pip install ")[1]
+        for line in recipe("install", VENV=str(tmp_path)).splitlines()
+        if "pip install" in line
+    ]
+    assert installs == [
+        "--no-deps --require-hashes --only-binary :all: --requirement requirements.lock",
+        f"torch=={TORCH}",
+        "--no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock",
+        "--no-deps --no-build-isolation --editable .",
+    ]
 
 
 def test_the_floor_is_the_lowest_version_of_each_range():
@@ -247,19 +373,21 @@ def test_the_floor_is_the_lowest_version_of_each_range():
     assert str(floor["torch"]) == "torch==2.12" and str(floor["types-PyYAML"]) == "types-PyYAML"
 
 
-def test_every_range_ends_and_holds_what_the_lock_has():
+def test_every_range_ends_and_holds_what_the_locks_have():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = lock() | lock("requirements-source.lock") | {"torch": [Requirement(f"torch=={TORCH}")]}
     for requirement in map(Requirement, project["dependencies"]):
         assert any(part.operator == "<" for part in requirement.specifier), requirement
-        (pin,) = lock()[requirement.name.lower().replace("_", "-")]
+        (pin,) = pins[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(str(pin.specifier).removeprefix("==")), requirement
 
 
-def test_torch_has_the_same_version_in_the_makefile_and_the_lock():
-    assert f"torch{lock()['torch'][0].specifier}" in TEXT
-
-
-DEVELOPER_SCRIPTS = {"check_style.py", "floor_requirements.py"}  # programs with tests of their own
+DEVELOPER_SCRIPTS = {
+    "audit.py",
+    "check_style.py",
+    "floor_requirements.py",
+    "requirements_of.py",
+}  # programs with tests of their own
 SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.name not in DEVELOPER_SCRIPTS)
 
 

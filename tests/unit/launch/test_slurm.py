@@ -112,6 +112,37 @@ def test_a_value_cannot_bring_lines_of_its_own():
         filled(SlurmJob(nodes=2, gpus=1, name="mine", partition="gpu\nrm -rf /"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a b'c\"d\\ $(touch pwned) `touch pwned` ${HOME}; touch pwned & # %s ü",
+        "two\nlines",
+        "data.system_prompt=x\nPYTHON=touch pwned\nENGINE=x\n#SBATCH --partition=other\n",
+    ],
+)
+def test_no_value_is_run_or_mistaken_for_a_line_of_the_template(tmp_path, text):
+    job = SlurmJob(nodes=2, gpus=1, name="mine", partition="gpu")
+    filled_in = batch_file(
+        TEMPLATE.read_text(), job, config=text, engine="ddp", overrides=[text, "a.b=c"], python=text
+    )
+    head = filled_in[: filled_in.index("# The launchers end together")]
+    script = f'set -u\n{head}\nprintf "%s\\0" "${{words[@]}}" "$PYTHON" "$ENGINE"'
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert done.stdout.split("\0")[:-1] == [
+        *("--config", text, "--processes", "1", "--engine", "ddp"),
+        *(text, "a.b=c", text, "ddp"),
+    ]
+    assert not list(tmp_path.iterdir())
+    assert options(filled_in).count("--partition=gpu") == 1
+
+
+def test_open_quotation_marks_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="SBATCH=--x='y: no closing quotation"):
+        sbatch_command(tmp_path / "x", SlurmJob(nodes=1, gpus=1, name="mine", more="--x='y"))
+
+
 def test_a_name_that_is_no_file_name_becomes_one():
     assert read_job("1", "", "a/b c").name == "a-b-c"
 

@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import bitsandbytes
@@ -17,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model.load import (
+    _hub_arguments,
+    _not_loadable,
     attach_adapter,
     attention,
     choose_attention,
@@ -175,3 +178,59 @@ def test_pickled_weights_are_not_loaded(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match="safetensors"):
         base(folder)
     assert not canary.exists()
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()])
+@pytest.mark.parametrize("load", [load_model_config, load_tokenizer])
+def test_code_of_the_hub_is_only_run_at_a_pinned_commit(load, revision):
+    model = ModelConfig(name="someone/model", trust_remote_code=True, revision=revision)
+    with pytest.raises(ConfigError, match="set model.revision to the full id .*someone/model/commits"):
+        load(model)
+
+
+def own_code(folder, reference, name="config.json"):
+    """A model folder that names a class of its own, which leaves a mark when its module runs."""
+    tree = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+    model_type = {"model_type": "own"} if name == "config.json" else {}
+    (folder / name).write_text(json.dumps(tree | model_type | {"auto_map": reference}))
+    (folder / "own.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as OwnConfig\n"
+    )
+    return folder
+
+
+def test_code_in_a_folder_runs_if_it_is_trusted(tiny_model, tmp_path):
+    folder = own_code(shutil.copytree(tiny_model, tmp_path / "model"), {"AutoConfig": "own.OwnConfig"})
+    with pytest.raises(ConfigError, match="trust_remote_code=true"):
+        load_model_config(ModelConfig(name=str(folder)))
+    assert not (folder / "ran").exists()
+    assert load_model_config(ModelConfig(name=str(folder), trust_remote_code=True)).hidden_size == 64
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ({"AutoConfig": "other/repository--own.OwnConfig"}, "config.json"),
+        ({"AutoTokenizer": ["other/repository--own.Slow", None]}, "tokenizer_config.json"),
+    ],
+)
+def test_a_folder_cannot_bring_in_unpinned_code_from_elsewhere(tiny_model, tmp_path, reference, name):
+    folder = own_code(shutil.copytree(tiny_model, tmp_path / "model"), reference, name)
+    with pytest.raises(ConfigError, match="Python code of 'other/repository' here, and model.revision=null"):
+        load_model_config(ModelConfig(name=str(folder), trust_remote_code=True))
+
+
+def test_code_from_elsewhere_is_asked_for_at_the_pinned_commit():
+    arguments = _hub_arguments(ModelConfig(name="someone/model", trust_remote_code=True, revision=COMMIT))
+    assert arguments["revision"] == arguments["code_revision"] == COMMIT
+    assert "code_revision" not in _hub_arguments(ModelConfig(name="someone/model"))
+
+
+def test_a_gated_model_says_how_to_get_access():
+    error = OSError("You are trying to access a gated repo.\nMake sure to have access to it at ...")
+    said = str(_not_loadable("config", ModelConfig(name="org/gated"), error))
+    assert "accept the license at https://huggingface.co/org/gated, then run `hf auth login`" in said

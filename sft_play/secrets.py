@@ -1,0 +1,65 @@
+"""Keeps access tokens out of configs, logs and results.
+
+A token is recognized by its form, or by its value if the environment holds it under a name such as HF_TOKEN.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+FORMS = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{20,}"  # Hugging Face
+    r"|wandb_v\d_[A-Za-z0-9_]{20,}"
+    r"|sk-(?:[a-z0-9]+-)*[A-Za-z0-9_]{20,}"  # OpenAI, Anthropic
+    r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}"
+    r"|AKIA[0-9A-Z]{16}"  # AWS
+    r")"
+)
+SECRET_NAMES = re.compile(r"(?:^|_)(?:TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)$")
+MIN_LENGTH = 8  # a shorter value in the environment would also match ordinary text
+MASK = "*"
+
+
+def _values(environment: Mapping[str, str]) -> dict[str, str]:
+    """Values of secret variables, with their names; the longest first, since one may contain another."""
+    found = {
+        value: name
+        for name, value in environment.items()
+        if SECRET_NAMES.search(name) and len(value) >= MIN_LENGTH
+    }
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def find_secret(text: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """What the first secret in `text` is, without showing it; None if there is none."""
+    for value, name in _values(environment).items():
+        if value in text:
+            return f"the value of {name}"
+    form = FORMS.search(text)
+    return None if form is None else f"an access token ({form[0][:3]}...)"
+
+
+def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """`text` with each secret replaced by as many asterisks as it has bytes."""
+    for value in _values(environment):
+        text = text.replace(value, MASK * len(value.encode("utf-8", "surrogateescape")))
+    return FORMS.sub(lambda found: MASK * len(found[0]), text)
+
+
+def redact_file(path: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Overwrites each secret in a log with asterisks, in place, so that whoever appends to it can go on.
+
+    Secrets that span lines are not found.
+    """
+    try:
+        with path.open("r+b") as file:
+            while line := file.readline():
+                text = line.decode("utf-8", "surrogateescape")
+                clean = redact(text, environment).encode("utf-8", "surrogateescape")
+                if clean != line and len(clean) == len(line):
+                    file.seek(-len(line), os.SEEK_CUR)
+                    file.write(clean)
+    except OSError:
+        return  # a log that cannot be read has nothing to show either
