@@ -159,28 +159,14 @@ def _earlier_step(folder: Path, name: str, target: str) -> Path:
 
 def plan(args: argparse.Namespace) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
-    from sft_play.machine.gpus import detect, what_if
-    from sft_play.model.load import load_model_config
-    from sft_play.planning.facts import data_facts
-    from sft_play.planning.profiling import ensure_profile
-    from sft_play.planning.run import plan_run
-    from sft_play.planning.scaling import scaling
-    from sft_play.report.plan import plan_report
-    from sft_play.runlog import cache_dir, console, quiet_libraries
+    from sft_play.commands.plan import plan_command
+    from sft_play.runlog import console
 
-    machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
-    with quiet_libraries(cache_dir() / "plan.log"):
-        config = _load(args).config
-        model_config = load_model_config(config.model)
-        facts = data_facts(config, model_config, progress=not args.json)
-        if not args.gpu:
-            ensure_profile(machine, args.gpus or len(machine.gpus) or 1)
-        chosen = plan_run(config, model_config, facts, machine, args.gpus or len(machine.gpus) or 1)
-        scales = scaling(config, model_config, facts, machine)
+    tree, report = plan_command(args)
     if args.json:
-        _print_json(chosen.to_json() | {"scaling": scales})
+        _print_json(tree)
     else:
-        console().print(plan_report(chosen.to_json(), scales))
+        console().print(report)
     return 0
 
 

@@ -21,11 +21,18 @@ class LoadedData:
     rows: PreparedData
 
 
-def load_data(config: RunConfig, *, progress: bool = True, hashes: bool = True) -> LoadedData:
+def load_data(
+    config: RunConfig,
+    architecture: "PretrainedConfig | None" = None,
+    *,
+    progress: bool = True,
+    hashes: bool = True,
+) -> LoadedData:
     """Tokenizes the data of a run, or loads it from the cache.
 
     Args:
         config: of the run.
+        architecture: of the model, if it is loaded already.
         progress: show a progress bar.
         hashes: as in `prepare`.
 
@@ -33,7 +40,7 @@ def load_data(config: RunConfig, *, progress: bool = True, hashes: bool = True) 
         ConfigError: config.json or tokenizer cannot be loaded, or do not belong together; or as in `prepare`.
         DataError: as in `prepare`.
     """
-    architecture = load_model_config(config.model)
+    architecture = architecture or load_model_config(config.model)
     tokenizer = load_tokenizer(config.model)
     rows = prepare(
         config, tokenizer, model_limit=position_limit(architecture), progress=progress, hashes=hashes

@@ -10,6 +10,7 @@ from sft_play.data.batching import make_schedule, padded_length
 from sft_play.data.chat import IGNORED
 from sft_play.data.packing import pack
 from sft_play.data.prepare import PreparedData
+from sft_play.data.reading import open_source
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.data import load_data
 from sft_play.model.load import position_limit
@@ -121,7 +122,8 @@ def data_facts(config: RunConfig, model_config: "PretrainedConfig", *, progress:
     So config.json alone is enough for a plan.
     """
     try:
-        return DataFacts.of(load_data(config, progress=progress).rows, config)
+        open_source(config.data.train_path, "train")  # before anything is downloaded for nothing
+        return DataFacts.of(load_data(config, model_config, progress=progress).rows, config)
     except (ConfigError, DataError) as error:
         console().print(f"  [yellow]planned without data:[/] {str(error).splitlines()[0]}")
         return DataFacts.unseen(config, model_config)

@@ -39,6 +39,7 @@ def plan_run(
     *,
     accept: Callable[[Plan], bool] = lambda draft: True,
     budget_bytes: int | None = None,
+    explain: bool = True,
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -50,6 +51,7 @@ def plan_run(
         processes: number of processes.
         accept: which of the plans that the config allows are considered.
         budget_bytes: of each process; default: from the machine's free memory.
+        explain: look for changes that would help if nothing fits.
 
     Raises:
         ConfigError: settings contradict each other or the machine.
@@ -77,7 +79,7 @@ def plan_run(
         memory_of = corrected_estimator(estimator(model_config, budget, facts.eval_shape), record)
         predicted = plan_clock(model_config, facts, machine, processes)
         time_of = corrected_clock(predicted, record, facts.tokens_per_process)
-        plan = choose_plan(config, drafts, memory_of, time_of)
+        plan = choose_plan(config, drafts, memory_of, time_of, explain=explain)
     except UntraceableModel as error:
         plan = choose_plan(config, drafts, None, None)
         return replace(plan, why=(*plan.why, str(error).splitlines()[0], *notes))

@@ -39,7 +39,12 @@ def fits(memory: Memory) -> bool:
 
 
 def choose_plan(
-    config: RunConfig, drafts: list[Plan], estimate: Estimator | None, clock: Clock | None
+    config: RunConfig,
+    drafts: list[Plan],
+    estimate: Estimator | None,
+    clock: Clock | None,
+    *,
+    explain: bool = True,
 ) -> Plan:
     """The plan to run.
 
@@ -48,6 +53,7 @@ def choose_plan(
         drafts: the plans that the config allows, in preferred order (`drafts.draft_plans`).
         estimate: predicts the memory of a plan; None if the model cannot be traced.
         clock: predicts the time of a step; None if unknown.
+        explain: look for changes that would help if no draft fits, which may take several traces.
 
     Raises:
         DoesNotFitError: no draft fits; the message says by how much, and which changes would help.
@@ -57,7 +63,8 @@ def choose_plan(
     sized = _size_all(config, drafts, estimate, clock)
     fitting = _fitting(sized)
     if not fitting:
-        raise DoesNotFitError(explain_misfit(config, min(sized, key=_peak), estimate))
+        smallest = min(sized, key=_peak)
+        raise DoesNotFitError(explain_misfit(config, smallest, estimate) if explain else _misfit(smallest))
     chosen, seconds = _pick_fastest(config, fitting, clock)
     sized += _recomputed(config, chosen, drafts, sized, estimate)
     return replace(
@@ -326,20 +333,25 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig
     return found
 
 
-def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> str:
-    """By how much the smallest plan exceeds the budget, and the single changes that would make it fit."""
+def _misfit(smallest: Plan) -> str:
     memory = smallest.memory
     assert memory
     over = memory.needed_bytes - memory.budget_bytes
     checkpointing = ", gradient checkpointing" if smallest.gradient_checkpointing else ""
-    terms = sorted(memory.terms.items(), key=lambda item: -item[1])[:4]
-    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size)
-    lines = [
+    return (
         f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}{checkpointing}) "
         f"needs {format_bytes(memory.needed_bytes)} in the {memory.peak_phase} phase, "
-        f"{format_bytes(over)} more than the budget of {format_bytes(memory.budget_bytes)}",
-        f"largest parts: {largest}",
-    ]
+        f"{format_bytes(over)} more than the budget of {format_bytes(memory.budget_bytes)}"
+    )
+
+
+def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> str:
+    """By how much the smallest plan exceeds the budget, and the single changes that would make it fit."""
+    memory = smallest.memory
+    assert memory
+    terms = sorted(memory.terms.items(), key=lambda item: -item[1])[:4]
+    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size)
+    lines = [_misfit(smallest), f"largest parts: {largest}"]
     sufficient: list[str] = []
     partial: list[tuple[int, str]] = []
     for what, changed_config, changed_plan in possible_changes(config, smallest):

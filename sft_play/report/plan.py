@@ -11,6 +11,7 @@ from rich.text import Text
 
 from sft_play.units import GIB, format_bytes
 
+MODES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 ENGINES = {"none": "one process", "ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 
@@ -127,3 +128,28 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
     if scaling:
         parts.append(Padding(scaling_table(scaling), (1, 0, 0, 0)))
     return Group(*parts)
+
+
+def cards_report(tree: Mapping[str, Any]) -> RenderableType:
+    """What a model would be like on common GPUs, from `plans_by_card`; fits in 80 columns."""
+    modes = list(tree["cards"][0]["plans"])
+    heads = [f"{MODES[mode]}\n{what}" for mode in modes for what in ("tokens/s", "GiB")]
+    table = _table("GPU", "GiB", *heads)
+    for row in tree["cards"]:
+        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan)]
+        table.add_row(row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells)
+    each = "a GPU" if tree["gpus"] == 1 else f"{tree['gpus']} GPUs"
+    title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
+    notes = [
+        "-: does not fit. Predicted from data sheets; GiB: peak of a process. In detail:",
+        f'make plan MODEL={tree["model"]} GPU="RTX 4090"',
+        *tree["why"],
+    ]
+    return Group(title, table, *(Text(note, style="dim") for note in notes))
+
+
+def _card_cells(plan: Mapping[str, Any]) -> tuple[str, str]:
+    if "problem" in plan:
+        return "-", "-"
+    speed, peak = plan["tokens_per_second"], plan["peak_bytes"]
+    return "n/a" if speed is None else f"{speed:,.0f}", "n/a" if peak is None else f"{peak / GIB:.1f}"

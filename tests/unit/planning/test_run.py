@@ -216,11 +216,19 @@ def test_numbers_of_processes_that_cannot_be_say_why():
     assert "fewer than the 8 processes; set it to 8 or more" in rows[3]["problem"]
 
 
-@pytest.mark.parametrize(("name", "capability"), [("T4", (7, 5)), ("A100", (8, 0)), ("RTX 5090", (12, 0))])
-def test_a_plan_is_priced_with_the_kernels_of_its_gpu(name, capability):
+@pytest.mark.parametrize(
+    ("name", "capability", "kernels"),
+    [
+        ("T4", (7, 5), (7, 5)),
+        ("A100", (8, 0), (8, 0)),
+        ("H100", (9, 0), (8, 0)),
+        ("RTX 5090", (12, 0), (8, 6)),
+    ],
+)
+def test_a_plan_is_priced_with_the_kernels_of_its_gpu(name, capability, kernels):
     plan = plan_run(run(memory_gib=2), MODEL, FACTS, what_if(name), 1)
     assert plan.compute_capability == capability
-    assert StepSpec.of(run(), plan).compute_capability == capability
+    assert StepSpec.of(run(), plan).compute_capability == kernels
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 

@@ -1,5 +1,6 @@
 """Which attention kernel each GPU runs, and what it allocates."""
 
+import itertools
 from dataclasses import replace
 
 import bitsandbytes  # noqa: F401  registers its operations
@@ -11,9 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
 from sft_play.machine.catalogue import SPECS_FILE, find_specs
-from sft_play.sizing.attention_kernels import EfficientAttention, choose_kernel, cuda_attention
+from sft_play.model.attention import flash_supports
+from sft_play.sizing.attention_kernels import (
+    EfficientAttention,
+    _efficient_workspace,
+    choose_kernel,
+    cuda_attention,
+)
 from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import StepSpec, same_kernels
 from sft_play.sizing.trace import trace_step
 
 T4, V100, A100, RTX_4090, H100 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0)
@@ -151,3 +158,35 @@ def test_our_step_never_writes_scores_also_where_no_kernel_takes_groups(joined):
     assert largest_block(T4, **shape) < 4 * 1024 * 1024 * 2  # heads x tokens x tokens in fp16
     in_fp32 = largest_block(A100, dtype="float32", mixed_precision="no", **shape)
     assert in_fp32 < 4 * 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    "capability",
+    [
+        (7, 0),
+        (7, 5),
+        (8, 0),
+        (8, 6),
+        (8, 7),
+        (8, 9),
+        (9, 0),
+        (10, 0),
+        (10, 3),
+        (11, 0),
+        (12, 0),
+        (12, 1),
+        (13, 0),
+    ],
+)
+def test_gpus_that_share_a_trace_run_the_same_kernels_with_the_same_workspace(capability):
+    shared = same_kernels(capability)
+    assert same_kernels(shared) == shared
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (64, 96, 120, 128, 192, 200, 224, 256):
+            query = torch.empty(1, 4, 300, head_dim, dtype=dtype, device="meta")
+            assert _efficient_workspace(query, capability) == _efficient_workspace(query, shared)
+            for flags in itertools.product([False, True], [False, True], [0.0, 0.1]):
+                grouped, masked, dropout = flags
+                asked = {"head_dim": head_dim, "grouped": grouped, "masked": masked, "dropout": dropout}
+                assert choose_kernel(capability, dtype, **asked) == choose_kernel(shared, dtype, **asked)
+            assert flash_supports(capability, dtype, head_dim) == flash_supports(shared, dtype, head_dim)

@@ -1,0 +1,88 @@
+"""`sft-play plan`: a plan for this machine, for another GPU, or for each of the common ones."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+
+from sft_play.builtin.demo import materialise
+from sft_play.config.load import ResolvedConfig, config_from, load_config
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import detect, what_if
+from sft_play.model.published import hub_name, planning_config
+from sft_play.planning.cards import MODES, plans_by_card
+from sft_play.planning.facts import DataFacts, data_facts
+from sft_play.planning.profiling import ensure_profile
+from sft_play.planning.run import plan_run
+from sft_play.planning.scaling import scaling
+from sft_play.report.plan import cards_report, plan_report
+from sft_play.runlog import cache_dir, quiet_libraries
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NO_DATA = "data/train.jsonl"  # stands for the rows in a config that is made from --model
+
+
+def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableType]:
+    """The plan as JSON and as a report.
+
+    Raises:
+        ConfigError: neither a config nor a model is given, or as in `plan_run`.
+        DoesNotFitError: nothing fits.
+    """
+    with quiet_libraries(cache_dir() / "plan.log"):
+        resolved = _config(args)
+        config = resolved.config
+        model_config, notes = planning_config(config.model)
+        facts = DataFacts.unseen(config, model_config)
+        if resolved.origins["data.train_path"] != "default":
+            facts = data_facts(config, model_config, progress=not args.json)
+        if args.model and not args.gpu:
+            tree = _on_each_card(resolved, model_config, facts, args.gpus or 1) | {"why": notes}
+            return tree, cards_report(tree)
+        machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
+        processes = args.gpus or len(machine.gpus) or 1
+        if not args.gpu:
+            ensure_profile(machine, processes)
+        chosen = plan_run(config, model_config, facts, machine, processes)
+        chosen = replace(chosen, why=(*chosen.why, *notes))
+        scales = scaling(config, model_config, facts, machine)
+    return chosen.to_json() | {"scaling": scales}, plan_report(chosen.to_json(), scales)
+
+
+def _config(args: argparse.Namespace) -> ResolvedConfig:
+    """The config file, the same with another model, or the defaults with a model.
+
+    Raises:
+        ConfigError: neither is given, the model is unknown, or the config is invalid.
+    """
+    if args.model is None:
+        if args.config is None:
+            raise ConfigError(
+                "nothing to plan; give a config (make plan CONFIG=configs/run_lora.yaml) or a model "
+                '(make plan MODEL=qwen3-8b GPU="RTX 4090")'
+            )
+        return materialise(load_config(args.config, args.overrides))
+    name = hub_name(args.model)
+    if args.config is not None:
+        return materialise(load_config(args.config, [f"model.name={name}", *args.overrides]))
+    tree = {"model": {"name": name}, "data": {"train_path": NO_DATA}}
+    origins = {"model.name": "--model", "data.train_path": "default"}
+    return materialise(config_from(tree, origins, args.overrides, Path("plan")))
+
+
+def _on_each_card(
+    resolved: ResolvedConfig, model_config: "PretrainedConfig", facts: DataFacts, gpus: int
+) -> dict[str, Any]:
+    """The plans for the common GPUs, in the tuning mode that was asked for or in each."""
+    config = resolved.config
+    modes = MODES if resolved.origins["tuning.mode"] == "default" else (config.tuning.mode,)
+    return {
+        "model": config.model.name,
+        "gpus": gpus,
+        "row_tokens": facts.longest_row,
+        "cards": plans_by_card(config, model_config, facts, gpus, modes),
+    }

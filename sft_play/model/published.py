@@ -1,0 +1,121 @@
+"""Architectures of published models, from configs/models.yaml: all that a plan needs if the Hub is not asked.
+
+Planning needs config.json alone, but the Hub gives out no file of a gated model without a license agreement,
+and may not be reachable at all.
+"""
+
+import difflib
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import ConfigError
+from sft_play.model.load import load_model_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MODELS_FILE = Path(__file__).resolve().parents[2] / "configs" / "models.yaml"
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model on the Hub: its name there, and what its config.json says about memory and speed."""
+
+    name: str
+    parameters: int
+    gated: bool  # whether the Hub wants a license agreement first
+    config: dict[str, Any]
+    source: str  # URL
+    date: str  # of the source
+
+    @property
+    def access(self) -> str:
+        """What to do before the model can be downloaded; "" if nothing."""
+        if not self.gated:
+            return ""
+        page = f"https://huggingface.co/{self.name}"
+        return f"accept its license at {page}, then run `hf auth login` or set HF_TOKEN"
+
+
+@functools.cache
+def published_models() -> dict[str, PublishedModel]:
+    """All models by their names on the Hub, in lower case.
+
+    Raises:
+        ConfigError: configs/models.yaml cannot be read.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        tree = yaml.load(MODELS_FILE.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
+    except OSError as error:
+        raise ConfigError(
+            f"{MODELS_FILE} cannot be read ({error.strerror}); run sft-play from a clone of its repository"
+        ) from None
+    found = {}
+    for entry in tree["models"]:
+        source = tree["sources"][entry["source"]]
+        for name in (entry["name"], *entry.get("same", ())):
+            found[name.lower()] = PublishedModel(
+                name=name,
+                parameters=entry["parameters"],
+                gated=entry.get("gated", False),
+                config=entry["config"],
+                source=source["url"],
+                date=str(source["date"]),
+            )
+    return found
+
+
+def hub_name(typed: str) -> str:
+    """The name on the Hub for what was typed, which may lack the organization: "qwen3-8b".
+
+    Folders and names with an organization are returned as they are.
+
+    Raises:
+        ConfigError: no published model has this name; names the closest.
+    """
+    if "/" in typed or Path(typed).is_dir():
+        return typed
+    by_short_name = {name.rpartition("/")[2]: model for name, model in published_models().items()}
+    if typed.lower() in by_short_name:
+        return by_short_name[typed.lower()].name
+    close = difflib.get_close_matches(typed.lower(), by_short_name, n=4, cutoff=0.0)
+    names = ", ".join(by_short_name[name].name for name in close)
+    raise ConfigError(
+        f"MODEL={typed} is unknown; closest: {names}. Use one of these, a name with its organization "
+        "(Qwen/Qwen3-8B), or a folder with a config.json"
+    )
+
+
+def _is_downloaded(model: ModelConfig) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model.name, "config.json", revision=model.revision), str)
+
+
+def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
+    """The architecture for a plan, and a note if it is a published one instead of the model's own file.
+
+    A model's own config.json comes first if it is on this machine. The published one comes before the Hub:
+    it is the same, and needs neither network nor access.
+
+    Raises:
+        ConfigError: as in `load_model_config`.
+    """
+    known = published_models().get(model.name.lower())
+    if known is None or model.revision or Path(model.name).is_dir() or _is_downloaded(model):
+        return load_model_config(model), []
+    from transformers import AutoConfig
+
+    settings = {name: value for name, value in known.config.items() if name != "model_type"}
+    note = f"architecture of {known.name} as of {known.date}, from {MODELS_FILE.name}; the Hub was not asked"
+    access = f"to train it, {known.access}"
+    return AutoConfig.for_model(known.config["model_type"], **settings), [
+        note,
+        *([access] if known.gated else []),
+    ]

@@ -1,0 +1,76 @@
+"""What a run would be like on common GPUs: a plan for each of them and each tuning mode."""
+
+from typing import TYPE_CHECKING, Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.machine.gpus import what_if
+from sft_play.plan import Plan
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Names in configs/hardware.yaml, by memory.
+CARDS = (
+    "RTX 3060",
+    "T4",
+    "A10",
+    "L4",
+    "RTX 3090",
+    "RTX 4090",
+    "RTX 5090",
+    "A100 40GB",
+    "L40S",
+    "A100 80GB",
+    "H100 80GB",
+    "H200",
+)
+MODES = ("full", "lora", "qlora")
+
+
+def with_mode(config: RunConfig, mode: str) -> RunConfig:
+    """The same run in another tuning mode."""
+    return config.model_copy(update={"tuning": config.tuning.model_copy(update={"mode": mode})})
+
+
+def plans_by_card(
+    config: RunConfig,
+    model_config: "PretrainedConfig",
+    facts: DataFacts,
+    gpus: int = 1,
+    modes: tuple[str, ...] = MODES,
+) -> list[dict[str, Any]]:
+    """A row for each common GPU: its name and memory, and for each mode the plan's key numbers.
+
+    Args:
+        config: the run.
+        model_config: the architecture.
+        facts: of the training rows.
+        gpus: number of GPUs of the kind.
+        modes: tuning modes to plan for.
+    """
+    rows = []
+    for card in CARDS:
+        machine = what_if(card, gpus)
+        plans: dict[str, dict[str, Any]] = {}
+        for mode in modes:
+            try:
+                plan = plan_run(with_mode(config, mode), model_config, facts, machine, gpus, explain=False)
+                plans[mode] = _numbers(plan, facts)
+            except (ConfigError, DoesNotFitError) as error:
+                plans[mode] = {"problem": str(error).splitlines()[0]}
+        rows.append({"gpu": card, "total_bytes": machine.gpus[0].total_bytes, "plans": plans})
+    return rows
+
+
+def _numbers(plan: Plan, facts: DataFacts) -> dict[str, Any]:
+    tokens = facts.tokens_per_process(plan) * plan.world_size
+    return {
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_checkpointing": plan.gradient_checkpointing,
+        "engine": plan.engine,
+        "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
+        "tokens_per_second": tokens / plan.step_seconds if plan.step_seconds else None,
+    }

@@ -1,0 +1,115 @@
+"""Plans without a config file and without a network."""
+
+import json
+
+import pytest
+
+from sft_play.cli import build_parser
+from sft_play.commands.plan import plan_command
+from sft_play.config.load import load_config
+from sft_play.errors import ConfigError
+from sft_play.machine.catalogue import find_specs
+from sft_play.model import published
+from sft_play.planning import cards
+from sft_play.planning.cards import CARDS
+from sft_play.report.plan import cards_report
+from tests.conftest import REPOSITORY
+from tests.unit.report.test_plan import screen
+
+TINY = """\
+sources: {here: {url: "https://example.org/tiny", date: 2026-11-22}}
+models:
+  - name: org/Tiny-1
+    gated: true
+    parameters: 1
+    source: here
+    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, vocab_size: 256,
+             num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 512}
+"""
+
+
+@pytest.fixture(autouse=True)
+def tiny(tmp_path, monkeypatch):
+    """A published model whose steps are traced in a moment, in a folder without data."""
+    (tmp_path / "models.yaml").write_text(TINY)
+    monkeypatch.setattr(published, "MODELS_FILE", tmp_path / "models.yaml")
+    monkeypatch.chdir(tmp_path)
+    published.published_models.cache_clear()
+    yield
+    published.published_models.cache_clear()
+
+
+def plan(*words: str):
+    return plan_command(build_parser().parse_args(["plan", "--json", *words]))
+
+
+def test_a_model_and_a_gpu_are_enough_for_a_plan():
+    tree, report = plan("--model", "tiny-1", "--gpu", "RTX 4090")
+    assert tree["plan"]["world_size"] == 1 and tree["memory"]["peak_bytes"] < tree["memory"]["budget_bytes"]
+    text = " ".join(screen(report).split())
+    assert "no training rows found: planned for rows of 512 tokens" in text
+    assert "architecture of org/Tiny-1 as of 2026-11-22, from models.yaml; the Hub was not asked" in text
+    assert "to train it, accept its license at https://huggingface.co/org/Tiny-1" in text
+
+
+def test_without_a_gpu_there_is_a_row_for_each_of_twelve_cards():
+    tree, report = plan("--model", "tiny-1", "tuning.mode=lora")
+    assert [row["gpu"] for row in tree["cards"]] == list(CARDS) and len(CARDS) == 12
+    json.dumps(tree)
+    text = screen(report)
+    for row in tree["cards"]:
+        found = row["plans"]["lora"]
+        assert found["peak_bytes"] <= row["total_bytes"] and row["gpu"] in text
+    speed = {row["gpu"]: row["plans"]["lora"]["tokens_per_second"] for row in tree["cards"]}
+    assert speed["H100 80GB"] > speed["L4"] > 0
+
+
+def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
+    monkeypatch.setattr(cards, "CARDS", ("A100 80GB",))
+    tree, _ = plan("--model", "tiny-1")
+    (row,) = tree["cards"]
+    assert list(row["plans"]) == ["full", "lora", "qlora"]
+    assert all(found["tokens_per_second"] > 0 for found in row["plans"].values())
+
+
+def test_a_card_that_is_too_small_has_a_dash():
+    plans = {"full": {"problem": "does not fit"}, "lora": {"tokens_per_second": None, "peak_bytes": 2**30}}
+    row = {"gpu": "T4", "total_bytes": 15 * 2**30, "plans": plans}
+    tree = {"model": "org/model", "gpus": 1, "row_tokens": 2048, "cards": [row], "why": ["a note"]}
+    lines = [line.rstrip() for line in screen(cards_report(tree)).splitlines()]
+    assert lines[0] == "org/model on a GPU, rows of 2,048 tokens" and "a note" in lines
+    assert any(line.split() == ["T4", "15", "-", "-", "n/a", "1.0"] for line in lines)
+
+
+def test_a_model_that_is_too_large_for_every_card_is_said_to_be(monkeypatch):
+    monkeypatch.setattr(cards, "CARDS", ("RTX 3060",))
+    words = ["parallel.memory_gib=0.3", "tuning.mode=full", "train.effective_batch_size=1"]
+    tree, _ = plan("--model", "tiny-1", *words)
+    assert tree["cards"][0]["plans"]["full"]["problem"].startswith("this run does not fit: the smallest plan")
+
+
+def test_every_card_has_a_known_memory():
+    assert all(find_specs(card)["memory_mib"] for card in CARDS)
+
+
+def test_nothing_to_plan_says_what_to_type():
+    with pytest.raises(ConfigError, match="make plan MODEL=qwen3-8b"):
+        plan()
+
+
+def test_another_model_can_be_planned_with_a_config_and_overrides():
+    config = str(REPOSITORY / "configs" / "run_distributed.yaml")
+    overrides = ["model.max_seq_len=128", "train.effective_batch_size=8"]
+    tree, _ = plan("--config", config, "--model", "tiny-1", "--gpu", "L4", "--gpus", "2", *overrides)
+    found = tree["plan"]
+    assert (found["max_seq_len"], found["effective_batch_size"], found["world_size"]) == (128, 8, 2)
+    assert any("org/Tiny-1" in reason for reason in tree["why"])
+
+
+def test_the_example_of_the_readme_needs_neither_network_nor_access(monkeypatch):
+    monkeypatch.undo()
+    published.published_models.cache_clear()
+    assert "make plan CONFIG=configs/run_llama70b_qlora.yaml GPU=" in (REPOSITORY / "README.md").read_text()
+    config = load_config(REPOSITORY / "configs" / "run_llama70b_qlora.yaml").config
+    architecture, notes = published.planning_config(config.model)
+    assert architecture.num_hidden_layers == 80 and "the Hub was not asked" in notes[0]
