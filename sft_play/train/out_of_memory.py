@@ -18,7 +18,7 @@ from sft_play.plan import Plan
 from sft_play.planning.search import batch_sentence
 from sft_play.runlog import read_json
 from sft_play.sizing.corrections import write_ran_out
-from sft_play.train.checkpoints import step_of
+from sft_play.train.checkpoints import by_step
 from sft_play.train.memory_meter import MemoryMeter, release_unreferenced
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.session import Session
@@ -96,7 +96,7 @@ def smaller_job(job: Job) -> Job:
     }
     plan = plan_again(_with_train(replace(job, plan=ran_out), **free), takes_less(ran_out))
     reason = f"chosen because memory ran out at micro-batch {ran_out.micro_batch_size}"
-    own = _has_checkpoint(job) or job.config.train.resume == "never"
+    own = by_step(job.run) or job.config.train.resume == "never"
     resume = "auto" if own else job.config.train.resume
     return replace(_with_train(job, resume=resume), plan=replace(plan, why=(*plan.why, reason)))
 
@@ -109,10 +109,6 @@ def _with_train(job: Job, **settings: Any) -> Job:
 
 def continuation(job: Job) -> str:
     """From where, and how, the smaller job goes on."""
-    start = "from the last checkpoint" if _has_checkpoint(job) else "from the beginning, without a checkpoint"
+    start = "from the last checkpoint" if by_step(job.run) else "from the beginning, without a checkpoint"
     recomputed = ", activations recomputed" if job.plan.gradient_checkpointing else ""
     return f"going on {start} with a smaller plan: {batch_sentence(job.plan)}{recomputed}"
-
-
-def _has_checkpoint(job: Job) -> bool:
-    return any(step_of(path) is not None for path in job.run.checkpoints.glob("checkpoint-*"))

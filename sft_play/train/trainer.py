@@ -32,6 +32,7 @@ from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.saving import BestOfThisRun
 from sft_play.train.session import Session, open_session, ordered_rows
 from sft_play.train.settle import settle_plan
+from sft_play.train.space import SpaceForSaves, require_space
 from sft_play.train.verify import verify
 
 
@@ -51,6 +52,7 @@ def train(job: Job) -> dict[str, Any]:
     checkpoint = checkpoint_to_resume(job)  # before anything large is loaded
     with memory_errors_explained(job.plan), disk_errors_explained(job.run):
         session, probed = settled_session(job)
+        require_space(session)
         begin_run(session.job)
         clear_way(session.job, checkpoint)
         with remembered(session):
@@ -91,6 +93,7 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     trainer.begin_phase = trainer.redo.begin_phase
     stop = StopOnSignal(session.job.plan.world_size, trainer.args.device, trainer.redo)
     trainer.add_callback(stop)
+    trainer.add_callback(SpaceForSaves(session))  # the last one, which sees whether the others want to save
     try:
         with only_tensors(deepspeed=session.job.plan.engine == "deepspeed_z2"):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

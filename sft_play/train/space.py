@@ -1,0 +1,106 @@
+"""Whether the disk has room for what a run saves: known before the first step and before each checkpoint."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from sft_play.errors import StorageError
+from sft_play.runlog import console
+from sft_play.train.checkpoints import by_step
+from sft_play.train.probe import all_agree
+from sft_play.train.session import Session
+from sft_play.units import format_bytes
+
+MARGIN = 1.2  # disks allocate whole blocks, and logs grow meanwhile
+FP32 = 4  # bytes
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk of a folder; unlimited if the disk does not report its size."""
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else sys.maxsize
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def weights_bytes(session: Session) -> int:
+    """Size of the weights that the run saves."""
+    everything = session.job.config.tuning.mode == "full"
+    model: Any = session.trainer.model
+    saved = [weight for weight in model.parameters() if everything or weight.requires_grad]
+    return sum(weight.numel() * weight.element_size() for weight in saved)
+
+
+def checkpoint_bytes(session: Session) -> int:
+    """Size of a checkpoint: the weights, and two moments of each trained one in the optimizer's state."""
+    job, model = session.job, session.trainer.model
+
+    def state_bytes(weight: Any) -> int:
+        if job.plan.engine == "deepspeed_z2":  # keeps the moments and a copy of the weights in fp32
+            return 3 * FP32 * weight.numel()
+        each = 1 if job.config.train.optimizer == "adamw_8bit" else weight.element_size()
+        return 2 * each * weight.numel()
+
+    trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
+    return weights_bytes(session) + sum(map(state_bytes, trained))
+
+
+def require_space(session: Session) -> None:
+    """Checks before the first step that a checkpoint and the result fit on the disk.
+
+    Raises:
+        StorageError: they do not.
+    """
+    job = session.job
+    needed = int((checkpoint_bytes(session) + weights_bytes(session)) * MARGIN)
+    free = free_bytes(job.run.path)
+    if not all_agree(session.trainer, free >= needed or not job.keeps_files):
+        raise StorageError(
+            f"{job.run.path}: {format_bytes(free)} free, but a checkpoint and the result need "
+            f"{format_bytes(needed)}. Free space, or choose another output.dir"
+        )
+
+
+class SpaceForSaves(TrainerCallback):
+    """Leaves out a checkpoint that does not fit on the disk; the run ends if the next one does not either.
+
+    Older checkpoints are deleted after a newer one is complete, so there must be room for one more.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._left_out = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Decides whether the checkpoint of this step is saved; all ranks decide the same.
+
+        Raises:
+            StorageError: the checkpoint before was left out too, there is none, or the run is being stopped.
+        """
+        if not control.should_save:
+            return
+        job = self._session.job
+        saved = by_step(job.run)
+        size = size_of(saved[-1]) if saved else checkpoint_bytes(self._session)
+        needed, free = int(size * MARGIN), free_bytes(job.run.path)
+        if all_agree(self._session.trainer, free >= needed or not job.keeps_files):
+            self._left_out = False
+            return
+        text = (
+            f"step {state.global_step}: no checkpoint, since it needs {format_bytes(needed)} and "
+            f"{format_bytes(free)} are free on the disk of {job.run.path}"
+        )
+        last = state.global_step >= state.max_steps
+        if not last and (self._left_out or not saved or control.should_training_stop):
+            raise StorageError(
+                f"{text}. Free space, and run `make resume` to continue from the last checkpoint"
+            )
+        self._left_out, control.should_save = True, False
+        then = "the result follows" if last else "free space before the next one, or the run ends there"
+        console().print(f"  [yellow]{text}; {then}[/]")
