@@ -60,8 +60,8 @@ class Case:
     key: str  # identifies it in the measurement log
     model: str
     spec: StepSpec
-    budget_bytes: int | None = None  # the budget that its plan was made for
-    allowed_bytes: int | None = None  # limit of the allocator: budget and guard
+    budget_bytes: int | None = None  # the budget of the process that its plan was made for
+    allowed_bytes: int | None = None  # limit of the allocator: budget and guard, without the context
     memory_is_limit: bool = False  # whether more memory would have allowed a larger micro-batch
 
 
@@ -194,7 +194,7 @@ def _planned_tokens(model: str, quick: bool) -> tuple[int, ...]:
 def _needed(model: str, spec: StepSpec, target: Target) -> int:
     """Free memory that a device must have for the step."""
     predicted = predict(model, spec, target)
-    return predicted["reserved"] or max(predicted["phases"].values())
+    return (predicted["reserved"] or max(predicted["phases"].values())) + predicted["context"]
 
 
 def _prefer_large(config: RunConfig, plan: Plan) -> float:
@@ -211,27 +211,25 @@ def _planned(
         model=model,
         spec=StepSpec.of(config, plan),
         budget_bytes=budget,
-        allowed_bytes=budget + guard(target.kind, budget).bytes,
+        allowed_bytes=budget + guard(target.kind, budget).bytes - target.budget.context_bytes,
         memory_is_limit=plan.micro_batch_size < max(draft.micro_batch_size for draft in drafts),
     )
 
 
 def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
-    """Predicted bytes of the weights, of each phase, and reserved by the allocator; with fixed costs."""
+    """Predicted bytes of the weights, of each phase, reserved by the allocator, and of the context."""
     budget = target.budget
     step = shared_traces(architecture(model)).step(spec)
-    found = memory.estimate(step, budget)
+    found = memory.estimate(step, budget, complete=True)
     in_layers = step.peaks(budget.granularity, in_layers=True)
     terms = step.peaks(budget.granularity)["forward"].terms
     phases = {phase: size for phase, size in found.phases.items() if phase != "load"}
-    reserved = None
-    if target.kind == "cuda":
-        reserved = memory.reserved_bytes(step, found.peak_bytes, budget)
     return {
         "weights": terms["weights"] + terms["adapters"],
         "phases": phases,
         "in_layers": {
             phase: peak.bytes + budget.workspace_bytes for phase, peak in in_layers.items() if phase != "load"
         },
-        "reserved": reserved,
+        "reserved": found.reserved_bytes,
+        "context": budget.context_bytes,
     }

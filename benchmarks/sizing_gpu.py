@@ -100,7 +100,8 @@ def with_errors(line: dict[str, Any], predicted: dict[str, Any]) -> dict[str, An
         errors["error_in_layers"] = (in_layers - weights) / (real_in_layers - weights) - 1
         if measured["reserved"]:
             errors["error_reserved"] = predicted["reserved"] / measured["reserved"] - 1
-    used = (measured["reserved"] or measured["peak"]) / line["budget_bytes"] if line["budget_bytes"] else None
+    process = (measured["reserved"] or measured["peak"]) + predicted["context"]
+    used = process / line["budget_bytes"] if line["budget_bytes"] else None
     return line | {"predicted": predicted, "used_of_budget": used, **errors}
 
 

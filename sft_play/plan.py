@@ -11,20 +11,34 @@ from sft_play.config.schema import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The predicted memory of one process, in bytes."""
+    """The predicted memory of one process, in bytes.
 
-    budget_bytes: int
-    peak_bytes: int
+    On a GPU there are three numbers, each of which contains the one before: what tensors take (`peak_bytes`),
+    what PyTorch's allocator reserves for them (`reserved_bytes`), and what the driver counts for the process
+    (`process_bytes`), which must be within the budget. On a CPU there is the first one only.
+    """
+
+    budget_bytes: int  # for the process
+    peak_bytes: int  # allocated
     peak_phase: str
     phases: dict[str, int] = field(default_factory=dict)  # peak of each phase; the highest one counts
-    terms: dict[str, int] = field(default_factory=dict)  # breakdown of the highest peak
+    terms: dict[str, int] = field(default_factory=dict)  # breakdown of the highest peak, and the context
     guard_bytes: int = 0  # kept free in addition to the budget
-    reserved_bytes: int | None = None  # by the allocator, with fragmentation; None if that cannot decide
+    reserved_bytes: int | None = None  # with fragmentation; None on a CPU, and where it cannot decide
 
     @property
-    def needed_bytes(self) -> int:
-        """Free memory that the device must have."""
-        return max(self.peak_bytes, self.reserved_bytes or 0)
+    def process_bytes(self) -> int:
+        """Free memory that the device must have: what is reserved, and context and communicator."""
+        return max(self.peak_bytes, self.reserved_bytes or 0) + self.terms.get("context", 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and `process_bytes`: null on a CPU."""
+        return asdict(self) | {"process_bytes": self.process_bytes if self.reserved_bytes else None}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "Memory":
+        """The inverse of `to_json`."""
+        return cls(**{key: value for key, value in tree.items() if key != "process_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,7 @@ class Plan:
     padding_free: bool = True  # whether rows are joined end to end; otherwise padded to the longest
     micro_batch_tokens: int = 0  # of the largest micro-batch, including padding
     micro_batch_supervised: int = 0  # the most supervised tokens of any micro-batch
+    sequence_tokens: int = 0  # of an average sequence, in which attention runs; 0 if unknown
     gradient_checkpointing: bool
     mixed_precision: str  # "bf16", "fp16" or "no"
     dtype: str  # of the weights: "bfloat16", "float16" or "float32"
@@ -73,13 +88,14 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The tree that `sft-play plan --json` prints and that plan.json contains."""
         values = asdict(self)
-        memory, why, alternatives = (values.pop(key) for key in ("memory", "why", "alternatives"))
+        _, why, alternatives = (values.pop(key) for key in ("memory", "why", "alternatives"))
+        memory = self.memory.to_json() if self.memory else None
         return {"plan": values, "memory": memory, "why": list(why), "alternatives": list(alternatives)}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Plan":
         """The inverse of `to_json`."""
-        memory = Memory(**tree["memory"]) if tree.get("memory") else None
+        memory = Memory.from_json(tree["memory"]) if tree.get("memory") else None
         capability = tree["plan"].get("compute_capability")
         values = tree["plan"] | {"compute_capability": tuple(capability) if capability else None}
         return cls(**values, memory=memory, why=tuple(tree["why"]), alternatives=tuple(tree["alternatives"]))
@@ -99,8 +115,8 @@ class Device:
 class Estimator(Protocol):
     """Predicts the memory of a plan."""
 
-    def __call__(self, config: RunConfig, plan: Plan, /) -> Memory:
-        """Predicted bytes of one process."""
+    def __call__(self, config: RunConfig, plan: Plan, /, *, complete: bool = False) -> Memory:
+        """Predicted bytes of one process; `complete` also where reserved bytes cannot decide what fits."""
 
 
 class Clock(Protocol):

@@ -102,8 +102,8 @@ def _prepare(model: Any, layers: torch.nn.ModuleList, run: Run) -> None:
     model.train()
 
 
-def _single_quantized(module: Linear4bit) -> list[torch.Tensor]:
-    """Packs a weight of [rows, columns] as `four_bit_tensors` does, but with scales in fp32."""
+def _single_quantized(module: Linear4bit) -> list[tuple[torch.Tensor, bool]]:
+    """Packs a weight of [rows, columns] as `four_bit_tensors` does, but with scales in fp32 that stay."""
     rows, columns = module.weight.shape
     state = QuantState(
         absmax=torch.empty(-(-rows * columns // fake.NF4_BLOCK)),
@@ -117,7 +117,8 @@ def _single_quantized(module: Linear4bit) -> list[torch.Tensor]:
     weight: Any = torch.nn.Parameter(packed, requires_grad=False)
     weight.quant_state, weight.bnb_quantized = state, True
     module._parameters["weight"], module.quant_state = weight, state
-    return [weight, state.absmax, state.code]
+    original = packed.new_empty((rows, columns), dtype=module.compute_dtype)
+    return [(original, False), (state.absmax, True), (weight, True), (state.code, True)]
 
 
 def _upcast(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: SymbolicRecorder) -> None:

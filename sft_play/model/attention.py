@@ -1,21 +1,23 @@
-"""Attention without masks: PyTorch's fused kernel, called once per sequence.
+"""Attention without masks, through PyTorch's fused kernels.
 
 Training rows are padded on the right and attention is causal, so a real token never attends to padding and no
-mask is needed; outputs at padded positions are ignored by their labels (-100). Packed rows come with the
-lengths of their sequences, and each sequence gets its own call, so that attention cannot leak between packed
-sequences. A mask would cost seq_len**2 elements, repeat the key and value heads, and take the kernel off its
-fast path.
+mask is needed; outputs at padded positions are ignored by their labels (-100). Joined and packed rows come
+with the lengths of their sequences, so that attention cannot leak between them. A mask would cost seq_len**2
+elements, repeat the key and value heads, and take the kernel off its fast path.
 
-On CUDA, PyTorch's flash kernel runs where it can (`flash_supports`), else the memory-efficient one, which
-gets repeated key and value heads: with fewer of them PyTorch would choose its math kernel, which writes all
-scores to memory.
+On CUDA, PyTorch's flash kernel runs where it can (`flash_supports`): one call for all sequences that are
+joined (`varlen_supports`). Elsewhere each sequence gets a call of its own, on a GPU of the memory-efficient
+kernel with repeated key and value heads: with fewer of them PyTorch would choose its math kernel, which
+writes all scores to memory.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "varlen_sdpa"
@@ -35,19 +37,68 @@ def flash_supports(capability: Capability, dtype: torch.dtype, head_dim: int, dr
     return head_dim <= 192 or not little_shared_memory or (head_dim > 224 and dropout == 0)
 
 
+def varlen_supports(capability: Capability, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
+    """Whether one call of PyTorch's flash kernel can train on joined sequences with such heads.
+
+    Other than `scaled_dot_product_attention`, it neither drops out nor pads heads to a multiple of 8.
+    """
+    return dropout == 0 and head_dim % 8 == 0 and flash_supports(capability, dtype, head_dim)
+
+
 @functools.cache  # asked for each sequence in each layer
 def device_capability(device: torch.device) -> Capability | None:
     """The compute capability of a GPU; None for a CPU, whose kernel supports all that is needed here."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def _kernel_dtype(query: torch.Tensor) -> torch.dtype:
+    """The type that a kernel computes in, under autocast as well; the query has any shape."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
 def _supports_groups(query: torch.Tensor, dropout: float) -> bool:
     """Whether the kernel for a query, [batch, heads, tokens, head_dim], takes fewer key and value heads."""
-    capability, kind = device_capability(query.device), query.device.type
-    if capability is None:
-        return True
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    return flash_supports(capability, dtype, query.shape[-1], dropout)
+    capability = device_capability(query.device)
+    return capability is None or flash_supports(capability, _kernel_dtype(query), query.shape[-1], dropout)
+
+
+def _takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """Whether one call serves all joined sequences of a query, [1, heads, tokens, head_dim]."""
+    capability, head_dim = device_capability(query.device), query.shape[-1]
+    if capability is None or value.shape[-1] != head_dim:
+        return False
+    return varlen_supports(capability, _kernel_dtype(query), head_dim, dropout)
+
+
+@functools.lru_cache(maxsize=1)  # all layers ask for those of one micro-batch
+def _offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where sequences begin, and the last one ends, [sequences + 1]."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _attend_joined(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Causal attention within each of the joined sequences, in one call.
+
+    Query is [1, heads, tokens, head_dim], key and value are [1, key_value_heads, tokens, head_dim]; the
+    result is [1, tokens, heads, head_dim].
+    """
+    dtype, longest = _kernel_dtype(query), max(lengths)
+    query, key, value = (tensor.to(dtype)[0].transpose(0, 1) for tensor in (query, key, value))
+    offsets = _offsets(lengths, query.device)
+    before = -1 if window is None or window >= longest else window - 1  # besides the token itself
+    out: Any = varlen_attn(
+        query, key, value, offsets, offsets, longest, longest,
+        scale=scale, window_size=(before, 0), enable_gqa=True,
+    )  # fmt: skip
+    return out[None]
 
 
 def _attend(
@@ -106,7 +157,9 @@ def varlen_sdpa(
         The output, [batch, tokens, heads, head_dim], and no attention weights.
     """
     options = {"dropout_p": dropout, "scale": scaling}
-    if sequence_lengths is None:
+    if sequence_lengths is not None and _takes_one_call(query, value, dropout):
+        out = _attend_joined(query, key, value, tuple(sequence_lengths), sliding_window, scaling)
+    elif sequence_lengths is None:
         out = _attend(query, key, value, sliding_window, **options).transpose(1, 2)
     else:
         lengths = list(sequence_lengths)

@@ -14,7 +14,7 @@ from transformers import (
     BitsAndBytesConfig,
     PretrainedConfig,
 )
-from transformers.utils.import_utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from sft_play.config.schema import LoraSettings, ModelConfig, RunConfig
 from sft_play.errors import CheckpointError, ConfigError
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Layer types in which one token sees another through attention alone.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+# Compute capabilities that FlashAttention's packages are made for: from, and before.
+FLASH_RUNS = {"flash_attention_2": ((8, 0), (13, 0)), "flash_attention_3": ((8, 0), (10, 0))}
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -124,13 +126,22 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def choose_attention(asked: str, config: PretrainedConfig, device: str) -> str:
+def choose_attention(
+    asked: str, config: PretrainedConfig, device: str, capability: attention.Capability | None = None
+) -> str:
     """The attention implementation to use: the requested one, or for "auto" the fastest available.
 
+    Args:
+        asked: model.attention.
+        config: the architecture.
+        device: "cuda" or "cpu".
+        capability: compute capability of the GPU; None if unknown.
+
     Raises:
-        ConfigError: transformers no longer says what its model supports.
+        ConfigError: the device cannot run it, or transformers no longer says what its model supports.
     """
     if asked != "auto":
+        _require_runnable(asked, device, capability)
         return asked
     text = config.get_text_config()
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -144,9 +155,44 @@ def choose_attention(asked: str, config: PretrainedConfig, device: str) -> str:
     supports_sdpa = model_class is not None and model_class._supports_sdpa
     # PyTorch's fused kernel has no soft-capped scores (Gemma 2) and no attention sinks (gpt-oss).
     plain_scores = getattr(text, "attn_logit_softcapping", None) is None
-    if device == "cuda" and is_flash_attn_2_available() and torch.cuda.get_device_capability() >= (8, 0):
-        return "flash_attention_2"
-    return attention.NAME if supports_sdpa and plain_scores else "eager"
+    package = _flash_package(capability) if device == "cuda" and torch.cuda.is_available() else None
+    return package or (attention.NAME if supports_sdpa and plain_scores else "eager")
+
+
+def _flash_package(capability: attention.Capability | None) -> str | None:
+    """The newest FlashAttention that is installed here and made for a GPU; None if there is none.
+
+    On Hopper also that of the hub, if the package `kernels` is installed and can get it.
+    """
+    known = capability or torch.cuda.get_device_capability()
+    is_hopper = known[0] == 9
+    if is_hopper and is_flash_attn_3_available(kernels_fallback_ok=True):
+        return "flash_attention_3"
+    runs = known >= FLASH_RUNS["flash_attention_2"][0]
+    return "flash_attention_2" if runs and is_flash_attn_2_available() else None
+
+
+def _require_runnable(asked: str, device: str, capability: attention.Capability | None) -> None:
+    """Refuses FlashAttention on devices for which it is not made.
+
+    Raises:
+        ConfigError: the device cannot run it.
+    """
+    if asked not in FLASH_RUNS or (device == "cuda" and capability is None):
+        return
+    found = (
+        "the CPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    )
+    runs = [
+        name
+        for name, (first, last) in FLASH_RUNS.items()
+        if capability is not None and first <= capability < last
+    ]
+    if asked not in runs:
+        raise ConfigError(
+            f"model.attention={asked}: {found} cannot run it; "
+            f"allowed here: {', '.join(['auto', attention.NAME, 'sdpa', 'eager', *runs])}"
+        )
 
 
 def joins_rows(

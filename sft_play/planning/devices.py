@@ -11,6 +11,7 @@ from sft_play.plan import Device
 from sft_play.planning.clock import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
 from sft_play.sizing import memory
 from sft_play.sizing.corrections import read_overhead
+from sft_play.sizing.guard import known_errors
 from sft_play.sizing.step import ASSUMED_CAPABILITY
 from sft_play.units import GIB, format_bytes
 
@@ -96,6 +97,7 @@ def memory_device(config: RunConfig, machine: Machine, processes: int) -> memory
         context_bytes=overhead,
         communicator_bytes=None if overhead is None else 0,  # it was measured with the context
         expandable=has_expandable_segments(os.environ),
+        quantized=config.tuning.mode == "qlora",
     )
 
 
@@ -118,7 +120,23 @@ def memory_notes(
     notes.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
     if budget.assumed:
         notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
-    if machine.gpus and training_device(machine).compute_capability is None:
-        major, minor = ASSUMED_CAPABILITY
-        notes.append(f"the GPU's compute capability is unknown; assumed: the kernels of {major}.{minor}")
+    if machine.gpus:
+        notes.append(_error_note(training_device(machine).compute_capability, config.tuning.mode == "qlora"))
     return notes
+
+
+def _error_note(capability: tuple[int, int] | None, quantized: bool) -> str:
+    """What is known of the errors of predictions on such a GPU."""
+    if capability is None:
+        major, minor = ASSUMED_CAPABILITY
+        return f"the GPU's compute capability is unknown; assumed: the kernels of {major}.{minor}"
+    name, weights = f"{capability[0]}.{capability[1]}", "4-bit" if quantized else "other"
+    known = known_errors(capability, quantized)
+    if known is None:
+        return f"no measurements on compute capability {name} are published: errors there are unknown"
+    ranges = {"allocated": known.allocated, "reserved": known.reserved, "process": known.process}
+    errors = (f"{what} {one[0]:+.1%} to {one[1]:+.1%}" for what, one in ranges.items() if one)
+    return (
+        f"errors in {known.runs} published runs with {weights} weights and fixed segments on compute "
+        f"capability {name}: {', '.join(errors)}"
+    )

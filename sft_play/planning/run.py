@@ -15,6 +15,7 @@ from sft_play.planning.drafts import draft_plans
 from sft_play.planning.facts import DataFacts, assumptions
 from sft_play.planning.search import choose_plan
 from sft_play.planning.timing import plan_clock, profile_notes
+from sft_play.sizing.attention_kernels import attention_sentence
 from sft_play.sizing.corrections import (
     corrected_clock,
     corrected_estimator,
@@ -25,6 +26,7 @@ from sft_play.sizing.corrections import (
     record_path,
 )
 from sft_play.sizing.estimator import estimator
+from sft_play.sizing.step import StepSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,14 +89,15 @@ def plan_run(
     path = record(config, plan)
     correction = correction_sentence(read_ratios(path), plan.memory.peak_phase)
     correction += ran_out_sentence(read_ran_out(path), plan)
-    return replace(plan, why=(*plan.why, *correction, *notes))
+    kernel = attention_sentence(model_config, StepSpec.of(config, plan))
+    return replace(plan, why=(*plan.why, *([kernel] if kernel else []), *correction, *notes))
 
 
 def _drafts(
     config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, device: Device, processes: int
 ) -> tuple[list[Plan], list[str]]:
     """Every plan that the config allows, and why rows are padded if they are."""
-    attention = choose_attention(config.model.attention, model_config, device.kind)
+    attention = choose_attention(config.model.attention, model_config, device.kind, device.compute_capability)
     padding_free, reason = joins_rows(config, model_config, attention)
     hidden_size = model_config.get_text_config().hidden_size
     drafts = draft_plans(
@@ -107,4 +110,4 @@ def _drafts(
         padding_free=padding_free,
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, padding_free),
     )
-    return drafts, reason
+    return [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts], reason

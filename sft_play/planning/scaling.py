@@ -73,6 +73,7 @@ def scaling(
                 "lr_scaling": config.train.lr_scaling,
                 "reference_batch_size": reference,
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
+                "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": _exchanged(model_config, facts, config, plan),
                 "link_bytes_per_second": device_speed(machine, on).link_bandwidth,
                 "speed_up": base / whole if base and whole else None,

@@ -34,8 +34,8 @@ ENGINE_NAMES = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 
 def fits(memory: Memory) -> bool:
-    """Whether the peak, fragmentation included, is within the budget."""
-    return memory.needed_bytes <= memory.budget_bytes
+    """Whether the process, with its context and fragmentation, is within the budget."""
+    return memory.process_bytes <= memory.budget_bytes
 
 
 def choose_plan(
@@ -61,11 +61,15 @@ def choose_plan(
     if estimate is None:
         return _without_estimate(drafts)
     sized = _size_all(config, drafts, estimate, clock)
-    fitting = _fitting(sized)
-    if not fitting:
-        smallest = min(sized, key=_peak)
+    while fitting := _fitting(sized):
+        fastest, seconds = _pick_fastest(config, fitting, clock)
+        chosen = replace(fastest, memory=estimate(config, fastest, complete=True))
+        sized[sized.index(fastest)] = chosen
+        if _fitting([chosen]):  # with its fragmentation, which the search leaves out where it is small
+            break
+    else:
+        smallest = min(sized, key=_needed)
         raise DoesNotFitError(explain_misfit(config, smallest, estimate) if explain else _misfit(smallest))
-    chosen, seconds = _pick_fastest(config, fitting, clock)
     sized += _recomputed(config, chosen, drafts, sized, estimate)
     return replace(
         chosen,
@@ -79,9 +83,9 @@ def _fitting(sized: list[Plan]) -> list[Plan]:
     return [plan for plan in sized if plan.memory and fits(plan.memory)]
 
 
-def _peak(plan: Plan) -> int:
+def _needed(plan: Plan) -> int:
     assert plan.memory
-    return plan.memory.needed_bytes
+    return plan.memory.process_bytes
 
 
 def _size_all(config: RunConfig, drafts: list[Plan], estimate: Estimator, clock: Clock | None) -> list[Plan]:
@@ -244,7 +248,7 @@ def engine_sentence(chosen: Plan, sized: Iterable[Plan]) -> str:
     other = [plan for plan in sized if plan.engine != chosen.engine and _same_split(plan, chosen)]
     if not other:
         return choice
-    saved = _peak(other[0]) - _peak(chosen)
+    saved = _needed(other[0]) - _needed(chosen)
     if chosen.engine == "deepspeed_z2":
         return (
             f"{choice}: partitions optimizer states and gradients, which saves {format_bytes(saved)} over DDP"
@@ -268,14 +272,16 @@ def _alternative_rows(
     for plan in sized:
         if _same_split(plan, chosen) and plan.engine == chosen.engine:
             continue
+        assert plan.memory
         time = clock(config, plan) if clock else None
         row = {
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             "gradient_checkpointing": plan.gradient_checkpointing,
             "engine": plan.engine,
-            "peak_bytes": _peak(plan),
-            "fits": plan.memory is not None and fits(plan.memory),
+            "peak_bytes": plan.memory.peak_bytes,
+            "process_bytes": plan.memory.process_bytes,
+            "fits": fits(plan.memory),
             "relative_speed": base / time if base and time else None,
         }
         kinds.setdefault((plan.engine, plan.gradient_checkpointing), []).append(row)
@@ -336,11 +342,11 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig
 def _misfit(smallest: Plan) -> str:
     memory = smallest.memory
     assert memory
-    over = memory.needed_bytes - memory.budget_bytes
+    over = memory.process_bytes - memory.budget_bytes
     checkpointing = ", gradient checkpointing" if smallest.gradient_checkpointing else ""
     return (
         f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}{checkpointing}) "
-        f"needs {format_bytes(memory.needed_bytes)} in the {memory.peak_phase} phase, "
+        f"needs {format_bytes(memory.process_bytes)} in the {memory.peak_phase} phase, "
         f"{format_bytes(over)} more than the budget of {format_bytes(memory.budget_bytes)}"
     )
 
@@ -356,12 +362,12 @@ def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> st
     partial: list[tuple[int, str]] = []
     for what, changed_config, changed_plan in possible_changes(config, smallest):
         needed = estimate(changed_config, changed_plan)
-        change = format_bytes(needed.needed_bytes - memory.needed_bytes)
-        line = f"  {what}: {change}, peak {format_bytes(needed.needed_bytes)}"
+        change = format_bytes(needed.process_bytes - memory.process_bytes)
+        line = f"  {what}: {change}, then {format_bytes(needed.process_bytes)}"
         if fits(needed):
             sufficient.append(line)
         else:
-            partial.append((needed.needed_bytes, line))
+            partial.append((needed.process_bytes, line))
     if sufficient:
         lines += ["any one of these changes makes it fit:", *sufficient]
     else:

@@ -30,8 +30,23 @@ def reasons(why: Sequence[str]) -> RenderableType:
     return grid
 
 
+def _process_table(memory: Mapping[str, Any]) -> RenderableType:
+    """What tensors take, what the allocator reserves for them, and what the driver counts."""
+    table = _table("one process on the GPU", "bytes", "of the budget", "")
+    table.columns[3].justify = "left"
+    context = format_bytes(memory["terms"]["context"])
+    notes = {"allocated": "tensors, at the peak below", "reserved": "with fragmentation"}
+    notes["process"] = f"with {context} of context, as the driver counts"
+    sizes = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "process": "process_bytes"}
+    for name, key in sizes.items():
+        share = f"{memory[key] / memory['budget_bytes']:.0%}"
+        style = "bold" if name == "process" else ""
+        table.add_row(name, format_bytes(memory[key]), share, notes[name], style=style)
+    return table
+
+
 def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
-    """Predicted memory by phase, and the breakdown of the peak."""
+    """Predicted memory of the process, by phase, and the breakdown of the peak."""
     phases = _table("phase", "peak", "of the budget")
     for name, size in memory["phases"].items():
         style = "bold" if name == memory["peak_phase"] else ""
@@ -43,20 +58,22 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(phases, terms)
     budget, guard = format_bytes(memory["budget_bytes"]), format_bytes(memory.get("guard_bytes", 0))
-    title = f"predicted memory per process (budget {budget}, guard {guard})"
-    return Group(Text(title), side_by_side)
+    title = Text(f"predicted memory per process (budget {budget}, guard {guard})")
+    if memory.get("process_bytes") is None:
+        return Group(title, side_by_side)
+    return Group(title, _process_table(memory), Padding(side_by_side, (1, 0, 0, 0)))
 
 
 def alternatives_table(alternatives: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Other plans: the best of the same engine and checkpointing, and the best of each other combination."""
-    table = _table("alternative", "micro-batch", "peak", "fits", "speed")
+    table = _table("alternative", "micro-batch", "memory", "fits", "speed")
     for row in alternatives:
         checkpointing = "checkpointing" if row["gradient_checkpointing"] else "no checkpointing"
         speed = "n/a" if row["relative_speed"] is None else f"{row['relative_speed']:.0%}"
         table.add_row(
             f"{ENGINES[row['engine']]}, {checkpointing}",
             f"{row['micro_batch_size']:,}",
-            format_bytes(row["peak_bytes"]),
+            format_bytes(row["process_bytes"]),
             "yes" if row["fits"] else "no",
             speed,
         )
@@ -66,7 +83,7 @@ def alternatives_table(alternatives: Sequence[Mapping[str, Any]]) -> RenderableT
 def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The same run on other numbers of GPUs; fits in 80 columns."""
     rules = [f"lr {rule}" if rule == "none" else rule for rule in ("none", "sqrt", "linear")]
-    table = _table("GPUs", "micro", "accum", "batch", "steps/\nepoch", *rules, "peak\nGiB", "speed")
+    table = _table("GPUs", "micro", "accum", "batch", "steps/\nepoch", *rules, "memory\nGiB", "speed")
     table.pad_edge, table.padding = False, (0, 0)
     planned = [row for row in rows if "problem" not in row]
     for row in planned:
@@ -77,7 +94,7 @@ def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             f"{row['effective_batch_size']:,}",
             f"{row['steps_per_epoch']:,}",
             *(f"{rate:.2e}" for rate in row["learning_rates"].values()),
-            "n/a" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.2f}",
+            "n/a" if row["process_bytes"] is None else f"{row['process_bytes'] / GIB:.2f}",
             _speed_up(row),
         )
     problems = [Text(f"{row['world_size']} GPUs: {row['problem']}") for row in rows if "problem" in row]

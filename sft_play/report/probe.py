@@ -36,12 +36,15 @@ def _time(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> RenderableType:
     """Measured against predicted memory by phase, for a plan that fits; arguments as in `probe_line`."""
-    predicted = (plan["memory"] or {}).get("phases", {})
+    memory = plan["memory"] or {}
+    predicted = memory.get("phases", {}) | {
+        name: memory[f"{name}_bytes"] for name in ("reserved", "process") if memory.get(f"{name}_bytes")
+    }
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(("phase", "predicted", "measured", "difference")):
         table.add_column(name, justify="right" if index else "left")
     top = max(result["phases"], key=lambda phase: result["phases"][phase], default="")
-    for phase, measured in result["phases"].items():
+    for phase, measured in {**result["phases"], **_of_a_process(result)}.items():
         expected = predicted.get(phase)
         expected_text = difference = MISSING
         if expected is not None:
@@ -51,9 +54,15 @@ def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> Renderab
         table.add_row(phase, expected_text, format_bytes(measured), difference, style=style)
     lines: list[RenderableType] = [table, ""] if result["phases"] else []
     lines.append(Text(probe_line(plan, result)))
-    if result["reserved_bytes"]:
-        lines.append(Text(f"reserved by the allocator: {format_bytes(result['reserved_bytes'])}"))
-    budget = (plan["memory"] or {}).get("budget_bytes")
+    budget = memory.get("budget_bytes")
     verdict = f"fits the budget of {format_bytes(budget)}" if budget else "fits"
     lines.append(Text(verdict, style="bold green"))
     return Group(*lines)
+
+
+def _of_a_process(result: Mapping[str, Any]) -> dict[str, int]:
+    """What a GPU's allocator reserved, and what the driver counts; empty on a CPU."""
+    reserved, overhead = result["reserved_bytes"], result["overhead_bytes"]
+    if reserved is None:
+        return {}
+    return {"reserved": reserved} | ({} if overhead is None else {"process": reserved + overhead})

@@ -137,12 +137,23 @@ def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trained on", f"{steps}, {tokens} supervised tokens"),
         ("speed", _speed(summary)),
         ("step", step_line(summary.get("predicted_step_seconds"), summary.get("measured_step_seconds"))),
-        (
-            "memory",
-            memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes")),
-        ),
+        *_memory_facts(summary),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
+    ]
+
+
+def _memory_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Predicted and measured memory; on a GPU, also what is reserved and what the driver counts."""
+    names = {"memory": "peak", "reserved": "reserved", "process": "process"}
+    found = [
+        (label, summary.get(f"predicted_{name}_bytes"), summary.get(f"measured_{name}_bytes"))
+        for label, name in names.items()
+    ]
+    return [
+        (label, memory_line(predicted, measured))
+        for label, predicted, measured in found
+        if label == "memory" or predicted or measured
     ]
 
 

@@ -1,20 +1,27 @@
 """What CUDA's attention kernels allocate and keep, as autograd functions on fake tensors.
 
 They compute nothing, but count the work of the kernels. Sources: PyTorch's flash_api.cpp,
-attention_backward.cu, mem_eff_attention/kernel_backward.h, sdp_utils.cpp, attention.cpp and SoftMax.cu.
+attention_backward.cu, mem_eff_attention/kernel_backward.h, sdp_utils.cpp, attention.cpp and SoftMax.cu, and
+FlashAttention's hopper/flash_api.cpp.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sft_play.model.attention import SIXTEEN_BIT, Capability, flash_supports
+from sft_play.model.attention import NAME, SIXTEEN_BIT, Capability, flash_supports, varlen_supports
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
+from sft_play.sizing.step import SIXTEEN_BIT as AUTOCAST
+from sft_play.sizing.step import StepSpec
 from sft_play.sizing.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FLASH3_WIDTHS = 64, 96, 128, 192, 256  # head sizes that FlashAttention 3 computes with
 FLASH_ROWS = 128  # the flash kernel rounds sequence lengths up to a multiple of this
 SPLITS = 200  # the memory-efficient kernel splits the keys of all heads into at most so many parts
 LOCK = 4  # 32-bit words of a lock in front of each tile of its accumulator
@@ -72,7 +79,6 @@ class FlashAttention(torch.autograd.Function):
         query, key, value, out, _, _ = ctx.saved_tensors
         batch, heads, tokens, head_dim = query.shape
         rounded = -(-min(tokens, ctx.longest) // FLASH_ROWS) * FLASH_ROWS
-        width = -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
         counted(ATTENTION_BACKWARD, query, batch * tokens, k=heads * head_dim)
         d_query, d_key, d_value = (
             t.new_empty((t.shape[0], t.shape[2], t.shape[1], t.shape[3])).transpose(1, 2)
@@ -80,10 +86,74 @@ class FlashAttention(torch.autograd.Function):
         )
         # Named, so that each stays alive until this function returns, as it does in the kernel.
         d_softmax = query.new_empty((batch, heads, rounded), dtype=torch.float32)  # noqa: F841
-        accumulator = query.new_empty((batch, rounded, heads, width), dtype=torch.float32)  # noqa: F841
+        accumulator = query.new_empty((batch, rounded, heads, _flash_width(head_dim)), dtype=torch.float32)  # noqa: F841
         if key.shape[1] != heads:  # grouped queries: one gradient per query head, summed afterwards
             expanded = [query.new_empty((batch, tokens, heads, t.shape[-1])) for t in (key, value)]  # noqa: F841
         return d_query, d_key, d_value, None
+
+
+class FlashVarlen(torch.autograd.Function):
+    """What one call of a flash kernel for joined sequences allocates and keeps; it computes nothing.
+
+    Query is [tokens, heads, head_dim]; key and value are [tokens, key_value_heads, head_dim].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sequence_tokens: int,
+        version: int,
+    ) -> torch.Tensor:
+        """Saves inputs, output and the log-sum-exp of each row; returns the shape of the query."""
+        tokens, heads, head_dim = query.shape
+        out = query.new_empty(query.shape)
+        log_sum = query.new_empty((heads, tokens), dtype=torch.float32)
+        seed = torch.empty(2, dtype=torch.int64)
+        counted(ATTENTION, query, tokens, k=heads * head_dim)
+        ctx.sequence_tokens, ctx.version = sequence_tokens, version
+        ctx.save_for_backward(query, key, value, out, log_sum, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Allocates the gradients of query, key and value, and fp32 accumulators."""
+        query, key, value, *_ = ctx.saved_tensors
+        counted(ATTENTION_BACKWARD, query, query.shape[0], k=query.shape[1] * query.shape[2])
+        d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
+        accumulators = _flash3_accumulators if ctx.version == 3 else _flash2_accumulators
+        kept = accumulators(query, key, ctx.sequence_tokens)  # noqa: F841
+        return d_query, d_key, d_value, None, None
+
+
+def _flash2_accumulators(query: torch.Tensor, key: torch.Tensor, sequence_tokens: int) -> list[torch.Tensor]:
+    """For joined sequences, which are a tile of rows apart; shapes as in `FlashVarlen`."""
+    tokens, heads, head_dim = query.shape
+    rows = tokens + round(FLASH_ROWS * tokens / sequence_tokens)
+    shapes = [(heads, rows), (rows, heads, _flash_width(head_dim))]
+    kept = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    if key.shape[1] != heads:  # one gradient per query head, summed afterwards
+        kept += [query.new_empty((tokens, heads, head_dim)) for _ in range(2)]
+    return kept
+
+
+def _flash3_accumulators(query: torch.Tensor, key: torch.Tensor, sequence_tokens: int) -> list[torch.Tensor]:
+    """As FlashAttention 3 (hopper/flash_api.cpp) has them on compute capability 9.0."""
+    tokens, heads, head_dim = query.shape
+    width = next(size for size in FLASH3_WIDTHS if head_dim <= size)
+    tile, key_tile = 128 if width <= 64 else 64, {192: 96, 256: 80}.get(width, 128)
+    rows, key_rows = (tokens + round(size * tokens / sequence_tokens) for size in (tile, key_tile))
+    shapes = [(heads, rows), (heads, rows), (heads, rows * width)]
+    if key.shape[1] != heads:
+        shapes += [(key.shape[1], key_rows * width)] * 2
+    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+def _flash_width(head_dim: int) -> int:
+    """The head size that the flash kernel computes with."""
+    return -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
 
 
 class EfficientAttention(torch.autograd.Function):
@@ -219,3 +289,51 @@ def cuda_attention(longest: int, capability: Capability) -> Callable:
             )
 
     return attend
+
+
+def varlen_attention(spec: StepSpec) -> Callable:
+    """A replacement of `torch.nn.attention.varlen.varlen_attn` that allocates what its kernel does.
+
+    Also that of FlashAttention's packages. A trace has fewer and longer sequences than the step.
+    """
+    sequence_tokens = spec.sequence_tokens or spec.longest_sequence
+    version = 3 if spec.attention == "flash_attention_3" else 2
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        return FlashVarlen.apply(query, key, value, sequence_tokens, version)
+
+    return attend
+
+
+def takes_one_call(config: "PretrainedConfig", spec: StepSpec) -> bool:
+    """Whether one call of attention serves all sequences that are joined."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dropout = getattr(text, "attention_dropout", 0.0) or 0.0
+    is_gpu = spec.joined and spec.device == "cuda"
+    return is_gpu and varlen_supports(spec.compute_capability, _dtype(spec), head_dim, dropout)
+
+
+def _dtype(spec: StepSpec) -> torch.dtype:
+    """In which attention computes."""
+    return getattr(torch, AUTOCAST.get(spec.mixed_precision, spec.dtype))
+
+
+def attention_sentence(config: "PretrainedConfig", spec: StepSpec) -> str | None:
+    """The kernel of attention that a GPU runs, for the plan; None for a CPU, and for masks."""
+    if spec.device == "cpu" or spec.attention in ("eager", "sdpa"):
+        return None
+    calls = "one call for all rows of a micro-batch" if spec.joined else "rows are padded"
+    if spec.attention != NAME:
+        return f"attention: FlashAttention {spec.attention[-1]}, {calls}"
+    if takes_one_call(config, spec):
+        return f"attention: PyTorch's flash kernel, {calls}"
+    if spec.joined:
+        calls = "a call for each row"
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if flash_supports(spec.compute_capability, _dtype(spec), head_dim):
+        return f"attention: PyTorch's flash kernel, {calls}"
+    return f"attention: PyTorch's memory-efficient kernel with repeated key and value heads, {calls}"

@@ -17,9 +17,11 @@ from sft_play.sizing.step import step_code
 
 MENTIONED_FROM = 0.005  # a smaller correction is not listed among the reasons of a plan
 LOAD = "load"
+RESERVED = "reserved"  # by the allocator; corrected as phases are
 ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
 
-Ratios = Mapping[str, float]  # phase -> measured / predicted memory above the weights
+# Phase, or RESERVED -> measured / predicted memory above the weights
+Ratios = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,18 @@ class ProbeResult:
         """The peak of the highest phase."""
         return max(self.phases.values(), default=None)
 
+    def budgeted_bytes(self, memory: Memory) -> int | None:
+        """What the budget is for: on a GPU the process, with the predicted context if it was not measured."""
+        if self.reserved_bytes is None:
+            return self.peak_bytes
+        context = memory.terms.get("context", 0) if self.overhead_bytes is None else self.overhead_bytes
+        return self.reserved_bytes + context
+
     def fits(self, plan: Plan) -> bool:
-        """Whether the plan can be run: memory did not run out, and the peak is within the budget."""
-        within = plan.memory is None or self.peak_bytes is None or self.peak_bytes <= plan.memory.budget_bytes
-        return within and not self.ran_out
+        """Whether the plan can be run: memory did not run out, and the process is within the budget."""
+        if self.ran_out or plan.memory is None:
+            return not self.ran_out
+        return (self.budgeted_bytes(plan.memory) or 0) <= plan.memory.budget_bytes
 
     @classmethod
     def of_all(cls, ranks: list["ProbeResult"]) -> "ProbeResult":
@@ -146,19 +156,21 @@ def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
     _write(path, record)
 
 
-def ratios_of(predicted: Memory, measured: Mapping[str, int], earlier: Ratios) -> dict[str, float]:
-    """Measured / predicted memory above the weights, by phase.
+def ratios_of(predicted: Memory, result: ProbeResult, earlier: Ratios) -> dict[str, float]:
+    """Measured / predicted memory above the weights, by phase and for reserved bytes.
 
     Args:
         predicted: the prediction, which may already be corrected.
-        measured: peak bytes by phase.
+        result: what was measured.
         earlier: the ratios by which the prediction was corrected.
     """
     weights = predicted.phases.get(LOAD, 0)
+    expected = predicted.phases | {RESERVED: predicted.reserved_bytes or 0}
+    measured = result.phases | {RESERVED: result.reserved_bytes or 0}
     return {
-        phase: (size - weights) / (predicted.phases[phase] - weights) * earlier.get(phase, 1.0)
-        for phase, size in measured.items()
-        if phase != LOAD and size > weights and predicted.phases.get(phase, 0) > weights
+        name: (size - weights) / (expected[name] - weights) * earlier.get(name, 1.0)
+        for name, size in measured.items()
+        if name != LOAD and size > weights and expected.get(name, 0) > weights
     }
 
 
@@ -186,7 +198,7 @@ def write_record(path: Path, plan: Plan, result: ProbeResult, device: str) -> No
             "predicted": plan.memory.phases,
             "measured": result.phases,
             "reserved_bytes": result.reserved_bytes,
-            "ratios": ratios_of(plan.memory, result.phases, read_ratios(path)),
+            "ratios": ratios_of(plan.memory, result, read_ratios(path)),
         }
     if result.seconds_per_token is not None:
         record["speed"] = asdict(read_speed(path).with_result(plan, result))
@@ -300,13 +312,17 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
     terms = dict(memory.terms)
     terms["temporaries"] = terms.get("temporaries", 0) + phases[top] - memory.peak_bytes
     reserved = memory.reserved_bytes
+    if reserved is not None and RESERVED in ratios:
+        reserved = weights + round((reserved - weights) * ratios[RESERVED])
+    elif reserved is not None:
+        reserved += phases[top] - memory.peak_bytes
     return replace(
         memory,
         phases=phases,
         peak_phase=top,
         peak_bytes=phases[top],
         terms=terms,
-        reserved_bytes=None if reserved is None else reserved + phases[top] - memory.peak_bytes,
+        reserved_bytes=None if reserved is None else max(reserved, phases[top]),
     )
 
 
@@ -314,12 +330,12 @@ def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan]
     """The estimator, corrected by earlier runs; `path_of` names the file with a plan's corrections."""
     known: dict[Path, tuple[dict[str, float], RanOut | None]] = {}
 
-    def estimate_corrected(config: RunConfig, plan: Plan) -> Memory:
+    def estimate_corrected(config: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         path = path_of(config, plan)
         if path not in known:
             known[path] = read_ratios(path), read_ran_out(path)
         ratios, ran_out = known[path]
-        memory = corrected(estimate(config, plan), ratios)
+        memory = corrected(estimate(config, plan, complete=complete), ratios)
         return raised(memory, ran_out.needed_bytes) if ran_out and ran_out.applies_to(plan) else memory
 
     return estimate_corrected

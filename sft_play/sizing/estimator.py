@@ -34,7 +34,7 @@ def estimator(
     """
     traces = shared_traces(config)
 
-    def estimate(run: RunConfig, plan: Plan) -> Memory:
+    def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         spec = StepSpec.of(run, plan, eval_shape(plan))
         engine = memory.Engine(
             name=plan.engine,
@@ -42,7 +42,9 @@ def estimator(
             accumulates=plan.gradient_accumulation_steps > 1,
             buckets=zero_buckets(),
         )
-        return memory.estimate(traces.step(spec), device, engine, element_bytes=spec.trained_element_bytes)
+        return memory.estimate(
+            traces.step(spec), device, engine, element_bytes=spec.trained_element_bytes, complete=complete
+        )
 
     return estimate
 

@@ -184,12 +184,10 @@ def _materialise_module(
 ) -> None:
     from bitsandbytes.nn import Linear4bit
 
-    tensors = four_bit_tensors(module) if isinstance(module, Linear4bit) else ()
-    if tensors:  # while the weight is packed, its 16-bit original is on the device as well
-        shape = module.weight.quant_state.shape
-        original = module.weight.new_empty(shape, dtype=module.compute_dtype)  # lives until this returns
-        recorder.add(original, "temporaries")
-    for tensor in (*tensors, *plain_tensors(module, made)):
+    packed = four_bit_tensors(module) if isinstance(module, Linear4bit) else ()
+    for tensor, stays in packed:  # the others live until this returns
+        recorder.add(tensor, term if stays else "temporaries")
+    for tensor in plain_tensors(module, made):
         recorder.add(tensor, term)
 
 
@@ -210,11 +208,15 @@ def plain_tensors(module: torch.nn.Module, made: dict[int, torch.nn.Parameter]) 
             yield made_buffer
 
 
-def four_bit_tensors(module: Any) -> list[torch.Tensor]:
-    """Packs the weight of a Linear4bit as bitsandbytes does.
+def four_bit_tensors(module: Any) -> list[tuple[torch.Tensor, bool]]:
+    """Packs the weight of a Linear4bit as bitsandbytes does (`quantize_4bit`).
 
     A weight of [rows, columns] becomes bytes of two values each, [rows * columns / 2, 1], with an 8-bit scale
     for each 64 values, a 32-bit scale for each 256 of these scales, and two code tables.
+
+    Returns:
+        The tensors in the order in which they are allocated, and whether they stay: the 16-bit weight, and
+        the 32-bit scales before and after their mean was subtracted, are there only while it is packed.
     """
     from bitsandbytes.functional import QuantState
 
@@ -241,4 +243,7 @@ def four_bit_tensors(module: Any) -> list[torch.Tensor]:
     weight: Any = torch.nn.Parameter(packed, requires_grad=False)
     weight.quant_state, weight.bnb_quantized = state, True
     module._parameters["weight"], module.quant_state = weight, state
-    return [weight, state.absmax, state.code, state.offset, inner.absmax, inner.code]
+    original = packed.new_empty((rows, columns), dtype=module.compute_dtype)
+    scales, centred = torch.empty(blocks), torch.empty(blocks)
+    before = [(original, False), (scales, False), (weight, True), (state.code, True), (state.offset, True)]
+    return [*before, (centred, False), (inner.absmax, True), (state.absmax, True), (inner.code, True)]

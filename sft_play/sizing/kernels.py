@@ -296,13 +296,16 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @contextmanager
-def simulate_cuda(longest: int, capability: Capability, *, flash: bool) -> Iterator[None]:
+def simulate_cuda(
+    longest: int, capability: Capability, *, flash: bool, joined: Callable | None = None
+) -> Iterator[None]:
     """Makes library code behave as it would with CUDA tensors.
 
     Args:
         longest: tokens of the longest sequence that attention sees.
         capability: compute capability of the GPU.
         flash: whether attention is FlashAttention's package, which needs no mask for a sliding window.
+        joined: stands for the kernel that serves joined sequences in one call; None if there are none.
     """
     from trl.kernels import chunked_logprob
 
@@ -315,6 +318,8 @@ def simulate_cuda(longest: int, capability: Capability, *, flash: bool) -> Itera
 
     replacements: list[tuple[Any, str, Any]] = [
         (attention, "scaled_dot_product_attention", cuda_attention(longest, capability)),
+        (attention, "varlen_attn", joined),
+        (attention, "_offsets", lambda lengths, device: None),
         (attention, "device_capability", lambda device: capability),
         (loss_head, "is_on_cpu", lambda tensor: False),
         (chunked_logprob, "_forward_tile", _forward_tile),

@@ -1,7 +1,7 @@
 """Derives the memory of a run from traced steps: other micro-batch sizes, engines, fragmentation. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,10 +58,10 @@ class StepScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """What the tensors of a process may use, and the fixed costs besides them."""
+    """What a process may use, and its fixed costs besides tensors."""
 
     kind: str = "cuda"
-    budget_bytes: int = 0  # for tensors: free memory minus context, communicator and guard
+    budget_bytes: int = 0  # for the process: free memory minus the guard
     workspace_bytes: int = 0  # of cuBLAS, inside the allocator
     context_bytes: int = 0
     communicator_bytes: int = 0
@@ -100,6 +100,7 @@ def device_budget(
     context_bytes: int | None = None,
     communicator_bytes: int | None = None,
     expandable: bool = True,
+    quantized: bool = False,
 ) -> DeviceBudget:
     """The budget of a process on a device.
 
@@ -111,8 +112,9 @@ def device_budget(
         context_bytes: measured size; None to assume one.
         communicator_bytes: measured size; None to assume one.
         expandable: whether PyTorch's allocator has expandable segments.
+        quantized: whether weights become 4-bit while they are loaded.
     """
-    kept_free = guard(kind, free_bytes)
+    kept_free = guard(kind, free_bytes, loose=quantized and not expandable)
     if kind == "cpu":
         return DeviceBudget(kind=kind, budget_bytes=free_bytes - kept_free.bytes, guard=kept_free)
     assumed = []
@@ -126,7 +128,7 @@ def device_budget(
         assumed.append("communicator")
     return DeviceBudget(
         kind=kind,
-        budget_bytes=free_bytes - kept_free.bytes - context_bytes - communicator_bytes,
+        budget_bytes=free_bytes - kept_free.bytes,
         workspace_bytes=HANDLES * cublas_workspace(compute_capability),
         context_bytes=context_bytes,
         communicator_bytes=communicator_bytes,
@@ -236,7 +238,12 @@ def gradient_bytes(peaks: dict[str, Peak]) -> int:
 
 
 def estimate(
-    step: Step, device: DeviceBudget, engine: Engine | None = None, *, element_bytes: int = 4
+    step: Step,
+    device: DeviceBudget,
+    engine: Engine | None = None,
+    *,
+    element_bytes: int = 4,
+    complete: bool = False,
 ) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
@@ -245,6 +252,7 @@ def estimate(
         device: the budget and the fixed costs of the process.
         engine: the engine of the run; default: a single process.
         element_bytes: bytes per element of a trained parameter.
+        complete: whether to predict reserved bytes, which takes time, also where they cannot decide.
     """
     peaks = step.peaks(device.granularity)
     if engine is not None:
@@ -255,28 +263,36 @@ def estimate(
         if phase != "load":
             peaks[phase] = _with(peaks[phase], engine=device.workspace_bytes)
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
-    peak_bytes, budget = peaks[top].bytes, device.budget_bytes
-    matters_from = FRAGMENTATION_MATTERS_FROM[device.expandable] * budget
-    is_tight = device.kind == "cuda" and matters_from < peak_bytes <= budget
-    return Memory(
-        budget_bytes=budget,
-        peak_bytes=peak_bytes,
+    memory = Memory(
+        budget_bytes=device.budget_bytes,
+        peak_bytes=peaks[top].bytes,
         peak_phase=top,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
         terms={**peaks[top].terms, "context": device.context_bytes + device.communicator_bytes},
-        reserved_bytes=reserved_bytes(step, peak_bytes, device) if is_tight else None,
         guard_bytes=device.guard.bytes,
     )
+    if device.kind == "cpu" or not (complete or _is_tight(memory, device)):
+        return memory
+    return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device))
+
+
+def _is_tight(memory: Memory, device: DeviceBudget) -> bool:
+    """Whether fragmentation decides if such a plan fits."""
+    matters_from = FRAGMENTATION_MATTERS_FROM[device.expandable] * device.budget_bytes
+    return matters_from < memory.process_bytes <= device.budget_bytes
 
 
 def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget) -> int:
     """What the allocator reserves at a peak: the peak plus the fragmentation in a replay of the step.
+
+    Loading begins with a block of about the size of the weights (transformers' caching_allocator_warmup).
 
     Args:
         step: the step.
         peak_bytes: the predicted peak, which may include more than the step itself (an engine's buffers).
         device: the fixed costs of the process, and how its allocator works.
     """
-    habits = Habits(workspace_bytes=device.workspace_bytes // HANDLES)
+    weights = step.peaks(device.granularity)["load"].terms["weights"]
+    habits = Habits(workspace_bytes=device.workspace_bytes // HANDLES, warmup_bytes=weights)
     replayed = replay_steps(step, habits, expandable=device.expandable)
     return peak_bytes + replayed.reserved - replayed.requested

@@ -51,6 +51,7 @@ class StepSpec:
     rows: int = 1
     row_tokens: int = 128  # 1 if rows are joined and `rows` counts tokens
     longest: int | None = None  # tokens of the longest sequence; default `row_tokens`
+    sequence_tokens: int | None = None  # of an average sequence, if rows are joined; default `longest`
     accumulates: bool = True  # gradients of an earlier micro-batch are live during forward and backward
     device: str = "cpu"  # the device whose memory is predicted, not the one that predicts
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
@@ -79,8 +80,9 @@ class StepSpec:
     def sequence_lengths(self, tokens: int) -> tuple[int, ...]:
         """Tokens of each of the sequences that are joined to `tokens` tokens.
 
-        Two sequences stand for any number: how the tokens are divided changes memory only by rounding. The
-        exception is a sliding window, whose mask grows with the square of the sequence length.
+        Two sequences stand for any number: how the tokens are divided changes memory only by rounding, and
+        by what `sequence_tokens` says. The exception is a sliding window, whose mask grows with the square
+        of the sequence length.
         """
         if self.cut_at_longest:
             whole, rest = divmod(tokens, self.longest_sequence)
@@ -157,6 +159,7 @@ def _joined_shape(plan: Plan, eval_shape: tuple[int, int] | None) -> dict[str, A
         rows=plan.micro_batch_tokens,
         row_tokens=1,
         longest=plan.max_seq_len,
+        sequence_tokens=plan.sequence_tokens or None if plan.device == "cuda" else None,
         eval_rows=None if evaluated == plan.micro_batch_tokens else evaluated,
     )
 

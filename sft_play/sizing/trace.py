@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.model.load import freeze_all_but_text
 from sft_play.model.loss_head import add_loss_head, token_loss
+from sft_play.sizing.attention_kernels import takes_one_call, varlen_attention
 from sft_play.sizing.fake import attach, decoder_layers, layer_of_modules, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
 from sft_play.sizing.recorder import AllocationRecorder
@@ -80,7 +81,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     prepare_for_training(model, spec)
     layers = decoder_layers(base)[2]
     has_window_mask = has_window(config, spec.longest_sequence) and not is_flash(spec)
-    spec = replace(spec, cut_at_longest=spec.joined and has_window_mask)
+    spec = replace(spec, cut_at_longest=spec.joined and has_window_mask and not takes_one_call(config, spec))
     with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
         recorder = SymbolicRecorder(
             cuda=spec.device == "cuda",
@@ -98,7 +99,12 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 def _target_device(spec: StepSpec) -> Any:
     """Makes libraries behave as they do on the device whose memory is predicted."""
     if spec.device == "cuda":
-        return simulate_cuda(spec.longest_sequence, spec.compute_capability, flash=is_flash(spec))
+        return simulate_cuda(
+            spec.longest_sequence,
+            spec.compute_capability,
+            flash=is_flash(spec),
+            joined=varlen_attention(spec),
+        )
     return simulate_cpu()
 
 

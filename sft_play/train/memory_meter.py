@@ -1,4 +1,4 @@
-"""Measures the device memory that training itself uses, and frees what it no longer does."""
+"""Measures the device memory of training, puts it beside the prediction, and frees what is unused."""
 
 import gc
 import re
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate.utils import gather_object
 
+from sft_play.machine.gpus import detect
+from sft_play.plan import Plan
+from sft_play.sizing.corrections import ProbeResult
+
+KINDS = ("peak", "reserved", "process")  # allocated, reserved, and as the driver counts it
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -37,6 +43,18 @@ class MemoryMeter:
             return torch.cuda.max_memory_allocated()
         return max(0, _status_bytes("VmHWM") - self.resident_before)
 
+    def reserved_bytes(self) -> int | None:
+        """The most that the GPU's allocator reserved since the start; None on a CPU."""
+        return torch.cuda.max_memory_reserved() if self.device == "cuda" else None
+
+
+def overhead_bytes(device: torch.device) -> int | None:
+    """GPU memory of this process outside PyTorch's allocator; None on a CPU, or if the driver is silent."""
+    if device.type != "cuda":
+        return None
+    used = [gpu.own_bytes for gpu in detect().gpus if gpu.own_bytes]
+    return used[0] - torch.cuda.memory_reserved(device) if used else None
+
 
 def release_unreferenced(device: str) -> None:
     """Frees what nothing refers to any more, on "cuda" also for other processes."""
@@ -49,3 +67,40 @@ def _status_bytes(name: str) -> int:
     """A size of this process from /proc; 0 if there is none (not Linux)."""
     match = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     return int(match[1]) * 1024 if match else 0
+
+
+def predicted_memory(plan: Plan) -> dict[str, int | None]:
+    """What summary.json says about the plan's prediction, in bytes; None where there is none."""
+    tree = plan.memory.to_json() if plan.memory else {}
+    return _entries("predicted", *(tree.get(f"{name}_bytes") for name in KINDS))
+
+
+def measured_memory(
+    meter: MemoryMeter, device: torch.device, probed: ProbeResult | None
+) -> dict[str, int | None]:
+    """What summary.json says about measured memory, in bytes: the most of any rank; None if not measured.
+
+    On a GPU, of the whole run. On a CPU, what tensors took in the probe, since that is what is predicted. All
+    ranks must call it.
+
+    Args:
+        meter: that was started before the model was loaded.
+        device: of this rank.
+        probed: the result of the probe, which resets the peaks of the allocator; None without one.
+    """
+    probe = probed or ProbeResult()
+    if device.type == "cpu":
+        return _entries("measured", probe.peak_bytes, None, None)
+    of_rank = ProbeResult(
+        phases={"run": meter.peak_bytes()},
+        reserved_bytes=meter.reserved_bytes(),
+        overhead_bytes=overhead_bytes(device),
+    )
+    run = ProbeResult.of_all(gather_object([of_rank]))
+    reserved = max(probe.reserved_bytes or 0, run.reserved_bytes or 0)
+    process = None if run.overhead_bytes is None else reserved + run.overhead_bytes
+    return _entries("measured", max(probe.peak_bytes or 0, run.phases["run"]), reserved, process)
+
+
+def _entries(prefix: str, *sizes: int | None) -> dict[str, int | None]:
+    return {f"{prefix}_{name}_bytes": size for name, size in zip(KINDS, sizes, strict=True)}

@@ -22,7 +22,6 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job
-from sft_play.machine.gpus import detect
 from sft_play.model.loss_head import token_loss
 from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
@@ -38,6 +37,7 @@ from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import prepare_for_training
 from sft_play.train.heartbeat import Heartbeat
+from sft_play.train.memory_meter import overhead_bytes
 from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.session import PlannedTrainer, Session, release_memory
 
@@ -146,7 +146,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
         clock = _Clock(meter.begin, trainer.args.device)
         try:
             _run(session, rows, clock)
-            overhead = _overhead(trainer.args.device)
+            overhead = overhead_bytes(trainer.args.device)
         except torch.OutOfMemoryError as error:
             if plan.world_size > 1:
                 raise DoesNotFitError(
@@ -175,14 +175,6 @@ def _average_step(session: Session, seconds: float | None, tokens: int) -> float
     rows, plan = session.rows, session.job.plan
     mean = sum(rows.tokens_per_step) / len(rows.tokens_per_step) / plan.world_size
     return seconds * mean / (1 - rows.padding_share) / tokens
-
-
-def _overhead(device: torch.device) -> int | None:
-    """GPU memory of this process outside PyTorch's allocator; None if the driver does not report it."""
-    if device.type != "cuda":
-        return None
-    used = [gpu.own_bytes for gpu in detect().gpus if gpu.own_bytes]
-    return used[0] - torch.cuda.memory_reserved(device) if used else None
 
 
 def _accumulation(plan: Plan) -> int:

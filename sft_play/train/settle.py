@@ -106,12 +106,12 @@ def takes_less(plan: Plan) -> Callable[[Plan], bool]:
 
 
 def _too_much(plan: Plan, result: ProbeResult) -> str:
-    if result.peak_bytes is None or plan.memory is None:
+    measured = None if plan.memory is None else result.budgeted_bytes(plan.memory)
+    if result.ran_out or measured is None or plan.memory is None:
         return f"micro-batch {plan.micro_batch_size} does not fit: memory ran out in the probe"
     return (
-        f"micro-batch {plan.micro_batch_size} does not fit: the probe measured "
-        f"{format_bytes(result.peak_bytes)}, the budget is "
-        f"{format_bytes(plan.memory.budget_bytes)}"
+        f"micro-batch {plan.micro_batch_size} does not fit: the probe measured {format_bytes(measured)}, "
+        f"the budget is {format_bytes(plan.memory.budget_bytes)}"
     )
 
 

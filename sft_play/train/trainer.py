@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerState
 
 from sft_play.data.prepare import PreparedData
@@ -23,7 +22,7 @@ from sft_play.train.callbacks import StopOnSignal
 from sft_play.train.checkpoints import step_of
 from sft_play.train.disk import disk_errors_explained
 from sft_play.train.interrupt import ended_by_ctrl_c
-from sft_play.train.memory_meter import MemoryMeter
+from sft_play.train.memory_meter import MemoryMeter, measured_memory, predicted_memory
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.out_of_memory import memory_errors_explained, remembered
 from sft_play.train.pickles import only_tensors
@@ -155,18 +154,6 @@ def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
     return found
 
 
-def measured_peak(session: Session, probed: ProbeResult | None) -> int | None:
-    """The highest peak memory of any rank in bytes.
-
-    On a GPU, of the whole run. On a CPU, of the probe, which measures what is predicted.
-    """
-    in_probe = probed.peak_bytes if probed else None
-    if session.job.plan.device == "cpu":
-        return in_probe
-    in_run = torch.tensor(session.reporter.meter.peak_bytes(), device=session.trainer.args.device)
-    return max(in_probe or 0, int(session.trainer.accelerator.gather(in_run[None]).max()))
-
-
 def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> dict[str, Any]:
     """Writes summary.json on the main rank.
 
@@ -200,8 +187,8 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "padding_share": rows.padding_share,
         "predicted_step_seconds": plan.step_seconds,
         "measured_step_seconds": reporter.step_seconds,
-        "predicted_peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-        "measured_peak_bytes": measured_peak(session, probed),
+        **predicted_memory(plan),
+        **measured_memory(reporter.meter, session.trainer.args.device, probed),
         "probe": asdict(probed) if probed else None,
         "train_loss": losses[-1] if losses else None,
         "data": data_counts(job.data),

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
@@ -111,3 +113,62 @@ def test_the_kernel_of_cudnn_is_off():
     torch.backends.cuda.enable_cudnn_sdp(True)
     attention.register()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def kernel_for_joined_sequences(query, key, value, offsets, key_offsets, longest, longest_key, **options):
+    """What PyTorch documents of varlen_attn, which has no CPU kernel: (W, 0) is causal, with W tokens before."""
+    assert options["enable_gqa"] and torch.equal(offsets, key_offsets) and longest == longest_key
+    before, after = options["window_size"]
+    assert after == 0 and longest == offsets.diff().max()
+    outs = []
+    for start, stop in itertools.pairwise(offsets.tolist()):
+        q, k, v = (tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value))
+        window = None if before == -1 else before + 1
+        outs.append(
+            attention._attend(q, k, v, window, dropout_p=0.0, scale=options["scale"])[0].transpose(0, 1)
+        )
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_one_call_for_joined_sequences_gives_what_a_call_for_each_does(monkeypatch, window, scale):
+    torch.manual_seed(0)
+    shapes = (1, 4, 20, 8), (1, 2, 20, 8), (1, 2, 20, 8)
+    inputs = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    options = dict(scaling=scale, sliding_window=window, sequence_lengths=[7, 12, 1])
+
+    def attend():
+        out, _ = attention.varlen_sdpa(None, *inputs, None, **options)
+        return out, torch.autograd.grad(out.float().pow(2).sum(), inputs)
+
+    out, gradients = attend()
+    calls = []
+
+    def kernel(*args, **settings):
+        calls.append(settings)
+        return kernel_for_joined_sequences(*args, **settings)
+
+    attention._offsets.cache_clear()
+    monkeypatch.setattr(attention, "device_capability", lambda device: (9, 0) if not calls else None)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    again, gradients_again = attend()
+    assert len(calls) == 1 and again.shape == out.shape == (1, 20, 4, 8)
+    torch.testing.assert_close(out, again)
+    torch.testing.assert_close(gradients, gradients_again)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "dropout", "supported"),
+    [
+        ((8, 0), torch.bfloat16, 128, 0.0, True),
+        ((12, 0), torch.float16, 64, 0.0, True),
+        ((7, 5), torch.float16, 64, 0.0, False),  # no flash kernel
+        ((9, 0), torch.float32, 64, 0.0, False),
+        ((9, 0), torch.bfloat16, 64, 0.1, False),  # the call does not drop out
+        ((9, 0), torch.bfloat16, 84, 0.0, False),  # nor does it pad heads
+        ((8, 9), torch.bfloat16, 208, 0.0, False),  # too little shared memory
+    ],
+)
+def test_one_call_serves_joined_sequences_where_flash_runs(capability, dtype, head_dim, dropout, supported):
+    assert attention.varlen_supports(capability, dtype, head_dim, dropout) == supported

@@ -19,6 +19,7 @@ from sft_play.planning.devices import memory_device, memory_of_a_process, traini
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
+from sft_play.sizing import memory
 from sft_play.sizing.corrections import write_overhead
 from sft_play.sizing.guard import guard
 from sft_play.sizing.step import StepSpec
@@ -109,10 +110,8 @@ def test_what_an_earlier_probe_saw_beside_tensors_replaces_the_assumption(tmp_pa
     write_overhead(machine.gpus[0].name, 2, 800 * MIB)
     measured = memory_device(run(), machine, 2)
     assert measured.assumed == ()
-    assert (
-        measured.budget_bytes - assumed.budget_bytes
-        == assumed.context_bytes + assumed.communicator_bytes - 800 * MIB
-    )
+    assert measured.context_bytes == 800 * MIB and measured.communicator_bytes == 0
+    assert measured.budget_bytes == assumed.budget_bytes
     assert memory_device(run(), machine, 1).assumed == ("context",)
     assert measured.budget_bytes < 80 * GIB
 
@@ -164,7 +163,7 @@ def test_more_than_there_is_cannot_be_asked_for(machine, processes, asked, messa
 def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
     machine = what_if("RTX 4090")
     budget = memory_device(run(memory_gib=2), machine, 1)
-    assert budget.budget_bytes == 2 * GIB - budget.context_bytes - guard("cuda", 2 * GIB).bytes
+    assert budget.budget_bytes == 2 * GIB - guard("cuda", 2 * GIB).bytes
     plan = plan_run(run(memory_gib=2), MODEL, FACTS, machine, 1)
     assert plan.memory.budget_bytes == budget.budget_bytes and plan.memory.guard_bytes == budget.guard.bytes
     assert "each process may use 2 GiB (parallel.memory_gib)" in plan.why
@@ -257,3 +256,31 @@ def test_the_allocator_is_the_one_that_the_environment_asks_for(environment, exp
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert memory_device(run(), what_if("T4"), 1).expandable == expandable
+
+
+def test_a_plan_for_a_gpu_says_what_the_process_takes_and_what_is_known_of_errors():
+    plan = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
+    tree = plan.to_json()["memory"]
+    assert tree["peak_bytes"] < tree["reserved_bytes"] < tree["process_bytes"] <= tree["budget_bytes"]
+    assert tree["process_bytes"] == tree["reserved_bytes"] + tree["terms"]["context"]
+    assert any("errors in " in reason and "7.5: allocated -" in reason for reason in plan.why)
+    assert any("memory-efficient kernel" in reason for reason in plan.why)
+    unmeasured = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("RTX 3090"), 1)
+    assert any("no measurements on compute capability 8.6" in reason for reason in unmeasured.why)
+
+
+def test_fragmentation_decides_in_the_end(monkeypatch):
+    """A plan that the search takes for roomy is dropped if its replay shows that it does not fit."""
+    budget = 4 * GIB
+    first = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
+    largest = first.micro_batch_tokens
+    whole = memory.reserved_bytes
+
+    def much_for_the_largest(step, peak_bytes, device):
+        is_largest = peak_bytes >= first.memory.peak_bytes
+        return budget if is_largest else whole(step, peak_bytes, device)
+
+    monkeypatch.setattr(memory, "reserved_bytes", much_for_the_largest)
+    second = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
+    assert second.micro_batch_tokens < largest
+    assert not any(row["fits"] and row["process_bytes"] > budget for row in second.alternatives)

@@ -24,7 +24,8 @@ def row(world=8, **changes):
         "learning_rates": {"none": 2e-4, "sqrt": 5.657e-4, "linear": 1.6e-3},
         "lr_scaling": "sqrt",
         "reference_batch_size": 16,
-        "peak_bytes": 123 * GIB,
+        "peak_bytes": 120 * GIB,
+        "process_bytes": 123 * GIB,
         "exchanged_bytes": 7 * GIB,
         "link_bytes_per_second": 450e9,
         "speed_up": 7.5,
@@ -56,7 +57,9 @@ def test_an_unknown_link_gives_a_bound_and_says_so():
     text = screen(scaling_table([row(2, speed_up=None, link_bytes_per_second=None)]))
     assert "<8.00x" in text and "the link is unknown" in text
     nothing = screen(
-        scaling_table([row(2, speed_up=None, speed_up_at_most=None, peak_bytes=None, exchanged_bytes=None)])
+        scaling_table(
+            [row(2, speed_up=None, speed_up_at_most=None, process_bytes=None, exchanged_bytes=None)]
+        )
     )
     assert nothing.count("n/a") == 2 and "speed:" not in nothing
 
@@ -90,3 +93,23 @@ def test_the_guard_stands_beside_the_budget():
         "guard_bytes": GIB,
     }
     assert "budget 4.00 GiB, guard 1.00 GiB" in screen(plan_report(PLAN | {"memory": memory}))
+
+
+def test_a_gpu_shows_what_is_allocated_reserved_and_counted_by_the_driver():
+    memory = {
+        "phases": {"forward": GIB},
+        "terms": {"weights": GIB, "context": GIB // 2},
+        "peak_phase": "forward",
+        "budget_bytes": 4 * GIB,
+        "guard_bytes": GIB,
+        "peak_bytes": GIB,
+        "reserved_bytes": GIB + GIB // 2,
+        "process_bytes": 2 * GIB,
+    }
+    text = screen(plan_report(PLAN | {"memory": memory}))
+    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+    assert "1.00 GiB" in lines["allocated"] and "25%" in lines["allocated"]
+    assert "1.50 GiB" in lines["reserved"] and "2.00 GiB" in lines["process"] and "50%" in lines["process"]
+    assert "…" not in text
+    on_cpu = memory | {"reserved_bytes": None, "process_bytes": None}
+    assert "allocated" not in screen(plan_report(PLAN | {"memory": on_cpu}))

@@ -1,6 +1,7 @@
 """Which attention kernel each GPU runs, and what it allocates."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import bitsandbytes  # noqa: F401  registers its operations
@@ -8,6 +9,7 @@ import pytest
 import torch
 import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import MistralConfig
 
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
@@ -16,8 +18,10 @@ from sft_play.model.attention import flash_supports
 from sft_play.sizing.attention_kernels import (
     EfficientAttention,
     _efficient_workspace,
+    attention_sentence,
     choose_kernel,
     cuda_attention,
+    varlen_attention,
 )
 from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
 from sft_play.sizing.step import StepSpec, same_kernels
@@ -190,3 +194,80 @@ def test_gpus_that_share_a_trace_run_the_same_kernels_with_the_same_workspace(ca
                 asked = {"head_dim": head_dim, "grouped": grouped, "masked": masked, "dropout": dropout}
                 assert choose_kernel(capability, dtype, **asked) == choose_kernel(shared, dtype, **asked)
             assert flash_supports(capability, dtype, head_dim) == flash_supports(shared, dtype, head_dim)
+
+
+MISTRAL = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, head_dim=16,
+)  # fmt: skip
+JOINED = dict(joined=True, rows=1000, row_tokens=1, longest=1000)
+
+
+def joined_spec(capability, **changes):
+    spec = StepSpec(
+        mode="lora", lora=LoraSettings(r=4), dtype="bfloat16", mixed_precision="bf16",
+        device="cuda", compute_capability=capability, **JOINED,
+    )  # fmt: skip
+    return replace(spec, **changes)
+
+
+def accumulators(spec, heads=4, key_heads=2, head_dim=64):
+    """The blocks of the backward pass of joined sequences, in bytes."""
+    shapes = (1000, heads, head_dim), (1000, key_heads, head_dim), (1000, key_heads, head_dim)
+
+    def attend():
+        inputs = [torch.empty(shape, dtype=BF16, requires_grad=True) for shape in shapes]
+        return varlen_attention(spec)(*inputs)
+
+    return blocks_of(attend)
+
+
+def test_one_call_accumulates_all_joined_sequences_a_tile_apart():
+    of_ten = accumulators(joined_spec(A100, sequence_tokens=100))
+    rows = 1000 + 10 * 128
+    assert rows * 4 * 64 * 4 in of_ten and 4 * rows * 4 in of_ten
+    # the gradient that comes in, the query's, and those of key and value for each query head
+    assert of_ten.count(1000 * 4 * 64 * 2) == 4
+    assert (1000 + 128) * 4 * 64 * 4 in accumulators(joined_spec(A100))  # a single one
+
+
+def test_version_3_sums_the_gradients_of_grouped_keys_in_fp32():
+    found = accumulators(joined_spec(H100, sequence_tokens=100, attention="flash_attention_3"))
+    rows = 1000 + 10 * 128
+    assert rows * 4 * 64 * 4 in found and found.count(rows * 2 * 64 * 4) == 2
+    assert found.count(1000 * 4 * 64 * 2) == 2  # that of the output, and the query's
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "calls"),
+    [
+        (A100, {}, "flash kernel, one call for all rows"),
+        (A100, dict(joined=False, rows=2, row_tokens=64), "flash kernel, rows are padded"),
+        (A100, dict(dtype="float32", mixed_precision="no"), "memory-efficient .*, a call for each row"),
+        (T4, dict(dtype="float16", mixed_precision="fp16"), "memory-efficient .*, a call for each row"),
+        (H100, dict(attention="flash_attention_3"), "FlashAttention 3, one call for all rows"),
+    ],
+)
+def test_the_plan_says_which_kernel_runs(capability, changes, calls):
+    sentence = attention_sentence(small_config("llama", WIDE), joined_spec(capability, **changes))
+    assert re.search(calls, sentence)
+    assert (
+        attention_sentence(small_config("llama", WIDE), replace(joined_spec(capability), device="cpu"))
+        is None
+    )
+
+
+def test_joined_rows_with_a_window_need_a_mask_only_where_a_row_has_its_own_call():
+    windowed = MistralConfig(**MISTRAL, sliding_window=64)
+    mask = 1000 * 1000  # one byte for each pair of tokens
+    of_loop = trace_step(windowed, joined_spec(T4, dtype="float16", mixed_precision="fp16"))
+    of_call = trace_step(windowed, joined_spec(A100))
+    assert of_loop.sizes.max() >= mask > of_call.sizes[of_call.owners >= 0].max()
+
+
+def test_each_sequence_more_costs_a_tile_in_the_traced_step():
+    config = small_config("llama", WIDE)
+    few, many = (
+        trace_step(config, joined_spec(A100, sequence_tokens=tokens)).sizes.sum() for tokens in (1000, 50)
+    )
+    assert many > few

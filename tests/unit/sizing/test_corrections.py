@@ -44,7 +44,7 @@ def _empty_cache(tmp_path, monkeypatch):
 
 
 def test_a_correction_makes_the_prediction_what_was_measured():
-    after = corrected(MEMORY, ratios_of(MEMORY, MEASURED, {}))
+    after = corrected(MEMORY, ratios_of(MEMORY, ProbeResult(phases=MEASURED), {}))
     assert {phase: after.phases[phase] for phase in ("forward", "backward", "evaluation")} == {
         "forward": 210, "backward": 340, "evaluation": 220,
     }  # fmt: skip
@@ -63,9 +63,26 @@ def test_the_weights_are_not_stretched():
 
 
 def test_a_correction_of_a_corrected_prediction_starts_from_the_plain_one():
-    first = ratios_of(MEMORY, MEASURED, {})
-    again = ratios_of(corrected(MEMORY, first), MEASURED, first)
+    result = ProbeResult(phases=MEASURED, reserved_bytes=400)
+    first = ratios_of(MEMORY, result, {})
+    again = ratios_of(corrected(MEMORY, first), result, first)
     assert again == pytest.approx(first)
+
+
+def test_reserved_bytes_are_corrected_by_what_was_reserved():
+    result = ProbeResult(phases=MEASURED, reserved_bytes=400)
+    assert corrected(MEMORY, ratios_of(MEMORY, result, {})).reserved_bytes == 400
+
+
+@pytest.mark.parametrize(
+    ("reserved", "overhead", "fits"),
+    [(None, None, True), (900, 50, True), (900, 150, False), (950, None, True), (960, None, False)],
+)
+def test_what_fits_is_the_process_and_on_a_cpu_the_tensors(reserved, overhead, fits):
+    memory = replace(MEMORY, terms=MEMORY.terms | {"context": 45})
+    result = ProbeResult(phases=MEASURED, reserved_bytes=reserved, overhead_bytes=overhead)
+    assert result.fits(replace(PLAN, memory=memory)) == fits
+    assert not replace(result, ran_out=True).fits(replace(PLAN, memory=memory))
 
 
 def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tmp_path, monkeypatch):
@@ -74,7 +91,7 @@ def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tm
     write_record(path, plan, ProbeResult(phases=MEASURED), "card")
     assert json.loads(path.read_text())["measured"] == MEASURED
     ask = corrected_estimator(
-        lambda run, p: MEMORY, lambda run, p: record_path("{}", "card", run, p, tmp_path)
+        lambda run, p, complete=False: MEMORY, lambda run, p: record_path("{}", "card", run, p, tmp_path)
     )
     assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
     assert (

@@ -86,7 +86,7 @@ def test_a_damaged_file_is_traced_anew(fresh, tmp_path):
 def test_the_terms_add_up_to_the_peak(estimate):
     first = estimate(run(), PLAN)
     assert (
-        first.needed_bytes
+        first.process_bytes
         >= first.peak_bytes
         == sum(size for name, size in first.terms.items() if name != "context")
     )

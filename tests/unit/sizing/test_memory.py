@@ -2,7 +2,8 @@
 
 import pytest
 
-from sft_play.sizing.guard import guard
+from sft_play.plan import Memory
+from sft_play.sizing.guard import LOOSE_SHARE, guard
 from sft_play.sizing.memory import (
     ASSUMED_COMMUNICATOR,
     ASSUMED_CONTEXT,
@@ -90,12 +91,15 @@ def test_ddp_keeps_its_gradient_buckets_during_evaluation():
     assert shared["backward"] == alone["backward"]
 
 
-def test_the_budget_leaves_room_for_context_communicator_and_guard():
+def test_the_budget_is_for_the_process_with_its_context_and_communicator():
     free = 80 * GIB
     one = device_budget("cuda", free, compute_capability=(9, 0))
     two = device_budget("cuda", free, world_size=2, compute_capability=(8, 0))
-    assert one.budget_bytes == free - guard("cuda", free).bytes - ASSUMED_CONTEXT
-    assert two.budget_bytes == one.budget_bytes - ASSUMED_COMMUNICATOR
+    assert one.budget_bytes == two.budget_bytes == free - guard("cuda", free).bytes
+    step = step_of(3, (0, 1, 2)).step
+    alone, together = (estimate(step, device, complete=True) for device in (one, two))
+    assert alone.process_bytes == alone.reserved_bytes + ASSUMED_CONTEXT
+    assert together.process_bytes == together.reserved_bytes + ASSUMED_CONTEXT + ASSUMED_COMMUNICATOR
     assert one.workspace_bytes == 2 * 32 * MIB and two.workspace_bytes == 2 * (8 * MIB + 128 * 1024)
     assert one.assumed == ("context",) and two.assumed == ("context", "communicator")
 
@@ -141,10 +145,36 @@ def test_on_a_gpu_fragmentation_counts():
     step = step_of(3, (0, 1, 2), saved=300 * MIB).step
     tight = DeviceBudget(budget_bytes=GIB)
     memory = estimate(step, tight)
-    assert memory.reserved_bytes > memory.peak_bytes and memory.needed_bytes == memory.reserved_bytes
-    roomy = estimate(step, device_budget("cuda", 80 * GIB))
-    assert roomy.needed_bytes == roomy.peak_bytes  # they cannot decide
-    assert estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", GIB)).needed_bytes < 2000
+    assert memory.reserved_bytes > memory.peak_bytes and memory.process_bytes == memory.reserved_bytes
+    device = device_budget("cuda", 80 * GIB)
+    roomy = estimate(step, device)
+    assert roomy.reserved_bytes is None  # it cannot decide
+    assert roomy.process_bytes == roomy.peak_bytes + device.context_bytes
+    complete = estimate(step, device, complete=True)
+    assert complete.reserved_bytes > complete.peak_bytes == roomy.peak_bytes
+    on_cpu = estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", GIB), complete=True)
+    assert on_cpu.process_bytes == on_cpu.peak_bytes < 2000 and on_cpu.reserved_bytes is None
+
+
+def test_json_has_all_three_numbers_and_on_a_cpu_the_first_alone():
+    step = step_of(3, (0, 1, 2)).step
+    gpu = estimate(step, device_budget("cuda", 80 * GIB), complete=True)
+    tree = gpu.to_json()
+    assert tree["peak_bytes"] < tree["reserved_bytes"] < tree["process_bytes"] == gpu.process_bytes
+    assert Memory.from_json(tree) == gpu
+    cpu = estimate(step, device_budget("cpu", GIB)).to_json()
+    assert cpu["peak_bytes"] > 0 and cpu["reserved_bytes"] is cpu["process_bytes"] is None
+
+
+def test_4_bit_weights_in_fixed_segments_have_a_larger_guard():
+    free = 15 * GIB
+    settings = dict(compute_capability=(7, 5))
+    plain, fixed, expandable, loose = (
+        device_budget("cuda", free, **settings, quantized=quantized, expandable=grows).guard.bytes
+        for quantized, grows in ((False, True), (False, False), (True, True), (True, False))
+    )
+    assert plain == fixed == expandable == guard("cuda", free).bytes
+    assert loose == int(LOOSE_SHARE * free) > plain
 
 
 def test_fixed_segments_need_more_than_expandable_ones_and_matter_earlier():
