@@ -1,5 +1,6 @@
 """`make train-multinode` on two hosts with addresses of their own, one process on each."""
 
+import shutil
 import subprocess
 import time
 
@@ -69,9 +70,8 @@ def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(p
         assert [path.name.split("_mp_")[0][-1] for path in saved.glob("global_step4/*_optim_states.pt")] == [
             str(number)
         ]
-        (
-            disk / "zero" / "checkpoints" / "checkpoint-8" / "trainer_state.json"
-        ).unlink()  # as if killed in the last save
+    # as if the second host had been killed before it published the last one
+    shutil.rmtree(disks[1] / "zero" / "checkpoints" / "checkpoint-8")
     assert not (disks[1] / "zero" / "summary.json").exists() and not (disks[1] / "zero" / "adapter").exists()
     words[-1] += " train.resume=auto"
     second = finish_both(
@@ -81,6 +81,7 @@ def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(p
     assert (
         "resuming from" in second[0].out and "step 5/8" in second[0].out and "step 4/8" not in second[0].out
     )
+    assert (disks[0] / "zero" / "checkpoints" / "checkpoint-8.stale").is_dir()
     assert_same_curve(RunDir(disks[0] / "zero"), alone(*settings.split()[:-1]))
 
 
