@@ -7,6 +7,7 @@ from datasets import Dataset
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
+from sft_play.data.splits import SPLITS
 from sft_play.job import Job
 from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import detect
@@ -61,7 +62,7 @@ def make_job(
         val=Dataset.from_list(val or token_rows(21, seed=1)),
         test=None,
         max_seq_len=SEQ,
-        stats={},
+        stats=dict.fromkeys(SPLITS),  # nobody counted these rows
         cache_path=output,
     )
     facts = DataFacts.of(data, config)
