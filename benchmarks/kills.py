@@ -1,7 +1,7 @@
 """Kills runs (SIGKILL) in all phases of saving, resumes them, and counts how many end as if nothing had been.
 
     make bench-faults ARGS="saves"                 # writes benchmarks/results/kills.json
-    python -m benchmarks.kills --one 100 --two 5   # 100 trials of one process, 5 of each engine with two
+    python -m benchmarks.kills --one 0 --ddp 5     # keeps the results of one process
 
 A run saves after each of its steps. It is killed at a random operation on the file system between its first
 save and its end (half of the trials of one process), or at a random time after a random save has begun (the
@@ -30,19 +30,20 @@ import psutil
 
 from benchmarks.faults import RESULTS, ROOT, descendants
 from sft_play.fingerprints import installed_versions
-from sft_play.runlog import console
+from sft_play.runlog import console, read_json
 
 STEPS = 5
 CHANGING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # audit events of Python
 LOOK_AGAIN_S = 0.0005
-ENGINES = {"one": "none", "ddp": "ddp", "zero-2": "deepspeed_z2"}
+ENGINES = {"one": "none", "ddp": "ddp", "zero2": "deepspeed_z2"}
+TRIALS = {"one": 200, "ddp": 10, "zero2": 10}
 
 
 @dataclass(frozen=True)
 class Trial:
     """What happened to a run that was killed."""
 
-    kind: str  # one, ddp or zero-2
+    kind: str  # one of ENGINES
     where: str  # "operation 17: os.rename" or "31 ms into save 2"
     saving: bool  # whether a checkpoint was incomplete at that moment
     steps_lost: int  # between the last save that had begun and the checkpoint that was resumed
@@ -260,8 +261,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--one", type=int, default=200, metavar="N", help="trials of one process")
-    parser.add_argument("--two", type=int, default=10, metavar="N", help="trials of each engine with two")
+    for kind, count in TRIALS.items():
+        text = f"trials of {kind} (default: {count}; 0 keeps the results that there are)"
+        parser.add_argument(f"--{kind}", type=int, default=count, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -269,20 +271,19 @@ def main(argv: list[str] | None = None) -> None:
     import sft_play.commands.train
     import sft_play.train.trainer  # noqa: F401
 
-    rng, began = random.Random(args.seed), time.time()
-    kinds: dict[str, dict] = {}
-    for kind, count in (("one", args.one), ("ddp", args.two), ("zero-2", args.two)):
-        for trials in measure(kind, count, rng) if count else ():
-            kinds[kind] = summary_of(trials)
-            tree = {
-                "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-                "versions": installed_versions(),
-                "seed": args.seed,
-                "steps_saved_each_run": STEPS,
-                "minutes": round((time.time() - began) / 60, 1),
-                "kinds": kinds,
-            }
-            (RESULTS / "kills.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    file = RESULTS / "kills.json"
+    tree = {
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "versions": installed_versions(),
+        "steps_saved_each_run": STEPS,
+        "kinds": read_json(file).get("kinds", {}),
+    }
+    for kind in TRIALS:
+        count, began = getattr(args, kind), time.time()
+        for trials in measure(kind, count, random.Random(args.seed)) if count else ():
+            minutes = round((time.time() - began) / 60, 1)
+            tree["kinds"][kind] = {**summary_of(trials), "seed": args.seed, "minutes": minutes}
+            file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
