@@ -32,7 +32,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 from benchmarks.mutations import KINDS, ROWS, Case, make_case
 from sft_play.commands.check import ERROR, OK, WARNING, check
 from sft_play.config.schema import DataConfig, ModelConfig
-from sft_play.data import template
+from sft_play.data import limits
 from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, detect_format
 from sft_play.data.reading import open_source, read_rows
@@ -157,7 +157,7 @@ def peak_bytes() -> int:
 def work(seed: int, numbers: list[int], kinds: tuple[str, ...], results: Connection) -> None:
     """Runs cases in a process of its own; sends an Outcome for each, and at the end the peak memory."""
     sys.stdout = sys.stderr = Path(os.devnull).open("w")
-    template.ROW_SECONDS = TEMPLATE_SECONDS
+    limits.ROW_SECONDS = TEMPLATE_SECONDS
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SFT_PLAY_CACHE"] = f"{folder}/cache"
         setting = make_setting(Path(folder))

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sft_play.data.formats import Conversation, Message
-from sft_play.data.template import RENDER_ERRORS, cannot_render, render, require_length, within_limits
+from sft_play.data.limits import limited_renderings, require_length, within_limits
+from sft_play.data.template import RENDER_ERRORS, cannot_render, render
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def encode(chat: Chat, conversations: Sequence[Conversation]) -> list[list[Token
         DataError: the template cannot render a row, or the answers are not found in the rendered text; names
             the row.
     """
-    rendered = [[] if row.text is not None else render_rows(chat, row) for row in conversations]
+    with limited_renderings():
+        rendered = [[] if row.text is not None else render_rows(chat, row) for row in conversations]
     tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
     encoded = [list(islice(tokens, len(rows))) for rows in rendered]
     plain = [index for index, row in enumerate(conversations) if row.text is not None]

@@ -1,43 +1,33 @@
 """Selects and renders chat templates; templates are untrusted code and run in the sandbox of transformers.
 
-The sandbox limits neither time nor memory; `within_limits` does.
+The sandbox limits neither time nor memory; `data/limits.py` does.
 """
 
 import math
 import multiprocessing
 import resource
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
+from sft_play.data import limits
 from sft_play.data.formats import Conversation, Message
+from sft_play.data.limits import TemplateOverrun, require_length, within_limits
 from sft_play.errors import ConfigError, DataError
-from sft_play.units import MIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Result = TypeVar("Result")
-
 SHIPPED = Path(__file__).parent / "templates"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-ROW_SECONDS, ROW_BYTES, ROW_CHARACTERS = 5.0, 512 * MIB, 2**26  # CPU time, memory and text of one rendering
-AGAIN_SECONDS = 0.5  # the signal is repeated: Python drops an exception that is raised within a destructor
 TRIAL_SECONDS = 30  # by the clock
 MAX_TEMPLATE_BYTES = 1_000_000
 SHOWN_ROLES, SHOWN_CHARACTERS = 20, 1000  # in messages
-STATM = "/proc/self/statm"
-
-
-class TemplateOverrun(RuntimeError):
-    """A template took more time or memory for a row than it may."""
-
 
 # What a template can raise: its own errors, and any that Python raises inside it.
 RENDER_ERRORS = (
@@ -105,60 +95,6 @@ def _apply(
     return require_length(within_limits(call))
 
 
-def require_length(text: str) -> str:
-    """The text itself.
-
-    Raises:
-        TemplateOverrun: it is too long.
-    """
-    if len(text) > ROW_CHARACTERS:
-        raise TemplateOverrun(f"it writes more than {ROW_CHARACTERS:,} characters")
-    return text
-
-
-def within_limits(call: Callable[[], Result]) -> Result:
-    """What `call` returns, within ROW_SECONDS of CPU time and ROW_BYTES of additional memory.
-
-    A single operation that takes long, such as 9**9**9, is not interrupted. In threads other than the main
-    one, and without /proc, only some of the limits hold.
-
-    Raises:
-        TemplateOverrun: it takes more.
-    """
-    before = _limit_memory()
-    timed = threading.current_thread() is threading.main_thread()
-    if timed:
-        handler = signal.signal(signal.SIGPROF, _overrun)
-        signal.setitimer(signal.ITIMER_PROF, ROW_SECONDS, AGAIN_SECONDS)
-    try:
-        return call()
-    except MemoryError:
-        raise TemplateOverrun(f"it uses more than {ROW_BYTES // MIB} MiB of memory on one row") from None
-    finally:
-        if timed:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.signal(signal.SIGPROF, handler)
-        if before is not None:
-            resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _overrun(number: int, frame: object) -> None:
-    raise TemplateOverrun(f"it ran for more than {ROW_SECONDS:g} s on one row")
-
-
-def _limit_memory() -> tuple[int, int] | None:
-    """Limits this process to ROW_BYTES more than it has; returns the earlier limits, None if it cannot."""
-    try:
-        with open(STATM, "rb", buffering=0) as file:  # noqa: PTH123 - called for each turn of each row
-            used = int(file.read(32).split(maxsplit=1)[0]) * resource.getpagesize()
-    except OSError:
-        return None
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [limit for limit in (used + ROW_BYTES, *before) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
-    return before
-
-
 def render(
     tokenizer: "PreTrainedTokenizerBase",
     conversation: Conversation,
@@ -204,7 +140,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", conversation: Conversat
     child = context.Process(target=_trial, args=(tokenizer, conversation, sender), daemon=True)
     child.start()
     sender.close()
-    problem: str | None = f"it ran for more than {ROW_SECONDS:g} s on one row"
+    problem: str | None = f"it ran for more than {limits.ROW_SECONDS:g} s on one row"
     try:
         if receiver.poll(TRIAL_SECONDS):
             problem = receiver.recv()
@@ -221,7 +157,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", conversation: Conversat
 
 
 def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, sender: Connection) -> None:
-    seconds = math.ceil(ROW_SECONDS) + 1  # also ends an operation that signals do not interrupt
+    seconds = math.ceil(limits.ROW_SECONDS) + 1  # also ends an operation that signals do not interrupt
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     problem = None

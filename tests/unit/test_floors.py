@@ -15,7 +15,7 @@ FLOORS = [
     ["config"],
     ["plan", "runlog"],
     ["machine", "model.files", "hub"],
-    ["data.nesting", "data.chat", "data.formats", "data.packing", "data.batching", "data.reading", "data.splits",
+    ["data.nesting", "data.limits", "data.chat", "data.formats", "data.packing", "data.batching", "data.reading", "data.splits",
      "data.store", "data.template", "data.workers"],
     ["data.prepare", "report"],
     ["data.show"],

@@ -12,7 +12,7 @@ SEED, CASES = 1, 200
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sft_play.data.template.ROW_SECONDS", 0.5)
+    monkeypatch.setattr("sft_play.data.limits.ROW_SECONDS", 0.5)
     return fuzz.make_setting(tmp_path)
 
 

@@ -88,7 +88,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 
 @pytest.mark.parametrize("template", [LOOPS, "{% set x = 9**9 %}{{ x**x }}"], ids=["loops", "one operation"])
 def test_a_template_that_does_not_end_is_stopped(make_tokenizer, monkeypatch, template):
-    monkeypatch.setattr("sft_play.data.template.ROW_SECONDS", 0.5)
+    monkeypatch.setattr("sft_play.data.limits.ROW_SECONDS", 0.5)
     assert "ran for more than 0.5 s" in problem(make_tokenizer(template))
 
 
@@ -108,7 +108,7 @@ def test_a_template_that_does_not_end_is_stopped(make_tokenizer, monkeypatch, te
 def test_a_bomb_that_waits_for_a_later_row_is_stopped_and_the_row_is_named(
     make_tokenizer, monkeypatch, bomb, said, tags
 ):
-    monkeypatch.setattr("sft_play.data.template.ROW_SECONDS", 0.5)
+    monkeypatch.setattr("sft_play.data.limits.ROW_SECONDS", 0.5)
     answer = "{% generation %}{{ m.content }}{% endgeneration %}" if tags else "{{ m.content }}"
     body = f"{{% for m in messages %}}{answer}<|endoftext|>{{% endfor %}}"
     trigger = f"{{% if messages[0].content == 'now' %}}{bomb}{{% endif %}}"
