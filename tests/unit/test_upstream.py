@@ -58,6 +58,7 @@ CALLED = {
     ),
     "transformers:AttentionInterface.register": "key value",
     "trl:SFTTrainer._load_best_model": "",
+    "trl:SFTTrainer._save_checkpoint": "model trial",
     "trl:SFTTrainer._prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
     "trl:SFTTrainer._prepare_inputs": "inputs",
     "trl.kernels.chunked_logprob:ChunkedLogProbFunction.backward": "",
