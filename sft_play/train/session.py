@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from sft_play.train.saving import CheckpointWriter
 
 if TYPE_CHECKING:
     from sft_play.train.redo import Redo
+    from sft_play.train.space import SpaceForSaves
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
@@ -80,7 +82,8 @@ class PlannedTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
         self._eval_rows = eval_rows
-        self.redo: Redo | None = None  # while the steps of the run are computed
+        self.redo: Redo | None = None  # this and the next: while the steps of the run are computed
+        self.space: SpaceForSaves | None = None
         self._step_loss: torch.Tensor | float = 0.0
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
@@ -243,7 +246,7 @@ class PlannedTrainer(SFTTrainer):
             NonFiniteError: a trained weight is NaN or infinite; nothing is written.
         """
         check_weights(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
-        with self._writer.staged(self.state):
+        with self.space.while_saving() if self.space else nullcontext(), self._writer.staged(self.state):
             super()._save_checkpoint(model, trial)
 
     def _prepare_for_training(

@@ -2,6 +2,8 @@
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import StorageError
 from sft_play.runlog import console
-from sft_play.train.checkpoints import by_step
+from sft_play.train.checkpoints import INCOMPLETE, by_step
+from sft_play.train.disk import write_failure
 from sft_play.train.probe import all_agree
 from sft_play.train.session import Session
 from sft_play.units import format_bytes
@@ -70,7 +73,8 @@ def require_space(session: Session) -> None:
 class SpaceForSaves(TrainerCallback):
     """Leaves out a checkpoint that does not fit on the disk; the run ends if the next one does not either.
 
-    Older checkpoints are deleted after a newer one is complete, so there must be room for one more.
+    Older checkpoints are deleted after a newer one is complete, so there must be room for one more. A write
+    that fails all the same is treated alike in a single process; several wait for each other while saving.
     """
 
     def __init__(self, session: Session) -> None:
@@ -90,17 +94,44 @@ class SpaceForSaves(TrainerCallback):
         size = size_of(saved[-1]) if saved else checkpoint_bytes(self._session)
         needed, free = int(size * MARGIN), free_bytes(job.run.path)
         if all_agree(self._session.trainer, free >= needed or not job.keeps_files):
-            self._left_out = False
             return
-        text = (
+        self._leave_out(
             f"step {state.global_step}: no checkpoint, since it needs {format_bytes(needed)} and "
             f"{format_bytes(free)} are free on the disk of {job.run.path}"
         )
-        last = state.global_step >= state.max_steps
-        if not last and (self._left_out or not saved or control.should_training_stop):
+        control.should_save = False
+
+    def _leave_out(self, text: str) -> None:
+        trainer = self._session.trainer
+        last = trainer.state.global_step >= trainer.state.max_steps
+        needed = self._left_out or not by_step(self._session.job.run) or trainer.control.should_training_stop
+        if needed and not last:
             raise StorageError(
                 f"{text}. Free space, and run `make resume` to continue from the last checkpoint"
             )
-        self._left_out, control.should_save = True, False
+        self._left_out = True
         then = "the result follows" if last else "free space before the next one, or the run ends there"
         console().print(f"  [yellow]{text}; {then}[/]")
+
+    @contextmanager
+    def while_saving(self) -> Iterator[None]:
+        """In the block, a checkpoint is written; if that fails, it is left out.
+
+        Raises:
+            StorageError: it cannot be left out, for the reasons of `on_step_end`.
+        """
+        job, state = self._session.job, self._session.trainer.state
+        best = state.best_model_checkpoint
+        try:
+            yield
+        except Exception as error:
+            reason = write_failure(error, job.run.path)
+            if reason is None or job.plan.world_size > 1 or not by_step(job.run):
+                raise
+            shutil.rmtree(job.run.checkpoints / INCOMPLETE, ignore_errors=True)
+            state.best_model_checkpoint = best
+            self._leave_out(
+                f"step {state.global_step}: no checkpoint, since {job.run.path} cannot be written: {reason}"
+            )
+        else:
+            self._left_out = False

@@ -92,7 +92,8 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     trainer.begin_phase = trainer.redo.begin_phase
     stop = StopOnSignal(session.job.plan.world_size, trainer.args.device, trainer.redo)
     trainer.add_callback(stop)
-    trainer.add_callback(SpaceForSaves(session))  # the last one, which sees whether the others want to save
+    trainer.space = SpaceForSaves(session)
+    trainer.add_callback(trainer.space)  # the last one, which sees whether the others want to save
     try:
         with only_tensors(deepspeed=session.job.plan.engine == "deepspeed_z2"):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -1,11 +1,15 @@
 """A disk that has no room for what a run is about to save."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from sft_play.errors import StorageError
 from sft_play.train import space
 from sft_play.train.checkpoints import by_step, step_of
+from sft_play.train.session import PlannedTrainer
 from sft_play.train.trainer import prepare_session, train
+from tests.conftest import file_size_limit
 from tests.integration.jobs import losses, make_job
 
 pytestmark = pytest.mark.integration
@@ -78,3 +82,29 @@ def test_the_size_of_the_first_checkpoint_is_known_before_it_is_written(tiny_mod
     train(job)
     found = space.size_of(by_step(job.run)[-1])
     assert expected < found < space.MARGIN * expected + 200_000  # tokenizer, state of the trainer
+
+
+@pytest.mark.parametrize(
+    ("failing", "saved"),
+    [([3], {1, 2, 4, 5, 6}), pytest.param([3, 4], {1, 2}, marks=pytest.mark.faults)],
+    ids=["once", "twice"],
+)
+def test_a_save_that_fails_half_way_is_left_out_too(tiny_model, tmp_path, monkeypatch, failing, saved):
+    """The weights fit below the limit, the optimizer's state does not."""
+    whole = make_job(tiny_model, tmp_path, "whole", **SAVING)
+    train(whole)
+    write = PlannedTrainer._save_optimizer_and_scheduler
+
+    def write_below_limit(self, folder):
+        with file_size_limit(600_000) if self.state.global_step in failing else nullcontext():
+            write(self, folder)
+
+    monkeypatch.setattr(PlannedTrainer, "_save_optimizer_and_scheduler", write_below_limit)
+    job = make_job(tiny_model, tmp_path, "one", **SAVING)
+    if len(failing) == 1:
+        train(job)
+        assert losses(job) == losses(whole)
+    else:
+        with pytest.raises(StorageError, match="step 4: no checkpoint, since .*one cannot be written"):
+            train(job)
+    assert saved_steps(job) == saved and not list(job.run.checkpoints.glob("incomplete/*"))
