@@ -17,13 +17,16 @@ def report(output: str, errors: str) -> tuple[str, int]:
     except (ValueError, KeyError):
         reason = (errors.strip() or "no reason given").splitlines()[-1]
         return f"not audited: the database of vulnerabilities cannot be reached ({reason})\n", 0
+    skipped = [package for package in packages if "skip_reason" in package]
+    if len(skipped) == len(packages):
+        reason = skipped[0]["skip_reason"] if skipped else "no packages"
+        return f"not audited: the database of vulnerabilities knows none of the packages ({reason})\n", 0
     lines = []
     for package in packages:
         for known in package.get("vulns", []):
             fixed = ", ".join(known["fix_versions"]) or "none yet"
             lines.append(f"{package['name']} {package['version']}: {known['id']}; fixed in: {fixed}\n")
-    skipped = [package["name"] for package in packages if "skip_reason" in package]
-    lines += [f"not audited: {name}\n" for name in skipped]
+    lines += [f"not audited: {package['name']}\n" for package in skipped]
     found = sum(len(package.get("vulns", [])) for package in packages)
     lines.append(f"{len(packages) - len(skipped)} packages audited, {found} known vulnerabilities\n")
     return "".join(lines), int(found > 0)

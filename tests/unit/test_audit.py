@@ -24,6 +24,12 @@ def test_packages_that_the_database_does_not_know_are_named():
     assert status == 0 and text == "not audited: c\n1 packages audited, 0 known vulnerabilities\n"
 
 
+def test_a_mirror_without_a_database_is_said_to_be_one():
+    skipped = {"name": "c", "skip_reason": "c not found on PyPI"}
+    text, status = report(json.dumps({"dependencies": [skipped, skipped]}), "")
+    assert status == 0 and text.endswith("knows none of the packages (c not found on PyPI)\n")
+
+
 def test_without_the_database_it_says_so_and_does_not_fail(tmp_path):
     tool = tmp_path / "pip-audit"
     tool.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('ConnectionError: no route to host')\n")
