@@ -130,7 +130,7 @@ def _error_note(capability: tuple[int, int] | None, quantized: bool) -> str:
     if capability is None:
         major, minor = ASSUMED_CAPABILITY
         return f"the GPU's compute capability is unknown; assumed: the kernels of {major}.{minor}"
-    name, weights = f"{capability[0]}.{capability[1]}", "4-bit" if quantized else "other"
+    name, weights = f"{capability[0]}.{capability[1]}", "4-bit" if quantized else "16-bit"
     known = known_errors(capability, quantized)
     if known is None:
         return f"no measurements on compute capability {name} are published: errors there are unknown"

@@ -35,8 +35,11 @@ def _process_table(memory: Mapping[str, Any]) -> RenderableType:
     table = _table("one process on the GPU", "bytes", "of the budget", "")
     table.columns[3].justify = "left"
     context = format_bytes(memory["terms"]["context"])
-    notes = {"allocated": "tensors, at the peak below", "reserved": "with fragmentation"}
-    notes["process"] = f"with {context} of context, as the driver counts"
+    notes = {
+        "allocated": "tensors",
+        "reserved": "with fragmentation",
+        "process": f"with {context} of context",
+    }
     sizes = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "process": "process_bytes"}
     for name, key in sizes.items():
         share = f"{memory[key] / memory['budget_bytes']:.0%}"

@@ -29,7 +29,10 @@ def replay_steps(step: Step, habits: Habits, *, expandable: bool = True) -> Repl
         habits: of the run.
         expandable: as in `sft_play.sizing.allocator.replay`.
     """
-    return replay(history(step, habits), expandable=expandable)
+    key, known = (step.sizes.tobytes(), habits, expandable), step.timeline.replays
+    if key not in known:  # plans for several numbers of processes often have the same step
+        known[key] = replay(history(step, habits), expandable=expandable)
+    return known[key]
 
 
 def history(step: Step, habits: Habits) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ Shapes: E events, B traced blocks (a block is one allocation), N blocks of the e
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,11 @@ class Timeline:
     def _source_of_event(self) -> np.ndarray:
         """The traced block of each event, [E]."""
         return self.source[np.abs(self.events) - 1]
+
+    @cached_property
+    def replays(self) -> dict[Any, Any]:
+        """What `sft_play.sizing.history` has replayed of this timeline."""
+        return {}
 
     def changes(self, sizes: np.ndarray, granularity: int) -> np.ndarray:
         """Bytes that each event allocates or, negative, frees.

@@ -107,6 +107,21 @@ def test_the_speed_comes_with_what_held_it_back(measured, ending):
     assert any(line.startswith("speed") and line.endswith(ending) for line in lines), lines
 
 
+def test_a_gpu_has_reserved_bytes_and_the_process_beside_what_was_predicted():
+    sizes = {"reserved": (110, 112), "process": (111, None)}
+    summary = SUMMARY | {
+        f"{kind}_{name}_bytes": size and size * GIB
+        for name, pair in sizes.items()
+        for kind, size in zip(("predicted", "measured"), pair, strict=True)
+    }
+    lines = [" ".join(line.split()) for line in shown(closing_screen(summary, None, {}, [])).splitlines()]
+    assert any(line.startswith("reserved predicted 110.00 GiB, measured 112.00 GiB") for line in lines)
+    assert "process predicted 111.00 GiB, measured n/a" in lines
+    assert not any(
+        line.startswith("reserved") for line in shown(closing_screen(SUMMARY, None, {}, [])).splitlines()
+    )
+
+
 def test_long_texts_are_cut_with_a_note_of_what_is_missing():
     assert shorten("  short \n") == "short"
     assert shorten("x" * 1450, limit=400) == "x" * 400 + " ... (1,050 more characters)"
