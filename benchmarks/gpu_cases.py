@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from benchmarks.geometries import MEASURED
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import DataConfig, LoraSettings, ModelConfig, RunConfig, TrainConfig, TuningConfig
-from sft_play.model.load import choose_attention
+from sft_play.model.attention_choice import choose_attention
 from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
-from sft_play.model.load import choose_attention, joins_rows
+from sft_play.model.attention_choice import choose_attention, joins_rows
 from sft_play.plan import Device, Plan
 from sft_play.planning.devices import memory_device, memory_notes, training_device
 from sft_play.planning.drafts import draft_plans

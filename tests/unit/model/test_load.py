@@ -6,24 +6,17 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import (
-    Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
 )
-from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model import load
 from sft_play.model.load import (
     _hub_arguments,
     _not_loadable,
     attach_adapter,
     attention,
-    choose_attention,
     freeze_all_but_text,
     keep_differentiable,
     load_base,
@@ -122,59 +115,6 @@ def test_a_model_that_also_sees_trains_only_the_part_that_reads(tmp_path):
     ]
     names = trainable(attach_adapter(base(tmp_path), LoraSettings()))
     assert len(names) == 2 * 2 * 7 and all("language_model" in name for name in names)
-
-
-def test_attention_is_chosen_by_what_the_model_can():
-    assert choose_attention("auto", LlamaConfig(), "cpu") == attention.NAME
-    assert choose_attention("auto", Gemma2Config(), "cpu") == "eager"  # soft-capped scores
-    assert choose_attention("sdpa", LlamaConfig(), "cpu") == "sdpa"
-    assert choose_attention("auto", PretrainedConfig(), "cpu") == "eager"  # a class that is not known yet
-
-
-@pytest.mark.parametrize(
-    ("capability", "flash_3", "flash_2", "expected"),
-    [
-        ((9, 0), True, True, "flash_attention_3"),
-        ((9, 0), False, True, "flash_attention_2"),
-        ((8, 0), True, True, "flash_attention_2"),  # version 3 is made for Hopper
-        ((10, 0), True, False, attention.NAME),
-        ((7, 5), True, True, attention.NAME),
-    ],
-)
-def test_the_newest_package_that_is_made_for_the_gpu_is_taken(
-    monkeypatch, capability, flash_3, flash_2, expected
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(load, "is_flash_attn_3_available", lambda kernels_fallback_ok: flash_3)
-    monkeypatch.setattr(load, "is_flash_attn_2_available", lambda: flash_2)
-    assert choose_attention("auto", LlamaConfig(), "cuda", capability) == expected
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "capability", "message"),
-    [
-        (
-            "flash_attention_2",
-            "cuda",
-            (7, 5),
-            "compute capability 7.5 cannot run it.* allowed here: auto, .*eager$",
-        ),
-        ("flash_attention_3", "cuda", (12, 0), "allowed here: auto, .*eager, flash_attention_2$"),
-        ("flash_attention_2", "cpu", None, "the CPU cannot run it"),
-    ],
-)
-def test_attention_that_the_device_cannot_run_is_refused_with_what_it_can(asked, device, capability, message):
-    with pytest.raises(ConfigError, match=f"model.attention={asked}: .*{message}"):
-        choose_attention(asked, LlamaConfig(), device, capability)
-    assert choose_attention(asked, LlamaConfig(), "cuda", (9, 0)) == asked
-    assert choose_attention(asked, LlamaConfig(), "cuda") == asked  # of an unknown GPU
-
-
-def test_a_library_that_no_longer_says_what_its_models_can_is_named(monkeypatch):
-    monkeypatch.delattr(PreTrainedModel, "_supports_sdpa")
-    monkeypatch.delattr(LlamaPreTrainedModel, "_supports_sdpa")
-    with pytest.raises(ConfigError, match="LlamaForCausalLM does not say .*make install"):
-        choose_attention("auto", LlamaConfig(), "cpu")
 
 
 def test_a_switch_of_4_bit_layers_that_is_gone_is_named():
