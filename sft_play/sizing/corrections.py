@@ -342,8 +342,9 @@ def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan]
 
 
 def raised(memory: Memory, needed_bytes: int) -> Memory:
-    """The prediction with at least `needed_bytes` reserved; its phases, which probes correct, stay."""
-    return replace(memory, reserved_bytes=max(memory.reserved_bytes or 0, needed_bytes))
+    """The prediction for a process of at least `needed_bytes`; its phases, which probes correct, stay."""
+    needed = needed_bytes - memory.terms.get("context", 0)
+    return replace(memory, reserved_bytes=max(memory.reserved_bytes or 0, needed))
 
 
 def ran_out_sentence(ran_out: RanOut | None, plan: Plan) -> list[str]:

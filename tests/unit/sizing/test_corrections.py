@@ -181,7 +181,7 @@ def test_a_micro_batch_that_ran_out_of_memory_is_not_planned_again_but_a_smaller
     plan = timed(1000)
     write_ran_out(path, plan)
     ask = corrected_estimator(lambda run, p, complete=False: MEMORY, lambda run, p: path)
-    assert ask(CONFIG, plan).needed_bytes == ask(CONFIG, timed(2000)).needed_bytes == 1001
+    assert ask(CONFIG, plan).process_bytes == ask(CONFIG, timed(2000)).process_bytes == 1001
     assert ask(CONFIG, timed(999)) == MEMORY
     assert ask(CONFIG, plan).phases == MEMORY.phases  # what a probe measures corrects these
     write_record(path, timed(500), ProbeResult(phases=MEASURED), "card")
