@@ -177,7 +177,8 @@ def own_code(folder, reference, name="config.json"):
     model_type = {"model_type": "own"} if name == "config.json" else {}
     (folder / name).write_text(json.dumps(tree | model_type | {"auto_map": reference}))
     (folder / "own.py").write_text(
-        f"open({str(folder / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as OwnConfig\n"
+        f"open({str(folder / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    pass\n"
     )
     return folder
 
