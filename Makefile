@@ -1,4 +1,5 @@
-# The commands of SFT-Play. `make help` is generated from this file: "##@ group", "target: ## text" and "#? SETTING".
+# The commands of SFT-Play. `make help` is generated from this file: "##@ group", "target: ## text", "#? SETTING" and
+# "#! example".
 
 .DEFAULT_GOAL := help
 
@@ -9,6 +10,9 @@
 #? PROBE=search                     time several plans, use the fastest
 #? ALLOW=train.max_steps            resume although this has changed
 #? NODES=2                          number of machines (multi-node)
+#! make train                                            the demo, no GPU needed
+#! make plan MODEL=qwen3-8b GPU="RTX 4090"               what would fit, and why
+#! make train CONFIG=configs/run_lora.yaml ARGS="data.train_path=my.jsonl"
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
 TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CONFIG CONFIRM DTYPE ENGINE GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
@@ -69,7 +73,7 @@ TOOL_CACHES = build dist .pytest_cache .ruff_cache .mypy_cache sft_play.egg-info
 
 .PHONY: help
 help: ## Show this help
-	@awk 'BEGIN {FS = ":.*## "} /^#\? / {printf "%s%s\n", n++ ? "" : "Settings\n", "  " substr($$0, 4)} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9][a-zA-Z0-9_.\/-]*:.*## / {printf "  %-21s %s\n", $$1, $$2}' "$(firstword $(MAKEFILE_LIST))"
+	@awk 'BEGIN {FS = ":.*## "} /^#! / {printf "%s%s\n", m++ ? "" : "\nExamples\n", "  " substr($$0, 4)} /^#\? / {printf "%s%s\n", n++ ? "" : "Settings\n", "  " substr($$0, 4)} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9][a-zA-Z0-9_.\/-]*:.*## / {printf "  %-21s %s\n", $$1, $$2}' "$(firstword $(MAKEFILE_LIST))"
 
 .PHONY: install
 install: $(READY) ## Create .venv with the versions from requirements.lock
@@ -78,11 +82,16 @@ install: $(READY) ## Create .venv with the versions from requirements.lock
 # of this machine provides, so without hashes; its CUDA build brings NVIDIA's libraries. What has no wheels is built last, by
 # locked tools. The DS_* variables keep DeepSpeed's setup from looking for a CUDA compiler; its operators are compiled on
 # first use.
+$(READY): export PIP_QUIET = 1
 $(READY): requirements.lock requirements-source.lock pyproject.toml
 	$(call quote,$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is required: make install PYTHON=python3.12")'
+	@echo $(call quote,Installing into $(VENV) (first use only): a minute or two)
 	$(call quote,$(PYTHON)) -m venv $(call quote,$(VENV))
+	@echo '  1 of 3: packages of requirements.lock'
 	$(PY) -m pip install --no-deps --require-hashes --only-binary :all: --requirement requirements.lock
+	@echo '  2 of 3: PyTorch $(TORCH); with CUDA several gigabytes'
 	$(PY) -m pip install torch==$(TORCH)
+	@echo '  3 of 3: packages that are built here'
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PY) -m pip install --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock
 	$(PY) -m pip install --no-deps --no-build-isolation --editable .
 	touch $(call quote,$@)
