@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.runlog import set_console
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,6 +32,14 @@ VOCABULARY = 256
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _own_console():
+    """A console keeps the width, and the colours, of the environment in which it was made."""
+    set_console(None)
+    yield
+    set_console(None)
 
 
 @pytest.fixture(scope="session")

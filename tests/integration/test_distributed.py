@@ -142,6 +142,7 @@ def test_torchrun_needs_no_launcher_of_ours(config, alone):
     assert_same_result(RunDir(config.parent / "runs" / "torchrun"), alone("lora"))
 
 
+@pytest.mark.faults
 def test_a_run_on_two_processes_that_is_stopped_ends_on_one(config, alone):
     """SIGTERM to the command: all ranks stop after the same step, and a single process resumes from there."""
     words = ["--config", config, *SETTINGS["long"], "output.name=moved", "eval.generate=false"]

@@ -12,7 +12,7 @@ LIMIT_S = 4  # parallel.timeout_s
 @pytest.mark.parametrize(
     ("fault", "seconds", "code", "words"),
     [
-        ("raise", 5, 1, ["in _raise", "ValueError: an injected fault"]),
+        pytest.param("raise", 5, 1, ["in _raise", "ValueError: an injected fault"], marks=pytest.mark.faults),
         ("kill", 5, 9, ["rank 1 died without reporting an error: killed by SIGKILL"]),
         (
             "sleep",
@@ -37,6 +37,7 @@ def test_the_rank_is_named_and_all_end(tmp_path, fault, seconds, code, words):
         assert "in on_step_begin" in stacks[1].read_text()
 
 
+@pytest.mark.faults
 def test_torchrun_by_itself_ends_too_and_the_rank_leaves_its_stack(tmp_path):
     ended = under_torchrun("sleep", tmp_path, LIMIT_S)
     assert ended.exit_code != 0 and ended.seconds < LIMIT_S + 10 and ended.left_over == 0, ended
