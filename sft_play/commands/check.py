@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from sft_play.hub import limit_network
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.default_config import stale_default_config
 from sft_play.machine.gpus import Machine, detect
-from sft_play.machine.host import missing_packages
+from sft_play.machine.host import existing_folder, free_bytes, missing_packages
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards
 from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision
@@ -278,8 +277,8 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
 
 def disk_findings(output: Path) -> list[Finding]:
     """Checks that the output folder is writable and has space for checkpoints."""
-    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
+    folder = existing_folder(output)
+    free = free_bytes(folder)
     text = f"output.dir: {format_bytes(free)} free in {folder}"
     if not os.access(folder, os.W_OK):
         fix = 'set another folder: ARGS="output.dir=<folder>"'

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from sft_play.commands.card import write_card
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, SftPlayError, StorageError
 from sft_play.fingerprints import installed_versions
+from sft_play.machine.host import existing_folder, free_bytes
 from sft_play.manifest import replacing
 from sft_play.model.adapters import load_adapter
 from sft_play.model.data import load_data
@@ -172,8 +172,8 @@ def _require_written(file: Path) -> None:
 
 def _require_space(model: "PreTrainedModel", output: Path) -> int:
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    folder = next(parent for parent in output.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
+    folder = existing_folder(output.absolute().parent)
+    free = free_bytes(folder)
     if free < needed * 1.05:
         raise StorageError(
             f"the merged model needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free. "

@@ -4,6 +4,8 @@ import importlib.util
 import math
 import os
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +126,17 @@ def usable_cores(root: Path = Path("/")) -> int:
         if quota and quota > 0:
             cores = min(cores, max(1, math.ceil(quota / period)))
     return cores
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space on the disk of a folder; unlimited if the disk does not report its size."""
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else sys.maxsize
+
+
+def existing_folder(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def missing_packages(config: "RunConfig") -> list[str]:

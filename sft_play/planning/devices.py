@@ -135,8 +135,14 @@ def _error_note(capability: tuple[int, int] | None, quantized: bool) -> str:
     if known is None:
         return f"no measurements on compute capability {name} are published: errors there are unknown"
     ranges = {"allocated": known.allocated, "reserved": known.reserved, "process": known.process}
-    errors = (f"{what} {one[0]:+.1%} to {one[1]:+.1%}" for what, one in ranges.items() if one)
+    errors = (f"{what} {_range(*one)}" for what, one in ranges.items() if one)
+    runs = "1 published run" if known.runs == 1 else f"{known.runs} published runs"
     return (
-        f"errors in {known.runs} published runs with {weights} weights and fixed segments on compute "
-        f"capability {name}: {', '.join(errors)}"
+        f"errors in {runs} with {weights} weights and fixed segments on compute capability {name}: "
+        f"{', '.join(errors)}"
     )
+
+
+def _range(lowest: float, highest: float) -> str:
+    text = f"{lowest:+.2%}"
+    return text if lowest == highest else f"{text} to {highest:+.2%}"

@@ -1,7 +1,6 @@
 """Whether the disk has room for what a run saves: known before the first step and before each checkpoint."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import StorageError
+from sft_play.machine.host import free_bytes
 from sft_play.runlog import console
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.disk import write_failure
@@ -19,12 +19,6 @@ from sft_play.units import format_bytes
 
 MARGIN = 1.2  # disks allocate whole blocks, and logs grow meanwhile
 FP32 = 4  # bytes
-
-
-def free_bytes(folder: Path) -> int:
-    """Free space on the disk of a folder; unlimited if the disk does not report its size."""
-    usage = shutil.disk_usage(folder)
-    return usage.free if usage.total else sys.maxsize
 
 
 def size_of(folder: Path) -> int:

@@ -238,7 +238,7 @@ def test_a_gpu_in_use_and_gpus_that_differ_are_warned_of():
 
 
 def test_a_disk_that_is_full_or_cannot_be_written_is_an_error(tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 0})
+    usage = type("Usage", (), {"free": 0, "total": 100 * GIB})
     for free, level in ((GIB // 2, ERROR), (5 * GIB, WARNING), (50 * GIB, OK)):
         usage.free = free
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

@@ -1,6 +1,7 @@
 """Planning a run from data, model and machine: facts of the rows, budgets, the same run on more processes."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -239,6 +240,19 @@ def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_a
     plan = plan_run(run(memory_gib=2), MODEL, FACTS, unknown, 1)
     assert any("compute capability is unknown" in reason and "8.0" in reason for reason in plan.why)
     assert StepSpec.of(run(), plan).compute_capability == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "said"),
+    [
+        ("RTX 4090", "lora", r"in 1 published run with 16-bit .* 8\.9: allocated [^ ]*%, reserved [^ ]*%$"),
+        ("T4", "qlora", r"in \d\d published runs with 4-bit .* 7\.5: allocated .* to .*, process .* to .*%$"),
+        ("H100", "lora", r"no measurements on compute capability 9\.0 are published"),
+    ],
+)
+def test_the_plan_says_what_is_known_of_errors_on_such_gpus(name, mode, said):
+    plan = plan_run(run(mode, memory_gib=2), MODEL, FACTS, what_if(name), 1)
+    assert any(re.search(said, reason) for reason in plan.why)
 
 
 @pytest.mark.parametrize(
