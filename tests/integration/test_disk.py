@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from sft_play.commands import merge
 from sft_play.errors import StorageError
 from sft_play.train.callbacks import Reporter
 from sft_play.train.trainer import train
@@ -96,7 +95,7 @@ def test_a_finished_run_on_a_read_only_disk_is_one_sentence(finished, tmp_path, 
 @pytest.mark.parametrize("size", [100, 400, 424, 440])
 def test_a_merge_onto_a_full_disk_leaves_nothing(finished, tmp_path, monkeypatch, size):
     """Also if the disk fills up only after its free space was looked at."""
-    monkeypatch.setattr(merge.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 10**9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 0, 10**9))
     with small_disk(tmp_path / "disk", f"{size}k") as disk:
         done = sft("merge", "--config", finished.config, "--output", disk / "merged")
         assert done.code == 6 and "merged" in done.err and "OUT=<folder>" in done.err, done.err
