@@ -46,6 +46,8 @@ for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, lambda number, frame: stopped.append(signal.Signals(number).name))
 note = {"pid": os.getpid(), "parent": os.getppid(), "address": os.environ.get("MASTER_ADDR")}
 (notes / f"rank{rank}").write_text(json.dumps(note))
+while does in ("fail", "vanish") and len(list(notes.glob("rank[0-9]"))) < 2:
+    time.sleep(0.05)  # otherwise the other rank may be ended before it has written its note
 if does == "fail":
     sys.exit(finish_rank(ranks, 3, "rows.jsonl:7: content is null"))
 if does == "vanish":
