@@ -63,6 +63,7 @@ def config(tiny_model, tmp_path):
     return config
 
 
+@pytest.mark.slow  # on a CPU; tests/integration/test_probe.py does it for two processes
 def test_a_plan_that_is_too_large_gives_way_to_a_smaller_one(device, config):
     """The stored correction promises that the largest micro-batch fits: on a GPU, memory really runs out."""
     job = prepare_job(load_job_config(config, list(LARGE_BATCH)), processes=1, progress=False)

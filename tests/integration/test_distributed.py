@@ -74,7 +74,10 @@ def assert_same_result(run: RunDir, alone: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "engine", "banner"),
-    [("packed", "ddp", "MULTI_CPU"), ("lora", "deepspeed_z2", "DEEPSPEED")],
+    [
+        pytest.param("packed", "ddp", "MULTI_CPU", marks=pytest.mark.slow),
+        ("lora", "deepspeed_z2", "DEEPSPEED"),
+    ],
 )
 def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):
     name = f"{kind}-{engine}"

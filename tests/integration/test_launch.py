@@ -215,6 +215,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_five_runs_started_at_once_do_not_meet_nor_mind_that_the_usual_port_is_taken(tmp_path):
     script = tmp_path / "meets.py"
     script.write_text(MEETS)

@@ -170,7 +170,8 @@ def test_two_processes_learn_what_one_does(request, engine, kind):
         ("zero2", "one-to-zero2", "lora-padded"), ("zero2", "one-to-zero2", "full-padded"),
         ("ddp", "zero2-to-ddp", "lora-padded"), ("ddp", "zero2-to-ddp", "full-padded"),
         ("ddp", "one-to-ddp", "full-padded"),
-        ("three", "two-to-three", "lora-packed"), ("three", "two-to-three", "full-padded"),
+        pytest.param("three", "two-to-three", "lora-packed", marks=pytest.mark.slow),
+        pytest.param("three", "two-to-three", "full-padded", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name, kind):
@@ -179,7 +180,12 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name,
 
 @pytest.mark.parametrize(
     ("launched", "kind"),
-    [("zero2", "lora-packed"), ("zero2", "full-padded"), ("three", "full-padded"), ("ddp", "lora-padded")],
+    [
+        ("zero2", "lora-packed"),
+        ("zero2", "full-padded"),
+        ("ddp", "lora-padded"),
+        pytest.param("three", "full-padded", marks=pytest.mark.slow),
+    ],
 )
 def test_many_processes_go_on_as_one(request, tiny_model, launched, kind):
     folder = request.getfixturevalue(launched)

@@ -131,7 +131,7 @@ def test_we_predict_better_than_the_publishers():
 @pytest.mark.parametrize("name", SOURCES)
 def test_rows_are_predicted_again_as_committed(name):
     rows = SOURCES[name].rows
-    for place in sorted({0, len(rows) // 2, len(rows) - 1}):
+    for place in (0, len(rows) - 1):
         found, known = predict(rows[place]), committed()[name][place]["predicted_mib"]
         assert {key: found[key] for key in known} == pytest.approx(known, rel=1e-5), rows[place].name
 

@@ -62,6 +62,7 @@ def test_what_is_done_is_not_repeated_and_the_page_says_what_was_found(now, monk
     assert gpu_proof.prove(late) == 0 and ran == ["memory", "speed"]
 
 
+@pytest.mark.slow
 def test_the_memory_benchmark_runs_from_it_with_a_tiny_model(now):
     """The speed benchmark is started in the same way; test_throughput.py runs what it does."""
     _, memory, _ = PARTS
