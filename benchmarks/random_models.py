@@ -58,7 +58,7 @@ def random_model(
     if tuning.mode == "full":
         freeze_all_but_text(model)
         return model
-    return attach_adapter(model, tuning.lora)
+    return attach_adapter(model, tuning.lora, autocast=spec.mixed_precision != "no")
 
 
 def quantize_linear_layers(model: Any, dtype: torch.dtype) -> None:

@@ -134,7 +134,9 @@ def build(folder: Path, spec: StepSpec) -> Any:
         quantize=quantize,
     )
     model.config.use_cache = False
-    return model if spec.mode == "full" else attach_adapter(model, spec.lora)
+    if spec.mode == "full":
+        return model
+    return attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no")
 
 
 def predict(traces: Traces, spec: StepSpec) -> Step:

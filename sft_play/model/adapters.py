@@ -36,6 +36,19 @@ def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
             )
 
 
+def leave_types_to_autocast(model: "PeftModel") -> None:
+    """Gives adapters the inputs of their layers as they are, for forward passes under autocast.
+
+    PEFT converts an input to the type of the adapter, fp32, and autocast converts it back: one more 16-bit
+    copy of each layer's input that is kept for the backward pass. The values are the same.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+
+
 def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
     """The base with the adapter of a finished run, whose weights must all be there.
 

@@ -20,7 +20,7 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.hub import is_network_error, limit_network
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention
-from sft_play.model.adapters import load_adapter, require_inner_layers
+from sft_play.model.adapters import leave_types_to_autocast, load_adapter, require_inner_layers
 from sft_play.model.attention_choice import choose_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
@@ -172,8 +172,13 @@ def lora_config(lora: LoraSettings, only_within: str | None = None) -> "LoraConf
     )
 
 
-def attach_adapter(model: "PreTrainedModel", lora: LoraSettings) -> "PeftModel":
+def attach_adapter(model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False) -> "PeftModel":
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
+
+    Args:
+        model: the base model.
+        lora: the adapter's settings.
+        autocast: every forward pass will run under autocast.
 
     Raises:
         ConfigError: target_modules match nothing in this model, or an embedding or the output head; the
@@ -197,6 +202,8 @@ def attach_adapter(model: "PreTrainedModel", lora: LoraSettings) -> "PeftModel":
             f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
         ) from error
     require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
+    if autocast and not lora.use_dora:  # DoRA computes the norms of weights in the type of its input
+        leave_types_to_autocast(adapted)
     return adapted  # type: ignore[return-value]
 
 
@@ -304,7 +311,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
     )
     model.config.use_cache = False
     if config.tuning.mode != "full":
-        return attach_adapter(model, config.tuning.lora)
+        return attach_adapter(model, config.tuning.lora, autocast=plan.mixed_precision != "no")
     broken = first_not_finite(model.named_parameters())
     if broken:
         raise ConfigError(

@@ -146,7 +146,7 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
     if spec.mode == "full":
         return model
     with torch.device("meta"), skip_weight_init():
-        adapted = attach_adapter(model, spec.lora)
+        adapted = attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no")
     if spec.cast_adapters:
         for parameter in adapted.parameters():
             if parameter.requires_grad:

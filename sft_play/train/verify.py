@@ -52,7 +52,8 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             "the processes made different plans; are config, data and GPUs the same on every machine?"
         )
     if plan.padding_free:
-        check_isolation(trainer.model, plan, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
+        with accelerator.autocast():
+            check_isolation(trainer.model, plan, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
     if announce:
         print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
 

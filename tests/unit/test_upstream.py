@@ -96,6 +96,11 @@ WRITTEN = [
     ("label_mask", "trl.trainer.utils:add_fused_lm_head", "label_mask="),
     ("is_top1", "trl.trainer.utils:add_fused_lm_head", "is_top1="),
     ("_original_forward", "accelerate:Accelerator", "model._original_forward ="),
+    (
+        "cast_input_dtype_enabled",
+        "peft.tuners.tuners_utils:BaseTunerLayer._cast_input_dtype",
+        '"cast_input_dtype_enabled"',
+    ),
     ("_is_accelerate_prepared", "accelerate:Accelerator", "._is_accelerate_prepared = True"),
     ("bit16_groups", ZERO2, "self.bit16_groups ="),
     ("support_avx512bf16_for_cpu", "bitsandbytes.nn:Linear4bit", "self.support_avx512bf16_for_cpu ="),

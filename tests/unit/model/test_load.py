@@ -49,6 +49,38 @@ def test_lora_trains_an_fp32_adapter_on_every_linear_layer_but_the_head(tiny_mod
     assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
 
 
+def test_under_autocast_the_adapter_keeps_fewer_bytes_and_has_the_same_gradients(tiny_model):
+    ids = torch.arange(1, 65)[None]
+    kept, gradients = [], []
+    for autocast in (False, True):
+        torch.manual_seed(1)
+        model = base(tiny_model).to(torch.bfloat16)
+        model = attach_adapter(model, LoraSettings(r=4), autocast=autocast)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        saved: dict[int, int] = {}
+
+        def remember(tensor, saved=saved):
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            kept.append(sum(saved.values()))
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
+    assert kept[1] < 0.95 * kept[0]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_dora_computes_its_norms_in_fp32_under_autocast_too(tiny_model):
+    model = attach_adapter(base(tiny_model), LoraSettings(r=4, use_dora=True), autocast=True)
+    assert all(getattr(module, "cast_input_dtype_enabled", True) for module in model.modules())
+
+
 def test_qlora_holds_the_base_in_four_bits(tiny_model):
     model = attach_adapter(base(tiny_model, quantize=True), LoraSettings(r=4))
     packed = [module.weight for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]

@@ -46,10 +46,10 @@ SAVED = [
     ("llama", FULL, f"16*h + 8*I + {LLAMA}", "0"),
     ("llama", MASTER, f"26*h + 8*I + {LLAMA}", BASE_COPIES),
     ("llama", LORA_16, f"12*h + 8*I + {LLAMA} + 14*r", "0"),
-    ("llama", LORA_32 | GPU, f"18*h + 8*I + 2*q + {LLAMA} + 14*r", f"{ADAPTER_COPIES} + {FLASH_SEED}"),
+    # Under autocast adapters get their inputs as they are, so that no fp32 copies of them are saved
+    ("llama", LORA_32 | GPU, f"12*h + 8*I + {LLAMA} + 14*r", f"{ADAPTER_COPIES} + {FLASH_SEED}"),
     ("llama", LORA_32, f"28*h + 10*I + 4*q + {LLAMA} + 28*r", "0"),
     ("llama", QLORA_16, f"12*h + 8*I + {LLAMA} + 14*r", "0"),
-    # On CUDA PEFT leaves the input of a 4-bit layer to autocast, so that no fp32 copies of it are saved
     (
         "llama",
         LORA_32 | GPU | dict(mode="qlora"),
