@@ -2,7 +2,7 @@
 
     make bench-faults                           # all faults; writes benchmarks/results/faults.json
     make bench-faults ARGS="kill sleep"         # some faults; writes nothing
-    make bench-faults ARGS="saves"              # kill -9 in all phases of saving (kills.py)
+    make bench-faults ARGS="saves"              # kill -9 in all phases of a run (kills.py)
 
 The fault is injected into rank 1 at the beginning of step 4 (faulty_rank.py); time is measured from there to
 the exit of the last process.
@@ -170,6 +170,11 @@ def measure(name: str) -> Outcome:
 
 def main() -> None:
     """Measures the faults that the command line names."""
+    if sys.argv[1:2] == ["saves"]:
+        from benchmarks import kills
+
+        kills.main(sys.argv[2:])
+        return
     every = [*FAULTS, *KILLED_FROM_OUTSIDE, *TORCHRUN]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,11 +183,6 @@ def main() -> None:
         "faults", nargs="*", metavar="fault", help=f"any of: {', '.join(every)} (default: all); or saves"
     )
     asked = parser.parse_args().faults
-    if asked == ["saves"]:
-        from benchmarks import kills
-
-        kills.main([])
-        return
     found = []
     for name in asked or every:
         outcome = measure(name)

@@ -1,6 +1,6 @@
 """Broken inputs through the code of `make check` and `make prepare`: each must end in a result or one error.
 
-    make fuzz                                   # 10,000 cases; about ten minutes on two cores
+    make fuzz                                   # 10,000 cases, ten minutes on two cores; results/fuzz.json
     make fuzz ARGS="--seed 7 --cases 500"
     make fuzz ARGS="--seed 7 --case 123"        # one case again, with its input
 
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import multiprocessing.pool
 import os
+import platform
 import random
 import resource
 import sys
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,8 +40,11 @@ from sft_play.data.reading import open_source, read_rows
 from sft_play.data.template import check_template, use_template
 from sft_play.data.workers import EncodingTask, encode_chunk
 from sft_play.errors import SftPlayError
+from sft_play.fingerprints import installed_versions
 from sft_play.machine.gpus import Machine, detect
 
+CASES = 10_000
+RESULT = Path(__file__).parent / "results" / "fuzz.json"
 CPU_SECONDS, CLOCK_SECONDS, BYTES = 5.0, 60.0, 10**9
 TEMPLATE_SECONDS = 1.0  # what a template may take in these cases
 LEVELS = (ERROR, WARNING, OK)
@@ -195,9 +199,8 @@ def run_share(seed: int, numbers: list[int], kinds: tuple[str, ...]) -> tuple[li
     return outcomes, peak
 
 
-def report(seed: int, outcomes: Iterable[Outcome], peak: int) -> list[str]:
+def report(seed: int, outcomes: Sequence[Outcome], peak: int) -> list[str]:
     """Prints what became of the cases; returns the failures, one text each."""
-    outcomes = list(outcomes)
     for kind in KINDS:
         counts = Counter(outcome.said for outcome in outcomes if outcome.kind == kind)
         told = ", ".join(f"{count} {said}" for said, count in counts.most_common())
@@ -215,10 +218,27 @@ def report(seed: int, outcomes: Iterable[Outcome], peak: int) -> list[str]:
     return failures
 
 
+def write_result(seed: int, outcomes: Sequence[Outcome], peak: int, seconds: float) -> None:
+    """Writes what became of the cases of a whole run."""
+    kinds = {kind: Counter(outcome.said for outcome in outcomes if outcome.kind == kind) for kind in KINDS}
+    tree = {
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "versions": installed_versions(),
+        "seed": seed,
+        "cases": len(outcomes),
+        "ended_otherwise_than_they_should": [outcome.number for outcome in outcomes if outcome.problem],
+        "said": {kind: dict(counts.most_common()) for kind, counts in kinds.items()},
+        "slowest_cpu_seconds": round(max(outcome.seconds for outcome in outcomes), 2),
+        "peak_bytes_of_a_process": peak,
+        "seconds": round(seconds),
+    }
+    RESULT.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the cases; returns 1 if one of them fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
     parser.add_argument("--case", type=int, help="run this case alone and show its input")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -235,8 +255,11 @@ def main(argv: list[str] | None = None) -> int:
     with multiprocessing.pool.ThreadPool(args.workers) as pool:
         found = pool.starmap(run_share, [(seed, share, kinds) for share in shares if share])
     outcomes = [outcome for share, _ in found for outcome in share]
-    failures = report(seed, outcomes, max(peak for _, peak in found))
-    print(f"{len(failures)} of {len(outcomes):,} cases fail; {time.monotonic() - began:.0f} s")
+    peak, seconds = max(peak for _, peak in found), time.monotonic() - began
+    failures = report(seed, outcomes, peak)
+    if len(outcomes) >= CASES and kinds == KINDS:
+        write_result(seed, outcomes, peak, seconds)
+    print(f"{len(failures)} of {len(outcomes):,} cases fail; {seconds:.0f} s")
     print("\n\n".join(failures))
     return 1 if failures else 0
 

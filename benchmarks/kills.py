@@ -1,289 +1,342 @@
-"""Kills runs (SIGKILL) in all phases of saving, resumes them, and counts how many end as if nothing had been.
+"""Kills runs (SIGKILL) while they prepare data, save, publish the result or merge; counts how many go on.
 
-    make bench-faults ARGS="saves"                 # writes benchmarks/results/kills.json
-    python -m benchmarks.kills --one 0 --ddp 5     # keeps the results of one process
+    make bench-faults ARGS="saves"                        # 200 trials of one process, then DDP and ZeRO-2
+    make bench-faults ARGS="saves --ddp 0 --zero2 0"      # goes on where it was cut; --fresh begins again
 
-A run saves after each of its steps. It is killed at a random operation on the file system between its first
-save and its end (half of the trials of one process), or at a random time after a random save has begun (the
-others; of two processes, the command and everything that it started). Then `train --resume` must end with
-exit code 0 and the weights of the run that was not killed, bit for bit.
+Every second trial kills the run just before a random one of the operations on the file system that its phase
+has, the others at a random moment from the first of them on. Then the same command, of a training with
+`train.resume=auto`, must end with exit code 0 and the weights of a run that was not killed, bit for bit. Two
+processes: the command and all that it started are killed at a random time after a random save has begun.
+
+A trial of one process is forked off a parent that has imported everything and has started no thread.
 """
 
 import argparse
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
-import platform
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from benchmarks.faults import RESULTS, ROOT, descendants
-from sft_play.fingerprints import installed_versions
-from sft_play.runlog import console, read_json
+from benchmarks.forked import Operation, exit_code_of, in_child, killed, recorded, run_command, within
+from benchmarks.measurement_log import MeasurementLog
+from sft_play.manifest import find_damage
+from sft_play.runlog import console
 
 STEPS = 5
-CHANGING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # audit events of Python
 LOOK_AGAIN_S = 0.0005
-ENGINES = {"one": "none", "ddp": "ddp", "zero2": "deepspeed_z2"}
-TRIALS = {"one": 200, "ddp": 10, "zero2": 10}
+LIMIT_S = 1200
+RUN = "killed"  # name of the run, and of its folder
+ADAPTER, MERGED = f"{RUN}/adapter/adapter_model.safetensors", f"{RUN}/merged/model.safetensors"
+BUILT = ("cache/builtin", "cache/data")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a command of one process, by the paths of its operations within the folder of a trial."""
+
+    trials: int
+    begins: tuple[str, ...]  # the phase begins with the first operation on one of these
+    ends: tuple[str, ...]  # and ends with the last one on one of these
+    result: str = ADAPTER
+    merges: bool = False
+
+
+PHASES = {
+    "data": Phase(34, BUILT, BUILT),
+    "save": Phase(100, (f"{RUN}/checkpoints/incomplete",), (f"{RUN}/checkpoints",)),
+    "result": Phase(33, (f"{RUN}/adapter",), (RUN,)),
+    "merge": Phase(33, (f"{RUN}/merged",), (RUN,), MERGED, merges=True),
+}
+ENGINES = {"ddp": "ddp", "zero2": "deepspeed_z2"}
+TRIALS = {**{name: phase.trials for name, phase in PHASES.items()}, "ddp": 5, "zero2": 5}
 
 
 @dataclass(frozen=True)
 class Trial:
     """What happened to a run that was killed."""
 
-    kind: str  # one of ENGINES
-    where: str  # "operation 17: os.rename" or "31 ms into save 2"
+    kind: str  # one of TRIALS
+    number: int
+    seed: int
+    where: str  # "before operation 17, os.rename" or "31 ms after ..."
     saving: bool  # whether a checkpoint was incomplete at that moment
+    half_written: str  # what had the name of something complete and was not; "" as it should be
     steps_lost: int  # between the last save that had begun and the checkpoint that was resumed
-    exit_code: int  # of the resumed run
+    exit_code: int  # of the command that went on
     same_weights: bool
 
+    @property
+    def fine(self) -> bool:
+        """Whether it went on as if nothing had been."""
+        return self.exit_code == 0 and self.same_weights and not self.half_written and self.steps_lost <= 1
 
-def arguments(folder: Path, engine: str, *, resume: bool = False) -> list[str]:
-    """Config and overrides of a small run that saves after each step."""
-    parallel = ["--processes", "2", "--engine", engine] if engine != "none" else []
+
+@dataclass(frozen=True)
+class Reference:
+    """Runs that were not killed: what they did and what came of it."""
+
+    folder: Path  # with the finished run and its cache
+    operations: dict[str, list[Operation]]  # phase -> from its first to its last one
+    digests: dict[str, str]  # phase -> of the weights
+
+
+def arguments(folder: Path, engine: str = "none", *, merge: bool = False, resume: bool = False) -> list[str]:
+    """Command, config and overrides of a small run that saves after each step."""
+    two = engine != "none"
     return [
-        "train",
-        *parallel,
+        *(["merge"] if merge else ["train"]),
+        *(["--processes", "2", "--engine", engine] if two else []),
         "--config",
         str(ROOT / "configs" / "demo.yaml"),
         "model.name=builtin:tiny",
         "eval.generate=false",
         f"output.dir={folder}",
-        "output.name=killed",
+        f"output.name={RUN}",
         f"train.max_steps={STEPS}",
         "train.save_steps=1",
         "train.eval_steps=1",
         "train.batch_size=4",
-        f"train.effective_batch_size={8 if parallel else 4}",
+        f"train.effective_batch_size={8 if two else 4}",
         "train.report_to=[]",
         "train.probe=false",
         "data.limit=40",
+        "data.val_path=null",
+        "data.val_fraction=0.1",
+        "data.test_path=null",
         *(["train.resume=auto"] if resume else []),
     ]
 
 
-def in_child(function: Callable[[], int]) -> int:
-    """Calls the function in a forked process, which need not import anything again; returns its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    os.setsid()
-    try:
-        code = function()
-        sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - the child must not return into the code of its parent
-        code = 1
-    os._exit(code)
+# --- one process ---
 
 
-def exit_code_of(pid: int) -> int:
-    """Waits for a child; the exit code, or minus the number of the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def part(operations: list[Operation], phase: Phase, folder: Path) -> list[Operation]:
+    """The operations of a phase."""
+    begins, ends = within(folder, phase.begins), within(folder, phase.ends)
+    first = next(place for place, one in enumerate(operations) if one.path.startswith(begins))
+    last = max(place for place, one in enumerate(operations) if one.path.startswith(ends))
+    return operations[first : last + 1]
 
 
-def run_command(argv: list[str], folder: Path) -> int:
-    """Runs a command of the CLI in this process; what it prints goes to a file."""
-    from sft_play.cli import main
-
-    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    return main(argv)
-
-
-def count_operations(staging: Path, act: Callable[[int, str], None]) -> None:
-    """Calls `act` with number and name of each operation that changes files, from the first save on."""
-    count = 0
-
-    def look(event: str, details: tuple) -> None:
-        nonlocal count
-        writes = event != "open" or (len(details) > 2 and details[2] & (os.O_WRONLY | os.O_RDWR))
-        if event not in CHANGING or not writes:
-            return
-        if count or str(details[0]).startswith(str(staging)):
-            count += 1
-            act(count, event)
-
-    sys.addaudithook(look)
+def make_reference(folder: Path) -> Reference:
+    """Trains and merges without a disturbance; leaves the finished run in the folder."""
+    found = {
+        merges: recorded(arguments(folder, merge=merges), folder) for merges in (False, True)
+    }  # in this order
+    operations = {name: part(found[phase.merges], phase, folder) for name, phase in PHASES.items()}
+    return Reference(
+        folder, operations, {name: digest_of(folder / phase.result) for name, phase in PHASES.items()}
+    )
 
 
-def killed_at_operation(folder: Path, number: int) -> str:
-    """Runs until that operation and kills the run just before it; returns its name."""
-    note = folder / "operation"
-
-    def act(count: int, event: str) -> None:
-        if count == number:
-            descriptor = os.open(note, os.O_WRONLY | os.O_CREAT)
-            os.write(descriptor, event.encode())
-            ctypes.CDLL(None).kill(os.getpid(), signal.SIGKILL)
-
-    def run() -> int:
-        count_operations(folder / "killed" / "checkpoints" / "incomplete", act)
-        return run_command(arguments(folder, "none"), folder)
-
-    exit_code_of(in_child(run))
-    return f"operation {number}: {note.read_text() if note.exists() else 'not reached'}"
+def set_out(kind: str, number: int, folder: Path, reference: Reference) -> list[str]:
+    """Puts into a folder what a trial starts from; returns its command."""
+    phase = PHASES[kind]
+    left_out = ["data", "builtin"] if kind == "data" else []
+    shutil.copytree(reference.folder / "cache", folder / "cache", ignore=shutil.ignore_patterns(*left_out))
+    if phase.merges:
+        # every second time, an earlier merged model has to be replaced
+        left_out = ["checkpoints", "merged"] if number // 2 % 2 else ["checkpoints"]
+        finished = reference.folder / RUN
+        shutil.copytree(finished, folder / RUN, ignore=shutil.ignore_patterns(*left_out))
+    return arguments(folder, merge=phase.merges)
 
 
-def operations_of_a_run(folder: Path) -> int:
-    """The number of operations of an undisturbed run from its first save on."""
-    note = folder / "count"
-    note.touch()
-    descriptor = os.open(note, os.O_WRONLY)
-
-    def act(count: int, event: str) -> None:
-        os.pwrite(descriptor, str(count).encode(), 0)
-
-    def run() -> int:
-        count_operations(folder / "killed" / "checkpoints" / "incomplete", act)
-        return run_command(arguments(folder, "none"), folder)
-
-    if exit_code_of(in_child(run)) != 0:
-        raise RuntimeError(f"the run that is not killed fails: {(folder / 'output.txt').read_text()}")
-    return int(note.read_text())
-
-
-def killed_in_a_save(folder: Path, engine: str, save: int, delay_s: float) -> str:
-    """Kills the run and all processes that it started so long after a save has begun."""
-    argv = arguments(folder, engine)
-    if engine == "none":
-        pid = in_child(lambda: run_command(argv, folder))
-    else:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "sft_play", *argv]
-        quiet = subprocess.DEVNULL
-        process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
-        pid = process.pid
-    begun = folder / "killed" / "checkpoints" / "incomplete" / f"checkpoint-{save}"
-    published = begun.parent.parent / begun.name
-    while not begun.exists() and not published.exists() and psutil.pid_exists(pid):
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+def trial_of_one(
+    kind: str, number: int, seed: int, rng: random.Random, folder: Path, reference: Reference
+) -> Trial:
+    """One trial of one process, in a folder of its own."""
+    phase, operations = PHASES[kind], reference.operations[kind]
+    while True:  # until it was killed: a run may be faster than the one that was measured
+        for left in folder.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        argv = set_out(kind, number, folder, reference)
+        begins = within(folder, phase.begins)
+        if number % 2:
+            at = rng.randint(1, len(operations))
+            where = f"before operation {at} of {len(operations)}, {operations[at - 1].event}"
+            done = killed(argv, folder, begins, at=at)
+        else:
+            after_s = rng.uniform(0, operations[-1].seconds - operations[0].seconds)
+            where = f"{1000 * after_s:.0f} ms after the first of {len(operations)} operations"
+            done = killed(argv, folder, begins, after_s=after_s)
+        if done:
             break
-        time.sleep(LOOK_AGAIN_S)
-    time.sleep(delay_s)
-    for member in [*descendants(pid), pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member, signal.SIGKILL)
-    exit_code_of(pid)
-    return f"{1000 * delay_s:.0f} ms into save {save}"
+    saving, lost = lost_by(folder)
+    broken = half_written(folder)
+    again = arguments(folder, merge=phase.merges, resume=not phase.merges)
+    code = exit_code_of(in_child(lambda: run_command(again, folder)))
+    same = digest_of(folder / phase.result) == reference.digests[kind]
+    return Trial(kind, number, seed, where, saving, broken, lost, code, same)
 
 
-def digest_of(folder: Path) -> str:
-    """A hash of the published weights."""
-    file = folder / "killed" / "adapter" / "adapter_model.safetensors"
+# --- what a killed run has left ---
+
+
+def digest_of(file: Path) -> str:
+    """A hash of the weights."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "none"
 
 
-def steps_in(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder."""
-    return sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
+def lost_by(folder: Path) -> tuple[bool, int]:
+    """Whether a checkpoint is incomplete, and the steps since the newest complete one."""
+    checkpoints = folder / RUN / "checkpoints"
+    incomplete, complete = (
+        [int(path.name.partition("-")[2]) for path in place.glob("checkpoint-*")]
+        for place in (checkpoints / "incomplete", checkpoints)
+    )
+    newest = max(complete, default=0)
+    return bool(incomplete), max([newest, *incomplete]) - newest
 
 
-def resume(kind: str, where: str, folder: Path, expected: str) -> Trial:
-    """Resumes a killed run and looks at how it ends."""
-    checkpoints = folder / "killed" / "checkpoints"
-    incomplete, published = steps_in(checkpoints / "incomplete"), steps_in(checkpoints)
-    newest = max(published, default=0)
-    lost = max([newest, *incomplete]) - newest
-    argv = arguments(folder, ENGINES[kind], resume=True)
-    if kind == "one":
-        code = exit_code_of(in_child(lambda: run_command(argv, folder)))
-    else:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "sft_play", *argv]
-        code = subprocess.run(command, env=environment, capture_output=True).returncode
-    return Trial(kind, where, bool(incomplete), lost, code, digest_of(folder) == expected)
+def half_written(folder: Path) -> str:
+    """What has the name of a checkpoint, a result or cached data, but is not complete."""
+    patterns = [
+        f"{RUN}/checkpoints/checkpoint-*",
+        f"{RUN}/adapter",
+        f"{RUN}/merged",
+        *(f"{p}/*" for p in BUILT),
+    ]
+    found = [path for pattern in patterns for path in folder.glob(pattern) if path.is_dir()]
+    return "; ".join(
+        f"{path.name}: {damage}"
+        for path in found
+        if ".tmp-" not in path.name and (damage := find_damage(path))
+    )
 
 
-def trial(kind: str, number: int, rng: random.Random, operations: int, expected: str) -> Trial:
-    """One trial, in a folder of its own."""
+# --- two processes ---
+
+
+def start(argv: list[str], folder: Path) -> subprocess.Popen:
+    """Starts a command of two processes."""
+    extra = {"SFT_PLAY_CACHE": str(folder.parent / "cache")}
+    command = [sys.executable, "-m", "sft_play", *argv]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, env={**os.environ, **extra}, stdout=quiet, stderr=quiet)
+
+
+def killed_in_a_save(argv: list[str], folder: Path, save: int, delay_s: float) -> bool:
+    """Kills a command and all processes that it started so long after a save has begun."""
+    process = start(argv, folder)
+    begun = folder / RUN / "checkpoints" / "incomplete" / f"checkpoint-{save}"
+    published = begun.parent.parent / begun.name
+    while not begun.exists() and not published.exists() and process.poll() is None:
+        time.sleep(LOOK_AGAIN_S)
+    time.sleep(delay_s)
+    if process.poll() is not None:
+        return False
+    for member in [*descendants(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
+def trial_of_two(kind: str, number: int, seed: int, rng: random.Random, folder: Path, expected: str) -> Trial:
+    """One trial of two processes, in a folder of its own."""
+    while True:
+        shutil.rmtree(folder / RUN, ignore_errors=True)
+        save, delay_s = rng.randint(1, STEPS), rng.uniform(0, 0.4)
+        if killed_in_a_save(arguments(folder, ENGINES[kind]), folder, save, delay_s):
+            break
+    saving, lost = lost_by(folder)
+    broken = half_written(folder)
+    code = start(arguments(folder, ENGINES[kind], resume=True), folder).wait(LIMIT_S)
+    same = digest_of(folder / ADAPTER) == expected
+    where = f"{1000 * delay_s:.0f} ms into save {save}"
+    return Trial(kind, number, seed, where, saving, broken, lost, code, same)
+
+
+def weights_of_two(kind: str, folder: Path) -> str:
+    """The weights of an undisturbed run of two processes.
+
+    Raises:
+        RuntimeError: it fails.
+    """
+    if start(arguments(folder, ENGINES[kind]), folder).wait(LIMIT_S) != 0:
+        raise RuntimeError(
+            f"the {kind} run that is not killed fails: {(folder / RUN / 'log.txt').read_text()}"
+        )
+    return digest_of(folder / ADAPTER)
+
+
+# --- all ---
+
+
+def trials_of(kind: str, count: int, seed: int, log: MeasurementLog, done: set[int]) -> None:
+    """Runs the trials of a kind that are not done yet, and logs each."""
+    missing = [number for number in range(count) if number not in done]
+    if not missing:
+        return
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if kind == "one" and number % 2:
-            where = killed_at_operation(folder, rng.randint(1, operations))
-        else:
-            longest = 0.15 if kind == "one" else 0.4
-            where = killed_in_a_save(folder, ENGINES[kind], rng.randint(1, STEPS), rng.uniform(0, longest))
-        return resume(kind, where, folder, expected)
+        place = Path(name) / "undisturbed"
+        place.mkdir()
+        reference = make_reference(place) if kind in PHASES else None
+        expected = "" if reference else weights_of_two(kind, place)
+        for number in missing:
+            rng = random.Random(f"{kind} {number} {seed}")
+            folder = Path(name) / "trial"
+            folder.mkdir()
+            began = time.monotonic()
+            if reference:
+                one = trial_of_one(kind, number, seed, rng, folder, reference)
+            else:
+                one = trial_of_two(kind, number, seed, rng, folder, expected)
+            shutil.rmtree(folder)
+            log.add(asdict(one) | {"seconds": round(time.monotonic() - began, 1)})
+            text = f"{kind} {number + 1}/{count}  {one.where}: {'went on' if one.fine else one}"
+            console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def expected_weights(kind: str) -> tuple[str, int]:
-    """The weights of a run that is not killed, and the number of its operations if it has one process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        operations = 0
-        if kind == "one":
-            operations = operations_of_a_run(folder)
-        else:
-            killed_in_a_save(folder, ENGINES[kind], STEPS + 1, 0)  # there is no such save: runs to its end
-        return digest_of(folder), operations
-
-
-def summary_of(trials: list[Trial]) -> dict:
-    """Counts, and those that went wrong."""
-    wrong = [one for one in trials if one.exit_code or not one.same_weights]
+def summary_of(lines: list[dict]) -> dict:
+    """Counts, and the trials that went wrong."""
+    trials = [Trial(**{key: value for key, value in line.items() if key != "seconds"}) for line in lines]
     return {
         "trials": len(trials),
+        "went_on_to_the_same_weights": sum(one.fine for one in trials),
         "killed_while_a_checkpoint_was_incomplete": sum(one.saving for one in trials),
-        "went_on_to_the_same_weights": len(trials) - len(wrong),
         "most_intervals_lost": max((one.steps_lost for one in trials), default=0),
-        "wrong": [asdict(one) for one in wrong],
+        "minutes": round(sum(line["seconds"] for line in lines) / 60, 1),
+        "wrong": [asdict(one) for one in trials if not one.fine],
     }
 
 
-def measure(kind: str, count: int, rng: random.Random) -> Iterator[list[Trial]]:
-    """Runs the trials of a kind and prints how they end; yields all so far after each."""
-    expected, operations = expected_weights(kind)
-    trials: list[Trial] = []
-    for number in range(count):
-        last = trial(kind, number, rng, operations, expected)
-        trials.append(last)
-        fine = last.exit_code == 0 and last.same_weights
-        console().print(f"{kind} {number + 1}/{count}  {'ok' if fine else last}", highlight=False)
-        yield trials
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Runs the trials and writes the counts after each of them."""
+    """Runs the trials that are missing, and writes the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for kind, count in TRIALS.items():
-        text = f"trials of {kind} (default: {count}; 0 keeps the results that there are)"
-        parser.add_argument(f"--{kind}", type=int, default=count, metavar="N", help=text)
+        parser.add_argument(f"--{kind}", type=int, default=count, metavar="N", help=f"default: {count}")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true", help="forget the trials of an earlier call")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for kills.json")
     args = parser.parse_args(argv)
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # so that no child has to import them again; no thread may exist before the fork
-    import sft_play.commands.train
-    import sft_play.train.trainer  # noqa: F401
+    import torch  # only now: `forked` sets what it reads
 
-    file = RESULTS / "kills.json"
-    tree = {
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "versions": installed_versions(),
-        "steps_saved_each_run": STEPS,
-        "kinds": read_json(file).get("kinds", {}),
-    }
+    log = MeasurementLog(args.results / "kills.lines.jsonl", torch.device("cpu"))
+    if args.fresh:
+        log.path.unlink(missing_ok=True)
+    kinds = {}
     for kind in TRIALS:
-        count, began = getattr(args, kind), time.time()
-        for trials in measure(kind, count, random.Random(args.seed)) if count else ():
-            minutes = round((time.time() - began) / 60, 1)
-            tree["kinds"][kind] = {**summary_of(trials), "seed": args.seed, "minutes": minutes}
-            file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        count = getattr(args, kind)
+        done = {line["number"] for line in log.read() if line["kind"] == kind and line["seed"] == args.seed}
+        trials_of(kind, count, args.seed, log, done)
+        lines = [line for line in log.read() if line["kind"] == kind and line["seed"] == args.seed]
+        if lines:
+            kinds[kind] = summary_of(lines)
+    tree = {**log.made, "steps_saved_each_run": STEPS, "seed": args.seed, "kinds": kinds}
+    (args.results / "kills.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
