@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.errors import ConfigError
+import regex
 
+from sft_play.errors import ConfigError
+from sft_play.runlog import console
+
+PATTERN_SECONDS = 2.0  # for eval.answer_pattern to search a text
 NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
 
 # For ASCII text, this matches the same words as the default tokenizer of rouge_score, which drops all other
@@ -23,25 +27,39 @@ def normalise(text: str) -> str:
     return number.replace(",", "") if NUMBER.fullmatch(number) else folded
 
 
-def final_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    """What exact match compares: the text, or the first group of the last match; None without a match."""
+def final_answer(text: str, pattern: regex.Pattern[str] | None) -> str | None:
+    """What exact match compares: the text, or the first group of the last match; None without a match.
+
+    Raises:
+        TimeoutError: the search takes too long, as if the pattern nests repetitions: `(a|aa)+$`.
+    """
     if pattern is None:
         return normalise(text)
     last = None
-    for last in pattern.finditer(text):  # noqa: B007 - only the last match is used
+    for last in pattern.finditer(text, timeout=PATTERN_SECONDS):  # noqa: B007 - only the last match is used
         pass
     if last is None:
         return None
-    return normalise(last[1] if pattern.groups else last[0])
+    return normalise((last[1] if pattern.groups else last[0]) or "")  # a group may have no part in a match
 
 
 def require_answers(references: Sequence[str], pattern: str | None) -> None:
     """Tries eval.answer_pattern on the references that answers will be compared with.
 
     Raises:
-        ConfigError: it matches none of them.
+        ConfigError: it matches none of them, or takes too long.
     """
-    if pattern is not None and references and not any(re.search(pattern, text) for text in references):
+    if pattern is None or not references:
+        return
+    expression = regex.compile(pattern)
+    try:
+        found = [final_answer(text, expression) for text in references]
+    except TimeoutError:
+        raise ConfigError(
+            f"eval.answer_pattern: {pattern!r} takes more than {PATTERN_SECONDS:g} s on a reference; write "
+            "it without a repetition inside a repetition"
+        ) from None
+    if all(answer is None for answer in found):
         raise ConfigError(
             f"eval.answer_pattern: {pattern!r} matches none of the {len(references)} references; the first "
             f"one is {references[0][:200]!r}"
@@ -71,15 +89,27 @@ def score_answers(
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics import CHRF
 
-    expression = None if pattern is None else re.compile(pattern)
+    expression = None if pattern is None else regex.compile(pattern)
     rouge, chrf = RougeScorer(["rougeL"], tokenizer=_WordTokenizer()), CHRF()
     scores = []
     for reference, answer in zip(references, answers, strict=True):
         wanted = final_answer(reference, expression)
-        matched = None if wanted is None else wanted == final_answer(answer, expression)
+        matched = None if wanted is None else wanted == _generated_answer(answer, expression)
         rouge_l = rouge.score(reference, answer)["rougeL"].fmeasure
         scores.append(AnswerScore(matched, float(rouge_l), chrf.sentence_score(answer, [reference]).score))
     return scores
+
+
+def _generated_answer(text: str, pattern: regex.Pattern[str] | None) -> str | None:
+    """The final answer in what a model has said; None, too, if the search takes too long."""
+    try:
+        return final_answer(text, pattern)
+    except TimeoutError:
+        console().print(
+            f"  [yellow]eval.answer_pattern takes more than {PATTERN_SECONDS:g} s on an answer of "
+            f"{len(text):,} characters, which counts as no match[/]"
+        )
+        return None
 
 
 def summarise_answers(

@@ -182,8 +182,17 @@ def _merge(base: dict, over: dict) -> dict:
 def _included(value: Any, path: Path) -> list[str]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"{path}: include: expected a file name or a list of them, found {value!r:.100}")
+        raise ConfigError(
+            f"{path}, line {_line_of('include', path)}: include: expected a file name or a list of them, "
+            f"found {value!r:.100}"
+        )
     return names
+
+
+def _line_of(key: str, path: Path) -> int:
+    """The line of a top-level key of a file that has been read."""
+    root: Any = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+    return next(name.start_mark.line + 1 for name, _ in root.value if name.value == key)
 
 
 def _load_tree(path: Path, depth: int = 0) -> tuple[dict, dict[str, str]]:

@@ -1,6 +1,5 @@
 """All settings of a run, with units, defaults and limits; reads no files and does not import torch."""
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -38,9 +37,11 @@ def _yes_or_no(value: object) -> object:
 
 
 def _regular_expression(value: str) -> str:
+    import regex  # has a time limit for a search, which re has not
+
     try:
-        re.compile(value)
-    except (re.error, OverflowError, RecursionError) as error:
+        regex.compile(value)
+    except (regex.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
     return value
 

@@ -1,9 +1,9 @@
-import re
-
 import pytest
+import regex
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import CHRF
 
+from sft_play.commands import answers as module
 from sft_play.commands.answers import (
     final_answer,
     normalise,
@@ -35,10 +35,11 @@ def test_white_space_is_folded_and_numbers_are_normalised(text, folded):
 
 
 def test_the_last_match_of_the_pattern_counts_and_its_first_group():
-    pattern = re.compile(GSM8K)
+    pattern = regex.compile(GSM8K)
     assert final_answer("#### 3\nno, wait\n#### 1,018.", pattern) == "1018"
     assert final_answer("the answer is 3", pattern) is None
-    assert final_answer("a 1 b 2", re.compile(r"\d")) == "2"
+    assert final_answer("b", regex.compile("(a)|b")) == ""
+    assert final_answer("a 1 b 2", regex.compile(r"\d")) == "2"
 
 
 def test_exact_match_compares_only_what_the_pattern_finds():
@@ -84,3 +85,17 @@ def test_rouge_l_counts_words_of_every_script(text):
 def test_an_empty_answer_scores_nothing():
     (score,) = score_answers(["something"], [""])
     assert (score.exact_match, score.rouge_l, score.chrf) == (False, 0.0, 0.0)
+
+
+def test_a_pattern_that_takes_exponential_time_is_refused_on_a_reference_and_no_match_in_an_answer(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(module, "PATTERN_SECONDS", 0.05)
+    slow, endless = "(a|aa)+$", "a" * 60 + "b"
+    with pytest.raises(ConfigError, match=r"'\(a\|aa\)\+\$' takes more than 0.05 s on a reference"):
+        require_answers(["a", endless], slow)
+    [score] = score_answers(["aaa"], [endless], slow)
+    assert score.exact_match is False
+    assert "on an answer of 61 characters, which counts as no match" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -102,9 +102,9 @@ def test_an_include_cycle_is_found(tmp_path):
 
 @pytest.mark.parametrize("value", ["3", "{a: b}", "[[a]]", "[1]", "''", "null"])
 def test_an_include_that_is_no_file_name_is_refused(tmp_path, value):
-    path = write(tmp_path, f"include: {value}\n{MINIMAL}")
+    path = write(tmp_path, f"# run\n\ninclude: {value}\n{MINIMAL}")
     with pytest.raises(
-        ConfigError, match="run.yaml: include: expected a file name or a list of them, found "
+        ConfigError, match="run.yaml, line 3: include: expected a file name or a list of them, found "
     ):
         load_config(path)
 
@@ -182,7 +182,7 @@ def test_an_answer_pattern_that_is_no_expression_is_a_problem_beside_the_others(
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, MINIMAL), ["eval.answer_pattern=(", "train.epochs=-1"])
     assert "2 problems" in str(error.value) and "train.epochs" in str(error.value)
-    assert "eval.answer_pattern: not a regular expression: missing ), unterminated" in str(error.value)
+    assert "eval.answer_pattern: not a regular expression: missing ) at position 1" in str(error.value)
 
 
 def test_missing_config_file_names_the_shipped_ones():
