@@ -18,10 +18,10 @@ from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, SftPla
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.host import existing_folder, free_bytes
 from sft_play.manifest import replacing
-from sft_play.model.adapters import load_adapter
+from sft_play.model.adapters import load_adapter, require_fitting
 from sft_play.model.data import load_data
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
-from sft_play.model.load import load_base, load_for_inference, load_model_config
+from sft_play.model.load import empty_base, load_base, load_for_inference, load_model_config
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
 from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table
@@ -90,6 +90,7 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> "PreTrainedMo
     A base that was published in float32 is merged in float32 and rounded once afterwards.
     """
     published = _published_dtype(config)
+    require_fitting(empty_base(config.model), adapter)
     base = load_base(
         config.model,
         dtype="float32" if published == "float32" else dtype,

@@ -1,5 +1,6 @@
 """Adapters of finished runs, and what an adapter may be attached to."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHOWN = 3  # names in a message
+# What PEFT and safetensors raise for a broken one.
+NOT_AN_ADAPTER = (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError)
 
 
 def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
@@ -49,37 +52,69 @@ def leave_types_to_autocast(model: "PeftModel") -> None:
             module.cast_input_dtype_enabled = False  # type: ignore[assignment]
 
 
-def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
-    """The base with the adapter of a finished run, whose weights must all be there.
+def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
+    """Checks, before any base weights are loaded, that an adapter is whole and one for this base.
 
     PEFT would start missing weights from scratch and leave out unexpected ones.
+
+    Args:
+        empty: the base on the meta device, without weights.
+        folder: of the adapter.
 
     Raises:
         CheckpointError: the adapter is not one for this base, or not whole.
     """
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
     try:
-        model = PeftModel.from_pretrained(base, str(folder))
+        with torch.device("meta"):
+            model = PeftModel(empty, PeftConfig.from_pretrained(str(folder)))
         with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
-            found = set(file.keys())
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except NOT_AN_ADAPTER as error:
+        raise _unfit(folder, error) from error
+    weights = get_peft_model_state_dict(model, save_embedding_layers=False)
+    expected = {name: tuple(weight.shape) for name, weight in weights.items()}
+    other = [
+        f"{name} {found[name]} instead of {expected[name]}"
+        for name in found.keys() & expected.keys()
+        if found[name] != expected[name]
+    ]
+    problems = (
+        _listed("missing", expected.keys() - found.keys())
+        + _listed("unexpected", found.keys() - expected.keys())
+        + _listed("of another shape:", other)
+    )
+    if problems:
         raise CheckpointError(
-            f"the adapter in {folder} does not fit the model: {reason}\n"
-            "Use the config that it was trained with, or train again with `make train`"
-        ) from error
-    expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    if expected != found:
-        raise CheckpointError(
-            f"the adapter in {folder} does not fit the model: "
-            f"{_listed('missing', expected - found)}{_listed('unexpected', found - expected)}"
-            "restore the folder, or train again with `make train`"
+            f"the adapter in {folder} does not fit the model: {problems}use the config that it was "
+            "trained with, restore the folder, or train again with `make train`"
         )
-    return model
 
 
-def _listed(what: str, names: set[str]) -> str:
+def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
+    """The base with the adapter of a finished run, for which `require_fitting` was called.
+
+    Raises:
+        CheckpointError: the adapter cannot be loaded.
+    """
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(base, str(folder))
+    except NOT_AN_ADAPTER as error:
+        raise _unfit(folder, error) from error
+
+
+def _unfit(folder: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())[:300]
+    return CheckpointError(
+        f"the adapter in {folder} does not fit the model: {reason}\n"
+        "Use the config that it was trained with, or train again with `make train`"
+    )
+
+
+def _listed(what: str, names: Collection[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

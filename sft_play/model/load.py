@@ -20,10 +20,16 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.hub import is_network_error, limit_network
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention
-from sft_play.model.adapters import leave_types_to_autocast, load_adapter, require_inner_layers
+from sft_play.model.adapters import (
+    leave_types_to_autocast,
+    load_adapter,
+    require_fitting,
+    require_inner_layers,
+)
 from sft_play.model.attention_choice import choose_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
+from sft_play.model.hub_files import require_as_published
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
 from sft_play.plan import Plan
 
@@ -221,10 +227,9 @@ def load_base(
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
-    if device.index in (None, 0) and has_manifest(folder):  # once for all ranks of a machine
-        damage = find_damage(folder)
-        if damage:
-            raise ConfigError(f"model.name: {folder} is damaged: {damage}; make or copy it again")
+    checks_files = device.index in (None, 0)  # once for all ranks of a machine
+    if checks_files:
+        _require_undamaged(model)
     attention.register()
     torch_dtype = getattr(torch, dtype)
     try:
@@ -249,9 +254,36 @@ def load_base(
             raise
         raise _not_loadable("weights", model, error) from error
     loaded, info = with_info
+    if checks_files and not folder.is_dir():
+        require_as_published(model)  # what has just been downloaded
     _require_all_weights(model, info)
     keep_differentiable(loaded)
     return loaded
+
+
+def _require_undamaged(model: ModelConfig) -> None:
+    """Checks a folder against its manifest, if it has one, and a cached model against the Hub's hashes.
+
+    Raises:
+        ConfigError: a file has changed; names it.
+    """
+    folder = Path(model.name)
+    if not folder.is_dir():
+        require_as_published(model)
+    elif has_manifest(folder) and (damage := find_damage(folder)):
+        raise ConfigError(f"model.name: {folder} is damaged: {damage}; make or copy it again")
+
+
+def empty_base(model: ModelConfig) -> "PreTrainedModel":
+    """The base on the meta device, in which an adapter can be tried before weights are loaded.
+
+    Raises:
+        ConfigError: as in `load_model_config`.
+    """
+    config, trusted = load_model_config(model), _hub_arguments(model)
+    del trusted["revision"]  # config.json has been read
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **trusted)
 
 
 def _require_all_weights(model: ModelConfig, info: dict[str, Any]) -> None:
@@ -351,6 +383,8 @@ def load_for_inference(
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
     if weights is not None and not is_adapter and not (weights / "config.json").is_file():
         raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
+    if is_adapter and weights:
+        require_fitting(empty_base(config.model), weights)
     device = inference_device()
     source = config.model if weights is None or is_adapter else ModelConfig(name=str(weights))
     quantize = config.tuning.mode == "qlora" if quantize is None else quantize

@@ -108,3 +108,25 @@ def check_weights(model: torch.nn.Module) -> None:
     name = first_not_finite(item for item in model.named_parameters() if item[1].requires_grad)
     if name:
         raise ended(f"the trained weight {name} is NaN or infinite")
+
+
+def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
+    """Checks the optimizer's state before it is written: one step later, the weights would be broken too.
+
+    Args:
+        optimizer: as the engine wrapped it; ZeRO-2's has a part of all weights, joined.
+        model: whose weights it updates.
+
+    Raises:
+        NonFiniteError: a value is NaN or infinite.
+    """
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    moments = (
+        (f"{kind} of {names.get(id(weight), 'a part of the weights')}", value)
+        for weight, state in optimizer.state.items()
+        for kind, value in state.items()
+        if isinstance(value, torch.Tensor)
+    )
+    broken = first_not_finite(moments)
+    if broken:
+        raise ended(f"the optimizer's {broken} is NaN or infinite")

@@ -32,6 +32,7 @@ from sft_play.train.memory_meter import MemoryMeter, release_unreferenced
 from sft_play.train.nonfinite import (
     SHOWN_TOKENS,
     SkippedSteps,
+    check_optimizer,
     check_weights,
     ended,
     poisoned_if_not_finite,
@@ -243,9 +244,11 @@ class PlannedTrainer(SFTTrainer):
         """Writes a checkpoint, which appears in its place once it is complete.
 
         Raises:
-            NonFiniteError: a trained weight is NaN or infinite; nothing is written.
+            NonFiniteError: a trained weight or the optimizer's state is NaN or infinite; nothing is written.
         """
-        check_weights(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        check_weights(unwrapped)
+        check_optimizer(self.optimizer, unwrapped)
         with self.space.while_saving() if self.space else nullcontext(), self._writer.staged(self.state):
             super()._save_checkpoint(model, trial)
 

@@ -415,8 +415,12 @@ def test_a_finished_run_whose_weights_are_damaged_is_refused(finished, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["eval", "infer", "merge"])
-@pytest.mark.parametrize("change", ["missing", "unexpected", "other shape"])
-def test_an_adapter_that_does_not_fit_its_base_is_refused(finished, tmp_path, command, change):
+@pytest.mark.parametrize("change", ["missing", "unexpected", "other shape", "other base"])
+def test_an_adapter_that_does_not_fit_its_base_is_refused_before_that_is_loaded(
+    finished, tiny_model, tmp_path, command, change
+):
+    base = tmp_path / tiny_model.name  # without weights, which would be missed once they are loaded
+    shutil.copytree(tiny_model, base, ignore=shutil.ignore_patterns("*.safetensors"))
     folder = shutil.copytree(finished.run.path, tmp_path / "runs" / "one")
     (folder / "adapter" / MANIFEST).unlink()  # as in an adapter from elsewhere
     file = folder / "adapter" / "adapter_model.safetensors"
@@ -426,13 +430,18 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(finished, tmp_path, co
         weights = {name: weights[name] for name in others[len(others) // 2 :]}
     elif change == "unexpected":
         weights[first.replace("layers.0", "layers.9")] = weights[first].clone()
-    else:
+    elif change == "other shape":
         weights[first] = weights[first][:, :-1].clone()
+    else:
+        tree = json.loads((base / "config.json").read_text()) | {"intermediate_size": 96}
+        (base / "config.json").write_text(json.dumps(tree))
     save_file(weights, file, metadata={"format": "pt"})
     asked = write_rows(tmp_path / "in.jsonl", [{"question": "w1"}])
     words = ["--input", asked, "--output", tmp_path / "out"] if command == "infer" else []
-    done = sft(command, "--config", finished.config, *words, f"output.dir={tmp_path / 'runs'}")
-    assert_refused(done, 8, "does not fit the model", "" if change == "other shape" else change)
+    words += [f"output.dir={tmp_path / 'runs'}", f"model.name={base}"]
+    done = sft(command, "--config", finished.config, *words)
+    said = {"other shape": "of another shape", "other base": "of another shape"}.get(change, change)
+    assert_refused(done, 8, "does not fit the model", f": {said}")
 
 
 def test_a_checkpoint_that_cannot_be_resumed_from_is_named(refuses, finished):

@@ -181,7 +181,14 @@ def test_a_damaged_best_checkpoint_is_not_published(again, whole, capsys, monkey
     assert all(torch.equal(tensor, last[name]) for name, tensor in weights(job).items())
 
 
-def test_weights_that_are_not_finite_are_never_saved(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("weight", "the trained weight .*lora_A.* is NaN or infinite"),
+        ("moment", "the optimizer's exp_avg_sq of .*lora_A.* is NaN or infinite"),
+    ],
+)
+def test_a_checkpoint_is_never_written_with_values_that_are_not_finite(tiny_model, tmp_path, broken, said):
     job = make_job(tiny_model, tmp_path, "run", **SETTINGS)
     real, saves = trainer_module.prepare_session, []
 
@@ -193,7 +200,8 @@ def test_weights_that_are_not_finite_are_never_saved(tiny_model, tmp_path):
             saves.append(1)
             if len(saves) == 2:
                 weight = next(weight for weight in model.parameters() if weight.requires_grad)
-                weight.data[0, 0] = math.inf
+                moment = session.trainer.optimizer.state[weight]["exp_avg_sq"]
+                (weight.data if broken == "weight" else moment)[0, 0] = math.inf
             save(model, trial)
 
         session.trainer._save_checkpoint = spoil_at_the_second
@@ -201,7 +209,7 @@ def test_weights_that_are_not_finite_are_never_saved(tiny_model, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "prepare_session", prepare)
-        with pytest.raises(NonFiniteError, match="the trained weight .* is NaN or infinite"):
+        with pytest.raises(NonFiniteError, match=said):
             train(job)
     assert [path.name for path in job.run.checkpoints.glob("checkpoint-*")] == ["checkpoint-2"]
     assert not job.run.adapter.exists()
