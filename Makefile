@@ -239,8 +239,8 @@ test-cluster: $(READY) ## Test on a local SLURM and two virtual hosts (as root)
 	PYTEST_ADDOPTS=$(call quote,-m cluster $(ARGS)) $(PY) -m pytest
 
 .PHONY: test-faults
-test-faults: $(READY) ## Run the tests that take minutes, with faults
-	PYTEST_ADDOPTS=$(call quote,-m "(faults or slow) and not cluster" $(ARGS)) $(PY) -m pytest
+test-faults: $(READY) ## Run the long tests; goes on where it was cut
+	PYTEST_ADDOPTS=$(call quote,-m "(faults or slow) and not cluster" $(ARGS)) $(PY) -m pytest -p tests.resumed
 
 .PHONY: check-code
 check-code: $(READY) ## Lint, check formatting, check types
