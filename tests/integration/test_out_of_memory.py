@@ -149,6 +149,27 @@ def test_a_single_row_that_does_not_fit_ends_the_run(tiny_model, tmp_path, fault
 
 
 @pytest.mark.faults
+def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
+    tiny_model, tmp_path, fault, capsys
+):
+    settings = dict(batch_size=1, save_steps=2, eval_steps=2, max_steps=4)
+    clean = make_job(tiny_model, tmp_path, "clean", **settings)
+    assert not clean.plan.gradient_checkpointing
+    train(clean)
+    fault("forward", 2 * 16 + 5)  # a row of step 3
+    job = make_job(tiny_model, tmp_path, "one", **settings)
+    summary = train_job(job, [])
+    assert_same_result(job, clean)
+    plan = Plan.from_json(read_json(job.run.plan))
+    assert plan.gradient_checkpointing and (plan.micro_batch_size, plan.gradient_accumulation_steps) == (
+        1,
+        16,
+    )
+    assert "going on from the last checkpoint" in summary["out_of_memory"][0]
+    assert "activations recomputed" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.faults
 def test_an_update_is_never_done_again_but_a_smaller_plan_goes_on_from_the_checkpoint(
     tiny_model, tmp_path, optimizer_fault, capsys
 ):
@@ -190,11 +211,15 @@ def launched(tmp_path: Path, engine: str, specs: list[dict]):
 
 
 @pytest.mark.faults
-def test_one_rank_of_two_does_its_share_of_the_step_again(tiny_model, tmp_path):
+def test_one_rank_of_two_does_its_share_of_the_step_or_of_the_evaluation_again(tiny_model, tmp_path):
     """DDP; the second fault is in the pass that exchanges gradients."""
     settings = dict(batch_size=4, mode="full")
     shared = {"model": str(tiny_model), "output": str(tmp_path), "settings": settings | {"engine": "ddp"}}
-    faults = {"early": ("backward", [2 * 2]), "late": ("forward", [2 * 2 + 1])}
+    faults = {
+        "early": ("backward", [2 * 2]),
+        "late": ("forward", [2 * 2 + 1]),
+        "evaluation": ("evaluation", [3]),  # two passes of the check of attention come before
+    }
     specs = [
         shared | {"name": name, "fault": {"rank": 1, "where": where, "passes": passes}}
         for name, (where, passes) in faults.items()
@@ -207,6 +232,10 @@ def test_one_rank_of_two_does_its_share_of_the_step_again(tiny_model, tmp_path):
         two = make_job(tiny_model, tmp_path, name, **settings)
         assert_same_result(two, alone)
         summary = read_json(two.run.summary)
+        if name == "evaluation":
+            assert summary["micro_batch_size"] == 4
+            assert "memory ran out in the evaluation" in summary["out_of_memory"][0]
+            continue
         assert (summary["micro_batch_size"], summary["gradient_accumulation_steps"]) == (2, 4)
         assert (
             summary["effective_batch_size"] == 16 and "step 3 at micro-batch 4" in summary["out_of_memory"][0]
@@ -221,21 +250,33 @@ from sft_play.machine.parent_death import die_with_parent
 die_with_parent()
 from sft_play.cli import run_rank
 from sft_play.train import trainer
-from tests.integration.memory_faults import failing
+from tests.integration.memory_faults import failing, failing_optimizer
 once = Path({once!r})
 if os.environ["RANK"] == "1" and not once.exists():
     once.touch()
-    trainer.build_model = failing(trainer.build_model, {where!r}, {{{number}}})
+    if {where!r} == "update":
+        failing_optimizer({{{number}}})
+    else:
+        trainer.build_model = failing(trainer.build_model, {where!r}, {{{number}}})
 raise SystemExit(run_rank(sys.argv[1:]))
 """
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("engine", "where"), [("ddp", "backward"), ("deepspeed_z2", "forward")])
+@pytest.mark.parametrize(
+    ("engine", "where"),
+    [
+        ("ddp", "backward"),
+        ("ddp", "update"),
+        ("deepspeed_z2", "forward"),
+        ("deepspeed_z2", "backward"),
+        ("deepspeed_z2", "update"),
+    ],
+)
 def test_where_ranks_exchange_gradients_the_launcher_goes_on_with_a_smaller_plan(
     tiny_model, tmp_path, monkeypatch, engine, where
 ):
-    """Memory runs out on rank 1 in step 6, in a pass that the other rank cannot repeat; step 5 was saved."""
+    """Memory runs out on rank 1 in step 6, where the other rank cannot do it again; step 5 was saved."""
     config = make_workspace(tmp_path, tiny_model)
     words = [f"parallel.engine={engine}", "eval.generate=false", "train.save_steps=5", "train.eval_steps=5"]
     words += [
