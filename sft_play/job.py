@@ -2,16 +2,19 @@
 
 import hashlib
 import json
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play import __version__
 from sft_play.builtin import demo
 from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import LaunchError
+from sft_play.fingerprints import installed_versions
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
@@ -127,7 +130,7 @@ def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
 
 
 def begin_run(job: Job) -> None:
-    """Moves an earlier run of the same name aside and writes the config and the plan of this one.
+    """Moves an earlier run of the same name aside and writes what this one begins with.
 
     Called right before the first step, so that whatever fails before leaves the earlier run as it is.
     """
@@ -138,3 +141,23 @@ def begin_run(job: Job) -> None:
         console().print(f"  [dim]an earlier run of this name was moved to {earlier}[/]")
     job.run.config.write_text(dump_resolved(job.resolved), encoding="utf-8")
     job.run.write_json(job.run.plan, job.plan.to_json())
+    job.run.write_json(job.run.data, {"fingerprint": job.data.cache_path.name, **job.data.stats})
+    job.run.write_json(job.run.environment, environment_of(job.machine))
+
+
+def environment_of(machine: Machine) -> dict[str, Any]:
+    """Versions and hardware, without what identifies one machine among others of its kind."""
+    host = machine.host
+    return {
+        "versions": {"sft_play": __version__, **installed_versions()},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpus": [
+            {"name": gpu.name, "total_bytes": gpu.total_bytes, "link": gpu.link} for gpu in machine.gpus
+        ],
+        "driver": machine.driver,
+        "cuda": machine.cuda,
+        "cpu": host.cpu_model,
+        "cpu_cores": host.cpu_cores,
+        "ram_bytes": host.ram_total_bytes,
+    }

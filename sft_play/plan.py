@@ -23,6 +23,7 @@ class Memory:
     peak_phase: str
     phases: dict[str, int] = field(default_factory=dict)  # peak of each phase; the highest one counts
     terms: dict[str, int] = field(default_factory=dict)  # breakdown of the highest peak, and the context
+    phase_terms: dict[str, dict[str, int]] = field(default_factory=dict)  # breakdown of each phase's peak
     guard_bytes: int = 0  # kept free in addition to the budget
     reserved_bytes: int | None = None  # with fragmentation; None on a CPU, and where it cannot decide
 

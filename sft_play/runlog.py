@@ -1,7 +1,7 @@
 """The run directory, the metrics written into it, and the console.
 
-    runs/<name>/  config.resolved.yaml  plan.json  metrics.jsonl  summary.json  log.txt
-                  checkpoints/  adapter/ (or model/)  tensorboard/
+    runs/<name>/  config.resolved.yaml  plan.json  data.json  environment.json  metrics.jsonl  summary.json
+                  report.html  log.txt  checkpoints/  adapter/ (or model/)  tensorboard/
 
 Libraries print a lot. While a command runs, their output goes to log.txt, at the level of file descriptors so
 that C++ code is included, and only what `console()` prints reaches the terminal.
@@ -101,6 +101,21 @@ class RunDir:
     def summary(self) -> Path:
         """Status and results."""
         return self.path / "summary.json"
+
+    @property
+    def data(self) -> Path:
+        """Statistics of the data that the run was started with."""
+        return self.path / "data.json"
+
+    @property
+    def environment(self) -> Path:
+        """The machine and the versions that the run was started with."""
+        return self.path / "environment.json"
+
+    @property
+    def report(self) -> Path:
+        """The run as a web page."""
+        return self.path / "report.html"
 
     @property
     def log(self) -> Path:
@@ -230,19 +245,22 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     if not run.metrics.exists():
         return []
     records: dict[Any, dict[str, Any]] = {}
-    for number, line in enumerate(run.metrics.read_text(encoding="utf-8").splitlines()):
+    text = run.metrics.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines()):
         with contextlib.suppress(json.JSONDecodeError):
             record = json.loads(line)
-            records[(record.get("step", number), "eval/loss" in record)] = record
+            if isinstance(record, dict):
+                records[(record.get("step", number), "eval/loss" in record)] = record
     return list(records.values())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of the run; {} if it is missing or truncated."""
+    """A JSON file of the run; {} if it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def update_summary(run: RunDir, **values: Any) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class PreparedData:
     """model.max_seq_len; for "auto" the length of the longest row of all splits."""
     stats: dict[str, Any]
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
-    truncated, dropped {reason: rows}, lengths {p50, p90, p99, max}; and warnings, chat_template,
-    largest_token_id, seconds."""
+    truncated, dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start, width, rows, longer};
+    and warnings, chat_template, largest_token_id, seconds."""
     cache_path: Path
 
     def digests(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val", "test")
 MIN_ROWS_TO_SPLIT = 10
 FEW_ROWS = 32
+HISTOGRAM_BINS = 30
 WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
 
 PART_SCHEMA = pa.schema([*store.ROWS, pa.field("owner", pa.int64()), pa.field("truncated", pa.bool_())])
@@ -136,6 +137,7 @@ def _write_split(
         "truncated": counts["truncated"],
         "dropped": {},
         "lengths": _percentiles(all_lengths),
+        "histogram": histogram(all_lengths),
         "largest": largest,
     }
 
@@ -146,6 +148,22 @@ def _percentiles(lengths: np.ndarray) -> dict[str, int]:
         return {}
     cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
     return dict(zip(("p50", "p90", "p99", "max"), map(int, cuts), strict=True))
+
+
+def histogram(lengths: np.ndarray) -> dict[str, Any]:
+    """How many rows have how many tokens, from the tokens of rows, [rows].
+
+    Returns:
+        `rows` counts bins of `width` tokens, from `start` tokens up to the 99th percentile; `longer` counts
+        the rest, so that one long row does not widen all bins.
+    """
+    if not len(lengths):
+        return {}
+    start, typical = int(lengths.min()), int(np.percentile(lengths, 99, method="higher"))
+    width = (typical - start) // HISTOGRAM_BINS + 1
+    end = (typical - start) // width + 1
+    bins = np.bincount((lengths - start) // width)
+    return {"start": start, "width": width, "rows": bins[:end].tolist(), "longer": int(bins[end:].sum())}
 
 
 def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> DataError:

@@ -309,8 +309,10 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
         for phase, size in memory.phases.items()
     }
     top = max(phases, key=lambda phase: phases[phase])
-    terms = dict(memory.terms)
-    terms["temporaries"] = terms.get("temporaries", 0) + phases[top] - memory.peak_bytes
+    phase_terms = {
+        phase: _with_temporaries(terms, phases[phase] - memory.phases[phase])
+        for phase, terms in memory.phase_terms.items()
+    }
     reserved = memory.reserved_bytes
     if reserved is not None and RESERVED in ratios:
         reserved = weights + round((reserved - weights) * ratios[RESERVED])
@@ -321,9 +323,14 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
         phases=phases,
         peak_phase=top,
         peak_bytes=phases[top],
-        terms=terms,
+        terms=_with_temporaries(memory.terms, phases[top] - memory.peak_bytes),
+        phase_terms=phase_terms,
         reserved_bytes=None if reserved is None else max(reserved, phases[top]),
     )
+
+
+def _with_temporaries(terms: dict[str, int], size: int) -> dict[str, int]:
+    return terms | {"temporaries": terms.get("temporaries", 0) + size}
 
 
 def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan], Path]) -> Estimator:

@@ -269,6 +269,7 @@ def estimate(
         peak_phase=top,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
         terms={**peaks[top].terms, "context": device.context_bytes + device.communicator_bytes},
+        phase_terms={phase: peak.terms for phase, peak in peaks.items()},
         guard_bytes=device.guard.bytes,
     )
     if device.kind == "cpu" or not (complete or _is_tight(memory, device)):

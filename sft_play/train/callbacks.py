@@ -124,7 +124,13 @@ class Reporter(TrainerCallback):
         """Speed since the last record, and the share of time spent waiting for data; None if unknown."""
         tokens = sum(self.rows.tokens_per_step[self._window_start : step])
         speed = tokens / self._window_seconds if self._window_seconds else 0.0
-        return {"tokens_per_second": speed, "mfu": self._mfu(speed), "data_wait": self.data_wait}
+        steps = step - self._window_start
+        return {
+            "tokens_per_second": speed,
+            "step_seconds": self._window_seconds / steps if steps else None,
+            "mfu": self._mfu(speed),
+            "data_wait": self.data_wait,
+        }
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs: Any

@@ -7,8 +7,9 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import LaunchError
-from sft_play.job import Job, agreed_plan, job_digest
+from sft_play.job import Job, agreed_plan, environment_of, job_digest
 from sft_play.launch.environment import RankEnvironment
+from sft_play.machine.gpus import what_if
 from sft_play.plan import Memory
 from sft_play.runlog import RunDir, cache_dir
 from tests.unit.train.plans import PLAN
@@ -66,3 +67,10 @@ def test_settings_and_data_are_compared_and_places_are_not(tmp_path, monkeypatch
 
     assert of("here") == of("there") == of("here", output="/scratch/runs")
     assert len({of("here"), of("here", rate=2e-4), of("here", rows="abd")}) == 3
+
+
+def test_the_environment_names_versions_and_hardware_but_not_the_one_device():
+    found = environment_of(what_if("RTX 4090", 2))
+    assert found["versions"]["torch"] and found["cpu_cores"] >= 1 and found["ram_bytes"] > 0
+    assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA GeForce RTX 4090"] * 2
+    assert "uuid" not in str(found)

@@ -81,6 +81,7 @@ def test_the_counts_are_those_of_the_rows(run):
         )
         assert stats["lengths"]["max"] == max(dataset["length"])
         assert sorted(dataset["length"])[len(dataset) // 2] == pytest.approx(stats["lengths"]["p50"], abs=3)
+        assert sum(stats["histogram"]["rows"]) + stats["histogram"]["longer"] == len(dataset)
     assert data.stats["largest_token_id"] == max(max(ids) for ids in data.train["input_ids"])
 
 

@@ -53,6 +53,13 @@ def test_a_correction_makes_the_prediction_what_was_measured():
     assert corrected(MEMORY, {}) is MEMORY
 
 
+def test_the_terms_of_each_phase_add_up_to_it_also_after_a_correction():
+    by_phase = {phase: {"weights": 100, "activations": size - 100} for phase, size in MEMORY.phases.items()}
+    after = corrected(replace(MEMORY, phase_terms=by_phase), {"forward": 1.1, "backward": 0.5})
+    assert {phase: sum(terms.values()) for phase, terms in after.phase_terms.items()} == after.phases
+    assert after.phase_terms["backward"] == {"weights": 100, "activations": 200, "temporaries": -100}
+
+
 def test_the_weights_are_not_stretched():
     assert corrected(MEMORY, {"forward": 2.0}).phases == {
         "load": 100,

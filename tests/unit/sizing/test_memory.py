@@ -131,6 +131,7 @@ def test_the_estimate_takes_the_highest_phase_and_its_terms_add_up():
     assert memory.peak_bytes == max(memory.phases.values()) == memory.phases[memory.peak_phase]
     assert sum(size for name, size in memory.terms.items() if name != "context") == memory.peak_bytes
     assert memory.budget_bytes == device.budget_bytes
+    assert {phase: sum(terms.values()) for phase, terms in memory.phase_terms.items()} == memory.phases
 
 
 def test_the_cpu_rounds_nothing_and_has_no_context():
