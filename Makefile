@@ -7,6 +7,7 @@
 #? ARGS="train.learning_rate=1e-4"  overrides
 #? NGPU=2                           number of GPUs or processes
 #? RUN=name                         name of the run directory
+#? RUNS="one two"                   runs to compare; elsewhere the folder of runs
 #? PROBE=search                     time several plans, use the fastest
 #? ALLOW=train.max_steps            resume although this has changed
 #? NODES=2                          number of machines (multi-node)
@@ -209,6 +210,14 @@ merge: $(READY) ## Merge the adapter into its base; DTYPE=bfloat16 OUT=dir
 .PHONY: merge-test
 merge-test: $(READY) ## Compare the merged model with the adapter model
 	$(SFT) merge-test $(call flag,--output,$(OUT)) $(WITH_CONFIG)
+
+.PHONY: report
+report: $(READY) ## Write a run as an HTML page: RUN=name (default: latest)
+	$(SFT) report --runs $(call quote,$(RUNS)) $(if $(RUN),$(call quote,$(RUN)))
+
+.PHONY: compare
+compare: $(READY) ## Put runs side by side on an HTML page: RUNS="one two"
+	$(if $(filter file,$(origin RUNS)),$(error RUNS="one two" is required))$(SFT) compare $(call flag,--output,$(OUT)) $(foreach name,$(call one_line,$(RUNS)),$(call quote,$(name)))
 
 ##@ Development
 

@@ -120,6 +120,13 @@ def _add_model_commands(commands: _Commands) -> None:
     command.add_argument("--dtype", choices=dtypes, default="auto", help="data type of the saved weights")
     command = commands.add("merge-test", handlers.merge_test, as_json=True)
     command.add_argument("--output", help="folder of the merged model")
+    command = commands.add("report", handlers.report, config=False)
+    command.add_argument("name", nargs="?", help="name or path of the run (default: the latest)")
+    command.add_argument("--runs", default="runs", help="folder of all runs")
+    command = commands.add("compare", handlers.compare, config=False)
+    command.add_argument("names", nargs="+", metavar="name", help="names or paths of runs")
+    command.add_argument("--runs", default="runs", help="folder of all runs")
+    command.add_argument("--output", help="HTML file to write (default: compare.html beside the first run)")
 
 
 def _add_processes(command: argparse.ArgumentParser) -> None:

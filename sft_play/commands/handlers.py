@@ -315,3 +315,27 @@ def merge_test(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(result)
     return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the report of a run, also of one that is half done, as one HTML file."""
+    from sft_play.commands.report import report_command
+    from sft_play.runlog import cache_dir, console, quiet_libraries
+
+    with quiet_libraries(cache_dir() / "report.log"):
+        path = report_command(args.name, Path(args.runs))
+        console().print(f"wrote {path}", markup=False, soft_wrap=True)
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Put runs side by side, as one HTML file."""
+    from sft_play.commands.compare import compare_command
+    from sft_play.report.compare_page import compare_table
+    from sft_play.runlog import cache_dir, console, quiet_libraries
+
+    with quiet_libraries(cache_dir() / "report.log"):
+        runs, path = compare_command(args.names, Path(args.runs), _output(args))
+        console().print(compare_table(runs))
+        console().print(f"wrote {path}", markup=False, soft_wrap=True)
+    return 0

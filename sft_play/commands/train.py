@@ -27,6 +27,7 @@ from sft_play.multinode import agree_on_plan, connected_machines
 from sft_play.report.plan import reasons
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import (
+    RunDir,
     console,
     hold_run,
     open_run,
@@ -61,7 +62,8 @@ def train_command(
             return 0
         comparison = compare(job)
         write_card(job.config, job.run, places(job)["weights"])
-        console().print(closing_screen(summary, comparison, places(job), next_commands(job)))
+        report = try_report(job.run)
+        console().print(closing_screen(summary, comparison, places(job) | report, next_commands(job)))
     return 0
 
 
@@ -216,6 +218,18 @@ def compare(job: Job) -> dict[str, Any] | None:
     merged = {when: {**(scores.get(when) or {}), **comparison[when]} for when in ("before", "after")}
     update_summary(job.run, eval=merged, samples=comparison["samples"])
     return comparison
+
+
+def try_report(run: RunDir) -> dict[str, Path]:
+    """Writes the report, as one of `places`; {} if that failed, which does not undo a training run."""
+    from sft_play.commands.report import write_report  # imports the plotting library
+
+    try:
+        return {"report": write_report(run.path)}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run is done
+        reason = escape(f"the report could not be written: {error}")
+        console().print(f"  [yellow]{reason}; try `make report RUN={run.path}`[/]", soft_wrap=True)
+        return {}
 
 
 def places(job: Job) -> dict[str, Path]:

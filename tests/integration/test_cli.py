@@ -74,6 +74,17 @@ def test_the_summary_says_what_was_trained(finished):
     assert after["loss"] < before["loss"] and {"token_accuracy", "exact_match"} <= set(after)
 
 
+def test_the_report_is_made_at_the_end_from_what_the_run_left(finished):
+    run, page = finished.run, finished.run.report.read_text()
+    assert f"report{run.report}" in re.sub(r"\s", "", finished.done.out)
+    assert "Nothing was recorded" not in page and "is damaged" not in page and "Damaged" not in page
+    assert str(finished.config.parent) not in page
+    assert "measured by the probe" in page and "Length of the train rows" in page
+    assert "predicted: " in page and "activations" in page and "before training" in page
+    data, found = read_json(run.data), read_json(run.environment)
+    assert data["train"]["rows"] == TRAINED and found["versions"]["torch"] == torch.__version__
+
+
 def test_metrics_have_a_line_for_each_logging_step_with_keys_of_group_and_unit(finished):
     lines = [json.loads(line) for line in finished.run.metrics.read_text().splitlines()]
     assert all(re.fullmatch(r"step|[a-z]+/[a-z_]+", key) for line in lines for key in line)

@@ -23,13 +23,14 @@ SETTINGS = {
     "STYLE": "Be brief.",
     "CONFIRM": "1",
     "RUN": "name",
+    "RUNS": "one two",
     "NGPU": "2",
 }
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
-    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "test", "test-gpu", "test-cluster", "test-faults",
+    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "test", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-all",
 ]  # fmt: skip
@@ -78,12 +79,14 @@ def test_help_lists_every_target_and_fits_80_columns():
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_make_n_shows_what_each_target_would_do_and_does_nothing(target, tmp_path):
-    assert recipe(target, VENV=str(tmp_path / "venv"), RUNS=str(tmp_path / "runs"), **SETTINGS).strip()
+    settings = {**SETTINGS, "VENV": str(tmp_path / "venv"), "RUNS": str(tmp_path / "runs")}
+    assert recipe(target, **settings).strip()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("target", "setting"), [("infer-batch", "IN"), ("style", "STYLE"), ("clean-all", "CONFIRM")]
+    ("target", "setting"),
+    [("infer-batch", "IN"), ("style", "STYLE"), ("clean-all", "CONFIRM"), ("compare", "RUNS")],
 )
 def test_a_required_setting_is_asked_for(target, setting):
     done = make(target, **{name: value for name, value in SETTINGS.items() if name != setting})
@@ -146,6 +149,9 @@ def test_a_new_lock_installs_again(ready):
         ("bench-scaling", {"NGPU": "1 2"}, "-m benchmarks.scaling --processes '1 2'"),
         ("check-style", {"AGAINST": "main"}, "scripts/check_style.py --against 'main'"),
         ("tb-stop", {}, "tensorboard --runs 'runs' --stop"),
+        ("report", {}, "report --runs 'runs'"),
+        ("report", {"RUN": "a", "RUNS": "my runs"}, "report --runs 'my runs' 'a'"),
+        ("compare", {"RUNS": "a b", "OUT": "c.html"}, "compare --output 'c.html' 'a' 'b'"),
     ],
 )
 def test_settings_become_flags(ready, target, settings, words):
@@ -234,6 +240,8 @@ def test_args_are_words_that_nobody_runs(words_of, tmp_path):
     assert args.overrides[:2] == ["a.b=c d", f"e.f=$(touch {file})"] and not file.exists()
     bench = words_of("bench-faults", ARGS=f"--only $(touch {file}) 'x'")
     assert bench == ["-m", "benchmarks.faults", "--only", "$(touch", f"{file})", "'x'"] and not file.exists()
+    runs = words_of("compare", RUNS=f"one $(touch {file}) `touch {file}` $(shell touch {file})")
+    assert runs[3:6] == ["one", "$(touch", f"{file})"] and not file.exists()
 
 
 def test_args_that_are_no_words_are_refused(capsys):

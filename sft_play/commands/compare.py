@@ -1,0 +1,61 @@
+"""`make compare`: several runs side by side on one web page."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sft_play.errors import ConfigError
+from sft_play.report.compare_page import compare_page
+from sft_play.report.html import write_page
+from sft_play.report.plots import COLOURS
+from sft_play.report.record import RunRecord, find_run, read_run
+
+
+def compare_command(
+    names: Sequence[str], folder: Path, output: Path | None = None
+) -> tuple[list[RunRecord], Path]:
+    """Writes the page and returns the runs and its path.
+
+    Args:
+        names: of runs within `folder`, or paths.
+        folder: of all runs.
+        output: the file to write; default: compare.html beside the first run.
+
+    Raises:
+        ConfigError: fewer than two names, too many, or one twice.
+        CheckpointError: a run does not exist.
+        StorageError: the page cannot be written.
+    """
+    paths = [find_run(name, folder) for name in names]
+    _require_several(names, paths)
+    runs = _named_apart([read_run(path) for path in paths], names)
+    target = output or paths[0].parent / "compare.html"
+    write_page(compare_page(runs), target)
+    return runs, target
+
+
+def _named_apart(runs: Sequence[RunRecord], names: Sequence[str]) -> list[RunRecord]:
+    """The runs; those of the same name in different folders are called as they were typed."""
+    counts = Counter(run.name for run in runs)
+    return [
+        replace(run, name=name) if counts[run.name] > 1 else run
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
+def _require_several(names: Sequence[str], paths: Sequence[Path]) -> None:
+    """Checks how many runs there are to compare.
+
+    Raises:
+        ConfigError: fewer than two names, too many, or one twice.
+    """
+    counts = Counter(path.resolve() for path in paths)
+    twice = [name for name, path in zip(names, paths, strict=True) if counts[path.resolve()] > 1]
+    if twice:
+        raise ConfigError(f"{twice[0]} is named more than once; name each run once")
+    if len(names) < 2:
+        found = f"one was named: {names[0]}. For a single run: make report RUN={names[0]}"
+        raise ConfigError(f"comparing takes two or more runs, {found}")
+    if len(names) > COLOURS:
+        raise ConfigError(f"{len(names)} runs were named; at most {COLOURS} fit on one page")

@@ -1,0 +1,29 @@
+"""`make report`: a run as a web page, from whatever its directory holds."""
+
+from pathlib import Path
+
+from sft_play.report.html import write_page
+from sft_play.report.record import find_run, read_run
+from sft_play.report.run_page import run_page
+from sft_play.runlog import RunDir
+
+
+def report_command(name: str | None, folder: Path) -> Path:
+    """Writes report.html into a run directory and returns its path.
+
+    Args:
+        name: of a run within `folder`, or a path; without a name, the latest run.
+        folder: of all runs.
+
+    Raises:
+        CheckpointError: there is no such run.
+        StorageError: the report cannot be written.
+    """
+    return write_report(find_run(name, folder))
+
+
+def write_report(path: Path) -> Path:
+    """Writes the report of a run directory; result and errors as in `report_command`."""
+    target = RunDir(path).report
+    write_page(run_page(read_run(path)), target)
+    return target

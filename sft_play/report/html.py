@@ -1,0 +1,139 @@
+"""A page of tables, figures and texts, rendered into one self-contained HTML file without scripts."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from sft_play.errors import StorageError
+from sft_play.secrets import redact
+
+TEMPLATE = "page.html.j2"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph, or a list if there are several."""
+
+    kind = "text"
+    lines: Sequence[str]
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts; the first cell of each row is its header."""
+
+    kind = "table"
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: bool = True  # whether the cells after the first are aligned right
+    folded: bool = False  # shown after a click
+
+
+@dataclass(frozen=True)
+class Legend:
+    """What a colour or a pattern stands for."""
+
+    name: str
+    colour: int | None = None  # of a series; None for what was measured
+    level: bool = False  # the dashed line of a level
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot, its caption and legend."""
+
+    title: str
+    svg: str  # from plots.py
+    caption: str = ""
+    legend: Sequence[Legend] = ()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Plots side by side where there is room."""
+
+    kind = "figures"
+    figures: Sequence[Figure]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with labelled texts: reference and answers."""
+
+    prompt: str
+    texts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts and answers."""
+
+    kind = "samples"
+    title: str
+    samples: Sequence[Sample]
+
+
+Block = Text | Table | Figures | Samples
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading."""
+
+    id: str
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole page."""
+
+    title: str
+    subtitle: str
+    sections: Sequence[Section]
+    tiles: Sequence[tuple[str, str]] = field(default=())  # name and value of the key numbers
+    status: str = ""
+
+
+def render(page: Page) -> str:
+    """The page as HTML. Every text is escaped, and access tokens in it are masked."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_masked,
+    )
+    environment.filters["svg"] = Markup
+    return environment.get_template(TEMPLATE).render(page=page)
+
+
+def _masked(value: Any) -> Any:
+    """Masks before escaping, since an escaped token would not be recognized."""
+    return redact(value) if type(value) is str else value
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Writes the page, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    text = render(page)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # answers may hold halves of surrogate pairs, which UTF-8 has not
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error.strerror}. Free space, or set OUT=<file>") from error

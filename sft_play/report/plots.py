@@ -1,0 +1,220 @@
+"""Plots as inline SVG whose colours are CSS variables, so that a page can be light or dark.
+
+Texts stay texts. A legend is HTML (html.py): names of runs can be long, and they come from people.
+"""
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from sft_play.units import GIB, KIB, MIB, format_bytes, format_count
+
+COLOURS = 8  # as many as html.py has variables for
+MAX_POINTS = 400  # of a line; more cannot be told apart in a plot of this size
+NICE = (1, 2, 5, 10)  # distances of ticks
+BUDGET_SHOWN_FROM = 0.2  # share of the budget; a lower peak would be a sliver beside its line
+# Stand for CSS variables until the SVG is finished; matplotlib takes only real colours.
+PLACEHOLDERS = {f"#0000{index:02x}": f"c{index}" for index in range(1, COLOURS + 1)}
+PLACEHOLDERS |= {"#0000a0": "ink", "#0000a1": "rule", "#0000a2": "accent"}
+INK, RULE, ACCENT = "#0000a0", "#0000a1", "#0000a2"
+WIDTH, POINTS_PER_INCH = 5.0, 72  # inches; fonts are readable from 340 to 600 pixels
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "lines.linewidth": 1.6,
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: finite values over steps."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    colour: int = 0  # below COLOURS
+    markers: bool = False
+
+
+def colour_of(index: int) -> str:
+    """The colour of a series."""
+    return f"#0000{index + 1:02x}"
+
+
+def thinned(line: Line, limit: int = MAX_POINTS) -> tuple[Line, int]:
+    """The curve with at most `limit` points, each the mean of equally many, and how many those are."""
+    size = -(-len(line.steps) // limit) or 1
+    if size == 1:
+        return line, 1
+
+    def means(values: Sequence[float]) -> list[float]:
+        chunks = (values[start : start + size] for start in range(0, len(values), size))
+        return [math.fsum(chunk) / len(chunk) for chunk in chunks]
+
+    return Line(means(line.steps), means(line.values), line.colour, line.markers), size
+
+
+def curves(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    unit: str = "",
+    number: Callable[[float], str] = "{:g}".format,
+    level: float | None = None,
+) -> str:
+    """Lines over optimizer steps.
+
+    Args:
+        title: what is plotted, for screen readers.
+        lines: the curves, thinned.
+        unit: of the values.
+        number: how they are written.
+        level: a value that is drawn as a dashed line.
+    """
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            marker = "o" if line.markers or len(line.steps) == 1 else None
+            axes.plot(line.steps, line.values, color=colour_of(line.colour), marker=marker, markersize=4)
+        if level is not None:
+            axes.axhline(level, color=ACCENT, linestyle="--", linewidth=1.2)
+            axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(unit)
+
+    return _svg(title, draw, height=2.9)
+
+
+def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: int) -> str:
+    """How many rows have how many tokens; what is longer than the last bin gets a bar of its own.
+
+    Args:
+        title: for screen readers.
+        start: tokens at which the first bin begins.
+        width: tokens of a bin.
+        rows: of each bin.
+        longer: rows beyond the last bin.
+    """
+    end = start + width * len(rows)
+
+    def draw(axes: Axes) -> None:
+        starts = range(start, end, width)
+        axes.bar(starts, rows, width=0.92 * width, align="edge", color=colour_of(0))
+        if longer:
+            axes.bar([end + width], [longer], width=0.92 * width, align="edge", color=colour_of(1))
+            label = f"{longer:,} longer"
+            axes.annotate(label, (end + 1.5 * width, longer), (0, 3), textcoords="offset points", ha="right")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE, integer=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+        axes.grid(False, axis="x")
+        axes.set_xlabel("tokens of a row")
+        axes.set_ylabel("rows")
+
+    return _svg(title, draw, height=2.6)
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Predicted and measured bytes of one phase."""
+
+    name: str
+    terms: Sequence[tuple[int, int]]  # (colour, bytes), in the order of the stack; all positive
+    measured: int | None
+
+
+def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -> str:
+    """Two bars for each phase: predicted, stacked by term, and measured below it.
+
+    The budget is a line, unless the memory is so far below it that the bars would vanish.
+
+    Args:
+        title: for screen readers.
+        phases: from top to bottom.
+        budget: bytes that a process may use; None if unknown.
+    """
+    predicted = [sum(size for _, size in phase.terms) for phase in phases]
+    top = max([*predicted, *(phase.measured or 0 for phase in phases)], default=1) or 1
+    scale, unit = next(((size, name) for size, name in UNITS if top >= size), UNITS[-1])
+    shows_budget = budget is not None and top >= BUDGET_SHOWN_FROM * budget
+
+    def draw(axes: Axes) -> None:
+        for row, phase in enumerate(phases):
+            left = 0.0
+            for colour, size in phase.terms:
+                axes.barh(row - 0.19, size / scale, 0.36, left=left / scale, color=colour_of(colour))
+                left += size
+            _bar_label(axes, left, scale, row - 0.19)
+            if phase.measured is not None:
+                axes.barh(row + 0.21, phase.measured / scale, 0.3, fc="none", ec=INK, lw=1, hatch="////")
+                _bar_label(axes, phase.measured, scale, row + 0.21)
+        if shows_budget and budget:
+            axes.axvline(budget / scale, color=ACCENT, linestyle="--", linewidth=1.4)
+        axes.set_yticks(range(len(phases)), [phase.name for phase in phases])
+        axes.set_ylim(len(phases) - 0.5, -0.5)
+        axes.set_xlim(0, max(1.3 * top, 1.05 * (budget or 0) if shows_budget else 0) / scale)
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
+        axes.grid(False, axis="y")
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(unit)
+
+    return _svg(title, draw, height=0.75 + 0.56 * len(phases))
+
+
+UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "bytes"))
+
+
+def _bar_label(axes: Axes, size: float, scale: int, y: float) -> None:
+    axes.annotate(
+        format_bytes(int(size)),
+        (size / scale, y),
+        (4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=10,
+    )
+
+
+def _svg(title: str, draw: Callable[[Axes], None], *, height: float) -> str:
+    """The SVG of a figure with one plot; `height` is in inches."""
+    out = io.StringIO()
+    with rc_context({**STYLE, "svg.hashsalt": title}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        draw(figure.subplots())
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    return _embedded(out.getvalue(), title, height)
+
+
+def _embedded(svg: str, title: str, height: float) -> str:
+    """The SVG as part of a page: a name for screen readers, no unused ids, CSS variables as colours."""
+    content = re.sub(r"<style.*?</style>", "", svg[svg.index(">", svg.index("<svg")) + 1 :], flags=re.DOTALL)
+    used = set(re.findall(r"#([\w.-]+)[)\"]", content))
+    content = re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", content)
+    for placeholder, name in PLACEHOLDERS.items():
+        content = content.replace(placeholder, f"var(--{name})")
+    name, size = html.escape(title), f"{WIDTH * POINTS_PER_INCH:g} {height * POINTS_PER_INCH:g}"
+    return f'<svg viewBox="0 0 {size}" role="img" aria-label="{name}">{content}'

@@ -1,0 +1,146 @@
+"""What a run directory holds, read for a report: whatever is there, also of a run that failed half way."""
+
+import json
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.resolved import Setting, read_resolved
+from sft_play.errors import CheckpointError
+from sft_play.report.tables import METRICS, with_perplexity
+from sft_play.runlog import RunDir, read_json, read_metrics
+
+SPLITS = ("val", "test")
+SHOWN_ANSWERS = 5
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of one run; empty where a file is missing or damaged."""
+
+    name: str
+    settings: dict[str, Setting] = field(default_factory=dict)
+    plan: Tree = field(default_factory=dict)
+    data: Tree = field(default_factory=dict)
+    environment: Tree = field(default_factory=dict)
+    summary: Tree = field(default_factory=dict)
+    metrics: list[Tree] = field(default_factory=list)  # in the order of the steps
+    evaluations: dict[str, Tree] = field(default_factory=dict)  # split -> what `make eval` found
+    answers: dict[str, list[Tree]] = field(default_factory=dict)  # split -> the first answers of `make eval`
+    damaged: tuple[str, ...] = ()  # names of files that cannot be read
+
+    def value(self, name: str) -> Any:
+        """The value of a setting; None if it is unknown."""
+        setting = self.settings.get(name)
+        return setting.value if setting else None
+
+    @property
+    def chosen(self) -> Tree:
+        """The choices of the plan; empty without a plan."""
+        return _tree(self.plan.get("plan"))
+
+    def scores(self, when: str) -> Tree:
+        """The scores "before" or "after" training, with their perplexity; empty if there are none."""
+        found = _tree(_tree(self.summary.get("eval")).get(when))
+        return with_perplexity({key: value for key, value in found.items() if _is_sound(key, value)})
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the metrics; 0 if there is none."""
+        return max((record["step"] for record in self.metrics), default=0)
+
+
+def read_run(path: Path) -> RunRecord:
+    """Reads a run directory.
+
+    Raises:
+        CheckpointError: it does not exist, or is not that of a run.
+    """
+    run = RunDir(path)
+    known = (run.config, run.plan, run.metrics, run.summary, run.log)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist{_others(path.parent)}")
+    if not any(file.exists() for file in known):
+        raise CheckpointError(f"{path} is not the directory of a run{_others(path.parent)}")
+    trees = {file: read_json(file) for file in (run.plan, run.data, run.environment, run.summary)}
+    evaluations = {split: path / f"eval.{split}.json" for split in SPLITS}
+    trees |= {file: read_json(file) for file in evaluations.values()}
+    settings = read_resolved(_text(run.config))
+    damaged = [file for file, tree in trees.items() if not tree and file.exists()]
+    damaged += [run.config] if run.config.exists() and not settings else []
+    return RunRecord(
+        name=path.resolve().name,
+        settings=settings,
+        plan=trees[run.plan],
+        data=trees[run.data],
+        environment=trees[run.environment],
+        summary=trees[run.summary],
+        metrics=_steps(run),
+        evaluations={split: trees[file] for split, file in evaluations.items() if trees[file]},
+        answers={split: _first_answers(path / f"eval.{split}.jsonl") for split in SPLITS},
+        damaged=tuple(file.name for file in damaged),
+    )
+
+
+def find_run(name: str | None, folder: Path) -> Path:
+    """The directory of a run: a name within `folder`, or a path; without a name, the latest run.
+
+    Raises:
+        CheckpointError: there are no runs.
+    """
+    if name:
+        return Path(name) if "/" in name else folder / name
+    runs = runs_in(folder)
+    if not runs:
+        raise CheckpointError(f"there are no runs in {folder}; run `make train` first")
+    return runs[0]
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs of a folder, the latest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if RunDir(path).plan.is_file()]
+    return sorted(found, key=lambda path: RunDir(path).plan.stat().st_mtime, reverse=True)
+
+
+def _tree(value: Any) -> Tree:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_sound(key: str, value: Any) -> bool:
+    return key not in METRICS or isinstance(value, int | float)
+
+
+def _others(folder: Path) -> str:
+    names = [path.name for path in runs_in(folder)[:5]]
+    return f"; the latest runs beside it: {', '.join(names)}" if names else "; run `make train` first"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _steps(run: RunDir) -> list[Tree]:
+    """The metrics in the order of their steps; records without a step are left out."""
+    try:
+        records = read_metrics(run)
+    except (OSError, TypeError, RecursionError):
+        return []
+    numbered = [record for record in records if isinstance(record.get("step"), int)]
+    return sorted(numbered, key=lambda record: record["step"])
+
+
+def _first_answers(path: Path) -> list[Tree]:
+    """The first records of a file with one answer a line; it may be long."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            found = [json.loads(line) for line in islice(file, SHOWN_ANSWERS)]
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [answer for answer in found if isinstance(answer, dict)]

@@ -1,0 +1,23 @@
+from pathlib import Path
+
+from sft_play.config.load import ResolvedConfig, dump_resolved
+from sft_play.config.resolved import Setting, read_resolved
+from sft_play.config.schema import RunConfig
+
+
+def test_values_and_origins_come_back_as_they_were_written():
+    tree = {"model": {"name": "a  # b"}, "data": {"train_path": "x", "system_prompt": 'a "q": \n1'}}
+    config = RunConfig.model_validate(tree)
+    origins = {"model.name": "my runs/x # y.yaml", "tuning.lora.r": "override"}
+    settings = read_resolved(dump_resolved(ResolvedConfig(config, origins, Path("x"))))
+    assert settings["model.name"] == Setting("a  # b", "my runs/x # y.yaml")
+    assert settings["data.system_prompt"].value == 'a "q": \n1'
+    assert settings["tuning.lora.r"] == Setting(16, "override")
+    assert settings["output.dir"] == Setting("runs", "default")
+    assert RunConfig.model_validate(config.model_dump()).model_dump()["train"].keys() == {
+        name.removeprefix("train.") for name in settings if name.startswith("train.")
+    }
+
+
+def test_lines_that_it_cannot_have_written_are_skipped():
+    assert read_resolved("a:\n  b: nope  # x\n- c\n  d: 1  # file\n\x00") == {"a.d": Setting(1, "file")}

@@ -1,0 +1,92 @@
+"""Runs side by side: what differs, and nothing else."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from sft_play.commands.compare import compare_command
+from sft_play.errors import CheckpointError, ConfigError
+from sft_play.report.compare_page import compare_table
+from tests.unit.report.test_run_page import section
+from tests.unit.report.written_run import begin, finished, no_plots, train  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+def compared(folder, *names) -> str:
+    return compare_command(names, folder)[1].read_text()
+
+
+def test_only_settings_that_differ_are_listed(tmp_path):
+    finished(tmp_path / "one", seed=1)
+    finished(tmp_path / "two", seed=2)
+    text = section(compared(tmp_path, "one", "two"), "settings")
+    assert "train.seed 1 2" in text and text.count("train.") == 1
+
+
+def test_equal_runs_say_so(tmp_path):
+    finished(tmp_path / "one")
+    finished(tmp_path / "two")
+    assert "All settings are the same." in compared(tmp_path, "one", "two")
+
+
+def test_other_data_behind_the_same_name_is_a_difference(tmp_path):
+    finished(tmp_path / "one")
+    run = finished(tmp_path / "two")
+    run.data.write_text('{"fingerprint": "other"}')
+    assert "fingerprint of the data abc123 other" in section(compared(tmp_path, "one", "two"), "settings")
+
+
+def test_a_half_done_run_is_compared_by_what_it_has(tmp_path):
+    finished(tmp_path / "one")
+    train(begin(tmp_path / "half", learning_rate=2e-3), steps=7)
+    page = compared(tmp_path, "one", "half")
+    assert "status done not finished" in section(page, "numbers") and "steps 20 7" in section(page, "numbers")
+    assert "train.learning_rate 0.001 0.002" in section(page, "settings")
+
+
+def test_runs_on_other_numbers_of_processes_get_a_table_of_their_speed_up(tmp_path):
+    finished(tmp_path / "one")
+    finished(tmp_path / "two", world_size=2)
+    assert "two 2 2,000 2.00x 100%" in section(compared(tmp_path, "two", "one"), "scaling")
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
+    for folder in ("a", "b"):
+        finished(tmp_path / folder / "one")
+    paths = [str(tmp_path / folder / "one") for folder in ("a", "b")]
+    runs, target = compare_command(paths, tmp_path, tmp_path / "out.html")
+    assert [run.name for run in runs] == paths and target == tmp_path / "out.html"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["one"], "two or more runs, one was named: one. For a single run: make report RUN=one"),
+        (["one", "two", "./one"], "is named more than once"),
+        ([str(number) for number in range(9)], "9 runs were named; at most 8"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path, monkeypatch, names, words):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        finished(tmp_path / name)
+    with pytest.raises(ConfigError, match=words):
+        compare_command(names, tmp_path)
+    assert not (tmp_path / "compare.html").exists()
+
+
+def test_a_run_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    finished(tmp_path / "one")
+    with pytest.raises(CheckpointError, match="nope does not exist; the latest runs beside it: one"):
+        compare_command(["one", "nope"], tmp_path)
+
+
+def test_the_console_table_has_a_row_for_each_run_and_fits_80_columns(tmp_path):
+    for name in ("one", "two"):
+        finished(tmp_path / name)
+    screen = Console(file=io.StringIO(), width=80)
+    screen.print(compare_table(compare_command(["one", "two"], tmp_path)[0]))
+    lines = [line.split() for line in screen.file.getvalue().splitlines()]
+    assert ["one", "done", "20", "2.0000", "0.7500", "1.01", "GiB", "1,000", "600", "ms"] in lines

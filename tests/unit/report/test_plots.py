@@ -1,0 +1,72 @@
+import re
+
+import pytest
+
+from sft_play.report.curves import curve_figures, points
+from sft_play.report.plots import Line, PhaseMemory, curves, histogram, memory_bars, thinned
+from sft_play.report.record import RunRecord
+from sft_play.units import GIB, MIB
+
+
+def texts(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_a_long_curve_is_thinned_to_means_that_keep_its_average():
+    steps, values = list(range(1000)), [step % 7 for step in range(1000)]
+    line, size = thinned(Line(steps, values, 3), limit=100)
+    assert (len(line.steps), size, line.colour) == (100, 10, 3)
+    assert sum(line.values) / 100 == pytest.approx(sum(values) / 1000)
+    assert line.steps[0] == 4.5
+
+
+def test_a_short_curve_keeps_every_point():
+    line = Line([1, 2], [3.0, 4.0])
+    assert thinned(line) == (line, 1)
+
+
+def test_values_that_are_missing_or_not_finite_are_no_points():
+    numbers = [1.0, None, float("nan"), float("inf"), "x", 2]
+    metrics = [{"step": step, "k": value} for step, value in enumerate(numbers)]
+    assert points(RunRecord("one", metrics=metrics), "k") == ([0, 5], [1.0, 2.0])
+
+
+def test_steps_are_labelled_by_whole_numbers_and_axes_by_their_units():
+    found = texts(curves("Loss", [Line([1, 2], [3.0, 4.0])], unit="nats per token"))
+    assert {"1", "2", "optimizer step", "nats per token"} <= set(found) and "1.5" not in found
+
+
+def test_a_plot_is_the_same_text_whenever_it_is_drawn():
+    lines = [Line([1, 2], [3.0, 4.0], markers=True)]
+    assert curves("Loss", lines) == curves("Loss", lines)
+
+
+def test_every_run_is_a_line_of_each_plot_with_its_name_in_the_legend():
+    metrics = [{"step": step, "train/loss": 1.0, "train/grad_norm": 2.0} for step in (1, 2)]
+    figures = curve_figures([RunRecord(name, metrics=metrics) for name in ("one", "two", "three")])
+    assert [figure.title for figure in figures] == ["Training loss", "Gradient norm, before clipping"]
+    for figure in figures:
+        assert [entry.name for entry in figure.legend] == ["one", "two", "three"]
+        assert {"var(--c1)", "var(--c2)", "var(--c3)"} == set(re.findall(r"var\(--c\d\)", figure.svg))
+
+
+def test_a_curve_of_one_point_shows_it():
+    assert "<use" in curves("Loss", [Line([1], [3.0])])
+
+
+def test_rows_longer_than_the_last_bin_get_a_bar_of_their_own():
+    colours = [set(re.findall(r"var\(--c\d\)", histogram("h", 0, 5, [1, 2], longer))) for longer in (0, 7)]
+    assert colours == [{"var(--c1)"}, {"var(--c1)", "var(--c2)"}]
+    assert "7 longer" in texts(histogram("h", 0, 5, [1, 2], 7))
+
+
+@pytest.mark.parametrize(("budget", "shown"), [(2 * GIB, True), (100 * GIB, False), (None, False)])
+def test_the_budget_is_a_line_unless_the_bars_would_vanish_beside_it(budget, shown):
+    svg = memory_bars("m", [PhaseMemory("load", [(0, GIB)], GIB + MIB)], budget)
+    assert ("var(--accent)" in svg) is shown
+    assert {"load", "1.00 GiB", "GiB"} <= set(texts(svg))
+
+
+def test_a_phase_that_was_not_measured_has_one_bar():
+    one, two = (memory_bars("m", [PhaseMemory("save", [(0, MIB)], found)], None) for found in (None, MIB))
+    assert (one.count("1.00 MiB"), two.count("1.00 MiB")) == (1, 2)

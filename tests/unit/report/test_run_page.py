@@ -1,0 +1,182 @@
+"""The report of a run: every section, whatever is missing or damaged, and nothing that a text could do."""
+
+import html
+import json
+import re
+
+import pytest
+
+from sft_play.commands.report import write_report
+from sft_play.errors import StorageError
+from sft_play.report.html import Page, render, write_page
+from sft_play.report.record import read_run
+from sft_play.report.run_page import run_page
+from tests.conftest import file_size_limit
+from tests.unit.report.written_run import ATTACK, SECTIONS, begin, finished, no_plots, train  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+def section(page: str, name: str) -> str:
+    """The texts of a section, without tags, in one line."""
+    found = re.search(rf'<section id="{name}".*?</section>', page, re.DOTALL)
+    assert found, name
+    return html.unescape(" ".join(re.sub(r"<[^>]+>", " ", found[0]).split()))
+
+
+def page_of(run) -> str:
+    return write_report(run.path).read_text()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    return page_of(finished(tmp_path_factory.mktemp("runs") / "one"))
+
+
+def test_a_finished_run_fills_every_section(page):
+    assert re.findall(r'<section id="(\w+)"', page) == list(SECTIONS)
+    assert "Nothing was recorded" not in page and "is damaged" not in page
+    assert "Done." in page and "LoRA of base on rows.jsonl" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("asked", ["train.max_steps 20 run.yaml", "train.learning_rate 0.001 override", "train.seed 0 default"]),
+        ("chosen", ["train.batch_size auto 4 planner", "train.learning_rate 0.001 0.001 override"]),
+        ("chosen", ["micro-batch 4: the fastest that fits", "2 x 4 yes one process 512.00 MiB yes 75% of the plan's"]),
+        ("memory", ["backward 1.00 GiB 1.01 GiB +1.0 % 50.0%", "activations 0 B 600.00 MiB"]),
+        ("memory", ["The budget of a process is 2.00 GiB.", "weights", "measured by the probe"]),
+        ("training", ["Training loss at the end: 1.0000; held-out loss at the end: 2.0000", "Learning rate"]),
+        ("training", ["Gradient norm", "Tokens per second", "optimizer step", "nats per token"]),
+        ("speed", ["predicted 500 ms, measured 600 ms (prediction 17 % too low)", "Seconds per step"]),
+        ("data", ["train 100 5,000 50.0% 3 2 40 90 400", "2 rows dropped: empty", "few rows", "abc123"]),
+        ("data", ["Length of the val rows", "Bins of 3 tokens; 100 rows", "1 longer"]),
+        ("scores", ["metric before after make eval, val", "loss 2.0000 0.7500 0.7000", "answers to 10 rows of test"]),
+        ("answers", ["before training (empty)", "prompt 3 + 4? reference 7 answer seven"]),
+        ("environment", ["GPU 0 NVIDIA H100, 80.00 GiB", "driver 570.1 (CUDA 12.8)", "torch 2.13.0"]),
+    ],
+)  # fmt: skip
+def test_a_section_says_what_the_files_hold(page, name, words):
+    for text in words:
+        assert text in section(page, name)
+
+
+def test_texts_of_people_are_not_markup(tmp_path):
+    run = finished(tmp_path / ATTACK.replace("/", "_"), origin=f"/home/ann/{ATTACK.replace('/', '_')}.yaml")
+    page = page_of(run)
+    assert "<script" not in page and page.count("&lt;script&gt;") >= 4
+    assert "script" not in re.search(r"default-src 'none'[^\"]*", page)[0]
+
+
+def test_folders_of_the_machine_are_left_out(page):
+    assert "/home" not in page
+
+
+def test_access_tokens_are_masked_also_those_that_escaping_would_change(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "a&b<c>d'e")
+    run = finished(tmp_path / "one")
+    answer = {"messages": [{"content": "a&b<c>d'e"}], "reference": "hf_" + "x" * 30, "generated": "ok"}
+    (run.path / "eval.val.jsonl").write_text(json.dumps(answer))
+    page = page_of(run)
+    assert "a&amp;b" not in page and "hf_xxx" not in page and "*********" in page
+
+
+def test_the_page_loads_and_runs_nothing_and_its_ids_are_unique(page):
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)) and "http://" not in page.replace(
+        "http://www.w3.org/1999/xlink", ""
+    )
+    used = {name for pair in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page) for name in pair if name}
+    assert used <= set(ids)
+    assert not re.search(r"<(?:link|img|script|iframe)|@import|src=", page)
+
+
+def test_every_plot_has_a_name_and_its_colours_follow_the_theme(page):
+    plots = re.findall(r"<svg [^>]*>", page)
+    assert len(plots) == 8 and all(re.search(r'role="img" aria-label="\w', plot) for plot in plots)
+    assert not re.search(r"#0000\w\w\b", page) and "var(--ink)" in page
+
+
+def test_a_run_that_failed_half_way_shows_what_there_is(tmp_path):
+    page = page_of(train(begin(tmp_path / "half"), steps=7))
+    assert "Not finished" in page and "7 of 20 steps recorded" in page
+    assert "Nothing was recorded" in section(page, "scores")
+    assert "Nothing was measured by phase" in section(page, "memory")
+    assert "predicted 500 ms, measured n/a" in section(page, "speed")
+    assert "Nothing was recorded" not in section(page, "training") + section(page, "data")
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
+    (tmp_path / "log.txt").write_text("")
+    page = write_report(tmp_path).read_text()
+    assert "0 steps recorded" in page and page.count("Nothing was recorded") == len(SECTIONS)
+
+
+def test_an_interrupted_run_names_the_command_that_continues_it(tmp_path):
+    run = train(begin(tmp_path / "one"), steps=7)
+    run.write_json(run.summary, {"status": "interrupted"})
+    assert "Interrupted with a checkpoint saved, 7 of 20 steps recorded; make resume" in page_of(run)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff", "null", "[" * 100_000])
+def test_a_damaged_summary_is_named_and_left_out(tmp_path, content):
+    run = finished(tmp_path / "one")
+    run.summary.write_bytes(content.encode("utf-8", "surrogateescape"))
+    page = page_of(run)
+    assert "Damaged and left out: summary.json" in page and "train.batch_size" in section(page, "chosen")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "name"),
+    [
+        ("eval.val.json", {"split": 1, "loss": "low"}, "scores"),
+        ("summary.json", {"status": "done", "samples": [{}]}, "answers"),
+        ("plan.json", {"plan": {}, "memory": {"phases": {"load": 1}}}, "memory"),
+        ("data.json", {"train": {"rows": "many"}}, "data"),
+        ("environment.json", {"gpus": 3}, "environment"),
+    ],
+)
+def test_json_of_another_form_costs_its_section_only(tmp_path, file, content, name):
+    run = finished(tmp_path / "one")
+    (run.path / file).write_text(json.dumps(content))
+    page = page_of(run)
+    assert "This part of the run's files is damaged" in section(page, name)
+    assert "Seconds per step" in section(page, "speed")
+
+
+@pytest.mark.parametrize("scores", [3, {"before": 3}, {"before": {"loss": "low"}}, {"after": None}])
+def test_scores_of_another_form_are_left_out(tmp_path, scores):
+    run = finished(tmp_path / "one")
+    run.write_json(run.summary, {"status": "done", "eval": scores})
+    assert "metric make eval, val loss 0.7000" in section(page_of(run), "scores")
+
+
+def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
+    run = finished(tmp_path / "one")
+    with run.metrics.open("a") as file:
+        file.write(
+            '[1]\n{"step": "x"}\n{"train/loss": 1}\n{"step": 21, "train/loss": NaN}\n{"step": 22, "tra'
+        )
+    assert "Training loss at the end: 1.0000" in page_of(run)
+
+
+def test_half_a_character_in_an_answer_is_no_obstacle(tmp_path):
+    run = finished(tmp_path / "one")
+    answer = {"messages": [{"content": "x"}], "reference": "y", "generated": "\ud83d"}
+    (run.path / "eval.val.jsonl").write_text(json.dumps(answer))
+    assert "answer ?" in section(page_of(run), "answers")
+
+
+def test_a_full_disk_leaves_the_earlier_page_and_no_other_file(tmp_path):
+    run = finished(tmp_path / "one")
+    before, files = page_of(run), sorted(run.path.iterdir())
+    page = run_page(read_run(run.path))
+    with file_size_limit(10_000), pytest.raises(StorageError, match=r"cannot write .*report.html"):
+        write_page(page, run.report)
+    assert run.report.read_text() == before and sorted(run.path.iterdir()) == files
+
+
+def test_a_page_without_sections_is_whole():
+    assert render(Page("one", "two", [])).endswith("</html>")
