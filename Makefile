@@ -249,7 +249,11 @@ test-cluster: $(READY) ## Test on a local SLURM and two virtual hosts (as root)
 
 .PHONY: test-faults
 test-faults: $(READY) ## Run the long tests; goes on where it was cut
-	PYTEST_ADDOPTS=$(call quote,-m "(faults or slow) and not cluster" $(ARGS)) $(PY) -m pytest -p tests.resumed
+	PYTEST_ADDOPTS=$(call quote,-m "(faults or slow) and not cluster and not browser" $(ARGS)) $(PY) -m pytest -p tests.resumed
+
+.PHONY: test-browser
+test-browser: $(READY) ## Test reports in Chromium, where it is installed
+	PYTEST_ADDOPTS=$(call quote,-m browser $(ARGS)) $(PY) -m pytest tests/integration/test_browser.py
 
 .PHONY: check-code
 check-code: $(READY) ## Lint, check formatting, check types
