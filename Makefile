@@ -16,7 +16,7 @@
 #! make train CONFIG=configs/run_lora.yaml ARGS="data.train_path=my.jsonl"
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
-TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CONFIG CONFIRM DTYPE ENGINE GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CONFIG CONFIRM DTYPE ENGINE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
         OUT PARTITION PROBE PYTHON RANK RUN RUNS SBATCH SHOW SPLIT STYLE TIME VENV
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 
@@ -218,6 +218,10 @@ report: $(READY) ## Write a run as an HTML page: RUN=name (default: latest)
 .PHONY: compare
 compare: $(READY) ## Put runs side by side on an HTML page: RUNS="one two"
 	$(if $(filter file,$(origin RUNS)),$(error RUNS="one two" is required))$(SFT) compare $(call flag,--output,$(OUT)) $(foreach name,$(call one_line,$(RUNS)),$(call quote,$(name)))
+
+.PHONY: export
+export: $(READY) ## Write a GGUF and a Modelfile; DTYPE=q8_0 OUT=dir
+	$(SFT) export $(call flag,--format,$(FORMAT)) $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(WITH_CONFIG)
 
 ##@ Development
 

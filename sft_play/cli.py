@@ -118,6 +118,11 @@ def _add_model_commands(commands: _Commands) -> None:
     )
     dtypes = ["auto", "bfloat16", "float16", "float32"]
     command.add_argument("--dtype", choices=dtypes, default="auto", help="data type of the saved weights")
+    command = commands.add("export", handlers.export, as_json=True)
+    command.add_argument("--format", default="gguf", help="(default: gguf, the only one)")
+    command.add_argument("--output", help="folder to write (default: gguf/ in the run directory)")
+    dtype_help = "f32, f16, bf16, q8_0, or auto: that of the merged model (default)"
+    command.add_argument("--dtype", default="auto", help=dtype_help)
     command = commands.add("merge-test", handlers.merge_test, as_json=True)
     command.add_argument("--output", help="folder of the merged model")
     command = commands.add("report", handlers.report, config=False)

@@ -306,6 +306,17 @@ def _output(args: argparse.Namespace) -> Path | None:
     return Path(args.output) if args.output else None
 
 
+def export(args: argparse.Namespace) -> int:
+    """Export the merged model as a GGUF file, with a Modelfile for Ollama."""
+    from sft_play.commands.export import export as export_run
+
+    resolved = _load(args)
+    result = export_run(resolved.config, _finished_run(resolved), args.format, _output(args), args.dtype)
+    if args.json:
+        _print_json(result)
+    return 0
+
+
 def merge_test(args: argparse.Namespace) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
     from sft_play.commands.merge import merge_test as test

@@ -1,6 +1,5 @@
 """Merges LoRA adapters into the base weights, and tests that the merged model matches the adapter model."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -13,11 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sft_play.commands.card import write_card
+from sft_play.commands.output import replacing_output, require_overwritable, require_space
 from sft_play.config.schema import RunConfig
-from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, SftPlayError, StorageError
-from sft_play.fingerprints import installed_versions
-from sft_play.machine.host import existing_folder, free_bytes
-from sft_play.manifest import replacing
+from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.model.adapters import load_adapter, require_fitting
 from sft_play.model.data import load_data
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
@@ -26,7 +23,6 @@ from sft_play.model.weights import finished_weights, release_memory, require_und
 from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
-from sft_play.train.disk import write_failure
 from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +70,8 @@ def _adapter_of(config: RunConfig, run: RunDir) -> Path:
     return finished_weights(config, run)
 
 
-def _digest(adapter: Path) -> str:
+def digest(adapter: Path) -> str:
+    """SHA-256 of the weights of an adapter."""
     return hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
@@ -120,37 +117,6 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> "PreTrainedMo
     return model
 
 
-def _require_overwritable(output: Path) -> None:
-    if not output.exists():
-        return
-    if not output.is_dir() or (any(output.iterdir()) and not (output / MERGE_INFO).is_file()):
-        raise ConfigError(
-            f"{output} exists and was not written by `make merge` (it has no {MERGE_INFO}), so it is not "
-            "overwritten. Remove it, or set OUT=<another folder>"
-        )
-
-
-@contextlib.contextmanager
-def _replacing(output: Path) -> Iterator[Path]:
-    """Yields a temporary folder that replaces `output`, with a manifest, once it is complete.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
-    try:
-        with replacing(output, {"versions": installed_versions()}) as folder:
-            yield folder
-    except SftPlayError:
-        raise
-    except Exception as error:  # tokenizers raises plain exceptions
-        reason = write_failure(error, output.parent)
-        if reason is None:
-            raise
-        raise StorageError(
-            f"cannot write {output}: {reason}. Free some space, or set OUT=<folder>"
-        ) from error
-
-
 def _require_written(file: Path) -> None:
     """Waits until the file is on the disk, and checks that it is whole: its end may be lost silently.
 
@@ -171,16 +137,8 @@ def _require_written(file: Path) -> None:
         ) from error
 
 
-def _require_space(model: "PreTrainedModel", output: Path) -> int:
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    folder = existing_folder(output.absolute().parent)
-    free = free_bytes(folder)
-    if free < needed * 1.05:
-        raise StorageError(
-            f"the merged model needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free. "
-            "Free some space, set OUT=<folder>, or use a 16-bit DTYPE"
-        )
-    return needed
+def _size_of(model: "PreTrainedModel") -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def merge(
@@ -210,20 +168,21 @@ def merge(
         raise ConfigError(f"DTYPE={dtype} is not supported; allowed: {', '.join(DTYPES)}")
     adapter = _adapter_of(config, run)
     output = output or merged_folder(run)
-    _require_overwritable(output)
+    require_overwritable(output, MERGE_INFO, "merge")
     dtype = _published_dtype(config) if dtype == "auto" else dtype
     with quiet_libraries(run.log), spinner(f"merging {adapter} into {config.model.name}"):
         model = _merged_model(config, adapter, dtype)
-        size = _require_space(model, output)
+        size = _size_of(model)
+        require_space(output, size, "the merged model")
         tokenizer = load_chat_tokenizer(config)
         model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
         info = {
             "base": config.model.name,
             "adapter": str(adapter),
-            "adapter_sha256": _digest(adapter),
+            "adapter_sha256": digest(adapter),
             "dtype": dtype,
         }
-        with _replacing(output) as folder:
+        with replacing_output(output) as folder:
             model.save_pretrained(folder, max_shard_size=max_shard_size)
             tokenizer.save_pretrained(folder)
             run.write_json(folder / MERGE_INFO, info)
@@ -284,7 +243,7 @@ def _require_merged(output: Path, adapter: Path) -> str:
         raise CheckpointError(
             f"{output} has no merged model ({MERGE_INFO} is missing); run `make merge` first"
         )
-    if info["adapter_sha256"] != _digest(adapter):
+    if info["adapter_sha256"] != digest(adapter):
         raise CheckpointError(
             f"{output} was merged from another version of {adapter}; run `make merge` again"
         )

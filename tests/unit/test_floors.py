@@ -25,7 +25,7 @@ FLOORS = [
      "planning.clock"],
     ["launch"],
     ["data.collators", "model", "builtin.models", "builtin.world"],
-    ["builtin.demo"],
+    ["builtin.demo", "export"],
     ["sizing"],
     ["planning"],
     ["job"],

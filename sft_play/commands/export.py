@@ -1,0 +1,125 @@
+"""Exports a finished run as a GGUF file with a Modelfile, for llama.cpp and Ollama."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from sft_play.commands.merge import MERGE_INFO, digest, merge, merged_folder
+from sft_play.commands.output import replacing_output, require_overwritable, require_space
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.export import ollama
+from sft_play.export.architecture import gguf_name
+from sft_play.export.gguf_file import TYPES, Source, file_bytes, write
+from sft_play.export.vocabulary import vocabulary
+from sft_play.manifest import find_damage
+from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
+from sft_play.model.load import load_model_config
+from sft_play.model.weights import finished_weights
+from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.units import format_bytes
+
+FORMATS = ("gguf",)
+OF_DTYPE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+EXPORT_INFO = "export.json"  # in the exported folder: of what; a folder with it may be overwritten
+MODELFILE = "Modelfile"
+
+
+def export(
+    config: RunConfig, run: RunDir, form: str = "gguf", output: Path | None = None, dtype: str = "auto"
+) -> dict[str, Any]:
+    """Writes `<run>/gguf/`: the merged model as a GGUF file, and a Modelfile for Ollama.
+
+    Merges the adapter first, unless `make merge` has done it.
+
+    Args:
+        config: of the run.
+        run: its run directory.
+        form: gguf.
+        output: folder; an earlier export is overwritten once the new one is complete.
+        dtype: of the matrices: f32, f16, bf16 or q8_0; auto is that of the merged model.
+
+    Raises:
+        ConfigError: the format, the model or the tokenizer cannot be exported, or `output` has other content.
+        CheckpointError: the run has no complete weights.
+        StorageError: there is not enough disk space.
+        NonFiniteError: a weight is not finite in this dtype.
+    """
+    _require_known(form, dtype)
+    output = output or run.path / "gguf"
+    require_overwritable(output, EXPORT_INFO, "export")
+    finished_weights(config, run)
+    architecture, tokenizer = load_model_config(config.model), load_chat_tokenizer(config)
+    gguf_name(architecture)  # reports what cannot be exported before anything is merged
+    vocabulary(tokenizer, len(tokenizer))
+    folder = run.model if config.tuning.mode == "full" else _merged(config, run)
+    with quiet_libraries(run.log):
+        merged_config = load_model_config(config.model.model_copy(update={"name": str(folder)}))
+        wanted = dtype if dtype != "auto" else OF_DTYPE[str(merged_config.dtype).removeprefix("torch.")]
+        source = Source(folder, merged_config, tokenizer, config.output.name)
+        result = _write_folder(config, run, source, output, wanted)
+    _report(output, result)
+    return {"output": str(output), **result}
+
+
+def _require_known(form: str, dtype: str) -> None:
+    if form not in FORMATS:
+        raise ConfigError(f"FORMAT={form} is not supported; allowed: {', '.join(FORMATS)}")
+    if dtype not in ("auto", *TYPES):
+        raise ConfigError(f"DTYPE={dtype} is not supported; allowed: auto, {', '.join(TYPES)}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("FORMAT=gguf needs gguf, which is not installed (pip install gguf)")
+
+
+def _merged(config: RunConfig, run: RunDir) -> Path:
+    """The folder of the merged model; merges first unless it is there, whole and of this adapter."""
+    folder = merged_folder(run)
+    if read_json(folder / MERGE_INFO).get("adapter_sha256") != digest(run.adapter) or find_damage(folder):
+        merge(config, run)
+    return folder
+
+
+def _write_folder(
+    config: RunConfig, run: RunDir, source: Source, output: Path, wanted: str
+) -> dict[str, Any]:
+    require_space(output, file_bytes(source, wanted), "the GGUF file")
+    name = f"{config.output.name}-{wanted.upper()}.gguf"
+    tokenizer = source.tokenizer
+    turns, system = ollama.turns_of(tokenizer), config.data.system_prompt
+    stops = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
+    texts = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(stops)]
+    writable = system if system and '"""' not in system else None
+    with replacing_output(output) as folder:
+        counts = write(folder / name, source, wanted)
+        text = ollama.modelfile(name, turns, texts, writable)
+        (folder / MODELFILE).write_text(text, encoding="utf-8")
+        info = {
+            "format": "gguf",
+            "dtype": wanted,
+            "tensors": counts,
+            "source": str(source.folder),
+            "template": turns is not None,
+            "system_left_out": system != writable,
+        }
+        run.write_json(folder / EXPORT_INFO, info)
+    return {**info, "file": name, "bytes": (output / name).stat().st_size}
+
+
+def _report(output: Path, result: dict[str, Any]) -> None:
+    say = console().print
+    usual = (result["dtype"].upper(), "F32")
+    others = [
+        f", {count} matrices in {kind}" for kind, count in result["tensors"].items() if kind not in usual
+    ]
+    size = format_bytes(result["bytes"])
+    text = f"{output / result['file']} ({result['dtype']}, {size}{''.join(others)})"
+    say(text, markup=False, soft_wrap=True)
+    if not result["template"]:
+        say(
+            f"{output / MODELFILE} has no TEMPLATE: the chat template does more than can be written for "
+            "Ollama here, and Ollama recognizes only some of those inside GGUF files",
+            style="yellow",
+        )
+    if result["system_left_out"]:
+        say(f'{output / MODELFILE} has no SYSTEM: data.system_prompt contains """', style="yellow")
+    say(f"run `ollama create <name> -f {output / MODELFILE}`, or load the file with llama.cpp", style="dim")

@@ -1,0 +1,68 @@
+"""Folders that a command writes: whole or not at all, and never over something else."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from sft_play.errors import ConfigError, SftPlayError, StorageError
+from sft_play.fingerprints import installed_versions
+from sft_play.machine.host import existing_folder, free_bytes
+from sft_play.manifest import replacing
+from sft_play.train.disk import write_failure
+from sft_play.units import format_bytes
+
+
+def require_overwritable(output: Path, mark: str, target: str) -> None:
+    """Checks that a folder may be replaced.
+
+    Args:
+        output: the folder.
+        mark: a file that only this command writes.
+        target: the make target.
+
+    Raises:
+        ConfigError: the folder has other content.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir() or (any(output.iterdir()) and not (output / mark).is_file()):
+        raise ConfigError(
+            f"{output} exists and was not written by `make {target}` (it has no {mark}), so it is not "
+            "overwritten. Remove it, or set OUT=<another folder>"
+        )
+
+
+def require_space(output: Path, needed: int, what: str) -> None:
+    """Checks that the disk has room for `needed` bytes and a little more.
+
+    Raises:
+        StorageError: it has not.
+    """
+    folder = existing_folder(output.absolute().parent)
+    free = free_bytes(folder)
+    if free < needed * 1.05:
+        raise StorageError(
+            f"{what} needs {format_bytes(needed)}, but {folder} has {format_bytes(free)} free. "
+            "Free some space, set OUT=<folder>, or use a 16-bit DTYPE"
+        )
+
+
+@contextlib.contextmanager
+def replacing_output(output: Path) -> Iterator[Path]:
+    """Yields a temporary folder that replaces `output`, with a manifest, once it is complete.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    try:
+        with replacing(output, {"versions": installed_versions()}) as folder:
+            yield folder
+    except SftPlayError:
+        raise
+    except Exception as error:  # tokenizers raises plain exceptions
+        reason = write_failure(error, output.parent)
+        if reason is None:
+            raise
+        raise StorageError(
+            f"cannot write {output}: {reason}. Free some space, or set OUT=<folder>"
+        ) from error

@@ -1,0 +1,130 @@
+"""Architectures that llama.cpp runs as transformers does, and what a GGUF file says about them.
+
+Facts from llama.cpp's converter and model loader (ggml-org/llama.cpp, conversion/ and src/, read 2026-11-22).
+What llama.cpp would take from its own tables instead of the file is compared here, and refused if it differs.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from sft_play.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# model_type of transformers -> architecture of GGUF
+NAMES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}
+GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # one layer of so many attends to the whole text
+GEMMA_27B_LAYERS = {
+    "gemma2": 46,
+    "gemma3": 62,
+}  # scales attention by the width per head, not by the head size
+ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
+
+
+def gguf_name(config: "PretrainedConfig") -> str:
+    """The name of an architecture in GGUF, e.g. "llama" also for Mistral.
+
+    Raises:
+        ConfigError: llama.cpp does not have it, or would compute something else.
+    """
+    text = config.get_text_config()
+    name = NAMES.get(text.model_type)
+    if name is None:
+        raise ConfigError(
+            f"FORMAT=gguf: models of type {text.model_type} cannot be exported; supported: "
+            f"{', '.join(NAMES)}. The folder of `make merge` works in transformers and vLLM"
+        )
+    difference = _difference(name, text)
+    if difference:
+        raise ConfigError(
+            f"FORMAT=gguf: llama.cpp would not compute what was trained ({text.model_type}): {difference}. "
+            "The folder of `make merge` works in transformers and vLLM"
+        )
+    return name
+
+
+def _difference(name: str, text: "PretrainedConfig") -> str | None:
+    """What llama.cpp would do differently; None if nothing."""
+    kinds = {"default", "linear", "yarn"} | ({"llama3"} if name == "llama" else set())
+    unknown = {rope.get("rope_type", "default") for rope in rope_settings(text).values()} - kinds
+    activation = getattr(text, "hidden_activation", None) or text.hidden_act
+    if unknown:
+        return f"it does not know rope_type {', '.join(sorted(unknown))}"
+    if activation not in ACTIVATIONS or (activation == "silu") == (name in GEMMA_PERIOD):
+        return f"it does not know the activation {activation} here"
+    if name == "qwen3" and text.attention_bias:
+        return "it knows no attention_bias here"
+    return _gemma_difference(name, text) if name in GEMMA_PERIOD else None
+
+
+def _gemma_difference(name: str, text: "PretrainedConfig") -> str | None:
+    period = GEMMA_PERIOD[name]
+    pattern = [
+        "sliding_attention" if (layer + 1) % period else "full_attention"
+        for layer in range(text.num_hidden_layers)
+    ]
+    per_head = text.hidden_size / text.num_attention_heads
+    scale = per_head if text.num_hidden_layers == GEMMA_27B_LAYERS[name] else text.head_dim
+    if list(text.layer_types) != pattern:
+        return f"there, layers {period}, {2 * period}, ... have full attention"
+    if text.query_pre_attn_scalar != scale:
+        return f"it scales attention by {scale:g}, not by query_pre_attn_scalar={text.query_pre_attn_scalar}"
+    return None
+
+
+def rope_settings(text: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+    """The settings of rotary positions by kind of layer ("full_attention", maybe "sliding_attention")."""
+    found = text.rope_parameters or {}
+    return found if "full_attention" in found else {"full_attention": found}
+
+
+def head_size(text: "PretrainedConfig") -> int:
+    """Channels of an attention head."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def describe(writer: Any, text: "PretrainedConfig") -> None:
+    """Writes the sizes of a model into a GGUF writer."""
+    writer.add_vocab_size(text.vocab_size)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_feed_forward_length(text.intermediate_size)
+    writer.add_head_count(text.num_attention_heads)
+    writer.add_head_count_kv(text.num_key_value_heads)
+    writer.add_key_length(head_size(text))
+    writer.add_value_length(head_size(text))
+    writer.add_rope_dimension_count(head_size(text))
+    writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    _describe_rope(writer, text)
+    if NAMES[text.model_type] in GEMMA_PERIOD:
+        writer.add_sliding_window(text.sliding_window)
+        if text.attn_logit_softcapping:
+            writer.add_attn_logit_softcapping(text.attn_logit_softcapping)
+        if text.final_logit_softcapping:
+            writer.add_final_logit_softcapping(text.final_logit_softcapping)
+
+
+def _describe_rope(writer: Any, text: "PretrainedConfig") -> None:
+    from gguf import RopeScalingType
+
+    settings = rope_settings(text)
+    rope = settings["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "sliding_attention" in settings:
+        writer.add_rope_freq_base_swa(settings["sliding_attention"]["rope_theta"])
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
