@@ -17,7 +17,7 @@
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
 TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CONFIG CONFIRM DTYPE ENGINE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
-        OUT PARTITION PROBE PYTHON RANK RUN RUNS SBATCH SHOW SPLIT STYLE TIME VENV
+        OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOW SPLIT STYLE TIME VENV WHAT
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 
 PYTHON ?= python3
@@ -222,6 +222,10 @@ compare: $(READY) ## Put runs side by side on an HTML page: RUNS="one two"
 .PHONY: export
 export: $(READY) ## Write a GGUF and a Modelfile; DTYPE=q8_0 OUT=dir
 	$(SFT) export $(call flag,--format,$(FORMAT)) $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(WITH_CONFIG)
+
+.PHONY: push
+push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
+	$(call required,REPO,user/name)$(SFT) push --repo $(call quote,$(REPO)) $(call flag,--what,$(WHAT)) $(if $(PUBLIC),--public) $(WITH_CONFIG)
 
 ##@ Development
 

@@ -123,6 +123,10 @@ def _add_model_commands(commands: _Commands) -> None:
     command.add_argument("--output", help="folder to write (default: gguf/ in the run directory)")
     dtype_help = "f32, f16, bf16, q8_0, or auto: that of the merged model (default)"
     command.add_argument("--dtype", default="auto", help=dtype_help)
+    command = commands.add("push", handlers.push, as_json=True)
+    command.add_argument("--repo", required=True, metavar="USER/NAME", help="repository on the Hub")
+    command.add_argument("--what", default="result", help="result or merged (default: result)")
+    command.add_argument("--public", action="store_true", help="make a public repository (default: private)")
     command = commands.add("merge-test", handlers.merge_test, as_json=True)
     command.add_argument("--output", help="folder of the merged model")
     command = commands.add("report", handlers.report, config=False)

@@ -17,6 +17,7 @@ from typing import Any
 from sft_play.runlog import console
 
 ANSWER_SECONDS = 15.0  # until the head of an answer is there
+COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it answers
 STALL_SECONDS, STALL_BYTES = 30.0, 1024  # an answer that brings less than this in that time has stalled
 
 
@@ -40,9 +41,14 @@ def _limited(send: Callable[..., Any], library: Any) -> Callable[..., Any]:
     def limited(request: Any, *, stream: bool = False, **arguments: Any) -> Any:
         url, asked = str(request.url), request.extensions.get("timeout", {})
         limits = {name: asked.get(name) or ANSWER_SECONDS for name in ("connect", "read", "write", "pool")}
+        if "/commit/" in request.url.path:
+            limits["read"] = COMMIT_SECONDS
         request.extensions["timeout"] = limits
+        if request.method == "PUT":  # an upload: each of its writes has its limit, all of it may take hours
+            return send(request, stream=stream, **arguments)
         call = functools.partial(send, request, stream=True, **arguments)
-        response = _within(call, url, library.TimeoutException)
+        seconds = COMMIT_SECONDS if "/commit/" in request.url.path else ANSWER_SECONDS
+        response = _within(call, url, library.TimeoutException, seconds)
         response.stream = _limited_stream(response.stream, url, library)
         if not stream:
             try:
@@ -56,7 +62,7 @@ def _limited(send: Callable[..., Any], library: Any) -> Callable[..., Any]:
     return limited
 
 
-def _within(call: Callable[[], Any], url: str, timeouts: type[Exception]) -> Any:
+def _within(call: Callable[[], Any], url: str, timeouts: type[Exception], seconds: float) -> Any:
     """The result of a call, which is left behind in its thread if it takes too long.
 
     Raises:
@@ -73,9 +79,9 @@ def _within(call: Callable[[], Any], url: str, timeouts: type[Exception]) -> Any
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(ANSWER_SECONDS)
+    thread.join(seconds)
     if not found:
-        raise _gave_up(f"{url} did not answer within {ANSWER_SECONDS:g} s")
+        raise _gave_up(f"{url} did not answer within {seconds:g} s")
     result, error = found[0]
     if isinstance(error, timeouts):
         raise _gave_up(f"{url} did not answer in time")

@@ -317,6 +317,18 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
+def push(args: argparse.Namespace) -> int:
+    """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
+    from sft_play.commands.push import push as push_run
+
+    resolved = _load(args)
+    run = _finished_run(resolved)
+    result = push_run(resolved.config, run, args.repo, part=args.what, public=args.public)
+    if args.json:
+        _print_json(result)
+    return 0
+
+
 def merge_test(args: argparse.Namespace) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
     from sft_play.commands.merge import merge_test as test

@@ -236,8 +236,12 @@ def compare_logits(reference: Sequence[torch.Tensor], others: Iterator[torch.Ten
     )
 
 
-def _require_merged(output: Path, adapter: Path) -> str:
-    """Checks that `output` was merged from this adapter; returns its dtype."""
+def require_merged(output: Path, adapter: Path) -> str:
+    """Checks that `output` was merged from this adapter and is undamaged; returns its dtype.
+
+    Raises:
+        CheckpointError: it was not, or it is damaged.
+    """
     info = read_json(output / MERGE_INFO)
     if not info:
         raise CheckpointError(
@@ -313,7 +317,7 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
     """
     adapter = _adapter_of(config, run)
     output = output or merged_folder(run)
-    dtype = _require_merged(output, adapter)
+    dtype = require_merged(output, adapter)
     with quiet_libraries(run.log):
         rows = _test_rows(config)
         with spinner("comparing logits"):

@@ -98,3 +98,29 @@ def train_by_heart(config: RunConfig) -> FinishedRun:
             break
     model.save_pretrained(run.model if config.tuning.mode == "full" else run.adapter)
     return FinishedRun(config, run)
+
+
+def config_of(base: Path, folder: Path, mode: str = "lora", **data) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name": str(base)},
+            "data": {"train_path": "unused.jsonl", **data},
+            "tuning": {"mode": mode},
+            "output": {"name": "order", "dir": str(folder / "runs")},
+        }
+    )
+
+
+def random_run(base: Path, folder: Path, **data) -> FinishedRun:
+    """A run whose adapter changes every layer, without training it."""
+    config = config_of(base, folder, **data)
+    run = RunDir(Path(config.output.dir) / config.output.name)
+    model = load_base(
+        config.model, dtype="float32", attn_implementation="sdpa", device=torch.device("cpu"), quantize=False
+    )
+    adapted = attach_adapter(model, config.tuning.lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(run.adapter)
+    return FinishedRun(config, run)

@@ -25,12 +25,13 @@ SETTINGS = {
     "RUN": "name",
     "RUNS": "one two",
     "NGPU": "2",
+    "REPO": "user/name",
 }
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
-    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "test", "test-gpu", "test-cluster", "test-faults",
+    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-all",
 ]  # fmt: skip
@@ -86,7 +87,13 @@ def test_make_n_shows_what_each_target_would_do_and_does_nothing(target, tmp_pat
 
 @pytest.mark.parametrize(
     ("target", "setting"),
-    [("infer-batch", "IN"), ("style", "STYLE"), ("clean-all", "CONFIRM"), ("compare", "RUNS")],
+    [
+        ("infer-batch", "IN"),
+        ("style", "STYLE"),
+        ("clean-all", "CONFIRM"),
+        ("compare", "RUNS"),
+        ("push", "REPO"),
+    ],
 )
 def test_a_required_setting_is_asked_for(target, setting):
     done = make(target, **{name: value for name, value in SETTINGS.items() if name != setting})

@@ -10,47 +10,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from sft_play.commands import export as exporting
 from sft_play.commands.export import export
 from sft_play.commands.merge import merge
-from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, StorageError
 from sft_play.manifest import find_damage
-from sft_play.model.load import attach_adapter, load_base
 from sft_play.runlog import RunDir
 from tests.unit.export import folders
-from tests.unit.finished_run import FinishedRun
+from tests.unit.finished_run import FinishedRun, config_of, random_run
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (pip install gguf)")
-
-
-def config_of(base: Path, folder: Path, mode: str = "lora", **data) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"name": str(base)},
-            "data": {"train_path": "unused.jsonl", **data},
-            "tuning": {"mode": mode},
-            "output": {"name": "order", "dir": str(folder / "runs")},
-        }
-    )
-
-
-def finished_run(base: Path, folder: Path, **data) -> FinishedRun:
-    """A run whose adapter changes every layer, without training it."""
-    config = config_of(base, folder, **data)
-    run = RunDir(Path(config.output.dir) / config.output.name)
-    model = load_base(
-        config.model, dtype="float32", attn_implementation="sdpa", device=torch.device("cpu"), quantize=False
-    )
-    adapted = attach_adapter(model, config.tuning.lora)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(run.adapter)
-    return FinishedRun(config, run)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
-    return finished_run(folders.make_folder("llama3", folder / "base"), folder, system_prompt="Be brief.")
+    return random_run(folders.make_folder("llama3", folder / "base"), folder, system_prompt="Be brief.")
 
 
 @pytest.fixture
@@ -120,7 +92,7 @@ def test_an_architecture_that_llama_cpp_lacks_is_refused_before_anything_is_merg
 
 
 def test_a_tokenizer_that_gguf_lacks_is_refused_before_anything_is_merged(tiny_model, tmp_path):
-    finished = finished_run(tiny_model, tmp_path)
+    finished = random_run(tiny_model, tmp_path)
     with pytest.raises(ConfigError, match="tokenizers of type WordLevel cannot be exported; supported: BPE"):
         export(finished.config, finished.run)
     assert unmerged(finished.run)

@@ -1,0 +1,181 @@
+"""Publishes a finished run on the Hugging Face Hub: the files that loading it needs, and nothing else."""
+
+import json
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from sft_play.commands.card import write_card
+from sft_play.commands.merge import merged_folder, require_merged
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.hub import is_network_error, limit_network
+from sft_play.manifest import CARD
+from sft_play.model.weights import finished_weights
+from sft_play.report.card import public_name
+from sft_play.report.progress import spinner
+from sft_play.runlog import RunDir, console, quiet_libraries
+from sft_play.secrets import find_secret
+from sft_play.units import format_bytes
+
+PARTS = ("result", "merged")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+ADAPTER_SETTINGS = "adapter_config.json"
+PUBLISHED = (
+    CARD,
+    ADAPTER_SETTINGS,
+    "adapter_model*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+# too large to search for secrets, and full of words that may be somebody's password
+NOT_SEARCHED = ("*.safetensors", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+MESSAGE_CHARACTERS = 300  # of what the Hub answered
+
+
+def push(
+    config: RunConfig, run: RunDir, repository: str, *, part: str = "result", public: bool = False
+) -> dict[str, Any]:
+    """Uploads the adapter (or the full model), or the merged model, in one commit.
+
+    Args:
+        config: of the run.
+        run: its run directory.
+        repository: user/name; made if it does not exist.
+        part: result: what was trained; merged: what `make merge` wrote.
+        public: make the repository public; an existing one keeps what it is.
+
+    Raises:
+        ConfigError: there is no token, the repository cannot be written or is public without `public`, a file
+            has a secret in it, or the Hub cannot be reached; then nothing has been published.
+        CheckpointError: the run has no complete weights, or they are damaged.
+    """
+    token = _token(repository, part)
+    folder = _verified_folder(config, run, part)
+    if not (folder / CARD).exists():
+        write_card(config, run, folder, merged=part == "merged")
+    files = [path for path in sorted(folder.iterdir()) if any(fnmatch(path.name, name) for name in PUBLISHED)]
+    contents = {path.name: _content(path) for path in files}
+    size = format_bytes(sum(path.stat().st_size for path in files))
+    with quiet_libraries(run.log), spinner(f"uploading {size} to {repository}"):
+        url, private = _upload(repository, contents, token, public=public, title=config.output.name)
+    kind = "private" if private else "public"
+    console().print(f"pushed {len(files)} files ({size}): {url} ({kind})", markup=False, soft_wrap=True)
+    return {"url": url, "private": private, "files": sorted(contents)}
+
+
+def _token(repository: str, part: str) -> str:
+    """The access token; first checks what was typed."""
+    from huggingface_hub import get_token
+
+    if part not in PARTS:
+        raise ConfigError(f"WHAT={part} is not supported; allowed: {', '.join(PARTS)}")
+    if not REPOSITORY.fullmatch(repository):
+        raise ConfigError(f"REPO={repository} is not the name of a repository; expected: REPO=user/name")
+    token = get_token()
+    if not token:
+        raise ConfigError(
+            "make push needs an access token of the Hugging Face Hub: make one that may write at "
+            "https://huggingface.co/settings/tokens, then run `hf auth login` or set HF_TOKEN"
+        )
+    return token
+
+
+def _verified_folder(config: RunConfig, run: RunDir, part: str) -> Path:
+    weights = finished_weights(config, run)
+    if part == "result":
+        return weights
+    if config.tuning.mode == "full":
+        raise ConfigError("WHAT=merged: after full fine-tuning there is nothing to merge; leave WHAT out")
+    merged = merged_folder(run)
+    require_merged(merged, weights)
+    return merged
+
+
+def _content(path: Path) -> bytes | Path:
+    """What to upload of a file: itself, or its text without the folders of this machine.
+
+    Raises:
+        ConfigError: a text has a secret in it.
+    """
+    if any(fnmatch(path.name, name) for name in NOT_SEARCHED):
+        return path
+    text = path.read_text(encoding="utf-8", errors="replace")
+    secret = find_secret(text)
+    if secret:
+        raise ConfigError(f"{path} contains {secret}, and would publish it; remove it and push again")
+    if path.name != ADAPTER_SETTINGS:
+        return path
+    settings = json.loads(text)
+    base = settings.get("base_model_name_or_path")
+    return json.dumps({**settings, "base_model_name_or_path": base and public_name(base)}, indent=2).encode()
+
+
+def _upload(
+    repository: str, contents: dict[str, bytes | Path], token: str, *, public: bool, title: str
+) -> tuple[str, bool]:
+    """The address of the repository, and whether it is private."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    limit_network()
+    api = HfApi(token=token)
+    try:
+        private = _prepare(api, repository, public=public)
+        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        api.create_commit(repository, operations, commit_message=f"{title}, trained with SFT-Play")
+    except HfHubHTTPError as error:
+        raise ConfigError(_refusal(repository, error)) from error
+    except ValueError as error:  # the client has the Hub check the metadata of the card
+        if CARD not in str(error):
+            raise
+        raise ConfigError(f"REPO={repository}: {error}. Nothing was published; correct {CARD}") from error
+    except Exception as error:
+        if not (isinstance(error, OfflineModeIsEnabled) or is_network_error(error)):
+            raise
+        raise ConfigError(_unreachable(repository, error)) from error
+    return f"{api.endpoint}/{repository}", private
+
+
+def _prepare(api: Any, repository: str, *, public: bool) -> bool:
+    """Makes the repository unless it exists; returns whether it is private."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        private = bool(api.repo_info(repository).private)
+    except RepositoryNotFoundError:
+        api.create_repo(repository, private=not public)
+        return not public
+    if not private and not public:
+        raise ConfigError(f"REPO={repository} exists and is public; add PUBLIC=1 to publish there")
+    return private
+
+
+def _refusal(repository: str, error: Any) -> str:
+    status = error.response.status_code
+    said = (error.server_message or str(error).splitlines()[0])[:MESSAGE_CHARACTERS]
+    reasons = {
+        401: "the Hub does not accept the access token; run `hf auth login` again, or set HF_TOKEN",
+        403: "the access token may not write there; make one that may at https://huggingface.co/settings/tokens",
+    }
+    reason = reasons.get(status, f"the Hub answered {status}: {said}")
+    return f"REPO={repository}: {reason}. Nothing was published"
+
+
+def _unreachable(repository: str, error: Exception) -> str:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"REPO={repository}: the Hub cannot be reached ({reason[:MESSAGE_CHARACTERS]}). Nothing was "
+        "published; run the command again when it can"
+    )
