@@ -217,6 +217,11 @@ def compare(job: Job) -> dict[str, Any] | None:
     scores = read_json(job.run.summary).get("eval") or {}
     merged = {when: {**(scores.get(when) or {}), **comparison[when]} for when in ("before", "after")}
     update_summary(job.run, eval=merged, samples=comparison["samples"])
+    if "tensorboard" in job.config.train.report_to:
+        from sft_play.train.board import show_answers
+
+        steps = read_json(job.run.summary).get("optimizer_steps") or 0
+        show_answers(job.run, steps, comparison["samples"], comparison)
     return comparison
 
 

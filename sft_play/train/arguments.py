@@ -85,7 +85,8 @@ def sft_config(
         use_cpu=plan.device == "cpu",
         logging_steps=config.train.logging_steps,
         logging_nan_inf_filter=False,  # never hide a NaN
-        report_to=list(config.train.report_to) or "none",
+        report_to=[name for name in config.train.report_to if name != "tensorboard"]
+        or "none",  # train/board.py
         run_name=config.output.name,
         seed=config.train.seed,
         data_seed=config.train.seed,

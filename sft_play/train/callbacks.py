@@ -126,10 +126,18 @@ class Reporter(TrainerCallback):
         speed = tokens / self._window_seconds if self._window_seconds else 0.0
         steps = step - self._window_start
         return {
-            "tokens_per_second": speed,
-            "step_seconds": self._window_seconds / steps if steps else None,
-            "mfu": self._mfu(speed),
-            "data_wait": self.data_wait,
+            "speed/tokens_per_second": speed,
+            "speed/step_seconds": self._window_seconds / steps if steps else None,
+            "speed/mfu": self._mfu(speed),
+            "speed/data_wait": self.data_wait,
+        }
+
+    def shown(self, step: int) -> dict[str, float | None]:
+        """What trackers show beside the loss; None if unknown."""
+        return {
+            **self.numbers(step),
+            "memory/peak_gib": self.meter.peak_bytes() / GIB,
+            "data/supervised_tokens": sum(self.rows.supervised_per_step[:step]),
         }
 
     def on_log(
@@ -140,7 +148,7 @@ class Reporter(TrainerCallback):
             return
         step = state.global_step
         numbers = self.numbers(step)
-        speed = numbers["tokens_per_second"]
+        speed = numbers["speed/tokens_per_second"] or 0.0
         self._window_start, self._window_seconds = step, 0.0
         peak = self.meter.peak_bytes()
         epoch = step / self.plan.steps_per_epoch
@@ -152,7 +160,7 @@ class Reporter(TrainerCallback):
                 "train/grad_norm": logs.get("grad_norm"),
                 "train/learning_rate": logs["learning_rate"],
                 "train/supervised_tokens": sum(self.rows.supervised_per_step[:step]),
-                **{f"speed/{name}": value for name, value in numbers.items()},
+                **numbers,
                 "memory/peak_bytes": peak,
             }
             append_metrics(self.run, record)

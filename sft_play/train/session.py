@@ -1,7 +1,6 @@
 """A run that is ready to start: model, rows and TRL's trainer with our callbacks."""
 
 import math
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.runlog import console
 from sft_play.train.arguments import sft_config
+from sft_play.train.board import Board, use_groups
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Reporter
 from sft_play.train.checkpoints import is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
@@ -340,8 +340,7 @@ def release_memory(trainer: PlannedTrainer) -> None:
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan = job.config, job.plan
-    # transformers no longer has an argument for it
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(job.run.tensorboard)
+    use_groups()
     validation = validation_rows(job)
     trainer = PlannedTrainer(
         model=model,
@@ -355,7 +354,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         rows=rows,
         eval_rows=validation,
         skipped=SkippedSteps(config.train.max_skipped_steps),
-        numbers=reporter.numbers,
+        numbers=reporter.shown,
         train_dataset=rows.dataset,
         eval_dataset=validation.dataset if validation else None,
         data_collator=_collator(job, rows),
@@ -387,6 +386,8 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
         callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
+    if "tensorboard" in job.config.train.report_to:
+        callbacks.append(Board(job))
     patience = job.config.train.early_stopping_patience
     if patience:
         callbacks.append(EarlyStopping(patience))

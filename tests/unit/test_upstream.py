@@ -53,6 +53,8 @@ CALLED = {
     "transformers.trainer_callback:CallbackHandler": (
         "callbacks model processing_class optimizer lr_scheduler"
     ),
+    "transformers.integrations.integration_utils:rewrite_logs": "",
+    "torch.utils.tensorboard.summary:hparams": "hparam_dict metric_dict",
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
@@ -122,7 +124,10 @@ WRITTEN = [
     ),
     ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "torch.distributed.launcher.api", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     ("PET_SIGNALS_TO_HANDLE", "torch.distributed.run", "--signals-to-handle"),
-    ("TENSORBOARD_LOGGING_DIR", "transformers.integrations.integration_utils", "TENSORBOARD_LOGGING_DIR"),
+    ("_SummaryWriter", "transformers.integrations:TensorBoardCallback", "self._SummaryWriter ="),
+    ("rewrite_logs", "transformers.integrations:TensorBoardCallback", "logs = rewrite_logs(logs)"),
+    ("rewrite_logs", "transformers.integrations:WandbCallback", "rewrite_logs("),
+    ("rewrite_logs", "transformers.integrations:TrackioCallback", "rewrite_logs("),
     ("DS_ACCELERATOR", "deepspeed.accelerator.real_accelerator", "DS_ACCELERATOR"),
 ]
 
