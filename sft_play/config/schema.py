@@ -122,6 +122,9 @@ class DataConfig(Section):
     """Added to each conversation that has no system message."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant turns, of the last assistant turn, or all tokens."""
+    learn_tool_calls: bool = True
+    """Whether assistant turns that call tools carry loss. A row excludes any assistant message with
+    `"train": false` (or `"weight": 0`) in it."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """What to do with rows longer than model.max_seq_len; their number is always reported."""
     dedup: bool = False
@@ -135,6 +138,14 @@ class DataConfig(Section):
     def _fractions_leave_rows(self) -> Self:
         if self.val_fraction + self.test_fraction >= 1:
             raise ValueError("val_fraction + test_fraction must be below 1, so that training rows are left")
+        return self
+
+    @model_validator(mode="after")
+    def _supervision_agrees(self) -> Self:
+        if self.supervise == "all" and not self.learn_tool_calls:
+            raise ValueError(
+                "learn_tool_calls=false contradicts supervise=all, which puts loss on every token"
+            )
         return self
 
 

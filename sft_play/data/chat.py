@@ -66,9 +66,17 @@ class Chat:
     """Texts that can end a turn: every token added to the vocabulary, such as "<|im_end|>" or "</s>"."""
     max_tokens: int | None = None
     """Longer rows are tokenized only as far as needed to know that they are longer."""
+    learn_tool_calls: bool = True
+    """Whether assistant turns that call tools carry loss."""
 
 
-def make_chat(tokenizer: "PreTrainedTokenizerBase", supervise: str, max_tokens: int | None = None) -> Chat:
+def make_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    supervise: str,
+    max_tokens: int | None = None,
+    *,
+    learn_tool_calls: bool = True,
+) -> Chat:
     """The settings for a tokenizer.
 
     Raises:
@@ -80,12 +88,19 @@ def make_chat(tokenizer: "PreTrainedTokenizerBase", supervise: str, max_tokens: 
             "separate answers from prompts. Use a model with a fast tokenizer (its folder has tokenizer.json)"
         )
     added = {token for token in tokenizer.get_added_vocab() if token.strip()} | {str(tokenizer.eos_token)}
-    return Chat(tokenizer, supervise, tuple(sorted(added)), max_tokens)
+    return Chat(tokenizer, supervise, tuple(sorted(added)), max_tokens, learn_tool_calls)
 
 
 def prompt_and_answer(conversation: Conversation) -> tuple[list[Message], str]:
-    """The prompt and the reference for evaluation: the messages before the last answer, and its text."""
-    last = max(index for index, message in enumerate(conversation.messages) if message["role"] == "assistant")
+    """The prompt and the reference for evaluation: the messages before the last answer, and its text.
+
+    An answer that the row excludes from the loss is no reference.
+    """
+    last = max(
+        index
+        for index, message in enumerate(conversation.messages)
+        if message["role"] == "assistant" and index not in conversation.untrained
+    )
     return list(conversation.messages[:last]), conversation.messages[last]["content"]
 
 
@@ -111,10 +126,15 @@ def render_rows(chat: Chat, conversation: Conversation) -> list[RenderedRow]:
     """The rendered rows of a conversation; the module docstring explains when there are several."""
     messages = conversation.messages
     if chat.supervise == "all":
+        if conversation.untrained:
+            raise DataError(
+                f"{conversation.source}: messages[{conversation.untrained[0]}] is excluded from the loss, "
+                "but data.supervise=all puts loss on every token; set data.supervise to assistant or last"
+            )
         text = render(chat.tokenizer, conversation, messages)
         end = _end_of_turn(chat, text)
         return [RenderedRow(text[:end], ((0, end),), add_eos=not text[:end].endswith(chat.end_tokens))]
-    turns = _supervised_turns(conversation)
+    turns = _supervised_turns(chat, conversation)
     if not turns:
         return []
     if chat.supervise == "last":
@@ -125,11 +145,18 @@ def render_rows(chat: Chat, conversation: Conversation) -> list[RenderedRow]:
     return _render_by_prefix(chat, conversation, turns)
 
 
-def _supervised_turns(conversation: Conversation) -> list[int]:
+def _supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
     """Indices of the assistant turns that carry loss; a greeting before the first question is context."""
+    excluded = set(conversation.untrained)
+    if not chat.learn_tool_calls:
+        excluded |= {i for i, message in enumerate(conversation.messages) if "tool_calls" in message}
     roles = [message["role"] for message in conversation.messages]
     first = max(roles.index("user") if "user" in roles else 1, conversation.context, 1)
-    return [index for index, role in enumerate(roles) if role == "assistant" and index >= first]
+    return [
+        index
+        for index, role in enumerate(roles)
+        if role == "assistant" and index >= first and index not in excluded
+    ]
 
 
 def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> list[RenderedRow]:
@@ -224,20 +251,39 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
         raise cannot_render(conversation, messages, error) from None
     spans = [(start, end) for start, end in rendered[1][0] if end > start]
     _check_shown(conversation, turns[-1], text)
-    if len(turns) < sum(message["role"] == "assistant" for message in messages):
-        before = _end_in(chat, render(chat.tokenizer, conversation, messages[: turns[0]]), text)
-        if before is None:
-            raise DataError(
-                f"{conversation.source}: the chat template renders the messages before messages[{turns[0]}] "
-                "differently once that answer follows, so its {% generation %} tags cannot be matched to "
-                "turns. Use data.supervise=assistant"
-            )
-        spans = [(start, end) for start, end in spans if start >= before]
+    for first, last in _runs_without_loss(messages, turns):
+        begin, end_of_run = (_end_before(chat, conversation, turn, text) for turn in (first, last + 1))
+        spans = [(start, end) for start, end in spans if not begin <= start < end_of_run]
     spans = [(start, _end_of_tag(chat, text, start, end)) for start, end in spans]
     if not spans:
         return []
     text = text[: spans[-1][1]]
     return [RenderedRow(text, tuple(spans), add_eos=not text.endswith(chat.end_tokens))]
+
+
+def _runs_without_loss(messages: Sequence[Message], turns: list[int]) -> list[tuple[int, int]]:
+    """First and last message of each run of messages before or between `turns` that has assistant turns."""
+    starts = [0, *(turn + 1 for turn in turns[:-1])]
+    runs = [(start, turn - 1) for start, turn in zip(starts, turns, strict=True)]
+    return [
+        (first, last)
+        for first, last in runs
+        if any(message["role"] == "assistant" for message in messages[first : last + 1])
+    ]
+
+
+def _end_before(chat: Chat, conversation: Conversation, turn: int, text: str) -> int:
+    """Where the messages before messages[turn] end in `text`, the rendered conversation."""
+    if not turn:
+        return 0
+    end = _end_in(chat, render(chat.tokenizer, conversation, conversation.messages[:turn]), text)
+    if end is None:
+        raise DataError(
+            f"{conversation.source}: the chat template renders the messages before messages[{turn}] "
+            "differently once that answer follows, so its {% generation %} tags cannot be matched to "
+            "turns. Use data.supervise=assistant"
+        )
+    return end
 
 
 def _end_of_tag(chat: Chat, text: str, start: int, end: int) -> int:

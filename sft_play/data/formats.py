@@ -20,6 +20,8 @@ ROLES = {
     "function_call": "assistant",
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Whether a message carries loss: axolotl's key, OpenAI's, and LLaMA-Factory's.
+TRAIN_KEYS = ("train", "weight", "loss_weight")
 
 NO_ASSISTANT, BLANK_ASSISTANT, BLANK_TEXT = "no assistant turn", "blank assistant turn", "blank text"
 
@@ -35,12 +37,17 @@ class Conversation:
     """`file:line` of the raw row."""
     context: int = 0
     """Number of leading messages that are the prompt of a prompt/completion row: they carry no loss."""
+    untrained: tuple[int, ...] = ()
+    """Indices of the messages that the row itself excludes from the loss (`train: false`)."""
 
     def as_row(self) -> dict[str, Any]:
         """The row in the messages format (text or prompt/completion where needed), for a JSONL file."""
         if self.text is not None:
             return {"text": self.text}
-        messages = list(self.messages)
+        messages = [
+            {**message, "train": False} if index in self.untrained else message
+            for index, message in enumerate(self.messages)
+        ]
         row: dict[str, Any] = {"messages": messages}
         if self.context:
             row = {"prompt": messages[: self.context], "completion": messages[self.context :]}
@@ -78,7 +85,10 @@ def _text(value: Any, key: str, *, may_be_blank: bool = False) -> str:
 
 
 def _content(value: Any, key: str, *, may_be_blank: bool) -> str:
-    """A string, or OpenAI's list of {"type": "text", "text": ...} parts, which are concatenated."""
+    """A string, or a list of {"type": "text", "text": ...} parts, which are concatenated.
+
+    LLaMA-Factory writes "value" in place of "text".
+    """
     if not isinstance(value, list):
         return _text(value, key, may_be_blank=may_be_blank)
     parts = []
@@ -89,7 +99,8 @@ def _content(value: Any, key: str, *, may_be_blank: bool) -> str:
                 part,
                 '{"type": "text", "text": ...}; images and audio are not supported',
             )
-        parts.append(_text(part.get("text"), f"{key}[{index}].text", may_be_blank=True))
+        name = "value" if "value" in part and "text" not in part else "text"
+        parts.append(_text(part.get(name), f"{key}[{index}].{name}", may_be_blank=True))
     return _text("".join(parts), key, may_be_blank=may_be_blank)
 
 
@@ -117,6 +128,37 @@ def _tool_call(value: Any, key: str) -> Message:
     return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
 
 
+def _split_parts(content: list[Any], key: str) -> tuple[list[Any], str | None, list[Any]]:
+    """LLaMA-Factory's list content: its text parts, its reasoning, and its tool calls."""
+    text, reasoning, calls = [], [], []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        where = f"{key}[{index}].value"
+        if kind == "reasoning":
+            reasoning.append(_text(part.get("value"), where, may_be_blank=True))
+        elif kind == "tool_call":
+            calls.append(_json_if_text(part.get("value"), where))
+        else:
+            text.append(part)
+    return text, "".join(reasoning) or None, calls
+
+
+def _is_trained(value: dict[str, Any], key: str, role: str) -> bool:
+    """Whether the message may carry loss, as one of TRAIN_KEYS says; by default it may."""
+    flags = {name: value[name] for name in TRAIN_KEYS if value.get(name) is not None}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
+            raise _invalid(f"{key}.{name}", flag, "true or false" if name == "train" else "0 or 1")
+        if flag and role != "assistant":
+            raise _InvalidRow(
+                f"{key}.{name} is {flag!r} on a message of role {role}, but only assistant messages carry "
+                "loss; remove the key (data.supervise=all learns all messages)"
+            )
+    if len({bool(flag) for flag in flags.values()}) > 1:
+        raise _InvalidRow(f"{key}: {' and '.join(flags)} contradict each other; keep one")
+    return all(flags.values())
+
+
 def _message(value: Any, key: str) -> Message:
     """One message, with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     if not isinstance(value, dict):
@@ -131,6 +173,10 @@ def _message(value: Any, key: str) -> Message:
     if name == "function_call":  # ShareGPT puts the call in place of the text
         call = _json_if_text(content, f"{key}.{content_key}")
         content, calls = "", call if isinstance(call, list) else [call]
+    reasoning = next((value[name] for name in REASONING_KEYS if value.get(name)), None)
+    if isinstance(content, list):
+        content, inline_reasoning, inline_calls = _split_parts(content, f"{key}.{content_key}")
+        reasoning, calls = reasoning or inline_reasoning, calls or inline_calls
     if calls and not isinstance(calls, list):
         raise _invalid(f"{key}.tool_calls", calls, "a list")
     if content is None and calls:
@@ -138,7 +184,6 @@ def _message(value: Any, key: str) -> Message:
     # A blank question is an error in the data; a blank answer only drops the row (see `_unusable`).
     text = _content(content, f"{key}.{content_key}", may_be_blank=role != "user")
     message: Message = {"role": role, "content": text}
-    reasoning = next((value[name] for name in REASONING_KEYS if value.get(name)), None)
     if reasoning is not None:
         message["reasoning_content"] = _text(reasoning, f"{key}.reasoning_content")
     message |= {
@@ -148,7 +193,8 @@ def _message(value: Any, key: str) -> Message:
     }
     if calls:
         message["tool_calls"] = [_tool_call(call, f"{key}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return message
+    # `convert` turns this key into Conversation.untrained: templates do not see it
+    return message if _is_trained(value, key, role) else {**message, "train": False}
 
 
 def _messages(value: Any, key: str) -> list[Message]:
@@ -277,6 +323,7 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
         messages, context = messages[1:], max(context - 1, 0)
     if system_prompt and not any(message["role"] == "system" for message in messages):
         messages, context = [{"role": "system", "content": system_prompt}, *messages], context + bool(context)
+    untrained = tuple(index for index, message in enumerate(messages) if not message.pop("train", True))
     return _unusable(messages[context:]) or Conversation(
-        tuple(messages), tools=tools or None, source=row.where, context=context
+        tuple(messages), tools=tools or None, source=row.where, context=context, untrained=untrained
     )

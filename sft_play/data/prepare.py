@@ -93,7 +93,9 @@ def prepare(
     """
     origin = use_template(tokenizer, config.data.chat_template)
     max_tokens = length_limit(config, tokenizer, model_limit)
-    chat = make_chat(tokenizer, config.data.supervise, max_tokens)
+    chat = make_chat(
+        tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
+    )
     paths = {"train": config.data.train_path, "val": config.data.val_path, "test": config.data.test_path}
     sources = {split: open_source(path, split) for split, path in paths.items() if path is not None}
     fingerprints = {split: fingerprint(source) for split, source in sources.items()}
@@ -145,7 +147,7 @@ def _cache_key(
     held_out = {
         split: fraction for split, fraction in fractions.items() if split not in fingerprints and fraction
     }
-    settings = ("format", "system_prompt", "supervise", "overlong", "dedup", "limit")
+    settings = ("format", "system_prompt", "supervise", "learn_tool_calls", "overlong", "dedup", "limit")
     return store.content_key(
         {
             "code": [sources_digest(SOURCES), installed_versions(PACKAGES)],

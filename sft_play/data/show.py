@@ -144,7 +144,7 @@ def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, 
         out: file to write.
     """
     use_template(tokenizer, config.data.chat_template)
-    chat = make_chat(tokenizer, config.data.supervise)
+    chat = make_chat(tokenizer, config.data.supervise, learn_tool_calls=config.data.learn_tool_calls)
     counts: Counter[str] = Counter()
     conversations = _conversations(
         open_source(str(rows), "train"), "auto", None, config.data.system_prompt, counts

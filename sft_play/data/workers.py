@@ -142,6 +142,7 @@ def conversation_to_json(conversation: Conversation) -> str:
             "tools": conversation.tools,
             "source": conversation.source,
             "context": conversation.context,
+            "untrained": conversation.untrained,
         },
         ensure_ascii=False,
     )
@@ -151,12 +152,14 @@ def conversation_from_json(text: str) -> Conversation:
     """The inverse of `conversation_to_json`."""
     data = json.loads(text)
     return Conversation(
-        tuple(data["messages"]), tools=data["tools"], source=data["source"], context=data["context"]
+        **{**data, "messages": tuple(data["messages"]), "untrained": tuple(data["untrained"])}
     )
 
 
 def _digest(conversation: Conversation) -> bytes:
-    content = json.dumps([conversation.messages, conversation.text, conversation.tools], sort_keys=True)
+    content = json.dumps(
+        [conversation.messages, conversation.text, conversation.tools, conversation.untrained], sort_keys=True
+    )
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
