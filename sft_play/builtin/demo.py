@@ -10,13 +10,14 @@ one.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sft_play.builtin import world
+from sft_play.config.inputs import training_paths
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
@@ -49,6 +50,9 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     """
     config = resolved.config
     named = {name: value for name, value in _values(config).items() if value and value.startswith(PREFIX)}
+    for source in config.data.sources:
+        if source.path.startswith(PREFIX):
+            raise ConfigError(f"data.sources: {source.path} cannot be one of several sources")
     for name, value in named.items():
         allowed = MODELS if name == "model.name" else DATA
         if value not in allowed:
@@ -57,7 +61,8 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     if config.model.name == "builtin:demo":
         made["model.name"] = str(demo_model())
     elif config.model.name == "builtin:tiny":
-        made["model.name"] = str(tiny_model(made.get("data.train_path", config.data.train_path)))
+        paths = training_paths(config.data)
+        made["model.name"] = str(tiny_model([made.get("data.train_path", path) for path in paths]))
     return _replaced(resolved, named, made)
 
 
@@ -125,26 +130,30 @@ def demo_model() -> Path:
     return _build_once(_folder("demo-model"), make)
 
 
-def tiny_model(train_path: str) -> Path:
-    """The folder of a small random model with a tokenizer trained on the rows in `train_path`."""
-    source = open_source(train_path, "train")
+def tiny_model(paths: Sequence[str]) -> Path:
+    """The folder of a small random model with a tokenizer trained on the rows in `paths`, in equal parts."""
+    sources = [open_source(path, "train") for path in paths]
 
     def make(folder: Path) -> dict[str, Any]:
         console().print(
-            f"Creating builtin:tiny (first use only): random weights, tokenizer trained on {train_path}",
+            f"Creating builtin:tiny (first use only): random weights, tokenizer trained on "
+            f"{', '.join(paths)}",
             markup=False,
         )
         from sft_play.builtin import models
 
-        texts = chain.from_iterable(_texts(row.data) for row in read_rows(source))
+        texts = chain.from_iterable(
+            _within(TINY_CHARACTERS // len(sources), chain.from_iterable(_texts(row.data) for row in rows))
+            for rows in map(read_rows, sources)
+        )
         with spinner("  training the tokenizer"):
-            facts = models.make_tiny_model(folder, _within(TINY_CHARACTERS, texts), seed=SEED)
+            facts = models.make_tiny_model(folder, texts, seed=SEED)
         console().print(
             f"  {format_count(facts['parameters'])} parameters; for trying out SFT-Play, not for real results"
         )
         return facts
 
-    return _build_once(_folder("tiny", rows=fingerprint(source)[0]), make)
+    return _build_once(_folder("tiny", rows=[fingerprint(source)[0] for source in sources]), make)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.inputs import DataInput, data_inputs, training_paths
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import SUFFIXES
@@ -101,34 +102,36 @@ def findings_table(findings: Sequence[Finding]) -> Any:
 
 def _description(resolved: ResolvedConfig) -> str:
     config = resolved.config
-    return f"{config.tuning.mode} of {config.model.name} on {config.data.train_path}"
+    return f"{config.tuning.mode} of {config.model.name} on {', '.join(training_paths(config.data))}"
 
 
 def data_findings(config: RunConfig) -> Iterator[Finding]:
     """Checks that the data exists and its first row has a known format."""
-    paths = {"train": config.data.train_path, "val": config.data.val_path, "test": config.data.test_path}
-    for split, path in paths.items():
-        if path is None:
-            continue
-        key = f"data.{split}_path"
-        if path.startswith(BUILTIN):
-            yield Finding(OK, "data", f"{key}: {path} is built in")
-        elif Path(path).expanduser().exists() or not _is_hub_name(path):
-            yield _first_row(config, split, path, key)
+    for given in data_inputs(config.data):
+        if given.path.startswith(BUILTIN):
+            yield Finding(OK, "data", f"{given.key}: {given.path} is built in")
+        elif Path(given.path).expanduser().exists() or not _is_hub_name(given.path):
+            yield _first_row(config, given)
         else:
-            yield _hub_finding("data", key, path, None, "dataset")
+            yield _hub_finding("data", given.key, given.path, None, "dataset")
 
 
-def _first_row(config: RunConfig, split: str, path: str, key: str) -> Finding:
+def _first_row(config: RunConfig, given: DataInput) -> Finding:
     from sft_play.data.formats import convert, detect_format
+    from sft_play.data.prepare import is_raw_text
     from sft_play.data.reading import open_source, read_rows
 
+    key, path = given.key, given.path
     try:
-        row = next(iter(read_rows(open_source(path, split), limit=1)), None)
+        source = open_source(path, given.split, key, given.hub_split)
+        row = next(iter(read_rows(source, limit=1)), None)
         if row is None:
             return Finding(ERROR, "data", f"{key}: {path} has no rows", "use a file with at least one row")
-        name = detect_format(row) if config.data.format == "auto" else config.data.format
+        name = detect_format(row) if given.format == "auto" else given.format
+        is_raw_text(config, given, source, name)
         converted = convert(row, name, config.data.system_prompt)
+    except ConfigError as error:
+        return Finding(ERROR, "config", str(error))
     except DataError as error:
         return Finding(ERROR, "data", str(error), f'fix the row, or use another file: ARGS="{key}=<file>"')
     if isinstance(converted, str):

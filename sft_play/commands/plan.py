@@ -38,7 +38,7 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
         config = resolved.config
         model_config, notes = planning_config(config.model)
         facts = DataFacts.unseen(config, model_config)
-        if resolved.origins["data.train_path"] != "default":
+        if config.data.sources or resolved.origins["data.train_path"] != "default":
             facts = data_facts(config, model_config, progress=not args.json)
         if args.model and not args.gpu:
             tree = _on_each_card(resolved, model_config, facts, args.gpus or 1) | {"why": notes}
@@ -69,7 +69,8 @@ def _config(args: argparse.Namespace) -> ResolvedConfig:
     name = hub_name(args.model)
     if args.config is not None:
         return materialise(load_config(args.config, [f"model.name={name}", *args.overrides]))
-    tree = {"model": {"name": name}, "data": {"train_path": NO_DATA}}
+    has_sources = any(override.startswith("data.sources=") for override in args.overrides)
+    tree = {"model": {"name": name}, "data": {} if has_sources else {"train_path": NO_DATA}}
     origins = {"model.name": "--model", "data.train_path": "default"}
     return materialise(config_from(tree, origins, args.overrides, Path("plan")))
 

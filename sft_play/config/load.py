@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -229,18 +229,38 @@ def apply_override(tree: dict, override: str) -> str:
     return name
 
 
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section in the type of a field: of a section itself, or of a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_of(part))), None)
+
+
+def _section_at(path: tuple) -> Any:
+    """The section at a path of names and, in lists, numbers; None if there is no section."""
+    section: type[BaseModel] | None = RunConfig
+    for part in path:
+        if isinstance(part, str) and section:
+            field = section.model_fields.get(part)
+            section = _section_of(field.annotation) if field else None
+    return section
+
+
+def _dotted(path: tuple) -> str:
+    """`_dotted(("data", "sources", 1, "path"))` is "data.sources[1].path"."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or "config"
+
+
 def _keys_of(section: tuple) -> list[str]:
-    model: Any = RunConfig
-    for part in section:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)
+    return list(_section_at(section).model_fields)
 
 
 def _nearest(key: str, section: tuple) -> str:
     allowed = _keys_of(section)
     close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
     if close:
-        return f"unknown key; did you mean {'.'.join([*map(str, section), close[0]])}?"
+        return f"unknown key; did you mean {_dotted((*section, close[0]))}?"
     for other in RunConfig.model_fields:  # the right key in the wrong section
         if (not section or other != section[0]) and key in _keys_of((other,)):
             return f"unknown key in this section; did you mean {other}.{key}?"
@@ -249,10 +269,7 @@ def _nearest(key: str, section: tuple) -> str:
 
 def _allowed_text(name: tuple) -> str:
     """A description of the allowed values of a field, from its annotation."""
-    model: Any = RunConfig
-    for part in name[:-1]:
-        model = model.model_fields[part].annotation
-    text = str(model.model_json_schema()["properties"].get(name[-1], ""))
+    text = str(_section_at(name[:-1]).model_json_schema()["properties"].get(name[-1], ""))
     allowed = []
     if "'integer'" in text:
         allowed.append("a positive integer" if "exclusiveMinimum" in text else "an integer")
@@ -268,21 +285,16 @@ def _problems(error: ValidationError) -> list[str]:
     for item in error.errors():
         path = item["loc"]
         depth = 0  # fields in the path; pydantic appends the branch of a union, which is cut off
-        model: Any = RunConfig
-        while depth < len(path) and isinstance(model, type) and issubclass(model, BaseModel):
-            field = model.model_fields.get(str(path[depth]))
+        while depth < len(path) and _section_at(path[:depth]):
             depth += 1
-            if field is None:
-                break
-            model = field.annotation
-        name = tuple(str(part) for part in path[:depth])
-        dotted = ".".join(name) or "config"
+        name = path[:depth]
+        dotted = _dotted(name)
         if item["type"] == "extra_forbidden":
-            lines[dotted] = _nearest(name[-1], name[:-1])
+            lines[dotted] = _nearest(str(name[-1]), name[:-1])
         elif item["type"] == "missing":
             lines[dotted] = "is required"
         else:
-            message = item["msg"].removeprefix("Value error, ")
+            message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
             message = message[0].lower() + message[1:]
             if depth < len(path) or dotted in lines:
                 message = f"expected {_allowed_text(name) or message}"

@@ -91,29 +91,54 @@ class ModelConfig(Section):
     """Branch, tag or commit (40 hex digits) on the Hub."""
 
 
+RowFormat = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "question_answer",
+    "system_user_assistant",
+    "text",
+]
+
+
+class SourceConfig(Section):
+    """One of several sources of training rows."""
+
+    path: PathText = Field(min_length=1)
+    """As data.train_path."""
+    weight: Annotated[FiniteFloat, Field(ge=0, le=1000)] = 1.0
+    """How often each of its rows is seen per epoch. 2: twice. 0.5: half of the rows, the other half in the
+    next epoch. 0: the source is left out. With train.packing, it counts packed sequences, not rows."""
+    format: RowFormat | None = None
+    """Row format. Default: data.format."""
+    split: str | None = None
+    """Split of a Hub dataset. Default: train."""
+
+
 class DataConfig(Section):
     """The rows, how they are rendered as text, and which tokens carry loss."""
 
-    train_path: PathText = Field(min_length=1)
-    """JSONL, JSON, Parquet or CSV file, a folder of such files, a Hub dataset, or "builtin:demo"."""
+    train_path: PathText | None = Field(default=None, min_length=1)
+    """JSONL, JSON, Parquet or CSV file, a folder of such files, a Hub dataset, or "builtin:demo". Raw text
+    (data.task) may also be .txt and .md files. Either this or sources is required."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources of training rows in place of train_path, each with a path, a weight, a format and a
+    split."""
+    task: Literal["sft", "cpt", "mixed"] = "sft"
+    """sft: each row is trained on by itself. cpt: raw text (format text) for domain training: documents are
+    joined with the end-of-text token and cut into rows of model.max_seq_len tokens (auto: 2048), with loss on
+    every token. mixed: raw text is treated as in cpt, conversations as in sft."""
     val_path: PathText | None = None
-    """Validation rows. Default: hold out val_fraction of train_path."""
+    """Validation rows. Default: hold out val_fraction of the training data."""
     test_path: PathText | None = None
-    """Test rows. Default: hold out test_fraction of train_path."""
+    """Test rows. Default: hold out test_fraction of the training data."""
     val_fraction: Fraction = 0.05
-    """Share of train_path to hold out for validation if val_path is not set."""
+    """Share of the rows of each source to hold out for validation if val_path is not set."""
     test_fraction: Fraction = 0.0
-    """Share of train_path to hold out for testing if test_path is not set."""
-    format: Literal[
-        "auto",
-        "messages",
-        "sharegpt",
-        "alpaca",
-        "prompt_completion",
-        "question_answer",
-        "system_user_assistant",
-        "text",
-    ] = "auto"
+    """Share of the rows of each source to hold out for testing if test_path is not set."""
+    format: RowFormat = "auto"
     """Row format. auto: detected from the keys of the first row; all other rows must have the same format."""
     chat_template: PathText = "auto"
     """auto: the tokenizer's own, or "plain" if it has none. Or "plain", "chatml", or the path of a Jinja
@@ -138,6 +163,34 @@ class DataConfig(Section):
     def _fractions_leave_rows(self) -> Self:
         if self.val_fraction + self.test_fraction >= 1:
             raise ValueError("val_fraction + test_fraction must be below 1, so that training rows are left")
+        return self
+
+    @model_validator(mode="after")
+    def _training_data_is_given_once(self) -> Self:
+        if self.train_path is not None and self.sources:
+            raise ValueError(
+                "train_path and sources are both given; list train_path as one of the sources, or remove one"
+            )
+        if self.train_path is None and not self.sources:
+            raise ValueError("train_path is required (or sources, for several)")
+        if self.sources and not any(source.weight for source in self.sources):
+            raise ValueError("sources: the weights add up to 0; give at least one source a weight above 0")
+        named = [(source.path, source.split) for source in self.sources]
+        twice = next((path for path, split in named if named.count((path, split)) > 1), None)
+        if twice is not None:
+            raise ValueError(f"sources: {twice!r} is listed twice; list it once, with a weight of 2")
+        return self
+
+    @model_validator(mode="after")
+    def _raw_text_has_no_turns(self) -> Self:
+        without_effect = {
+            "supervise": self.supervise == "last",
+            "system_prompt": self.system_prompt is not None,
+            "learn_tool_calls": not self.learn_tool_calls,
+        }
+        given = [name for name, is_set in without_effect.items() if is_set]
+        if self.task == "cpt" and given:
+            raise ValueError(f"{given[0]} has no effect with task=cpt; remove it, or set task=mixed")
         return self
 
     @model_validator(mode="after")

@@ -1,16 +1,18 @@
 """Decides which rows each micro-batch holds, for the whole run before it starts.
 
 An optimizer step is a set of rows, the same on any number of processes: exactly `rows_per_step` of them,
-drawn at random without replacement, so that each row is seen once per epoch; the last step of an epoch may
-have fewer. The rows of a step are dealt to accumulation x world size micro-batches. Dealing changes neither
-what a step learns from nor, since the loss is averaged over the supervised tokens of the step, what it
-learns; it only decides how even the micro-batches are. Resuming means continuing in the schedule.
+drawn at random without replacement from the rows of the epoch, in which each row is once, or as often as the
+weight of its source says; the last step of an epoch may have fewer. The rows of a step are dealt to
+accumulation x world size micro-batches. Dealing changes neither what a step learns from nor, since the loss
+is averaged over the supervised tokens of the step, what it learns; it only decides how even the micro-batches
+are. Resuming means continuing in the schedule.
 
     step 0                                  step 1 ...
     rows {7, 2, 9, 4, 0, 5}                 (a set: no order inside)
     micro-batches [9, 2] [7] [4, 0, 5]      balanced by cost; consecutive ones go to the ranks in turn
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,12 +29,56 @@ def padded_length(tokens: int) -> int:
     return -(-tokens // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
 
 
+@dataclass(frozen=True)
+class Share:
+    """Consecutive rows with the same weight: how often each of them is seen per epoch."""
+
+    rows: int
+    weight: float = 1.0
+
+    @property
+    def per_epoch(self) -> int:
+        """How many of these rows an epoch has, repeats counted: rows x weight, rounded, and at least one."""
+        return max(1, math.floor(self.rows * self.weight + 0.5)) if self.rows else 0
+
+
+def rows_per_epoch(shares: Sequence[Share]) -> int:
+    """Number of rows that an epoch has, repeats counted."""
+    return sum(share.per_epoch for share in shares)
+
+
+def epoch_rows(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:
+    """The row indices of an epoch, [rows per epoch], in the order of `shares`.
+
+    Whole repeats take each row. What is left over goes round a fixed random order of the rows, so that after
+    any number of epochs, rows of the same share differ by at most one in how often they were seen.
+
+    Example: weight 2.5 and 4 rows give each row twice and two of them once more; the next epoch takes the
+    other two.
+    """
+    taken, first = [], 0
+    for number, share in enumerate(shares):
+        whole, rest = divmod(share.per_epoch, max(share.rows, 1))
+        taken += [np.arange(first, first + share.rows)] * whole
+        if rest:
+            order = np.random.default_rng([seed, number, share.rows]).permutation(share.rows)
+            taken.append(first + order[(epoch * rest + np.arange(rest)) % share.rows])
+        first += share.rows
+    return np.concatenate(taken) if taken else np.zeros(0, np.int64)
+
+
+def row_weights(shares: Sequence[Share]) -> np.ndarray:
+    """How often each row is seen per epoch, on average over the epochs, [rows]."""
+    sizes = [share.rows for share in shares]
+    return np.repeat([share.per_epoch / max(share.rows, 1) for share in shares], sizes)
+
+
 def steps_per_epoch(rows: int, rows_per_step: int) -> int:
-    """Optimizer steps in which every row is seen once."""
+    """Optimizer steps in which every row of an epoch is seen once."""
     return -(-rows // rows_per_step)
 
 
-def draw_steps(rows: int, rows_per_step: int, total_steps: int, seed: int) -> np.ndarray:
+def draw_steps(shares: Sequence[Share], rows_per_step: int, total_steps: int, seed: int) -> np.ndarray:
     """The rows of each optimizer step, [total_steps, rows_per_step], epoch after epoch.
 
     The last step of an epoch is filled up with FILLER. Example: 5 rows in steps of 2 may give
@@ -41,13 +87,15 @@ def draw_steps(rows: int, rows_per_step: int, total_steps: int, seed: int) -> np
     Raises:
         ValueError: there are no rows.
     """
+    rows = rows_per_epoch(shares)
     if not rows:
         raise ValueError("there are no rows to train on")
     per_epoch = steps_per_epoch(rows, rows_per_step)
     epochs = []
     for epoch in range(-(-total_steps // per_epoch)):
         order = np.full(per_epoch * rows_per_step, FILLER)
-        order[:rows] = np.random.default_rng([seed, epoch]).permutation(rows)
+        shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
+        order[:rows] = epoch_rows(shares, epoch, seed)[shuffled]
         epochs.append(order.reshape(per_epoch, rows_per_step))
     return np.concatenate(epochs)[:total_steps]
 
@@ -159,6 +207,7 @@ def make_schedule(
     seed: int,
     hidden_size: int,
     padding_free: bool = True,
+    shares: Sequence[Share] | None = None,
 ) -> Schedule:
     """Draws the rows of each step and deals them to micro-batches.
 
@@ -170,11 +219,12 @@ def make_schedule(
         seed: of the training order.
         hidden_size: of the model, for the cost of attention.
         padding_free: whether the rows of a micro-batch are joined; otherwise they are padded to the longest.
+        shares: how often each row is seen per epoch; None for once.
 
     Raises:
         ValueError: there are no rows.
     """
     lengths = np.asarray(lengths)
-    rows = draw_steps(len(lengths), rows_per_step, total_steps, seed)
+    rows = draw_steps(shares or [Share(len(lengths))], rows_per_step, total_steps, seed)
     costs = np.where(rows == FILLER, 0, row_costs(lengths, hidden_size)[rows])
     return Schedule(rows, (deal if padding_free else deal_alike)(costs, bins_per_step), bins_per_step)

@@ -39,6 +39,10 @@ class Conversation:
     """Number of leading messages that are the prompt of a prompt/completion row: they carry no loss."""
     untrained: tuple[int, ...] = ()
     """Indices of the messages that the row itself excludes from the loss (`train: false`)."""
+    begins: bool = True
+    """Of plain text: whether it is the beginning of a document, not a later section."""
+    ends: bool = True
+    """Of plain text: whether the document ends with it."""
 
     def as_row(self) -> dict[str, Any]:
         """The row in the messages format (text or prompt/completion where needed), for a JSONL file."""
@@ -305,7 +309,8 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
     try:
         if reader is None:
             text = _text(row.data.get("text"), "text", may_be_blank=True)
-            return Conversation((), text=text, source=row.where) if text.strip() else BLANK_TEXT
+            plain = Conversation((), text=text, source=row.where, begins=row.begins, ends=row.ends)
+            return plain if text.strip() else BLANK_TEXT
         missing = [key for key in keys if key not in row.data]
         if missing:
             raise _InvalidRow(

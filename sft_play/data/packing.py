@@ -3,6 +3,8 @@
 import bisect
 from collections.abc import Sequence
 
+from sft_play.data.batching import Share
+
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Groups row indices so that the lengths of each group sum to at most `capacity`.
@@ -31,3 +33,21 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         groups[group].append(row)
         bisect.insort(room, (free - lengths[row], group))
     return [sorted(group) for group in groups]
+
+
+def pack_shares(
+    lengths: Sequence[int], capacity: int, shares: Sequence[Share]
+) -> tuple[list[list[int]], list[Share]]:
+    """Packs the rows of each share by themselves, as `pack` does, so that a sequence has one weight.
+
+    Returns:
+        The groups of row indices, and the shares of the groups.
+    """
+    groups: list[list[int]] = []
+    packed, first = [], 0
+    for share in shares:
+        own = pack(lengths[first : first + share.rows], capacity)
+        groups += [[first + row for row in group] for group in own]
+        packed.append(Share(len(own), share.weight))
+        first += share.rows
+    return groups, packed

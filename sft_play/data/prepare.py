@@ -5,23 +5,28 @@ This happens once, before any process group exists; the result is cached on disk
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, compress
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
+from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert, detect_format
-from sft_play.data.reading import Row, Source, fingerprint, open_source, read_rows
-from sft_play.data.splits import PART_SCHEMA, SPLITS, Part, write_splits
+from sft_play.data.raw_text import BLOCK_TOKENS
+from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, open_source, read_rows
+from sft_play.data.row import Row
+from sft_play.data.splits import PART_SCHEMA, SPLITS, TEXTS, Part, write_splits
 from sft_play.data.template import check_template, use_template
+from sft_play.data.warnings import data_warnings
 from sft_play.data.workers import Chunk, EncodingTask, conversation_from_json, encode_all, worker_count
 from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import installed_versions, sources_digest
@@ -50,21 +55,32 @@ class PreparedData:
     """model.max_seq_len; for "auto" the length of the longest row of all splits."""
     stats: dict[str, Any]
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
-    truncated, dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start, width, rows, longer};
-    and warnings, chat_template, largest_token_id, seconds."""
+    truncated, dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start, width, rows, longer}, and
+    with data.sources a list of counts by source; and warnings, chat_template, largest_token_id, seconds."""
     cache_path: Path
+    shares: tuple[Share, ...] = ()
+    """How often the training rows are seen per epoch; () for once."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the tokenized rows and of how often each is seen."""
+        weights = [share.weight for share in self.shares]
+        return (
+            store.content_key({"rows": self.cache_path.name, "weights": weights})
+            if weights
+            else (self.cache_path.name)
+        )
 
     def digests(self) -> dict[str, str]:
         """Split -> hash of its rows; {} if they are not from the cache."""
         return store.row_digests(self.cache_path, SPLITS)
 
-    def conversations(self, split: str) -> list[Conversation]:
+    def conversations(self, split: str) -> Iterator[Conversation]:
         """The conversations of val or test, for generated answers; plain text has none."""
         file = self.cache_path / f"{split}.conversations.arrow"
-        if not file.exists():
-            return []
-        texts = chain.from_iterable(batch["value"].to_pylist() for batch in store.batches(file))
-        return [conversation_from_json(text) for text in texts if text]
+        batches = store.batches(file) if file.exists() else ()
+        texts = chain.from_iterable(batch["value"].to_pylist() for batch in batches)
+        return (conversation_from_json(text) for text in texts if text)
 
 
 def prepare(
@@ -96,21 +112,24 @@ def prepare(
     chat = make_chat(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
-    paths = {"train": config.data.train_path, "val": config.data.val_path, "test": config.data.test_path}
-    sources = {split: open_source(path, split) for split, path in paths.items() if path is not None}
-    fingerprints = {split: fingerprint(source) for split, source in sources.items()}
-    digests = {split: digest for split, (digest, _) in fingerprints.items()}
-    key = _cache_key(config, tokenizer, max_tokens, digests)
+    inputs = data_inputs(config.data)
+    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in inputs]
+    fingerprints = [fingerprint(source) for source in sources]
+    key = _cache_key(config, tokenizer, max_tokens, inputs, [digest for digest, _ in fingerprints])
     folder = cache_dir() / "data" / key
     with store.building(folder, announce=progress, hashes=hashes) as temporary:
         if temporary is not None:
             started = time.perf_counter()
+            tasks = [_task(config, *pair, chat, origin) for pair in zip(inputs, sources, strict=True)]
             parts = []
-            for split, source in sources.items():
-                task = _task(config, source, chat, origin)
-                with _bar(f"Tokenizing {split}", fingerprints[split][1], show=progress) as advance:
-                    parts.append(_encode(config, source, split, task, temporary, advance))
-            stats = write_splits(config, parts, temporary, tokenizer, max_tokens)
+            for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
+                name = Path(given.path).name if config.data.sources else given.split
+                place = temporary / f"{number}.part"
+                with _bar(f"Tokenizing {name}", fingerprints[number][1], show=progress) as advance:
+                    part = _encode(config, given, source, task, place, advance)
+                parts.append(replace(part, block=block_tokens(config, max_tokens) if task.raw_text else None))
+            stats, chosen = write_splits(config, parts, temporary, tokenizer, max_tokens)
+            stats["warnings"] = data_warnings(config, stats, parts, chosen)
             stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
             store.finish(temporary, {"stats": stats})
     return _load(config, folder)
@@ -136,22 +155,31 @@ def length_limit(
     return asked
 
 
+def block_tokens(config: RunConfig, max_tokens: int | None) -> int:
+    """The tokens of a row of raw text: model.max_seq_len, for "auto" BLOCK_TOKENS or the limit below it."""
+    longest = max_tokens or BLOCK_TOKENS
+    return min(longest, BLOCK_TOKENS) if config.model.max_seq_len == "auto" else longest
+
+
 def _cache_key(
     config: RunConfig,
     tokenizer: "PreTrainedTokenizerBase",
     max_tokens: int | None,
-    fingerprints: dict[str, str],
+    inputs: Sequence[DataInput],
+    fingerprints: Sequence[str],
 ) -> str:
+    """Does not depend on weights: they decide how often rows are seen, not what they are."""
     data = config.data
+    own = {given.split for given in inputs}
     fractions = {"val": data.val_fraction, "test": data.test_fraction}
-    held_out = {
-        split: fraction for split, fraction in fractions.items() if split not in fingerprints and fraction
-    }
-    settings = ("format", "system_prompt", "supervise", "learn_tool_calls", "overlong", "dedup", "limit")
+    held_out = {split: fraction for split, fraction in fractions.items() if split not in own and fraction}
+    files = [[given.split, given.format, digest] for given, digest in zip(inputs, fingerprints, strict=True)]
+    settings = ("task", "system_prompt", "supervise", "learn_tool_calls", "overlong", "dedup", "limit")
     return store.content_key(
         {
             "code": [sources_digest(SOURCES), installed_versions(PACKAGES)],
-            "files": fingerprints,
+            "files": files,
+            "sources": [given.path for given in inputs] if data.sources else None,
             "tokenizer": store.tokenizer_digest(tokenizer),
             "max_tokens": max_tokens,
             "held_out": [held_out, config.train.seed] if held_out else None,
@@ -160,14 +188,22 @@ def _cache_key(
     )
 
 
-def _task(config: RunConfig, source: Source, chat: Chat, origin: str) -> EncodingTask:
+def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origin: str) -> EncodingTask:
     """Detects the format from the first row and tries the chat template on the first conversation."""
     rows = read_rows(source, config.data.limit)
     first = next(rows, None)
     if first is None:
-        raise DataError(f"{source.path} has no rows")
-    name = detect_format(first) if config.data.format == "auto" else config.data.format
-    task = EncodingTask(chat, name, config.data.system_prompt, config.data.overlong)
+        raise DataError(f"{given.key}: {source.path} has no rows")
+    name = detect_format(first) if given.format == "auto" else given.format
+    task = EncodingTask(
+        chat,
+        name,
+        config.data.system_prompt,
+        config.data.overlong,
+        raw_text=is_raw_text(config, given, source, name),
+    )
+    if task.raw_text:
+        return task
     for row in chain([first], rows):
         conversation = convert(row, name, task.system_prompt)
         if isinstance(conversation, Conversation):
@@ -175,6 +211,27 @@ def _task(config: RunConfig, source: Source, chat: Chat, origin: str) -> Encodin
                 check_template(chat.tokenizer, conversation, origin)
             break
     return task
+
+
+def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) -> bool:
+    """Whether rows of the format `name` are documents to be joined and cut, which data.task decides.
+
+    Raises:
+        ConfigError: this data cannot be used with data.task.
+    """
+    task = config.data.task
+    if task == "cpt" and name != "text":
+        raise ConfigError(
+            f"{given.key}: {given.path} has {name} rows, but data.task=cpt trains on raw text (rows with "
+            '"text", .txt or .md files). Set data.task=sft for conversations, or mixed for both'
+        )
+    is_document = any(file.suffix.lower() in TEXT_SUFFIXES for file in source.files)
+    if task == "sft" and is_document:
+        raise ConfigError(
+            f"{given.key}: {given.path} is raw text, but data.task=sft trains on separate rows. Set "
+            "data.task=cpt to join and cut documents, or mixed if other data has conversations"
+        )
+    return task != "sft" and name == "text"
 
 
 @contextmanager
@@ -194,54 +251,48 @@ def _bar(description: str, total: int | None, *, show: bool) -> Iterator[Callabl
 
 def _encode(
     config: RunConfig,
+    given: DataInput,
     source: Source,
-    split: str,
     task: EncodingTask,
-    folder: Path,
+    rows_file: Path,
     advance: Callable[[int], None],
 ) -> Part:
-    """Tokenizes one path into temporary files; drops repeated conversations if data.dedup is set."""
-    rows_file, conversations_file = folder / f"{split}.part", folder / f"{split}.conversations.part"
+    """Tokenizes one path into temporary files."""
+    conversations_file = rows_file.with_suffix(".conversations.part")
     notes: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    digests: list[bytes] = []
-    seen: set[bytes] = set()
-    read = 0
+    digests = [np.zeros(0, np.uint64)]
+    read = conversations = 0
     size = sum(file.stat().st_size for file in source.files) or 200 * len(source.hub or ())
     rows: Iterator[Row] = read_rows(source, config.data.limit, notes)
-    conversations_schema = pa.schema({"value": pa.large_string()})
     with (
         pa.OSFile(str(rows_file), "wb") as rows_sink,
         pa.OSFile(str(conversations_file), "wb") as conversations_sink,
         pa.ipc.new_stream(rows_sink, PART_SCHEMA) as rows_writer,
-        pa.ipc.new_stream(conversations_sink, conversations_schema) as conversations_writer,
+        pa.ipc.new_stream(conversations_sink, TEXTS) as conversations_writer,
     ):
         for chunk in encode_all(task, rows, worker_count(config.data.num_workers, size)):
-            keep = np.ones(len(chunk.digests), bool)
-            for index, digest in enumerate(chunk.digests):
-                keep[index] = not (config.data.dedup and digest in seen)
-                seen.add(digest)
-            rows_writer.write_batch(_part_batch(chunk, keep, first_owner=len(digests)))
-            texts = pa.array(compress(chunk.conversations, keep), pa.large_string())
-            conversations_writer.write_batch(pa.record_batch([texts], schema=conversations_schema))
-            digests += compress(chunk.digests, keep)
-            dropped += chunk.dropped + Counter(duplicate=int((~keep).sum()))
+            rows_writer.write_batch(_part_batch(chunk, first_owner=conversations))
+            texts = pa.array(chunk.conversations, pa.large_string())
+            conversations_writer.write_batch(pa.record_batch([texts], schema=TEXTS))
+            digests.append(chunk.digests)
+            conversations += len(chunk.digests)
+            dropped += chunk.dropped
             read += chunk.rows_read
             advance(chunk.rows_read)
-    return Part(split, rows_file, conversations_file, digests, read, dropped, notes)
+    return Part(given, rows_file, conversations_file, np.concatenate(digests), read, dropped, notes)
 
 
-def _part_batch(chunk: Chunk, keep: np.ndarray, first_owner: int) -> pa.RecordBatch:
-    """The rows of the conversations that are kept; `keep` is [conversations]."""
-    numbers = first_owner + np.cumsum(keep) - 1  # dropped conversations get no number
+def _part_batch(chunk: Chunk, first_owner: int) -> pa.RecordBatch:
+    """The rows of a chunk, whose first conversation has the number `first_owner`."""
     columns = [
         store.token_lists(chunk.input_ids, chunk.lengths),
         store.token_lists(chunk.labels, chunk.lengths),
         pa.array(chunk.lengths),
-        pa.array(numbers[chunk.owners], pa.int64()),
+        pa.array(first_owner + chunk.owners, pa.int64()),
         pa.array(chunk.truncated),
     ]
-    return pa.record_batch(columns, schema=PART_SCHEMA).filter(pa.array(keep[chunk.owners], pa.bool_()))
+    return pa.record_batch(columns, schema=PART_SCHEMA)
 
 
 def _load(config: RunConfig, folder: Path) -> PreparedData:
@@ -250,6 +301,16 @@ def _load(config: RunConfig, folder: Path) -> PreparedData:
     asked = config.model.max_seq_len
     rows = {split: store.open_rows(folder / f"{split}.arrow") for split in SPLITS}
     assert rows["train"] is not None  # `write_splits` raises DataError otherwise
-    return PreparedData(
-        rows["train"], rows["val"], rows["test"], longest if asked == "auto" else asked, stats, folder
-    )
+    shares = _weighted(stats["train"].get("sources", []), config)
+    length = longest if asked == "auto" else asked
+    return PreparedData(rows["train"], rows["val"], rows["test"], length, stats, folder, shares)
+
+
+def _weighted(sources: list[dict[str, Any]], config: RunConfig) -> tuple[Share, ...]:
+    """How often the rows of each source are seen; also says so in their statistics."""
+    training = [given for given in data_inputs(config.data) if given.split == "train"] if sources else []
+    shares = [Share(source["rows"], given.weight) for source, given in zip(sources, training, strict=True)]
+    for source, share in zip(sources, shares, strict=True):
+        source |= {"weight": share.weight, "rows_per_epoch": share.per_epoch}
+        source["tokens_per_epoch"] = round(source["tokens"] * share.per_epoch / share.rows)
+    return tuple(shares)

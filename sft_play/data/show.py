@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import IGNORED, Chat, make_chat, render_rows
 from sft_play.data.formats import Conversation, convert, detect_format
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUPERVISED_STYLE, CONTEXT_STYLE = "bold green", "dim"
+EACH_ROW = "each row"  # a format: what `process` writes may come from sources of several formats
 
 
 def table(prepared: PreparedData) -> Group:
@@ -47,7 +49,27 @@ def table(prepared: PreparedData) -> Group:
     columns = [_counts(stats[split]) for split in splits]
     for name in columns[0]:
         shown.add_row(name, *(column[name] for column in columns))
-    return Group(shown, notes)
+    sources = stats["train"].get("sources")
+    return Group(shown, *([_sources_table(sources)] if sources else []), notes)
+
+
+def _sources_table(sources: list[dict[str, Any]]) -> Table:
+    """The training rows of each source, and its shares of an epoch."""
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    shown.add_column("source", overflow="fold")
+    for name in ("weight", "rows", "rows/epoch", "of all", "tokens/epoch", "of all"):
+        shown.add_column(name, justify="right")
+    totals = {
+        name: sum(source[name] for source in sources) for name in ("rows_per_epoch", "tokens_per_epoch")
+    }
+    for source in sources:
+        shares = (
+            text
+            for name, total in totals.items()
+            for text in (f"{source[name]:,}", f"{100 * source[name] / total:.1f} %")
+        )
+        shown.add_row(Path(source["path"]).name, f"{source['weight']:g}", f"{source['rows']:,}", *shares)
+    return shown
 
 
 def _counts(split: dict[str, Any]) -> dict[str, str]:
@@ -104,9 +126,13 @@ def print_samples(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", 
 
 def process(config: RunConfig, out: Path) -> Counter[str]:
     """Writes the training rows in the messages format; returns the counts of written and dropped rows."""
-    source = open_source(config.data.train_path, "train")
     counts: Counter[str] = Counter()
-    rows = _conversations(source, config.data.format, config.data.limit, None, counts)
+    training = [given for given in data_inputs(config.data) if given.split == "train"]
+    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in training]
+    rows = chain.from_iterable(
+        _conversations(source, given.format, config.data.limit, None, counts)
+        for given, source in zip(training, sources, strict=True)
+    )
     _write(out, ({**row.as_row(), "source": row.source} for row in rows), counts)
     return counts
 
@@ -122,7 +148,7 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
             'STYLE is blank; set it to the system prompt to add: make style STYLE="Answer in one sentence."'
         )
     counts: Counter[str] = Counter()
-    conversations = _conversations(open_source(str(rows), "train"), "auto", None, system_prompt, counts)
+    conversations = _conversations(open_source(str(rows), "train"), EACH_ROW, None, system_prompt, counts)
 
     def styled() -> Iterator[dict[str, Any]]:
         for row in conversations:
@@ -147,7 +173,7 @@ def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, 
     chat = make_chat(tokenizer, config.data.supervise, learn_tool_calls=config.data.learn_tool_calls)
     counts: Counter[str] = Counter()
     conversations = _conversations(
-        open_source(str(rows), "train"), "auto", None, config.data.system_prompt, counts
+        open_source(str(rows), "train"), EACH_ROW, None, config.data.system_prompt, counts
     )
     _write(out, chain.from_iterable(_rendered(chat, row) for row in conversations), counts)
     return counts
@@ -156,7 +182,8 @@ def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, 
 def _rendered(chat: Chat, row: Conversation) -> list[dict[str, Any]]:
     eos = str(chat.tokenizer.eos_token)
     if row.text is not None:
-        return [{"text": row.text + eos, "learned": [row.text + eos], "source": row.source}]
+        text = row.text + (eos if row.ends else "")
+        return [{"text": text, "learned": [text], "source": row.source}]
     rendered = []
     for part in render_rows(chat, row):
         text, supervised = part.text, [part.text[start:end] for start, end in part.supervised]
@@ -176,7 +203,7 @@ def _conversations(
         raise DataError(f"{source.path} has no rows")
     name = detect_format(first) if name == "auto" else name
     for row in chain([first], rows):
-        converted = convert(row, name, system_prompt)
+        converted = convert(row, detect_format(row) if name == EACH_ROW else name, system_prompt)
         if isinstance(converted, Conversation):
             yield converted
         else:

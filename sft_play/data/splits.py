@@ -1,68 +1,143 @@
-"""Tokenized data paths -> training, validation and test rows, with statistics and warnings."""
+"""Tokenized data paths -> files of training, validation and test rows, with statistics."""
 
-import random
 from collections import Counter
-from dataclasses import dataclass
-from itertools import chain, compress
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from sft_play.config.inputs import DataInput
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.chat import IGNORED
+from sft_play.data.raw_text import joined_blocks
 from sft_play.data.workers import ANSWER_TRUNCATED, too_long
-from sft_play.errors import ConfigError, DataError
+from sft_play.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLITS = ("train", "val", "test")
 MIN_ROWS_TO_SPLIT = 10
-FEW_ROWS = 32
+DUPLICATE = "duplicate"
 HISTOGRAM_BINS = 30
-WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
 
 PART_SCHEMA = pa.schema([*store.ROWS, pa.field("owner", pa.int64()), pa.field("truncated", pa.bool_())])
+TEXTS = pa.schema({"value": pa.large_string()})
 
 
 @dataclass(frozen=True)
 class Part:
     """One data path, tokenized into temporary files and not yet split."""
 
-    split: str
+    given: DataInput
     rows: Path
     conversations: Path
-    digests: list[bytes]
+    digests: np.ndarray
+    """One hash per conversation, [conversations]."""
     read: int
     dropped: Counter[str]
     notes: Counter[str]
+    block: int | None = None
+    """Of raw text: tokens of the rows that it is cut into."""
 
 
-def assign(digests: list[bytes], fractions: dict[str, float], seed: int) -> dict[str, np.ndarray]:
-    """A mask per split, bool [conversations]; duplicates go to the same split, so that no split leaks."""
-    unique = list(dict.fromkeys(digests))
-    random.Random(f"split/{seed}").shuffle(unique)
-    split_of = dict.fromkeys(unique, "train")
-    start = 0
-    for split, fraction in fractions.items():
-        count = max(round(len(unique) * fraction), 1) if fraction and len(unique) >= MIN_ROWS_TO_SPLIT else 0
-        split_of |= dict.fromkeys(unique[start : start + count], split)
-        start += count
-    splits = np.array([split_of[digest] for digest in digests], dtype=object)
-    return {split: splits == split for split in ("train", *fractions)}
+@dataclass(frozen=True)
+class Chosen:
+    """The conversations of a part that go into one split."""
+
+    part: Part
+    mask: np.ndarray  # bool [conversations]
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Their hashes."""
+        return self.part.digests[self.mask]
+
+
+def assign(
+    digests: Sequence[np.ndarray], fractions: dict[str, float], seed: int
+) -> dict[str, list[np.ndarray]]:
+    """A mask per split and part, bool [conversations].
+
+    Each part gives its own share; duplicates go to the same split, also across parts, so that none leaks.
+    """
+    unique, ids = np.unique(np.concatenate(digests), return_inverse=True)
+    names = ("train", *fractions)
+    home = np.full(len(unique), -1, np.int8)
+    parts = np.split(ids, np.cumsum([len(part) for part in digests])[:-1])
+    for number, part in enumerate(parts):
+        own = np.unique(part)
+        own = np.random.default_rng([seed, number]).permutation(own[home[own] < 0])
+        home[own] = 0
+        start = 0
+        for split, fraction in enumerate(fractions.values(), 1):
+            enough = fraction and len(own) >= MIN_ROWS_TO_SPLIT
+            count = max(round(len(own) * fraction), 1) if enough else 0
+            home[own[start : start + count]] = split
+            start += count
+    return {name: [home[part] == split for part in parts] for split, name in enumerate(names)}
+
+
+def first_of_each(digests: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """A mask per part, bool [conversations]: those that are no duplicate of an earlier one of any part."""
+    joined = np.concatenate(digests)
+    first = np.zeros(len(joined), bool)
+    first[np.unique(joined, return_index=True)[1]] = True
+    return np.split(first, np.cumsum([len(part) for part in digests])[:-1])
+
+
+def choose(config: RunConfig, parts: Sequence[Part]) -> dict[str, list[Chosen]]:
+    """The conversations of each split; counts the duplicates that are dropped."""
+    chosen: dict[str, list[Chosen]] = {}
+    for split in SPLITS:
+        own = [part for part in parts if part.given.split == split]
+        masks = [np.ones(len(part.digests), bool) for part in own]
+        if config.data.dedup and own:
+            masks = first_of_each([part.digests for part in own])
+        for part, mask in zip(own, masks, strict=True):
+            part.dropped.update({DUPLICATE: int((~mask).sum())} if not mask.all() else {})
+        chosen[split] = list(map(Chosen, own, masks))
+    fractions = {"val": config.data.val_fraction, "test": config.data.test_fraction}
+    fractions = {split: fraction for split, fraction in fractions.items() if not chosen[split]}
+    whole = chosen["train"]
+    homes = assign([one.part.digests for one in whole], fractions, config.train.seed)
+    for split, masks in homes.items():
+        chosen[split] = [Chosen(one.part, one.mask & mask) for one, mask in zip(whole, masks, strict=True)]
+    return chosen
+
+
+@dataclass
+class _Tally:
+    """Counts over the rows of a part in a split."""
+
+    lengths: list[np.ndarray] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    largest: int = 0
+
+    def add(self, batch: pa.RecordBatch, unknown_id: int | None) -> None:
+        """Counts a batch of rows, at least one."""
+        ids, labels = batch["input_ids"].flatten().to_numpy(), batch["labels"].flatten().to_numpy()
+        self.lengths.append(batch["length"].to_numpy().copy())  # a view would keep the whole batch
+        self.largest = max(self.largest, int(ids.max()))
+        self.counts["rows"] += batch.num_rows
+        self.counts["tokens"] += len(ids)
+        self.counts["supervised_tokens"] += int((labels != IGNORED).sum())
+        self.counts["unknown_tokens"] += int((ids == unknown_id).sum()) if unknown_id is not None else 0
+        self.counts["truncated"] += int(batch["truncated"].true_count)
 
 
 def write_splits(
     config: RunConfig,
-    parts: list[Part],
+    parts: Sequence[Part],
     folder: Path,
     tokenizer: "PreTrainedTokenizerBase",
     max_tokens: int | None,
-) -> dict[str, Any]:
-    """Writes `<split>.arrow` and `<split>.conversations.arrow`, deletes the part files, returns statistics.
+) -> tuple[dict[str, Any], dict[str, list[Chosen]]]:
+    """Writes `<split>.arrow` and `<split>.conversations.arrow`, and deletes the part files.
 
     Args:
         config: of the run.
@@ -71,74 +146,94 @@ def write_splits(
         tokenizer: of the model.
         max_tokens: the longest row, for the error message.
 
+    Returns:
+        Statistics by split (None for a missing one) with the largest token id, and what each split holds.
+
     Raises:
         DataError: a data path has no supervised tokens left.
-        ConfigError: the tokenizer does not know the text.
     """
-    own = {part.split: part for part in parts}
-    fractions = {"val": config.data.val_fraction, "test": config.data.test_fraction}
-    fractions = {split: fraction for split, fraction in fractions.items() if split not in own}
-    chosen = assign(own["train"].digests, fractions, config.train.seed)
-    stats: dict[str, Any] = {}
-    digests: dict[str, list[bytes]] = {}
+    chosen = choose(config, parts)
+    special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
+    stats: dict[str, Any] = {"largest_token_id": 0}
     for split in SPLITS:
-        part = own.get(split, own["train"])
-        mask = chosen.get(split, np.ones(len(part.digests), bool))
-        stats[split] = _write_split(split, part, mask, folder, tokenizer)
-        if split in own:
-            stats[split] = {"read": part.read, **stats[split], "dropped": dict(part.dropped)}
-            if not stats[split]["rows"]:
-                raise _nothing_left(config, part, max_tokens)
+        held = chosen[split]
+        tallies = _write_split(split, held, folder, unknown_id)
+        own = held and held[0].part.given.split == split
+        for one, tally in zip(held, tallies, strict=True):
+            if own and not tally.counts["rows"]:
+                raise _nothing_left(config, one.part, max_tokens)
+        stats[split] = _split_stats(held, tallies)
+        if own:
+            read, dropped = sum(one.part.read for one in held), Counter[str]()
+            for one in held:
+                dropped += one.part.dropped
+            stats[split] = {"read": read, **stats[split], "dropped": dict(dropped)}
         elif not stats[split]["rows"]:
             stats[split] = None
-        digests[split] = list(compress(part.digests, mask))
-    stats["largest_token_id"] = max(stats[split].pop("largest") for split in SPLITS if stats[split])
-    stats["warnings"] = _warnings(config, stats, parts, digests)
+        if config.data.sources and stats[split]:
+            stats[split]["sources"] = [
+                {"path": one.part.given.path, "conversations": int(one.mask.sum()), **tally.counts}
+                for one, tally in zip(held, tallies, strict=True)
+            ]
+        stats["largest_token_id"] = max(stats["largest_token_id"], *(tally.largest for tally in tallies), 0)
     for part in parts:
         part.rows.unlink()
         part.conversations.unlink()
-    return stats
+    return stats, chosen
 
 
-def _write_split(
-    split: str, part: Part, chosen: np.ndarray, folder: Path, tokenizer: "PreTrainedTokenizerBase"
-) -> dict[str, Any]:
-    """Copies the rows of the chosen conversations, [n], into the files of the split; returns statistics."""
-    special = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-    unknown_id = None if tokenizer.unk_token_id in special else tokenizer.unk_token_id
-    lengths: list[np.ndarray] = []
-    counts: Counter[str] = Counter()
-    largest = 0
+def _batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
+    """The rows of the chosen conversations; raw text is joined and cut."""
+    batches = (
+        batch.filter(pa.array(chosen.mask[batch["owner"].to_numpy()], pa.bool_()))
+        for batch in store.batches(chosen.part.rows)
+    )
+    return joined_blocks(batches, chosen.part.block) if chosen.part.block else batches
+
+
+def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id: int | None) -> list[_Tally]:
+    """Copies the rows of the chosen conversations into the files of the split, part after part."""
+    tallies = []
     file = folder / f"{split}.arrow"
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, store.ROWS) as writer:
-        for batch in store.batches(part.rows):
-            batch = batch.filter(pa.array(chosen[batch["owner"].to_numpy()], pa.bool_()))
-            if not batch.num_rows:
-                continue
-            writer.write_batch(batch.select(store.ROWS.names))
-            ids, labels = batch["input_ids"].flatten().to_numpy(), batch["labels"].flatten().to_numpy()
-            lengths.append(batch["length"].to_numpy())
-            largest = max(largest, int(ids.max()))
-            counts["supervised"] += int((labels != IGNORED).sum())
-            counts["unknown"] += int((ids == unknown_id).sum()) if unknown_id is not None else 0
-            counts["truncated"] += int(batch["truncated"].true_count)
-    if not lengths:
+        for one in chosen:
+            tally = _Tally()
+            for batch in _batches(one):
+                if batch.num_rows:
+                    writer.write_batch(batch.select(store.ROWS.names))
+                    tally.add(batch, unknown_id)
+            tallies.append(tally)
+    if not any(tally.counts["rows"] for tally in tallies):
         file.unlink()
     elif split != "train":
-        texts = chain.from_iterable(batch["value"].to_pylist() for batch in store.batches(part.conversations))
-        store.write_strings(folder / f"{split}.conversations.arrow", list(compress(texts, chosen)))
-    all_lengths = np.concatenate(lengths) if lengths else np.zeros(0, int)
+        _write_conversations(folder / f"{split}.conversations.arrow", chosen)
+    return tallies
+
+
+def _write_conversations(file: Path, chosen: Sequence[Chosen]) -> None:
+    """Copies the chosen conversations, batch by batch."""
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, TEXTS) as writer:
+        for one in chosen:
+            first = 0
+            for batch in store.batches(one.part.conversations):
+                mask = one.mask[first : first + batch.num_rows]
+                writer.write_batch(batch.filter(pa.array(mask, pa.bool_())))
+                first += batch.num_rows
+
+
+def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, Any]:
+    counts: Counter[str] = Counter()
+    for tally in tallies:
+        counts.update(tally.counts)
+    names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated")
+    lengths = np.concatenate([np.zeros(0, np.int32), *(part for tally in tallies for part in tally.lengths)])
     return {
-        "conversations": int(chosen.sum()),
-        "rows": len(all_lengths),
-        "tokens": int(all_lengths.sum()),
-        "supervised_tokens": counts["supervised"],
-        "unknown_tokens": counts["unknown"],
-        "truncated": counts["truncated"],
+        "conversations": sum(int(one.mask.sum()) for one in chosen),
+        **{name: counts[name] for name in names},
         "dropped": {},
-        "lengths": _percentiles(all_lengths),
-        "histogram": histogram(all_lengths),
-        "largest": largest,
+        "lengths": _percentiles(lengths),
+        "histogram": histogram(lengths),
     }
 
 
@@ -173,57 +268,7 @@ def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> Data
         hint = (
             f"Increase model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"
         )
+    where = part.given.key if not config.data.sources else f"{part.given.key} ({part.given.path})"
     return DataError(
-        f"data.{part.split}_path: 0 supervised tokens: none of the {part.read} rows is usable ({reasons}).\n"
-        f"{hint}"
+        f"{where}: 0 supervised tokens: none of the {part.read} rows is usable ({reasons}).\n{hint}"
     )
-
-
-def _warnings(
-    config: RunConfig, stats: dict[str, Any], parts: list[Part], digests: dict[str, list[bytes]]
-) -> list[str]:
-    """Warnings about what is allowed but probably not intended.
-
-    Raises:
-        ConfigError: the tokenizer knows none of the text.
-    """
-    found = []
-    train = stats["train"]
-    if train["unknown_tokens"] >= 0.9 * train["tokens"]:
-        raise ConfigError(
-            f"model.name: the tokenizer of '{config.model.name}' knows none of the text: "
-            f"{train['unknown_tokens']} of {train['tokens']} tokens are its unknown token. Check that it "
-            "belongs to this model and supports this language"
-        )
-    if train["unknown_tokens"] >= 0.01 * train["tokens"]:
-        share = train["unknown_tokens"] / train["tokens"]
-        found.append(f"{share:.0%} of the training tokens are unknown to the tokenizer")
-    if train["rows"] < FEW_ROWS:
-        plural = "s" if train["rows"] > 1 else ""
-        found.append(f"only {train['rows']} training row{plural}: the model will overfit")
-    known = set(digests["train"])
-    for split in ("val", "test"):
-        common = sum(digest in known for digest in digests[split])
-        if stats[split] and common:
-            found.append(
-                f"{common} of {len(digests[split])} {split} conversations are also in the training data"
-            )
-    repeated = len(digests["train"]) - len(known)
-    if repeated >= WARNING_SHARE * len(digests["train"]):
-        found.append(
-            f"{repeated} of {len(digests['train'])} training conversations are duplicates; "
-            "set data.dedup=true to drop them"
-        )
-    if train["rows"] > train["conversations"]:
-        found.append(
-            f"the chat template rewrites earlier turns, so {train['conversations']} conversations became "
-            f"{train['rows']} rows, which render each turn as at inference time; set data.supervise=last to "
-            "keep one row per conversation"
-        )
-    for part in parts:
-        lost = sum(part.dropped.values())
-        if lost >= WARNING_SHARE * part.read:
-            found.append(f"{lost} of {part.read} rows of data.{part.split}_path were dropped")
-        nulls = {what: count for what, count in part.notes.items() if "null" in what}
-        found += [f"data.{part.split}_path: {count} {what}" for what, count in nulls.items()]
-    return found

@@ -13,6 +13,7 @@ import filelock
 import numpy as np
 import pyarrow as pa
 
+from sft_play.data.chat import IGNORED
 from sft_play.errors import StorageError
 from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, read_manifest, write_manifest
 from sft_play.runlog import console
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+BATCH_ROWS = 4096  # read at a time
 TOKEN_LIST = pa.list_(pa.int32())
 ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32()})
 
@@ -119,16 +121,25 @@ def token_lists(values: np.ndarray, lengths: np.ndarray) -> pa.Array:
 
 
 def batches(file: Path) -> Iterator[pa.RecordBatch]:
-    """The record batches of an Arrow file, memory-mapped."""
-    with pa.memory_map(str(file)) as mapped:
-        yield from pa.ipc.open_stream(mapped)
+    """The record batches of an Arrow file, one at a time in memory."""
+    with pa.OSFile(str(file), "rb") as opened:
+        yield from pa.ipc.open_stream(opened)
 
 
-def write_strings(file: Path, values: Sequence[str]) -> None:
-    """Writes a file with a single string column."""
-    batch = pa.record_batch({"value": pa.array(values, pa.large_string())})
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+def column_of(dataset: "datasets.Dataset", name: str) -> np.ndarray:
+    """A column of numbers as an array, [rows], without a Python object for each."""
+    return dataset.select_columns([name]).with_format("arrow")[:][name].to_numpy()
+
+
+def count_supervised(dataset: "datasets.Dataset") -> np.ndarray:
+    """Supervised tokens of each row, [rows]; reads a part of the rows at a time."""
+    labels = dataset.select_columns(["labels"]).with_format("arrow")
+    counts = [np.zeros(0, np.int64)]
+    for part in labels.iter(batch_size=BATCH_ROWS):
+        lists = part["labels"].combine_chunks()
+        learned = np.concatenate([[0], np.cumsum(lists.flatten().to_numpy() != IGNORED)])
+        counts.append(np.diff(learned[np.cumsum([0, *lists.value_lengths().to_pylist()])]))
+    return np.concatenate(counts)
 
 
 def open_rows(file: Path) -> "datasets.Dataset | None":

@@ -16,6 +16,7 @@ import numpy as np
 
 from sft_play.data.chat import IGNORED, Chat, Tokens, encode
 from sft_play.data.formats import Conversation, convert
+from sft_play.data.raw_text import encode_sections, in_sections
 from sft_play.data.reading import Row
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
@@ -37,6 +38,8 @@ class EncodingTask:
     format: str
     system_prompt: str | None
     overlong: str
+    raw_text: bool = False
+    """Whether rows are documents, which are joined and cut later."""
 
 
 @dataclass
@@ -51,8 +54,8 @@ class Chunk:
     truncated: np.ndarray
     conversations: list[str] = field(default_factory=list)
     """As JSON; "" for plain text, which has no answers to generate."""
-    digests: list[bytes] = field(default_factory=list)
-    """One hash per conversation, to find duplicates."""
+    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """One hash per conversation, to find duplicates, [conversations]."""
     dropped: Counter[str] = field(default_factory=Counter)
     rows_read: int = 0
 
@@ -75,12 +78,17 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
         if isinstance(converted, str):
             dropped[converted] += 1
         else:
-            conversations.append(converted)
+            conversations += in_sections(converted) if task.raw_text else [converted]
+    encoded_rows = (
+        [[row] for row in encode_sections(task.chat, conversations)]
+        if task.raw_text
+        else encode(task.chat, conversations)
+    )
     kept: list[Conversation] = []
     tokens: list[Tokens] = []
     owners: list[int] = []
     truncated: list[bool] = []
-    for conversation, encoded in zip(conversations, encode(task.chat, conversations), strict=True):
+    for conversation, encoded in zip(conversations, encoded_rows, strict=True):
         fitted = [_fit(task, row, conversation, dropped) for row in encoded]
         fitting = [row for row in fitted if row is not None]
         if not encoded:
@@ -101,7 +109,7 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
         owners=np.array(owners, np.int64),
         truncated=np.array(truncated, bool),
         conversations=list(map(conversation_to_json, kept)),
-        digests=list(map(_digest, kept)),
+        digests=np.frombuffer(b"".join(map(_digest, kept)), np.uint64),
         dropped=dropped,
         rows_read=len(rows),
     )
@@ -111,7 +119,7 @@ def _fit(
     task: EncodingTask, row: Tokens, conversation: Conversation, dropped: Counter[str]
 ) -> tuple[Tokens, bool] | None:
     """The row within the length limit, and whether it was truncated; None if it is dropped."""
-    limit = task.chat.max_tokens
+    limit = None if task.raw_text else task.chat.max_tokens
     if limit is None or len(row.input_ids) <= limit:
         if (row.labels == IGNORED).all():
             dropped[NO_ANSWER] += 1
@@ -160,7 +168,7 @@ def _digest(conversation: Conversation) -> bytes:
     content = json.dumps(
         [conversation.messages, conversation.text, conversation.tools, conversation.untrained], sort_keys=True
     )
-    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+    return hashlib.blake2b(content.encode(), digest_size=8).digest()
 
 
 def worker_count(setting: int | str, size_bytes: int) -> int:

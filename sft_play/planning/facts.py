@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
-from sft_play.data.batching import make_schedule, padded_length
-from sft_play.data.chat import IGNORED
-from sft_play.data.packing import pack
+from sft_play.data.batching import Share, make_schedule, padded_length, row_weights, rows_per_epoch
+from sft_play.data.packing import pack_shares
 from sft_play.data.prepare import PreparedData
 from sft_play.data.reading import open_source
+from sft_play.data.store import column_of, count_supervised
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.data import load_data
 from sft_play.model.load import position_limit
@@ -35,28 +36,38 @@ class DataFacts:
     lengths: np.ndarray  # tokens
     supervised: np.ndarray  # of these
     longest_row: int  # tokens of the longest row; with packing, the capacity of a sequence
-    mean_tokens: float  # of a row before packing
+    mean_tokens: float  # of a row before packing, each counted as often as it is seen
     mean_squared_tokens: float  # also before packing
     seed: int
     eval_lengths: np.ndarray | None = None  # tokens of the validation rows
     eval_rows: int | None = None  # eval.batch_size
     seen: bool = True
+    shares: tuple[Share, ...] = ()  # how often the entries are seen per epoch; () for once
 
     @classmethod
     def of(cls, data: PreparedData, config: RunConfig) -> "DataFacts":
         """The facts of tokenized rows."""
-        lengths = np.asarray(data.train["length"])
-        supervised = np.array([int(np.sum(np.asarray(row) != IGNORED)) for row in data.train["labels"]])
-        longest, mean = int(lengths.max()), float(lengths.mean())
-        mean_squared = float((lengths.astype(float) ** 2).mean())
+        lengths, supervised = column_of(data.train, "length"), count_supervised(data.train)
+        shares = data.shares or (Share(len(lengths)),)
+        weights = row_weights(shares)
+        longest, mean = int(lengths.max()), float(np.average(lengths, weights=weights))
+        mean_squared = float(np.average(lengths.astype(float) ** 2, weights=weights))
         if config.train.packing:
-            groups = pack(lengths.tolist(), data.max_seq_len)
-            longest = data.max_seq_len
+            groups, packed = pack_shares(lengths.tolist(), data.max_seq_len, shares)
+            longest, shares = data.max_seq_len, tuple(packed)
             lengths, supervised = _sums(lengths, groups), _sums(supervised, groups)
-        eval_lengths = None if data.val is None else np.asarray(data.val["length"])
+        eval_lengths = None if data.val is None else column_of(data.val, "length")
         eval_rows = None if config.eval.batch_size == "auto" else config.eval.batch_size
         return cls(
-            lengths, supervised, longest, mean, mean_squared, config.train.seed, eval_lengths, eval_rows
+            lengths,
+            supervised,
+            longest,
+            mean,
+            mean_squared,
+            config.train.seed,
+            eval_lengths,
+            eval_rows,
+            shares=shares,
         )
 
     @classmethod
@@ -71,12 +82,13 @@ class DataFacts:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
-        return len(self.lengths)
+        """Number of rows of an epoch."""
+        return rows_per_epoch(self.shares) if self.shares else len(self.lengths)
 
     def tokens_per_process(self, plan: Plan) -> float:
         """Tokens that a process sees in an average step of a plan, padding not counted."""
-        return float(self.lengths.mean()) * plan.rows_per_step / plan.world_size
+        weights = row_weights(self.shares) if self.shares else None
+        return float(np.average(self.lengths, weights=weights)) * plan.rows_per_step / plan.world_size
 
     def largest_micro_batch(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool
@@ -92,6 +104,7 @@ class DataFacts:
             seed=self.seed,
             hidden_size=hidden_size,
             padding_free=padding_free,
+            shares=self.shares,
         )
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
         return int(tokens.max()), int(schedule.sums(self.supervised).max())
@@ -122,7 +135,8 @@ def data_facts(config: RunConfig, model_config: "PretrainedConfig", *, progress:
     So config.json alone is enough for a plan.
     """
     try:
-        open_source(config.data.train_path, "train")  # before anything is downloaded for nothing
+        for given in data_inputs(config.data):  # before anything is downloaded for nothing
+            open_source(given.path, given.split, given.key, given.hub_split)
         return DataFacts.of(load_data(config, model_config, progress=progress).rows, config)
     except (ConfigError, DataError) as error:
         console().print(f"  [yellow]planned without data:[/] {str(error).splitlines()[0]}")

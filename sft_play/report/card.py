@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.inputs import training_paths
 from sft_play.config.schema import RunConfig
 from sft_play.report.tables import METRICS, MISSING, memory_line, step_line, with_perplexity
 from sft_play.units import format_count, format_duration
@@ -55,11 +56,11 @@ def _metadata(config: RunConfig, is_adapter: bool) -> str:
     """The front matter, which the hub reads."""
     from huggingface_hub import ModelCardData
 
-    data = config.data.train_path
+    data = [path for path in training_paths(config.data) if is_on_hub(path)]
     card = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         base_model=config.model.name if is_on_hub(config.model.name) else None,
-        datasets=[data] if is_on_hub(data) else None,
+        datasets=data or None,
         pipeline_tag="text-generation",
         tags=["sft", "sft-play", *(["lora"] if config.tuning.mode != "full" else [])],
     )
@@ -77,7 +78,7 @@ def _link(base: str) -> str:
 
 
 def _data_name(config: RunConfig) -> str:
-    return f"`{public_name(config.data.train_path)}`"
+    return ", ".join(f"`{public_name(path)}`" for path in training_paths(config.data))
 
 
 def _usage(config: RunConfig, is_adapter: bool) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job
@@ -18,7 +19,7 @@ TRAIN = (
     "optimizer",
     "weight_decay",
 )
-ROWS = "data."  # prefix of those that are compared by a hash
+ROWS = tuple(f"data.{split}_path" for split in SPLITS)  # compared by a hash
 # The state of the checkpoint does not fit another value of these.
 FIXED = ("model.name", "tuning.", "train.optimizer", "train.weight_decay")
 
@@ -36,7 +37,8 @@ def settings_of(job: Job) -> dict[str, Any]:
         "model.name": Path(config.model.name).name,  # its folder may have been moved
         "model.revision": config.model.revision,
         "model.dtype": plan.dtype,
-        **{f"{ROWS}{split}_path": digest for split, digest in job.data.digests().items()},
+        **{f"data.{split}_path": digest for split, digest in job.data.digests().items()},
+        "data.sources": [share.weight for share in job.data.shares],
         **tuning,
         **{f"train.{name}": getattr(config.train, name) for name in TRAIN},
         "train.learning_rate": plan.learning_rate,
@@ -52,7 +54,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Setting -> "1e-4 -> 2e-4", for those of both that differ."""
     changed = {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
     return {
-        name: "the rows are not the same" if name.startswith(ROWS) else f"{was} -> {value}"
+        name: "the rows are not the same" if name in ROWS else f"{was} -> {value}"
         for name, (was, value) in changed.items()
     }
 

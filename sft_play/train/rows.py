@@ -1,14 +1,24 @@
 """Groups tokenized rows into the micro-batches of the run, in the order in which the trainer reads them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 
-from sft_play.data.batching import FILLER, Schedule, deal, deal_alike, make_schedule, padded_length
+from sft_play.data.batching import (
+    FILLER,
+    Schedule,
+    Share,
+    deal,
+    deal_alike,
+    make_schedule,
+    padded_length,
+)
 from sft_play.data.chat import IGNORED
-from sft_play.data.packing import pack
+from sft_play.data.packing import pack_shares
+from sft_play.data.store import column_of, count_supervised
 from sft_play.job import Job
 from sft_play.plan import Plan
 from sft_play.planning.batch import evaluation_batches
@@ -35,13 +45,16 @@ class TrainingRows(MicroBatches):
     padding_share: float  # of the tokens that the model sees in the whole run
 
 
-def pack_rows(dataset: Dataset, capacity: int) -> Dataset:
+def pack_rows(
+    dataset: Dataset, capacity: int, shares: Sequence[Share] | None = None
+) -> tuple[Dataset, list[Share]]:
     """Joins rows into sequences of at most `capacity` tokens; `sequence_lengths` keeps those of the rows.
 
     Tokens are not copied one by one: the flat values of the columns stay, only the offsets of the list arrays
-    change.
+    change. A sequence has rows of one share only; the shares of the sequences are returned too.
     """
-    groups = pack(dataset["length"], capacity)
+    lengths_of_rows = column_of(dataset, "length").tolist()
+    groups, packed_shares = pack_shares(lengths_of_rows, capacity, shares or [Share(len(dataset))])
     table = dataset.select([row for group in groups for row in group]).with_format("arrow")[:]
     rows_ends = np.cumsum([0] + [len(group) for group in groups])
     lengths = table["length"].to_numpy()
@@ -53,16 +66,13 @@ def pack_rows(dataset: Dataset, capacity: int) -> Dataset:
     def flat(name: str) -> pa.Array:
         return table[name].combine_chunks().flatten()
 
-    return Dataset(
-        pa.table(
-            {
-                "input_ids": regroup(flat("input_ids"), token_ends),
-                "labels": regroup(flat("labels"), token_ends),
-                "length": pa.array(np.diff(token_ends), pa.int64()),
-                "sequence_lengths": regroup(pa.array(lengths, pa.int32()), rows_ends.astype(np.int32)),
-            }
-        )
-    )
+    columns = {
+        "input_ids": regroup(flat("input_ids"), token_ends),
+        "labels": regroup(flat("labels"), token_ends),
+        "length": pa.array(np.diff(token_ends), pa.int64()),
+        "sequence_lengths": regroup(pa.array(lengths, pa.int32()), rows_ends.astype(np.int32)),
+    }
+    return Dataset(pa.table(columns)), packed_shares
 
 
 def with_filler(dataset: Dataset, pad_id: int) -> Dataset:
@@ -73,15 +83,9 @@ def with_filler(dataset: Dataset, pad_id: int) -> Dataset:
     return concatenate_datasets([dataset, Dataset.from_dict(row, features=dataset.features)])
 
 
-def count_supervised(dataset: Dataset) -> np.ndarray:
-    """Supervised tokens of each row, [rows]."""
-    column = dataset.with_format("arrow")[:]["labels"].combine_chunks()
-    learned = np.concatenate([[0], np.cumsum(column.flatten().to_numpy() != IGNORED)])
-    ends = np.cumsum([0, *column.value_lengths().to_pylist()])
-    return np.diff(learned[ends])
-
-
-def plan_schedule(lengths: np.ndarray, plan: Plan, *, seed: int, hidden_size: int) -> Schedule:
+def plan_schedule(
+    lengths: np.ndarray, plan: Plan, *, seed: int, hidden_size: int, shares: Sequence[Share] | None = None
+) -> Schedule:
     """The schedule of a plan, over rows of these lengths, [rows] (packed sequences when it packs)."""
     return make_schedule(
         lengths,
@@ -91,10 +95,19 @@ def plan_schedule(lengths: np.ndarray, plan: Plan, *, seed: int, hidden_size: in
         seed=seed,
         hidden_size=hidden_size,
         padding_free=plan.padding_free,
+        shares=shares,
     )
 
 
-def training_rows(dataset: Dataset, plan: Plan, *, seed: int, hidden_size: int, pad_id: int) -> TrainingRows:
+def training_rows(
+    dataset: Dataset,
+    plan: Plan,
+    *,
+    seed: int,
+    hidden_size: int,
+    pad_id: int,
+    shares: Sequence[Share] | None = None,
+) -> TrainingRows:
     """All micro-batches of the run in training order: `plan.total_steps` x accumulation x world size.
 
     Args:
@@ -103,11 +116,13 @@ def training_rows(dataset: Dataset, plan: Plan, *, seed: int, hidden_size: int, 
         seed: of the training order.
         hidden_size: of the model.
         pad_id: the token for filler and padding.
+        shares: how often each row is seen per epoch; None for once.
     """
-    columns = ["input_ids", "labels", "length"]
-    rows = pack_rows(dataset, plan.max_seq_len) if plan.packing else dataset.select_columns(columns)
-    lengths, supervised = np.array(rows["length"]), count_supervised(rows)
-    schedule = plan_schedule(lengths, plan, seed=seed, hidden_size=hidden_size)
+    rows = dataset.select_columns(["input_ids", "labels", "length"])
+    if plan.packing:
+        rows, shares = pack_rows(rows, plan.max_seq_len, shares)
+    lengths, supervised = column_of(rows, "length"), count_supervised(rows)
+    schedule = plan_schedule(lengths, plan, seed=seed, hidden_size=hidden_size, shares=shares)
     real = schedule.sums(lengths)
     seen = real if plan.padding_free else schedule.padded_tokens(lengths)
     return TrainingRows(
@@ -131,7 +146,7 @@ def evaluation_rows(
         rows_per_batch: eval.batch_size; None fills batches up to the plan's token budget.
     """
     rows = dataset.select_columns(["input_ids", "labels", "length"])
-    lengths = np.array(rows["length"])
+    lengths = column_of(rows, "length")
     groups = evaluation_batches(lengths, plan, rows_per_batch)
     sizes = [
         int(lengths[group].sum()) if plan.padding_free else padded_length(lengths[group].max()) * len(group)
@@ -170,7 +185,7 @@ def cut(batches: MicroBatches, pieces: int, *, padding_free: bool) -> Dataset:
     counts = lists.value_lengths().to_numpy()
     rows = np.full((len(counts), counts.max()), FILLER)
     rows[np.arange(counts.max()) < counts[:, None]] = lists.flatten().to_numpy()
-    lengths, filler = np.array(batches.rows["length"]), len(batches.rows) - 1
+    lengths, filler = column_of(batches.rows, "length"), len(batches.rows) - 1
     costs = np.where((rows == FILLER) | (rows == filler), 0, lengths[rows])
     schedule = Schedule(rows, (deal if padding_free else deal_alike)(costs, pieces), pieces)
     seen = schedule.sums(lengths) if padding_free else schedule.padded_tokens(lengths)

@@ -296,6 +296,7 @@ def ordered_rows(job: Job) -> TrainingRows:
         seed=job.config.train.seed,
         hidden_size=job.architecture.get_text_config().hidden_size,
         pad_id=job.tokenizer.pad_token_id,
+        shares=job.data.shares,
     )
 
 

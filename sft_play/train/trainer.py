@@ -130,7 +130,7 @@ def save(session: Session, stopped: bool) -> None:
 
 def data_counts(data: PreparedData) -> dict[str, Any]:
     """Counts of each split, and the fingerprint of the tokenized rows."""
-    counts: dict[str, Any] = {"fingerprint": data.cache_path.name}
+    counts: dict[str, Any] = {"fingerprint": data.fingerprint}
     for split in SPLITS:
         found = data.stats[split]
         counts[split] = (

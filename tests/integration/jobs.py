@@ -1,11 +1,13 @@
 """A job on random tokenized rows, and its numbers: what the tests of the invariants start from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from datasets import Dataset
 
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
+from sft_play.data.batching import Share
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
 from sft_play.job import Job
@@ -65,6 +67,8 @@ def make_job(
         stats=dict.fromkeys(SPLITS),  # nobody counted these rows
         cache_path=output,
     )
+    if rows is None:  # in epochs of 112 rows
+        data = replace(data, shares=(Share(60), Share(40, 1.3)))
     facts = DataFacts.of(data, config)
     architecture = load_model_config(config.model)
     padding_free = config.train.padding_free is not False

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from sft_play import fingerprints
@@ -99,11 +100,12 @@ def test_fractions_split_disjointly_and_by_the_seed(run, make_tokenizer):
 
 
 def test_equal_conversations_are_never_split_apart():
-    digests = [bytes([i % 20]) for i in range(200)]
-    homes = assign(digests, {"val": 0.25, "test": 0.1}, seed=0)
-    assert {split: int(mask.sum()) for split, mask in homes.items()} == {"train": 130, "val": 50, "test": 20}
-    for mask in homes.values():
-        assert all(mask[i] == mask[i % 20] for i in range(200))
+    digests = np.arange(200, dtype=np.uint64) % 20
+    homes = assign([digests, digests[:40]], {"val": 0.25, "test": 0.1}, seed=0)
+    counts = {split: [int(mask.sum()) for mask in masks] for split, masks in homes.items()}
+    assert counts == {"train": [130, 26], "val": [50, 10], "test": [20, 4]}
+    for mask, other in homes.values():
+        assert (mask == np.tile(mask[:20], 10)).all() and (other == mask[:40]).all()
 
 
 def test_files_of_their_own_are_used_whole_and_held_out_rows_come_from_the_rest(run, write_rows):
@@ -118,11 +120,11 @@ def test_conversations_for_generation_come_back_from_the_cache(run, write_rows):
         test_fraction=0.2,
         system_prompt="Be brief.",
     )
-    asked = data.conversations("test")
+    asked = list(data.conversations("test"))
     assert len(asked) == len(data.test) == 4
     assert [message["role"] for message in asked[0].messages] == ["system", "user", "assistant"]
     assert asked[0].source.endswith(f"rows.jsonl:{int(asked[0].messages[1]['content'].split()[0]) + 1}")
-    assert data.conversations("val") == []
+    assert list(data.conversations("val")) == []
 
 
 def test_the_second_time_nothing_is_tokenized(run, monkeypatch):

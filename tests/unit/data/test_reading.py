@@ -118,7 +118,8 @@ def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
         ("a.csv", b"text\na\n\xff\n", ":3: byte 0xff at offset 7"),
         ("a.csv", "messages\n[oops\n", ":2: column 'messages' is not valid JSON"),
         ("a.parquet", b"PAR1 no parquet", "not a readable Parquet file"),
-        ("a.txt", "hello", "has the extension .txt; allowed: .jsonl"),
+        ("a.log", "hello", "has the extension .log; allowed: .jsonl"),
+        ("a.txt", b"one\n\xff", ":2: byte 0xff at offset 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named_with_its_line(write_rows, name, content, said):

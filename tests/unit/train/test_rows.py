@@ -2,10 +2,12 @@ import pytest
 import torch
 from datasets import Dataset
 
+from sft_play.data.batching import Share, rows_per_epoch
 from sft_play.data.chat import IGNORED
 from sft_play.data.collators import joined_micro_batches, padded_collator
+from sft_play.data.store import count_supervised
 from sft_play.plan import Plan
-from sft_play.train.rows import count_supervised, cut, evaluation_rows, pack_rows, training_rows
+from sft_play.train.rows import cut, evaluation_rows, pack_rows, training_rows
 from tests.conftest import token_rows
 
 ROWS = token_rows(50)
@@ -35,7 +37,7 @@ def batches_of(rows) -> list[list[dict]]:
 
 
 def test_packing_keeps_every_token_and_label_with_its_row():
-    packed = pack_rows(DATASET, 64)
+    packed, _ = pack_rows(DATASET, 64)
     found = []
     for row in packed:
         assert len(row["input_ids"]) == row["length"] == sum(row["sequence_lengths"]) <= 64
@@ -106,8 +108,19 @@ def test_padding_is_counted_where_there_is_some():
     )
 
 
+def test_a_packed_epoch_has_each_token_as_often_as_its_share_says():
+    shares = [Share(20, 3), Share(30)]
+    packs, packed = pack_rows(DATASET, 64, shares)
+    per_epoch = rows_per_epoch(packed)
+    whole = plan(2, 1, -(-per_epoch // 16), packing=True)
+    rows = training_rows(DATASET, whole, seed=0, hidden_size=32, pad_id=PAD, shares=shares)
+    lengths = [row["length"] for row in ROWS]
+    assert sum(rows.tokens_per_step) == 3 * sum(lengths[:20]) + sum(lengths[20:])
+    assert len(packs) == sum(share.rows for share in packed)
+
+
 def test_packed_steps_count_the_tokens_of_all_their_rows():
-    packs = pack_rows(DATASET, 64)
+    packs, _ = pack_rows(DATASET, 64)
     rows = rows_of(plan(2, 1, -(-len(packs) // 16), packing=True))
     assert sum(rows.tokens_per_step) == sum(row["length"] for row in ROWS)
 
@@ -144,7 +157,7 @@ def test_padded_batch_is_right_padded_without_a_mask():
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("packing", [False, True])
 def test_joined_rows_are_one_sequence_with_its_boundaries(flash, packing):
-    rows = pack_rows(DATASET, 64) if packing else DATASET
+    rows = pack_rows(DATASET, 64)[0] if packing else DATASET
     batch = joined_micro_batches(rows, flash=flash)([{"rows": [7, 3]}])
     taken = [rows[7], rows[3]]
     lengths = [n for row in taken for n in (row["sequence_lengths"] if packing else [row["length"]])]

@@ -1,0 +1,48 @@
+"""The data paths of a config, one by one, under the names that messages use."""
+
+from dataclasses import dataclass
+
+from sft_play.config.schema import DataConfig
+
+
+@dataclass(frozen=True)
+class DataInput:
+    """One data path of a run."""
+
+    key: str
+    """Its setting, such as "data.train_path" or "data.sources[1]"."""
+    split: str
+    """train, val or test."""
+    path: str
+    format: str
+    weight: float = 1.0
+    """How often its rows are seen per epoch."""
+    hub_split: str | None = None
+
+
+def data_inputs(data: DataConfig) -> list[DataInput]:
+    """The training data, without sources of weight 0, then validation and test data of their own."""
+    found = [
+        DataInput(
+            f"data.sources[{number}]",
+            "train",
+            source.path,
+            source.format or data.format,
+            source.weight,
+            source.split,
+        )
+        for number, source in enumerate(data.sources)
+        if source.weight
+    ]
+    paths = {"train": data.train_path, "val": data.val_path, "test": data.test_path}
+    found += [
+        DataInput(f"data.{split}_path", split, path, data.format)
+        for split, path in paths.items()
+        if path is not None
+    ]
+    return found
+
+
+def training_paths(data: DataConfig) -> list[str]:
+    """The paths of the training data."""
+    return [given.path for given in data_inputs(data) if given.split == "train"]

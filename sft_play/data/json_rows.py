@@ -1,0 +1,137 @@
+"""JSON files -> raw rows: one object a line (streamed), or an array (loaded as one string)."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.nesting import require_shallow
+from sft_play.data.row import Row, utf8
+from sft_play.errors import DataError
+
+UTF8_BOM = b"\xef\xbb\xbf"
+WHITESPACE = re.compile(r"\s*")
+ARRAY_START = re.compile(r'\s*(?:\{\s*"data"\s*:\s*)?\[')
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        repeated = counts.most_common(1)[0][0]
+        raise ValueError(f"duplicate key {repeated!r} in one object; keep one")
+    return data
+
+
+def _decoder(notes: Counter[str]) -> json.JSONDecoder:
+    def constant(name: str) -> None:
+        notes[f"{name} values, read as null"] += 1
+
+    return json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=constant)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
+    """An object a line; reads one line at a time."""
+    decoder, offset = _decoder(notes), 0
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            content = raw.removeprefix(UTF8_BOM) if number == 1 else raw
+            where = f"{file}:{number}"
+            text = utf8(content, where, offset + len(raw) - len(content)).strip()
+            offset += len(raw)
+            if not text:
+                notes["blank lines"] += 1
+                continue
+            if number == 1 and text.startswith("["):  # an array in a .jsonl file
+                yield from _read_json_whole(file, notes)
+                return
+            try:
+                value = require_shallow(decoder.decode(text), text)
+            except json.JSONDecodeError as error:
+                cut = "" if raw.endswith(b"\n") else " The line has no final newline: is the file truncated?"
+                raise DataError(
+                    f"{where}: not valid JSON: {error.msg} at character {error.pos + 1}.{cut}"
+                ) from None
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: {error}") from None
+            yield Row(_object(value, where), str(file), number)
+
+
+def read_json(file: Path, notes: Counter[str]) -> Iterator[Row]:
+    """A .json file is an array, {"data": [...]}, or (as is common) JSON lines with the wrong extension."""
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.removeprefix(UTF8_BOM).strip()), b"")
+    try:
+        value = json.loads(first.removeprefix(UTF8_BOM))
+    except (ValueError, RecursionError):
+        value = None
+    is_lines = isinstance(value, dict) and not isinstance(value.get("data"), list)
+    yield from read_jsonl(file, notes) if is_lines else _read_json_whole(file, notes)
+
+
+def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
+    raw = file.read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        utf8(raw, f"{file}:{line}", 0)
+        raise
+    del raw
+    start = ARRAY_START.match(text)
+    if start:
+        yield from _array_rows(text, start.end(), file, _decoder(notes))
+        return
+    try:
+        value = _object(require_shallow(_decoder(notes).decode(text), text), f"{file}:1")
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: {error}") from None
+    rows = value["data"] if isinstance(value.get("data"), list) else [value]
+    for number, row in enumerate(rows, 1):
+        yield Row(_object(row, f"{file}, row {number}"), str(file), number)
+
+
+def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) -> Iterator[Row]:
+    """Parses the elements one by one, so that rows and errors have line numbers."""
+    counted, line = 0, 1
+    position = _skip_space(text, start)
+    while text[position : position + 1] != "]":
+        line += text.count("\n", counted, position)
+        counted = position
+        try:
+            value, end = decoder.raw_decode(text, position)
+            require_shallow(value, text[position:end])
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}:{line}: {error}") from None
+        yield Row(_object(value, f"{file}:{line}"), str(file), line)
+        position = _skip_space(text, end)
+        following = text[position : position + 1]
+        if following == ",":
+            position = _skip_space(text, position + 1)
+        elif following != "]":
+            line += text.count("\n", counted, position)
+            found = repr(following) if following else "the end: is the file truncated?"
+            raise DataError(f"{file}:{line}: not valid JSON: expected ',' or ']' after a row, found {found}")
+    rest = text[_skip_space(text, position + 1) :][:1]
+    if rest and rest not in ",}":  # what follows the array in {"data": [...], ...}
+        raise DataError(f"{file}: not valid JSON: {rest!r} after the array of rows")
+
+
+def _skip_space(text: str, start: int) -> int:
+    return WHITESPACE.match(text, start).end()  # type: ignore[union-attr]  # matches the empty string too

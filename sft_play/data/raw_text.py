@@ -1,0 +1,87 @@
+"""Raw text: documents, with loss on every token, joined with the end-of-text token and cut to equal length.
+
+Long documents are read and tokenized in sections, which bounds memory; they are also what is held out and
+what is compared to find duplicates. Joining comes last, once the rows of each split are known.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from sft_play.data.chat import IGNORED, Chat, Tokens
+from sft_play.data.formats import Conversation
+from sft_play.data.sections import sections
+from sft_play.data.store import token_lists
+
+BLOCK_TOKENS = 2048  # length of rows of raw text if model.max_seq_len is auto
+
+
+def in_sections(document: Conversation) -> list[Conversation]:
+    """The document, cut into sections if it is long."""
+    found = list(sections([str(document.text)]))
+    return [
+        replace(document, text=text, begins=document.begins and not number, ends=document.ends and last)
+        for number, (text, last) in enumerate(found)
+    ]
+
+
+def encode_sections(chat: Chat, documents: Sequence[Conversation]) -> list[Tokens]:
+    """Tokenizes sections: a document begins as the tokenizer begins a text, and ends with the end token.
+
+    All labels are the tokens themselves; `joined_blocks` masks the first one of each row.
+    """
+    eos = chat.tokenizer.eos_token_id
+    ids: dict[int, list[int]] = {}
+    for begins in (True, False):
+        own = [number for number, document in enumerate(documents) if document.begins == begins]
+        if own:
+            texts = [str(documents[number].text) for number in own]
+            batch = chat.tokenizer(texts, add_special_tokens=begins, verbose=False)
+            ids |= dict(zip(own, batch["input_ids"], strict=True))
+    rows = []
+    for number, document in enumerate(documents):
+        tokens = ids[number]
+        closed = tokens[-1:] == [eos]
+        if document.ends and not closed:
+            tokens = [*tokens, eos]
+        elif closed and not document.ends:
+            tokens = tokens[:-1]
+        found = np.array(tokens, np.int32)
+        rows.append(Tokens(found, found))
+    return rows
+
+
+def joined_blocks(batches: Iterable[pa.RecordBatch], length: int) -> Iterator[pa.RecordBatch]:
+    """Joins rows end to end and cuts them into rows of `length` tokens; the last one may be shorter.
+
+    Args:
+        batches: with a column input_ids.
+        length: of a row in tokens.
+
+    Yields:
+        Batches with input_ids, labels, length and truncated.
+    """
+    held = np.zeros(0, np.int32)
+    for batch in batches:
+        held = np.concatenate([held, batch["input_ids"].flatten().to_numpy()])
+        whole = len(held) // length * length
+        if whole:
+            yield _rows_of(held[:whole], np.full(whole // length, length, np.int32))
+            held = held[whole:]
+    if len(held) > 1:  # a single token has nothing to be predicted from
+        yield _rows_of(held, np.array([len(held)], np.int32))
+
+
+def _rows_of(ids: np.ndarray, lengths: np.ndarray) -> pa.RecordBatch:
+    """Rows of these lengths, [rows], of concatenated token ids, with loss on all but the first token."""
+    labels = ids.copy()
+    labels[np.cumsum(lengths) - lengths] = IGNORED
+    columns = {
+        "input_ids": token_lists(ids, lengths),
+        "labels": token_lists(labels, lengths),
+        "length": pa.array(lengths),
+        "truncated": pa.array(np.zeros(len(lengths), bool)),
+    }
+    return pa.record_batch(columns)

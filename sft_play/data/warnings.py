@@ -1,0 +1,82 @@
+"""Warnings about data that is allowed but probably not what was intended."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.splits import Chosen, Part
+from sft_play.errors import ConfigError
+
+FEW_ROWS = 32
+WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
+
+
+def data_warnings(
+    config: RunConfig,
+    stats: Mapping[str, Any],
+    parts: Sequence[Part],
+    chosen: Mapping[str, Sequence[Chosen]],
+) -> list[str]:
+    """The warnings.
+
+    Args:
+        config: of the run.
+        stats: by split.
+        parts: the data paths.
+        chosen: what each split holds.
+
+    Raises:
+        ConfigError: the tokenizer knows none of the text.
+    """
+    found = _about_unknown_tokens(config, stats["train"])
+    train = stats["train"]
+    if train["rows"] < FEW_ROWS:
+        plural = "s" if train["rows"] > 1 else ""
+        found.append(f"only {train['rows']} training row{plural}: the model will overfit")
+    found += _about_duplicates(stats, chosen)
+    if train["rows"] > train["conversations"] and not any(part.block for part in parts):
+        found.append(
+            f"the chat template rewrites earlier turns, so {train['conversations']} conversations became "
+            f"{train['rows']} rows, which render each turn as at inference time; set data.supervise=last to "
+            "keep one row per conversation"
+        )
+    for part in parts:
+        lost = sum(part.dropped.values())
+        if lost >= WARNING_SHARE * part.read:
+            found.append(f"{lost} of {part.read} rows of {part.given.key} were dropped")
+        nulls = {what: count for what, count in part.notes.items() if "null" in what}
+        found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
+    return found
+
+
+def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[str]:
+    share = train["unknown_tokens"] / train["tokens"]
+    if share >= 0.9:
+        raise ConfigError(
+            f"model.name: the tokenizer of '{config.model.name}' knows none of the text: "
+            f"{train['unknown_tokens']} of {train['tokens']} tokens are its unknown token. Check that it "
+            "belongs to this model and supports this language"
+        )
+    return [f"{share:.0%} of the training tokens are unknown to the tokenizer"] if share >= 0.01 else []
+
+
+def _about_duplicates(stats: Mapping[str, Any], chosen: Mapping[str, Sequence[Chosen]]) -> list[str]:
+    """Duplicates within the training data, and between it and held-out data."""
+    found = []
+    digests = {
+        split: np.concatenate([one.digests for one in chosen[split]]) for split in chosen if stats[split]
+    }
+    known = np.unique(digests["train"])
+    for split in ("val", "test"):
+        common = int(np.isin(digests[split], known).sum()) if split in digests else 0
+        if common:
+            total = len(digests[split])
+            found.append(f"{common} of {total} {split} conversations are also in the training data")
+    repeated, total = len(digests["train"]) - len(known), len(digests["train"])
+    if repeated >= WARNING_SHARE * total:
+        found.append(
+            f"{repeated} of {total} training conversations are duplicates; set data.dedup=true to drop them"
+        )
+    return found

@@ -1,0 +1,184 @@
+"""Raw text: documents joined with the end token and cut, every token learned once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.data import sections as sections_module
+from sft_play.data.chat import IGNORED
+from sft_play.data.prepare import block_tokens, prepare
+from sft_play.data.reading import open_source, read_rows
+from sft_play.data.sections import sections
+from sft_play.errors import ConfigError, DataError
+
+WORDS = "What is two plus three? It is five. Hello there, friend!"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def run(make_tokenizer):
+    def run(path, task="cpt", max_seq_len=32, model_limit=None, tokenizer=None, **data):
+        tree = {
+            "model": {"name": "toy", "max_seq_len": max_seq_len},
+            "data": {"train_path": str(path), "task": task, "val_fraction": 0.0, **data},
+        }
+        config = RunConfig.model_validate(tree)
+        return prepare(config, tokenizer or make_tokenizer(), model_limit=model_limit, progress=False)
+
+    return run
+
+
+def joined(dataset):
+    return [token for ids in dataset["input_ids"] for token in ids]
+
+
+def test_documents_are_joined_with_the_end_token_and_cut_and_no_token_is_lost(
+    run, write_rows, make_tokenizer
+):
+    texts = [f"{number} {WORDS} " * (1 + number % 3) for number in range(40)]
+    data = run(write_rows([{"text": text} for text in texts]))
+    tokenizer = make_tokenizer()
+    expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert joined(data.train) == expected
+    assert set(data.train["length"][:-1]) == {32} and data.train["length"][-1] <= 32
+    for row in data.train:
+        assert row["labels"] == [IGNORED, *row["input_ids"][1:]]
+    stats = data.stats["train"]
+    assert stats["conversations"] == 40 and stats["tokens"] == len(expected)
+    assert stats["supervised_tokens"] == len(expected) - stats["rows"]
+    assert data.max_seq_len == 32 and not any("rewrites" in warning for warning in data.stats["warnings"])
+
+
+def test_a_tokenizer_that_writes_begin_and_end_tokens_writes_them_once_a_document(
+    run, write_rows, byte_tokenizer, make_tokenizer, monkeypatch
+):
+    from copy import deepcopy
+
+    from tokenizers.processors import TemplateProcessing
+
+    monkeypatch.setattr(sections_module, "SECTION_CHARACTERS", 60)
+    raw = deepcopy(byte_tokenizer)
+    ids = {token: raw.token_to_id(token) for token in ("<s>", "</s>")}
+    raw.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=list(ids.items()))
+    tokenizer = make_tokenizer(raw=raw, bos_token="<s>", eos_token="</s>")
+    data = run(write_rows([{"text": f"{WORDS}\n" * 3}, {"text": "five"}]), tokenizer=tokenizer)
+    found = joined(data.train)
+    assert found.count(ids["<s>"]) == found.count(ids["</s>"]) == 2
+    assert data.stats["train"]["conversations"] == 4
+    assert tokenizer.decode(found) == f"<s>{WORDS}\n{WORDS}\n{WORDS}\n</s><s>five</s>"
+
+
+def test_held_out_documents_are_joined_by_themselves(run, write_rows, make_tokenizer):
+    texts = [f"{number} {WORDS}" for number in range(40)]
+    data = run(write_rows([{"text": text} for text in texts]), val_fraction=0.25)
+    decoded = [
+        make_tokenizer().decode(joined(rows)).split("<|endoftext|>")[:-1] for rows in (data.train, data.val)
+    ]
+    assert [len(part) for part in decoded] == [30, 10] and sorted(decoded[0] + decoded[1]) == sorted(texts)
+    assert list(data.conversations("val")) == []
+
+
+def test_chat_and_raw_text_are_mixed_each_in_its_way(write_rows, make_tokenizer):
+    chats = [{"question": f"{number}?", "answer": "It is five."} for number in range(20)]
+    chat, text = write_rows(chats), write_rows([{"text": WORDS}] * 20, "text.jsonl")
+    tree = {
+        "model": {"name": "toy", "max_seq_len": 64},
+        "data": {
+            "task": "mixed", "val_fraction": 0.0, "supervise": "last",
+            "sources": [{"path": str(chat)}, {"path": str(text), "weight": 2}],
+        },
+    }  # fmt: skip
+    data = prepare(RunConfig.model_validate(tree), make_tokenizer(), progress=False)
+    first, second = data.stats["train"]["sources"]
+    assert first["rows"] == 20 and first["supervised_tokens"] < first["tokens"] / 2
+    assert second["supervised_tokens"] == second["tokens"] - second["rows"]
+    rows = [row for row in data.train if row["length"] == 64]
+    assert len(rows) == second["rows"] - 1 and data.max_seq_len == 64
+
+
+def test_auto_cuts_raw_text_at_2048_tokens_or_at_what_the_model_supports(write_rows):
+    config = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t", "task": "cpt"}})
+    assert [block_tokens(config, limit) for limit in (None, 131072, 512)] == [2048, 2048, 512]
+    asked = config.model_copy(update={"model": config.model.model_copy(update={"max_seq_len": 8192})})
+    assert block_tokens(asked, 8192) == 8192
+
+
+def test_sections_end_at_lines_or_words_and_lose_nothing(monkeypatch):
+    monkeypatch.setattr(sections_module, "SECTION_CHARACTERS", 50)
+    text = "\n".join(f"{'word ' * (number % 23)}{number}" for number in range(60)) + "x" * 170
+    for size in (7, 1000, len(text)):
+        blocks = [text[start : start + size] for start in range(0, len(text), size)]
+        found = list(sections(blocks))
+        assert "".join(section for section, _ in found) == text
+        assert [last for _, last in found] == [False] * (len(found) - 1) + [True]
+        assert max(len(section) for section, _ in found) <= 50
+    assert list(sections(["  \n", " "])) == []
+    assert list(sections(["a" * 50, "\n" * 90])) == [("a" * 50, True)]
+
+
+def test_a_folder_of_text_files_is_read_with_the_folders_below_it(tmp_path):
+    for name in ("b.md", "deep/a.txt", ".git/c.txt", "deep/.d.md", "e.pdf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\nsecond line\n")
+    (tmp_path / "deep" / "blank.txt").write_text("")
+    rows = list(read_rows(open_source(str(tmp_path), "train")))
+    assert [row.data["text"].split("\n")[0] for row in rows] == ["b.md", "deep/a.txt"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x"}))
+    assert [file.name for file in open_source(str(tmp_path), "train").files] == ["rows.jsonl"]
+
+
+def test_a_long_file_is_read_in_sections_that_know_their_line(tmp_path, run, monkeypatch, make_tokenizer):
+    monkeypatch.setattr(sections_module, "SECTION_CHARACTERS", 100)
+    file = tmp_path / "book.txt"
+    text = "".join(f"{number} {WORDS}\n" for number in range(30))
+    file.write_text(text)
+    rows = list(read_rows(open_source(str(file), "train")))
+    assert [row.begins for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert all(row.data["text"].startswith(f"{row.line - 1} ") for row in rows)
+    data = run(file)
+    assert make_tokenizer().decode(joined(data.train)) == text + "<|endoftext|>"
+    held = run(file, val_fraction=0.2)  # of one document, sections are held out
+    assert len(held.val) and held.stats["train"]["tokens"] + held.stats["val"]["tokens"] == len(
+        joined(data.train)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "task", "said"),
+    [
+        (
+            [{"question": "q", "answer": "a"}] * 20,
+            "a.jsonl",
+            "cpt",
+            "has question_answer rows, but data.task=cpt",
+        ),
+        ("hello", "a.txt", "sft", "a.txt is raw text, but data.task=sft"),
+        ("hello", "a.md", "sft", "Set data.task=cpt"),
+    ],
+)
+def test_data_that_does_not_fit_the_task_is_refused_with_the_task_that_does(
+    write_rows, run, rows, name, task, said
+):
+    with pytest.raises(ConfigError, match=said) as error:
+        run(write_rows(rows, name), task)
+    assert str(error.value).startswith("data.train_path: ")
+
+
+def test_blank_documents_are_dropped_and_a_blank_file_is_an_error(run, write_rows):
+    data = run(write_rows([{"text": " "}, *[{"text": WORDS}] * 20]))
+    assert data.stats["train"]["dropped"] == {"blank text": 1}
+    with pytest.raises(DataError, match="has no rows"):
+        run(write_rows(" \n ", "blank.txt"))
+
+
+def test_several_processes_cut_the_same_rows(run, write_rows):
+    path = write_rows([{"text": f"{number} {WORDS}"} for number in range(1500)])
+    one, two = run(path, num_workers=1), run(path, num_workers=2, limit=1500)
+    assert joined(one.train) == joined(two.train) and one.cache_path != two.cache_path
+    assert np.array_equal(one.train["length"], two.train["length"])
