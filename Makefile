@@ -135,6 +135,10 @@ style: $(READY) ## Step 2: add a system prompt, STYLE="..."
 render: $(READY) ## Step 3: render the text as the model sees it
 	$(SFT) render $(WITH_CONFIG)
 
+.PHONY: dapt-docx
+dapt-docx: $(READY) ## Documents to raw text: IN=folder OUT=text.jsonl
+	$(call required,IN,folder)$(call required,OUT,text.jsonl)$(SFT) dapt-docx --input $(call quote,$(IN)) --output $(call quote,$(OUT))
+
 ##@ Training
 
 .PHONY: plan

@@ -87,6 +87,9 @@ def _add_data_commands(commands: _Commands) -> None:
     commands.add("render", handlers.render)
     command = commands.add("prepare", handlers.prepare, as_json=True)
     command.add_argument("--show", type=int, default=0, metavar="N", help="print the first N training rows")
+    command = commands.add("dapt-docx", handlers.dapt_docx, config=False, as_json=True)
+    command.add_argument("--input", required=True, metavar="FOLDER", help="folder of documents")
+    command.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write")
 
 
 def _add_training_commands(commands: _Commands) -> None:

@@ -144,6 +144,25 @@ def render(args: argparse.Namespace) -> int:
     return _report_counts(out, show.render(resolved.config, tokenizer, rows, out))
 
 
+def dapt_docx(args: argparse.Namespace) -> int:
+    """Convert a folder of .docx, .pdf, .txt and .md documents to raw text for data.task=cpt."""
+    from sft_play.commands.documents import convert_documents
+    from sft_play.runlog import console
+
+    output = Path(args.output)
+    done = convert_documents(Path(args.input), output)
+    if args.json:
+        _print_json({"output": args.output, "documents": done.counts["written"], "skipped": done.skipped})
+        return 0
+    for name, reason in done.skipped.items():
+        console().print(f"  left out: {name}: {reason}", markup=False, soft_wrap=True)
+    text = f"{output}: {done.counts['written']:,} documents, {len(done.skipped):,} left out"
+    console().print(text, markup=False, soft_wrap=True)
+    hint = f'next: make train ARGS="data.task=cpt data.train_path={output}" CONFIG=<your config>'
+    console().print(hint, markup=False, soft_wrap=True)
+    return 0
+
+
 def _earlier_step(folder: Path, name: str, target: str) -> Path:
     """The file of an earlier data step.
 

@@ -63,11 +63,9 @@ def _sources_table(sources: list[dict[str, Any]]) -> Table:
         name: sum(source[name] for source in sources) for name in ("rows_per_epoch", "tokens_per_epoch")
     }
     for source in sources:
-        shares = (
-            text
-            for name, total in totals.items()
-            for text in (f"{source[name]:,}", f"{100 * source[name] / total:.1f} %")
-        )
+        shares: list[str] = []
+        for name, total in totals.items():
+            shares += [f"{source[name]:,}", f"{100 * source[name] / total:.1f} %"]
         shown.add_row(Path(source["path"]).name, f"{source['weight']:g}", f"{source['rows']:,}", *shares)
     return shown
 
@@ -133,7 +131,7 @@ def process(config: RunConfig, out: Path) -> Counter[str]:
         _conversations(source, given.format, config.data.limit, None, counts)
         for given, source in zip(training, sources, strict=True)
     )
-    _write(out, ({**row.as_row(), "source": row.source} for row in rows), counts)
+    write_rows(out, ({**row.as_row(), "source": row.source} for row in rows), counts)
     return counts
 
 
@@ -156,7 +154,7 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
                 counts["unchanged (plain text, or has its own system message)"] += 1
             yield {**row.as_row(), "source": row.source}
 
-    _write(out, styled(), counts)
+    write_rows(out, styled(), counts)
     return counts
 
 
@@ -175,7 +173,7 @@ def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, 
     conversations = _conversations(
         open_source(str(rows), "train"), EACH_ROW, None, config.data.system_prompt, counts
     )
-    _write(out, chain.from_iterable(_rendered(chat, row) for row in conversations), counts)
+    write_rows(out, chain.from_iterable(_rendered(chat, row) for row in conversations), counts)
     return counts
 
 
@@ -210,8 +208,12 @@ def _conversations(
             counts[f"dropped: {converted}"] += 1
 
 
-def _write(out: Path, rows: Iterable[dict[str, Any]], counts: Counter[str]) -> None:
-    """Writes `out` atomically."""
+def write_rows(out: Path, rows: Iterable[dict[str, Any]], counts: Counter[str]) -> None:
+    """Writes a JSONL file, which appears whole or not at all; `counts` counts the rows as "written".
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,107 @@
+"""`make dapt-docx`: a folder of documents -> a file of raw text, which data.task=cpt trains on."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.reading import TEXT_SUFFIXES, documents_in
+from sft_play.data.show import write_rows
+from sft_play.errors import ConfigError, DataError
+
+# Suffix -> the module that reads such files, and the package that has it.
+LIBRARIES = {".docx": ("docx", "python-docx"), ".pdf": ("pypdf", "pypdf")}
+DOCUMENTS = (*LIBRARIES, *TEXT_SUFFIXES)
+NO_TEXT = "it has no text (a scan?)"
+
+
+@dataclass
+class Conversion:
+    """What became of the documents of a folder."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """File -> why it was left out."""
+
+
+def convert_documents(folder: Path, output: Path) -> Conversion:
+    """Writes the text of each document in `folder` and below as a row with text and source.
+
+    A document that cannot be read is left out, and said.
+
+    Raises:
+        ConfigError: `folder` is no folder, `output` is no JSONL file, or a library is missing.
+        DataError: no document has text.
+        StorageError: `output` cannot be written.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"IN={folder} is not a folder; expected one with {', '.join(DOCUMENTS)} files")
+    if output.suffix != ".jsonl":
+        raise ConfigError(f"OUT={output}: expected the name of a .jsonl file")
+    files = documents_in(folder, DOCUMENTS)
+    if not files:
+        raise DataError(f"IN={folder} has no documents; expected {', '.join(DOCUMENTS)} files")
+    _require_libraries({file.suffix.lower() for file in files})
+    done = Conversion()
+    write_rows(output, _rows(folder, files, done), done.counts)
+    if not done.counts["written"]:
+        output.unlink()
+        why = "; ".join(f"{file}: {reason}" for file, reason in list(done.skipped.items())[:3])
+        raise DataError(f"IN={folder}: none of {len(files)} documents could be converted ({why})")
+    return done
+
+
+def _require_libraries(suffixes: set[str]) -> None:
+    needed = [LIBRARIES[suffix] for suffix in sorted(suffixes & LIBRARIES.keys())]
+    missing = [package for module, package in needed if find_spec(module) is None]
+    if missing:
+        packages = " ".join(missing)
+        raise ConfigError(
+            f"reading these documents needs {' and '.join(missing)} (the extra `documents`), not installed "
+            f"here. Run: {sys.executable} -m pip install {packages}"
+        )
+
+
+def _rows(folder: Path, files: list[Path], done: Conversion) -> Iterator[dict[str, Any]]:
+    readers: dict[str, Callable[[Path], str]] = {".docx": _docx_text, ".pdf": _pdf_text}
+    for file in files:
+        name = str(file.relative_to(folder))
+        try:
+            text = readers.get(file.suffix.lower(), _plain_text)(file)
+        except Exception as error:  # noqa: BLE001 - the libraries raise dozens of unrelated classes
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            done.skipped[name] = f"it cannot be read: {first_line}"
+            continue
+        text = text.encode("utf-8", "ignore").decode().strip()  # PDFs may have unpaired surrogates
+        if text:
+            yield {"text": text, "source": name}
+        else:
+            done.skipped[name] = NO_TEXT
+
+
+def _plain_text(file: Path) -> str:
+    return file.read_text(encoding="utf-8-sig")
+
+
+def _docx_text(file: Path) -> str:
+    """Paragraphs and tables in their order; the cells of a table row are separated by tabs."""
+    import docx
+    from docx.table import Table
+
+    lines = []
+    for item in docx.Document(str(file)).iter_inner_content():
+        if isinstance(item, Table):
+            lines += ["\t".join(cell.text for cell in row.cells) for row in item.rows]
+        else:
+            lines.append(item.text)
+    return "\n".join(lines)
+
+
+def _pdf_text(file: Path) -> str:
+    """The text of each page."""
+    import pypdf
+
+    return "\n".join(page.extract_text() for page in pypdf.PdfReader(file).pages)
