@@ -273,6 +273,10 @@ check-code: $(READY) ## Lint, check formatting, check types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+.PHONY: docs
+docs: $(READY) ## Renew docs/config.md and configs/schema.json
+	$(PY) scripts/docs.py
+
 .PHONY: lock
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
 	$(COMPILE) --extra dev $(foreach name,torch $(BUILT),--no-emit-package $(name)) $(WORDS) --output-file requirements.lock pyproject.toml

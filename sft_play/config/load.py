@@ -229,11 +229,11 @@ def apply_override(tree: dict, override: str) -> str:
     return name
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section in the type of a field: of a section itself, or of a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _section_of(part))), None)
+    return next((found for part in get_args(annotation) if (found := section_of(part))), None)
 
 
 def _section_at(path: tuple) -> Any:
@@ -242,7 +242,7 @@ def _section_at(path: tuple) -> Any:
     for part in path:
         if isinstance(part, str) and section:
             field = section.model_fields.get(part)
-            section = _section_of(field.annotation) if field else None
+            section = section_of(field.annotation) if field else None
     return section
 
 

@@ -218,4 +218,4 @@ def test_shipped_config_loads_and_says_what_it_is_for(path):
 
 def test_shipped_schema_is_the_code_s():
     shipped = json.loads((CONFIGS[0].parent / "schema.json").read_text())
-    assert shipped == json_schema(), "run: sft-play config-schema > configs/schema.json"
+    assert shipped == json_schema(), "run: make docs"
