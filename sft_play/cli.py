@@ -8,10 +8,13 @@ import sys
 import traceback
 from typing import Any
 
+from rich.text import Text
+
 from sft_play import __version__
 from sft_play.commands import handlers
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.runlog import console_on_stderr
+from sft_play.screen import Screen
 from sft_play.secrets import redact
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
@@ -203,12 +206,33 @@ def report_error(error: BaseException) -> int:
     elif exit_code_of(error) == 1:
         if not isinstance(error, SftPlayError):  # a rank reports its traceback as text
             sys.stderr.write(redact("".join(traceback.format_exception(error))))
-        sys.stderr.write(
-            f"{redact(str(error))}\nerror: this is a bug in SFT-Play; please report it with the lines above\n"
-        )
+        sys.stderr.write(f"{redact(str(error))}\n")
+        _write_error("this is a bug in SFT-Play; please report it with the lines above")
     else:
-        sys.stderr.write(f"{'' if isinstance(error, Interrupted) else 'error: '}{redact(str(error))}\n")
+        _write_error(redact(str(error)), label="" if isinstance(error, Interrupted) else "error: ")
     return exit_code_of(error)
+
+
+def _write_error(text: str, label: str = "error: ") -> None:
+    """Writes to stderr; on a terminal, with breaks between words alone."""
+    if sys.stderr.isatty():
+        Screen(stderr=True).print(Text.assemble((label, "bold red"), text))
+    else:
+        sys.stderr.write(f"{label}{text}\n")
+
+
+def explained(error: BaseException, args: argparse.Namespace) -> BaseException:
+    """The error, or one that says what a library cannot do with the config."""
+    if exit_code_of(error) != 1 or isinstance(error, SftPlayError):
+        return error
+    from sft_play.config.load import load_config
+    from sft_play.libraries import library_failure
+
+    config = None
+    if getattr(args, "config", None):
+        with contextlib.suppress(SftPlayError):
+            config = load_config(args.config, args.overrides).config
+    return library_failure(error, config) or error
 
 
 def _spread(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
@@ -247,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes an exit code here
-        return report_error(error)
+        return report_error(explained(error, args))
 
 
 def run_rank(argv: list[str]) -> int:
@@ -264,7 +288,7 @@ def run_rank(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parse(parser, argv)
     from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
-    from sft_play.launch.ranks import finish_rank
+    from sft_play.launch.ranks import finish_rank, says_lost_peer
 
     ranks = SINGLE_PROCESS
     try:
@@ -273,10 +297,12 @@ def run_rank(argv: list[str]) -> int:
         from sft_play.commands.rank import run_rank as train_rank
 
         train_rank(args.config, args.overrides, ranks, probe_only=args.probe)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes an exit code here
+    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - every error becomes an exit code here
+        trace = "".join(traceback.format_exception(raised))
+        error = raised if says_lost_peer(trace) else explained(raised, args)
         code = exit_code_of(error)
         if ranks.reports_folder is None:
             return report_error(error)
-        text = str(error) if isinstance(error, SftPlayError) else "".join(traceback.format_exception(error))
+        text = str(error) if isinstance(error, SftPlayError) else trace
         return finish_rank(ranks, code, text, type(error).__name__)
     return finish_rank(ranks, 0)

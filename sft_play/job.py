@@ -24,6 +24,7 @@ from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profiling import ensure_profile
 from sft_play.planning.run import plan_run
+from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import RunDir, cache_dir, console, open_run, set_aside_earlier_run
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ def prepare_job(
     else:
         if ranks.world_size == 1:
             ensure_profile(machine, processes)
-        plan = plan_run(config, loaded.architecture, DataFacts.of(loaded.rows, config), machine, processes)
+        with spinner(PLANNING):
+            facts = DataFacts.of(loaded.rows, config)
+            plan = plan_run(config, loaded.architecture, facts, machine, processes)
     if plan.engine == "deepspeed_z2":
         # raises errors before anything is launched
         deepspeed_config(DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm)

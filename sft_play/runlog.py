@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from sft_play.errors import RunInUseError, StorageError
+from sft_play.screen import Screen
 from sft_play.secrets import redact, redact_file
 
 _console: Console | None = None
@@ -33,7 +34,7 @@ def console() -> Console:
     """The user's console. On ranks above 0 it prints nothing; with --json it writes to stderr."""
     global _console
     if _console is None:
-        _console = Console(highlight=False, soft_wrap=False)
+        _console = Screen()
     return _console
 
 
@@ -47,7 +48,7 @@ def set_console(value: Console | None) -> None:
 def console_on_stderr() -> Iterator[None]:
     """Within it the console writes to stderr: stdout is left to JSON."""
     before = _console
-    set_console(Console(stderr=True, highlight=False))
+    set_console(Screen(stderr=True))
     try:
         yield
     finally:
@@ -303,7 +304,7 @@ def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     saved = {fd: os.dup(fd) for fd in (1, 2)}
     target = 2 if before is not None and before.file is sys.stderr else 1
     person: TextIO = Path(os.devnull).open("w") if silent else os.fdopen(os.dup(target), "w", buffering=1)
-    set_console(Console(file=person, highlight=False, force_terminal=os.isatty(saved[target]) or None))
+    set_console(Screen(file=person, force_terminal=os.isatty(saved[target]) or None))
     for fd in saved:
         os.dup2(sink, fd)
     os.close(sink)

@@ -24,6 +24,12 @@ def format_count(number: float) -> str:
     return f"{number:g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`counted(1, "row")` is "1 row", `counted(2000, "process")` is "2,000 processes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
 def format_duration(seconds: float) -> str:
     """`format_duration(4000)` is "1 h 06 min", `format_duration(0.0786)` is "79 ms"."""
     if seconds < 0.9995:

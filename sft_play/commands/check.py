@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
+from rich.text import Text
+
 from sft_play.config.inputs import DataInput, data_inputs, training_paths
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
@@ -24,10 +27,12 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision
 from sft_play.report.machine import process_text
 from sft_play.runlog import console
-from sft_play.units import GIB, format_bytes
+from sft_play.screen import Words
+from sft_play.units import GIB, counted, format_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
+COLUMNS = 21  # cells of severity and topic on the screen
 BUILTIN = "builtin:"
 HUB_TIMEOUT_S = 5
 DISK_ERROR_BYTES, DISK_WARNING_BYTES = 1 * GIB, 10 * GIB
@@ -84,20 +89,17 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 def findings_table(findings: Sequence[Finding]) -> Any:
     """The console output."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
+    lines = []
     for finding in findings:
-        text = Text(finding.what)
+        text = Text.assemble((f"{finding.level:<9}", STYLES[finding.level]), f"{finding.topic:<12}")
+        lines.append(Words(text + Text(finding.what), hang=COLUMNS))
         if finding.fix:
-            text.append(f"\n-> {finding.fix}", style="bold")
-        table.add_row(Text(finding.level, style=STYLES[finding.level]), finding.topic, text)
+            lines.append(Words(Text(f"{'':{COLUMNS}}-> {finding.fix}", style="bold"), hang=3))
     counts = Counter(finding.level for finding in findings)
-    summary = ", ".join(f"{counts[level]} {level}" for level in (OK, WARNING, ERROR))
+    ok, warnings, errors = (counts[level] for level in (OK, WARNING, ERROR))
+    summary = f"{ok} ok, {counted(warnings, 'warning')}, {counted(errors, 'error')}"
     worst = next((level for level in (ERROR, WARNING) if counts[level]), OK)
-    return Group(table, f"[{STYLES[worst]}]{summary}[/]")
+    return Group(*lines, Text(summary, style=STYLES[worst]))
 
 
 def _description(resolved: ResolvedConfig) -> str:

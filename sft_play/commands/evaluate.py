@@ -28,7 +28,8 @@ from sft_play.model.load import load_for_inference
 from sft_play.model.loss_head import add_loss_head
 from sft_play.model.scoring import TokenScore, score_batch
 from sft_play.model.weights import finished_weights, release_memory
-from sft_play.report.progress import progress_bar, spinner
+from sft_play.report.layout import ending
+from sft_play.report.progress import LOADING, progress_bar, spinner
 from sft_play.report.tables import evaluation_table, perplexity
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 
@@ -192,7 +193,7 @@ def evaluate_run(
         rows = _split_rows(data, split)
         asked = questions(data, split, tokenizer, limit or config.eval.limit)
         require_answers([question.reference for question in asked], config.eval.answer_pattern)
-        with spinner(f"loading {weights}"):
+        with spinner(LOADING):
             model = load_for_inference(config, weights)
         began = time.perf_counter()
         score = score_rows(
@@ -220,7 +221,7 @@ def evaluate_run(
         release_memory()
         places = _write_results(run, split, result, asked, answers, scores)
         console().print(evaluation_table(result))
-        console().print(f"saved to {places[0]} and {places[1]}", style="dim", markup=False, soft_wrap=True)
+        console().print(ending({"numbers": places[0], "answers": places[1]}, []))
     return result
 
 
@@ -314,12 +315,14 @@ def _answers_of_both(
 ) -> dict[str, list[Answer]]:
     """Disables the adapter for `before`; after full fine-tuning, loads the two models one after the other."""
     full = config.tuning.mode == "full"
-    model: Any = load_for_inference(config, None if full else weights)
+    with spinner(LOADING):
+        model: Any = load_for_inference(config, None if full else weights)
     if full:
         before = answer_questions(model, tokenizer, asked, config.eval, "answering before training")
         del model
         release_memory()
-        model = load_for_inference(config, weights)
+        with spinner(LOADING):
+            model = load_for_inference(config, weights)
     else:
         with model.disable_adapter():
             before = answer_questions(model, tokenizer, asked, config.eval, "answering before training")

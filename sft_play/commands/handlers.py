@@ -21,6 +21,33 @@ def _load(args: argparse.Namespace) -> Any:
     return load_job_config(args.config, args.overrides)
 
 
+def _announce(args: argparse.Namespace, *lines: str, command: str = "") -> None:
+    """Prints the header of a command, before anything that takes a while."""
+    from sft_play.config.load import load_config
+    from sft_play.report.layout import header
+    from sft_play.runlog import console
+
+    resolved = load_config(args.config, args.overrides)
+    console().print(header(command or args.command, resolved, *lines))
+
+
+def _importing() -> Any:
+    """A live line while libraries are imported, which takes seconds."""
+    from sft_play.report.progress import LIBRARIES, spinner
+
+    return spinner(LIBRARIES)
+
+
+def _say_next(args: argparse.Namespace, *targets: str) -> None:
+    """Prints the commands to run next, for the same run."""
+    from sft_play.report.layout import ending, make_command
+    from sft_play.runlog import console
+
+    if not args.json:
+        commands = [make_command(target, args.config, args.overrides) for target in targets]
+        console().print("", ending({}, commands))
+
+
 def _finished_run(resolved: Any) -> Any:
     """The run directory of a config.
 
@@ -52,10 +79,11 @@ def gpu_info(args: argparse.Namespace) -> int:
 def device_profile(args: argparse.Namespace) -> int:
     """Show what operations cost on this device, which is measured the first time."""
     from sft_play.machine.gpus import detect
-    from sft_play.planning.profiling import saved_profile
     from sft_play.report.profile import profile_report
     from sft_play.runlog import console
 
+    with _importing():
+        from sft_play.planning.profiling import saved_profile
     tree = json.loads(saved_profile(detect(), 1, again=args.again).to_json())
     if args.json:
         _print_json(tree)
@@ -76,15 +104,20 @@ def check(args: argparse.Namespace) -> int:
     """Check config, data, model, devices, disk and package versions."""
     from sft_play.commands.check import run_checks
 
-    return run_checks(args.config, args.overrides, as_json=args.json)
+    code = run_checks(args.config, args.overrides, as_json=args.json)
+    if code == 0:
+        _say_next(args, "plan", "train")
+    return code
 
 
 def prepare(args: argparse.Namespace) -> int:
     """Tokenize the data and show its statistics."""
     from sft_play.data import show
-    from sft_play.model.data import load_data
     from sft_play.runlog import console
 
+    _announce(args, "converts, renders and tokenizes the rows; keeps the result for the run")
+    with _importing():
+        from sft_play.model.data import load_data
     loaded = load_data(_load(args).config, progress=not args.json)
     if args.json:
         _print_json(loaded.rows.stats)
@@ -92,6 +125,7 @@ def prepare(args: argparse.Namespace) -> int:
     console().print(show.table(loaded.rows))
     if args.show:
         show.print_samples(loaded.rows, loaded.tokenizer, args.show)
+    _say_next(args, "plan", "train")
     return 0
 
 
@@ -105,9 +139,10 @@ def _data_folder(resolved: Any) -> Path:
 
 def _report_counts(out: Path, counts: Mapping[str, int]) -> int:
     from sft_play.runlog import console
+    from sft_play.screen import Facts
 
     rows = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    console().print(f"{out}\n  {rows}", markup=False)
+    console().print(Facts([("rows", rows), ("file", str(out))]))
     return 0
 
 
@@ -115,6 +150,7 @@ def process(args: argparse.Namespace) -> int:
     """Data step 1: convert rows of any format to conversations."""
     from sft_play.data import show
 
+    _announce(args, "converts the training rows to conversations")
     resolved = _load(args)
     out = _data_folder(resolved) / "processed.jsonl"
     return _report_counts(out, show.process(resolved.config, out))
@@ -124,6 +160,7 @@ def style(args: argparse.Namespace) -> int:
     """Data step 2: add a system prompt to the conversations."""
     from sft_play.data import show
 
+    _announce(args, "adds a system prompt to the conversations")
     folder = _data_folder(_load(args))
     rows = _earlier_step(folder, "processed.jsonl", "process")
     out = folder / "styled.jsonl"
@@ -133,8 +170,10 @@ def style(args: argparse.Namespace) -> int:
 def render(args: argparse.Namespace) -> int:
     """Data step 3: render the text as the model sees it, with its supervised parts."""
     from sft_play.data import show
-    from sft_play.model.load import load_tokenizer
 
+    _announce(args, "renders the text as the model sees it")
+    with _importing():
+        from sft_play.model.load import load_tokenizer
     resolved = _load(args)
     folder = _data_folder(resolved)
     styled = folder / "styled.jsonl"
@@ -178,39 +217,49 @@ def _earlier_step(folder: Path, name: str, target: str) -> Path:
 
 def plan(args: argparse.Namespace) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
-    from sft_play.commands.plan import plan_command
     from sft_play.runlog import console
 
+    if args.config:
+        _announce(args, *([f"with {args.model}"] if args.model else []))
+    with _importing():
+        from sft_play.commands.plan import plan_command
     tree, report = plan_command(args)
     if args.json:
         _print_json(tree)
-    else:
-        console().print(report)
+        return 0
+    console().print(report)
+    if args.config and not (args.model or args.gpu):
+        _say_next(args, "train" if (args.gpus or 1) == 1 else "train-distributed")
     return 0
 
 
 def probe(args: argparse.Namespace) -> int:
     """Run two steps and an evaluation on the largest batch; compare measured with predicted memory."""
-    from sft_play.commands.probe import probe_command
     from sft_play.report.probe import probe_report
     from sft_play.runlog import console
 
+    _announce(args, "plans, then runs two steps and an evaluation at the largest batch; trains nothing")
+    with _importing():
+        from sft_play.commands.probe import probe_command
     result = probe_command(args.config, args.overrides, processes=args.processes, engine=args.engine)
     if args.json:
         _print_json(result)
     else:
         console().print(probe_report(result["plan"], result["probe"]))
+        _say_next(args, "train")
     return 0
 
 
 def train(args: argparse.Namespace) -> int:
     """Train, in one process or in several through accelerate."""
-    from sft_play.commands.train import train_command
     from sft_play.launch.nodes import NodeFlags, make_settings, read_nodes
     from sft_play.launch.tensorboard import while_training
 
     flags = NodeFlags(args.nodes, args.node_rank, args.master_addr, args.master_port)
     nodes = read_nodes(flags, make_settings(args.config, args.overrides, args.processes, args.engine))
+    _announce(args, command="resume" if args.resume else "train")
+    with _importing():
+        from sft_play.commands.train import train_command
     with while_training(_runs_folder(args)) if args.tensorboard else nullcontext():
         return train_command(
             args.config,
@@ -236,7 +285,7 @@ def slurm(args: argparse.Namespace) -> int:
         # Raise errors now and not after hours in the queue.
         batch_choices(config.train, job.nodes * job.processes, None)
     job_id = submit(job, config=args.config, engine=args.engine, overrides=args.overrides)
-    console().print(submission_summary(job_id, job), markup=False, soft_wrap=True)
+    console().print(submission_summary(job_id, job), markup=False)
     return 0
 
 
@@ -285,19 +334,23 @@ def memory_check(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the trained model on held-out rows."""
-    from sft_play.commands.evaluate import evaluate_run
-
+    _announce(args, f"loss on all rows of the {args.split} split, and answers to some of them")
+    with _importing():
+        from sft_play.commands.evaluate import evaluate_run
     resolved = _load(args)
     result = evaluate_run(resolved.config, _finished_run(resolved), args.split, args.limit)
     if args.json:
         _print_json(result)
+    _say_next(args, "infer", *(["merge"] if resolved.config.tuning.mode != "full" else []))
     return 0
 
 
 def infer(args: argparse.Namespace) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
-    from sft_play.commands.infer import chat, infer_batch
-
+    what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"
+    _announce(args, what, command="infer")
+    with _importing():
+        from sft_play.commands.infer import chat, infer_batch
     resolved = _load(args)
     run = _finished_run(resolved)
     if not args.input:
@@ -312,12 +365,14 @@ def infer(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> int:
     """Merge the adapter into the unquantized base model."""
-    from sft_play.commands.merge import merge as merge_run
-
+    _announce(args, "merges the adapter into the unquantized base model")
+    with _importing():
+        from sft_play.commands.merge import merge as merge_run
     resolved = _load(args)
     result = merge_run(resolved.config, _finished_run(resolved), _output(args), args.dtype)
     if args.json:
         _print_json(result)
+    _say_next(args, "merge-test")
     return 0
 
 
@@ -350,8 +405,9 @@ def push(args: argparse.Namespace) -> int:
 
 def merge_test(args: argparse.Namespace) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
-    from sft_play.commands.merge import merge_test as test
-
+    _announce(args, "compares the logits of the merged model with those of the adapter model")
+    with _importing():
+        from sft_play.commands.merge import merge_test as test
     resolved = _load(args)
     result = test(resolved.config, _finished_run(resolved), _output(args))
     if args.json:

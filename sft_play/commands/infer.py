@@ -20,8 +20,10 @@ from sft_play.model.generation import (
 )
 from sft_play.model.load import load_for_inference, position_limit
 from sft_play.model.weights import finished_weights, release_memory
-from sft_play.report.progress import progress_bar, spinner
+from sft_play.report.layout import ending
+from sft_play.report.progress import LOADING, progress_bar, spinner
 from sft_play.runlog import RunDir, console, quiet_libraries
+from sft_play.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,10 +142,10 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
     weights = finished_weights(config, run)
     with quiet_libraries(run.log):
         tokenizer = load_chat_tokenizer(config)
-        with spinner(f"loading {weights}"):
+        with spinner(LOADING):
             model = load_for_inference(config, weights)
     state = Dialogue(system=config.data.system_prompt)
-    console().print(f"[bold]{run.path.name}[/bold] on {model.device}", highlight=False)
+    console().print(f"{run.path.name} on {model.device}", style="bold", markup=False)
     console().print(HELP, style="dim")
     while True:
         try:
@@ -302,7 +304,7 @@ def infer_batch(config: RunConfig, run: RunDir, input: Path, output: Path) -> di
     earlier = len(done)
     if done:
         text = f"resuming: {output} already has answers to {earlier} of {len(prompts)} rows"
-        console().print(text, markup=False, soft_wrap=True)
+        console().print(text, markup=False)
     try:
         with quiet_libraries(run.log):
             unfinished = _answer_rows(config, weights, prompts, done, output)
@@ -310,11 +312,12 @@ def infer_batch(config: RunConfig, run: RunDir, input: Path, output: Path) -> di
         raise StorageError(f"cannot write OUT={output}: {error.strerror or error}") from error
     except KeyboardInterrupt:
         text = f"answered {len(done)} of {len(prompts)} rows in {output}; run the same command to continue"
-        console().print(text, markup=False, soft_wrap=True)
+        console().print(text, markup=False)
         raise
     answered = len(done) - earlier
     cut = f" ({unfinished} truncated at {config.eval.max_new_tokens} tokens)" if unfinished else ""
-    console().print(f"answered {answered} rows{cut}: {output}", markup=False, soft_wrap=True)
+    console().print(f"answered {counted(answered, 'row')}{cut}")
+    console().print(ending({"answers": output}, []))
     return {
         "rows": len(prompts),
         "answered": answered,
@@ -356,7 +359,7 @@ def _answers(
     """Yields the index of each conversation and its answer, as they are generated."""
     tokenizer = load_chat_tokenizer(config)
     ids = [prompt_ids(tokenizer, conversation) for conversation in conversations]
-    with spinner(f"loading {weights}"):
+    with spinner(LOADING):
         model = load_for_inference(config, weights)
     batch_size = DEFAULT_BATCH_SIZE if config.eval.batch_size == "auto" else config.eval.batch_size
     batches = answer_batches(

@@ -20,10 +20,11 @@ from sft_play.model.data import load_data
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import empty_base, load_base, load_for_inference, load_model_config
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
+from sft_play.report.layout import ending
 from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
-from sft_play.units import format_bytes
+from sft_play.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,7 +171,7 @@ def merge(
     output = output or merged_folder(run)
     require_overwritable(output, MERGE_INFO, "merge")
     dtype = _published_dtype(config) if dtype == "auto" else dtype
-    with quiet_libraries(run.log), spinner(f"merging {adapter} into {config.model.name}"):
+    with quiet_libraries(run.log), spinner("loading, merging and saving"):
         model = _merged_model(config, adapter, dtype)
         size = _size_of(model)
         require_space(output, size, "the merged model")
@@ -190,11 +191,9 @@ def merge(
                 _require_written(file)
             write_card(config, run, folder, merged=True)
     files = len(list(output.glob("*.safetensors")))
-    size_text = f"{dtype}, {format_bytes(size)} in {files} file{'' if files == 1 else 's'}"
-    console().print(
-        f"merged {adapter} into {config.model.name}: {output} ({size_text})", markup=False, soft_wrap=True
-    )
-    console().print("run `make merge-test` to compare it with the adapter model", style="dim")
+    size_text = f"{dtype}, {format_bytes(size)} in {counted(files, 'file')}"
+    console().print(f"merged: {size_text}", style="bold")
+    console().print(ending({"base": config.model.name, "adapter": adapter, "merged": output}, []))
     return {**info, "output": str(output), "bytes": size, "files": files}
 
 

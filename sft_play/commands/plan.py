@@ -12,12 +12,13 @@ from sft_play.config.load import ResolvedConfig, config_from, load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import detect, what_if
 from sft_play.model.published import hub_name, planning_config
-from sft_play.planning.cards import MODES, plans_by_card
+from sft_play.planning.cards import MODES, plans_by_card, tokens_per_second
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.profiling import ensure_profile
 from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
 from sft_play.report.plan import cards_report, plan_report
+from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import cache_dir, quiet_libraries
 
 if TYPE_CHECKING:
@@ -41,16 +42,20 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
         if config.data.sources or resolved.origins["data.train_path"] != "default":
             facts = data_facts(config, model_config, progress=not args.json)
         if args.model and not args.gpu:
-            tree = _on_each_card(resolved, model_config, facts, args.gpus or 1) | {"why": notes}
+            with spinner(PLANNING):
+                tree = _on_each_card(resolved, model_config, facts, args.gpus or 1) | {"why": notes}
             return tree, cards_report(tree)
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
         processes = args.gpus or len(machine.gpus) or 1
         if not args.gpu:
             ensure_profile(machine, processes)
-        chosen = plan_run(config, model_config, facts, machine, processes)
-        chosen = replace(chosen, why=(*chosen.why, *notes))
-        scales = scaling(config, model_config, facts, machine)
-    return chosen.to_json() | {"scaling": scales}, plan_report(chosen.to_json(), scales)
+        with spinner(PLANNING):
+            chosen = plan_run(config, model_config, facts, machine, processes)
+            chosen = replace(chosen, why=(*chosen.why, *notes))
+            scales = scaling(config, model_config, facts, machine)
+    tree = chosen.to_json()
+    tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
+    return tree | {"scaling": scales}, plan_report(tree, scales)
 
 
 def _config(args: argparse.Namespace) -> ResolvedConfig:

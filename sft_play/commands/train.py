@@ -24,7 +24,8 @@ from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
 from sft_play.multinode import agree_on_plan, connected_machines
-from sft_play.report.plan import reasons
+from sft_play.report.layout import make_command
+from sft_play.report.plan import plan_summary
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import (
     RunDir,
@@ -116,13 +117,12 @@ def open_job(resolved: ResolvedConfig, processes: int) -> Job:
     from sft_play.commands.evaluate import closing_questions
     from sft_play.data import show
 
-    console().print(f"[bold]{resolved.config.output.name}[/]  {resolved.path}")
     job = prepare_job(resolved, processes=processes)
     if job.config.eval.generate:
         # reports mistakes in them now, not after training
         closing_questions(job.config, job.data, job.tokenizer)
     console().print(show.table(job.data))
-    console().print(reasons(job.plan.why))
+    console().print(plan_summary(job.plan.to_json()))
     return job
 
 
@@ -246,5 +246,5 @@ def places(job: Job) -> dict[str, Path]:
 def next_commands(job: Job) -> list[str]:
     """Commands to run next; if there are overrides, they use the resolved config, which contains them."""
     changed = "override" in job.resolved.origins.values()
-    config = f"CONFIG={job.run.config if changed else job.resolved.path}"
-    return [f"make infer {config}", f"make eval {config}", f"make merge {config}"]
+    config = job.run.config if changed else job.resolved.path
+    return [make_command(target, config) for target in ("infer", "eval", "merge")]

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.secrets import find_secret
+from sft_play.units import counted
 
 MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
@@ -337,7 +338,7 @@ def config_from(tree: dict, origins: dict[str, str], overrides: list[str], path:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = _problems(error)
-        head = f"{path}: {len(problems)} problem{'s' if len(problems) > 1 else ''} in the config"
+        head = f"{path}: {counted(len(problems), 'problem')} in the config"
         raise ConfigError(
             "\n  ".join([head, *problems]) + "\nRun `sft-play config-schema` to list all keys"
         ) from None

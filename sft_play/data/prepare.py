@@ -6,7 +6,7 @@ This happens once, before any process group exists; the result is cached on disk
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,8 @@ from sft_play.data.warnings import data_warnings
 from sft_play.data.workers import Chunk, EncodingTask, conversation_from_json, encode_all, worker_count
 from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import installed_versions, sources_digest
-from sft_play.runlog import cache_dir, console
+from sft_play.report.progress import progress_bar
+from sft_play.runlog import cache_dir
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,7 +57,8 @@ class PreparedData:
     stats: dict[str, Any]
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
     truncated, dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start, width, rows, longer},
-    and with data.sources a list of counts by source; and warnings, chat_template, largest_token_id, seconds."""
+    and with data.sources a list of counts by source; and warnings, chat_template, largest_token_id,
+    seconds."""
     cache_path: Path
     shares: tuple[Share, ...] = ()
     """How often the training rows are seen per epoch; () for once."""
@@ -125,7 +127,8 @@ def prepare(
             for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
                 name = Path(given.path).name if config.data.sources else given.split
                 place = temporary / f"{number}.part"
-                with _bar(f"Tokenizing {name}", fingerprints[number][1], show=progress) as advance:
+                bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
+                with bar if progress else nullcontext(lambda rows: None) as advance:
                     part = _encode(config, given, source, task, place, advance)
                 parts.append(replace(part, block=block_tokens(config, max_tokens) if task.raw_text else None))
             stats, chosen = write_splits(config, parts, temporary, tokenizer, max_tokens)
@@ -232,21 +235,6 @@ def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) 
             "data.task=cpt to join and cut documents, or mixed if other data has conversations"
         )
     return task != "sft" and name == "text"
-
-
-@contextmanager
-def _bar(description: str, total: int | None, *, show: bool) -> Iterator[Callable[[int], None]]:
-    if not show or not console().is_terminal:
-        yield lambda rows: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console(), transient=True, redirect_stdout=False, redirect_stderr=False
-    ) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda rows: bar.advance(task, rows)
 
 
 def _encode(

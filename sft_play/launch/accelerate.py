@@ -31,6 +31,7 @@ from sft_play.machine.parent_death import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, console
 from sft_play.secrets import redact_file
+from sft_play.units import counted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs" / "accelerate"
@@ -92,8 +93,8 @@ def launch_command(
     """
     if processes < 1 or processes % nodes.count:
         raise ConfigError(
-            f"{processes} processes cannot be divided among {nodes.count} machine(s); set NGPU to the number "
-            "of processes on each machine"
+            f"{counted(processes, 'process')} cannot be divided among {counted(nodes.count, 'machine')}; set "
+            "NGPU to the number of processes on each machine"
         )
     file = config or config_file(engine, device, nodes.count)
     flags: dict[str, Any] = {"config_file": file, "num_processes": processes, "num_machines": nodes.count}

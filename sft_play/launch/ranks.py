@@ -182,7 +182,12 @@ def cause_here(exits: Sequence[RankExit], ended: int) -> RankExit | None:
 
 def lost_peer(report: RankExit) -> bool:
     """Whether a rank's error is that another rank is gone."""
-    return any(part in report.message.lower() for part in LOST_PEER)
+    return says_lost_peer(report.message)
+
+
+def says_lost_peer(message: str) -> bool:
+    """Whether an error message says that another rank is gone."""
+    return any(part in message.lower() for part in LOST_PEER)
 
 
 def raise_unless_done(result: RankExit) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from sft_play.errors import ConfigError, LaunchError, StorageError
 from sft_play.launch.accelerate import REPOSITORY
 from sft_play.launch.nodes import ADDRESS_PLACEHOLDER, DEFAULT_PORT, commands_for, make_settings, whole_number
+from sft_play.units import counted
 
 TEMPLATE = REPOSITORY / "configs" / "slurm" / "train.sbatch"
 LOGS = Path("logs")
@@ -173,12 +174,12 @@ def refusal(errors: str) -> str:
 
 def submission_summary(job_id: str, job: SlurmJob) -> str:
     """A submitted job for the console: its resources, its logs, how to watch and to cancel it."""
-    each = f"{job.gpus} GPUs per node"
+    each = f"{counted(job.gpus or 0, 'GPU')} per node"
     if job.gpus is None:
         each = "all GPUs of each node"
     elif job.gpus == 0:
         each = "one process on the CPU of each node"
-    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    nodes = counted(job.nodes, "node")
     rows: Mapping[str, str] = {
         "log": f"{LOGS}/train_{job_id}.out",
         "errors": f"{LOGS}/train_{job_id}.err",

@@ -65,12 +65,17 @@ def plans_by_card(
     return rows
 
 
-def _numbers(plan: Plan, facts: DataFacts) -> dict[str, Any]:
+def tokens_per_second(plan: Plan, facts: DataFacts) -> float | None:
+    """Predicted tokens per second over all devices, padding not counted; None if the speed is unknown."""
     tokens = facts.tokens_per_process(plan) * plan.world_size
+    return tokens / plan.step_seconds if plan.step_seconds else None
+
+
+def _numbers(plan: Plan, facts: DataFacts) -> dict[str, Any]:
     return {
         "micro_batch_size": plan.micro_batch_size,
         "gradient_checkpointing": plan.gradient_checkpointing,
         "engine": plan.engine,
         "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-        "tokens_per_second": tokens / plan.step_seconds if plan.step_seconds else None,
+        "tokens_per_second": tokens_per_second(plan, facts),
     }

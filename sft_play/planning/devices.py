@@ -13,7 +13,7 @@ from sft_play.sizing import memory
 from sft_play.sizing.corrections import read_overhead
 from sft_play.sizing.guard import known_errors
 from sft_play.sizing.step import ASSUMED_CAPABILITY
-from sft_play.units import GIB, format_bytes
+from sft_play.units import GIB, counted, format_bytes
 
 
 def training_device(machine: Machine) -> Device:
@@ -71,7 +71,7 @@ def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> 
         has = (
             f"{device.name} has"
             if device.kind == "cuda"
-            else f"the RAM has for each of {processes} process(es)"
+            else f"the RAM has for each of {counted(processes, 'process')}"
         )
         raise ConfigError(
             f"parallel.memory_gib={asked:g}: {has} {format_bytes(total)}, of which {format_bytes(free or 0)} "
@@ -136,7 +136,7 @@ def _error_note(capability: tuple[int, int] | None, quantized: bool) -> str:
         return f"no measurements on compute capability {name} are published: errors there are unknown"
     ranges = {"allocated": known.allocated, "reserved": known.reserved, "process": known.process}
     errors = (f"{what} {_range(*one)}" for what, one in ranges.items() if one)
-    runs = "1 published run" if known.runs == 1 else f"{known.runs} published runs"
+    runs = counted(known.runs, "published run")
     return (
         f"errors in {runs} with {weights} weights and fixed segments on compute capability {name}: "
         f"{', '.join(errors)}"

@@ -25,6 +25,7 @@ from sft_play.machine.gpus import Machine
 from sft_play.model import attention
 from sft_play.planning.profile import LENGTHS, SIDES, STRETCHES, Curve, DeviceProfile, MicroBatch, ProductGrid
 from sft_play.planning.profiles import PACKAGES, device_name, profile_path, read_profile, training_threads
+from sft_play.report.progress import spinner
 from sft_play.runlog import console
 from sft_play.sizing.corrections import installed_versions
 from sft_play.sizing.recorder import AllocationRecorder
@@ -63,7 +64,7 @@ def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> D
     found = None if again else read_profile(path)
     if found is not None:
         return found
-    with console().status(f"measuring what operations cost on {name}, once"):
+    with spinner("measuring what operations cost here, once"):
         profile = measure(name, threads) if threads else measure_in_child(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")

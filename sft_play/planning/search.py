@@ -25,11 +25,10 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.units import format_bytes
+from sft_play.units import counted, format_bytes
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
-RIVALS = 2  # plans of the chosen kind that are listed besides the chosen one
 ENGINE_NAMES = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 
@@ -74,7 +73,7 @@ def choose_plan(
     return replace(
         chosen,
         step_seconds=seconds,
-        why=_reasons(config, chosen, fitting, seconds),
+        why=_reasons(config, chosen, sized, seconds),
         alternatives=_alternative_rows(config, chosen, sized, clock),
     )
 
@@ -192,8 +191,7 @@ def batch_sentence(plan: Plan) -> str:
     words = "tokens" if plan.packing else "sequences"
     return (
         f"effective batch {plan.effective_batch_size:,} {words} = micro-batch {plan.micro_batch_size:,} x "
-        f"accumulation {plan.gradient_accumulation_steps} x {plan.world_size} "
-        f"{'process' if plan.world_size == 1 else 'processes'}"
+        f"accumulation {plan.gradient_accumulation_steps} x {counted(plan.world_size, 'process')}"
     )
 
 
@@ -205,28 +203,52 @@ def dealing_sentence(plan: Plan) -> str:
     return f"{tokens}: rows of similar length, padded to the longest"
 
 
-def _reasons(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds: float | None) -> tuple[str, ...]:
-    assert chosen.memory
+def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> tuple[str, ...]:
+    fitting = _fitting(sized)
     return (
         batch_sentence(chosen),
         dealing_sentence(chosen),
-        _micro_batch_reason(chosen, fitting, seconds),
+        _micro_batch_reason(chosen, sized, seconds),
         _checkpointing_reason(config, chosen, fitting),
-        engine_sentence(chosen, fitting),
+        *([engine_sentence(chosen, fitting)] if chosen.world_size > 1 else []),
         *chosen.why,
     )
 
 
-def _micro_batch_reason(chosen: Plan, fitting: list[Plan], seconds: float | None) -> str:
+def _micro_batch_reason(chosen: Plan, sized: list[Plan], seconds: float | None) -> str:
+    """Why not a larger micro-batch; of the chosen kind, unless only others have one that fits."""
     name = f"micro-batch {chosen.micro_batch_size:,}"
-    larger = [p for p in fitting if p.gradient_accumulation_steps < chosen.gradient_accumulation_steps]
-    if larger:
-        most = max(plan.micro_batch_size for plan in larger)
-        verdict = "predicted to be slower" if seconds else "not faster"
-        return f"{name}: up to {most:,} would fit, which is {verdict}"
+    larger = [p for p in sized if p.gradient_accumulation_steps < chosen.gradient_accumulation_steps]
+    alike = [plan for plan in larger if _kind(plan) == _kind(chosen)]
+    verdict = "predicted to be slower" if seconds else "not faster"
+    if fitting := _fitting(alike):
+        return f"{name}: up to {_most(fitting):,} would fit, which is {verdict}"
     if chosen.gradient_accumulation_steps == 1:
         return f"{name}: all rows of a step at once"
-    return f"{name}: the largest that fits or divides the effective batch"
+    reason = f"{name}: the largest that the config allows"
+    if alike:
+        reason = f"{name}: {min(plan.micro_batch_size for plan in alike):,} would not fit"
+    if fitting := _fitting(larger):
+        how = _difference(max(fitting, key=lambda plan: plan.micro_batch_size), chosen)
+        reason += f"; {how}, up to {_most(fitting):,} would, which is {verdict}"
+    return reason
+
+
+def _kind(plan: Plan) -> tuple[str, bool]:
+    """What plans of different micro-batches may have in common."""
+    return plan.engine, plan.gradient_checkpointing
+
+
+def _most(plans: list[Plan]) -> int:
+    return max(plan.micro_batch_size for plan in plans)
+
+
+def _difference(other: Plan, chosen: Plan) -> str:
+    """How the kind of a plan differs from that of the chosen one."""
+    engine = f"with {ENGINE_NAMES[other.engine]}" if other.engine != chosen.engine else ""
+    activations = "recomputed" if other.gradient_checkpointing else "kept"
+    same = other.gradient_checkpointing == chosen.gradient_checkpointing
+    return " and ".join(part for part in (engine, "" if same else f"with activations {activations}") if part)
 
 
 def _checkpointing_reason(config: RunConfig, chosen: Plan, fitting: list[Plan]) -> str:
@@ -242,8 +264,6 @@ def _checkpointing_reason(config: RunConfig, chosen: Plan, fitting: list[Plan]) 
 
 def engine_sentence(chosen: Plan, sized: Iterable[Plan]) -> str:
     """What the engine does for the memory of this run, compared with the other engine if that was sized."""
-    if chosen.world_size == 1:
-        return "one process: no distributed engine needed"
     choice = f"{ENGINE_NAMES[chosen.engine]} over {chosen.world_size} processes"
     other = [plan for plan in sized if plan.engine != chosen.engine and _same_split(plan, chosen)]
     if not other:
@@ -263,7 +283,7 @@ def engine_sentence(chosen: Plan, sized: Iterable[Plan]) -> str:
 def _alternative_rows(
     config: RunConfig, chosen: Plan, sized: list[Plan], clock: Clock | None
 ) -> tuple[dict[str, Any], ...]:
-    """Other plans for the report: the best of the chosen kind, and the best of each other kind.
+    """Other plans for the report: all that were sized of the chosen kind, and the best of each other kind.
 
     A kind is an engine with or without checkpointing.
     """
@@ -284,11 +304,11 @@ def _alternative_rows(
             "fits": fits(plan.memory),
             "relative_speed": base / time if base and time else None,
         }
-        kinds.setdefault((plan.engine, plan.gradient_checkpointing), []).append(row)
+        kinds.setdefault(_kind(plan), []).append(row)
     rows: list[dict[str, Any]] = []
     for kind, found in kinds.items():
-        own = kind == (chosen.engine, chosen.gradient_checkpointing)
-        rows += sorted(found, key=_preference)[: RIVALS if own else 1]
+        own = kind == _kind(chosen)
+        rows += sorted(found, key=_preference)[: None if own else 1]
     return tuple(sorted(rows, key=_preference))
 
 

@@ -3,31 +3,26 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.units import GIB, format_bytes
+from sft_play.report.layout import Bar, bullets
+from sft_play.screen import Words
+from sft_play.units import GIB, counted, format_bytes, format_duration
 
 MODES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+SHOWN = 6  # micro-batches of the chosen kind
 ENGINES = {"none": "one process", "ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    """A table without rules, whose numbers are right-aligned."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 else "right")
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     return table
-
-
-def reasons(why: Sequence[str]) -> RenderableType:
-    """A bulleted list with a hanging indent."""
-    grid = Table.grid(padding=(0, 1))
-    for reason in why:
-        grid.add_row("  -", Text(reason))
-    return grid
 
 
 def _process_table(memory: Mapping[str, Any]) -> RenderableType:
@@ -61,33 +56,77 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(phases, terms)
     budget, guard = format_bytes(memory["budget_bytes"]), format_bytes(memory.get("guard_bytes", 0))
-    title = Text(f"predicted memory per process (budget {budget}, guard {guard})")
+    title = Text(f"predicted memory of a process (budget {budget}, guard {guard})")
     if memory.get("process_bytes") is None:
         return Group(title, side_by_side)
-    return Group(title, _process_table(memory), Padding(side_by_side, (1, 0, 0, 0)))
+    return Group(title, _process_table(memory), side_by_side)
 
 
-def alternatives_table(alternatives: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Other plans: the best of the same engine and checkpointing, and the best of each other combination."""
-    table = _table("alternative", "micro-batch", "memory", "fits", "speed")
-    for row in alternatives:
-        checkpointing = "checkpointing" if row["gradient_checkpointing"] else "no checkpointing"
-        speed = "n/a" if row["relative_speed"] is None else f"{row['relative_speed']:.0%}"
+def candidates_table(plan: Mapping[str, Any], peak: int, others: Sequence[Mapping[str, Any]]) -> Table:
+    """What else was possible: predicted speed and peak of the chosen plan and of others, as bars.
+
+    Args:
+        plan: the chosen one.
+        peak: bytes of its process.
+        others: from `Plan.alternatives`.
+    """
+    own_speed = 1.0 if plan["step_seconds"] else None
+    chosen = {**plan, "process_bytes": peak, "fits": True, "relative_speed": own_speed}
+    rows = _shown([chosen, *sorted(others, key=_kind)], chosen)
+    table = _table("micro-batch", "activations", "tokens/s", "", "peak", "")
+    for column in (1, 3, 5):
+        table.columns[column].justify = "left"
+    fastest, largest = max(map(_speed, rows)) or 1, max(row["process_bytes"] for row in rows)
+    for row in rows:
+        mark = "> " if row is chosen else "  "
         table.add_row(
-            f"{ENGINES[row['engine']]}, {checkpointing}",
-            f"{row['micro_batch_size']:,}",
+            f"{mark}{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}",
+            _activations(row, plan),
+            _tokens_per_second(row, plan),
+            Bar(_speed(row) / fastest),
             format_bytes(row["process_bytes"]),
-            "yes" if row["fits"] else "no",
-            speed,
+            Bar(row["process_bytes"] / largest),
+            style="bold" if row is chosen else "",
         )
     return table
+
+
+def _speed(row: Mapping[str, Any]) -> float:
+    """Relative to the chosen plan; 0 if it is unknown or the plan does not fit."""
+    return (row["relative_speed"] or 0.0) if row["fits"] else 0.0
+
+
+def _kind(row: Mapping[str, Any]) -> tuple[bool, str]:
+    return row["gradient_checkpointing"], row["engine"]
+
+
+def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows by kind and size; of the chosen kind, those that are closest to it in size."""
+    alike = [row for row in rows if _kind(row) == _kind(chosen)]
+    alike.sort(key=lambda row: row["micro_batch_size"])
+    place = alike.index(chosen)
+    first = max(0, min(place - SHOWN // 2, len(alike) - SHOWN))
+    return [*alike[first : first + SHOWN], *(row for row in rows if _kind(row) != _kind(chosen))]
+
+
+def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """What becomes of activations, and the engine if there are several processes."""
+    engine = f"{ENGINES[row['engine']]}, " if plan["world_size"] > 1 else ""
+    return engine + ("recomputed" if row["gradient_checkpointing"] else "kept")
+
+
+def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    speed, relative = plan.get("tokens_per_second"), row["relative_speed"]
+    if not row["fits"]:
+        return "does not fit"
+    return "n/a" if speed is None or relative is None else f"{speed * relative:,.0f}"
 
 
 def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The same run on other numbers of GPUs; fits in 80 columns."""
     rules = [f"lr {rule}" if rule == "none" else rule for rule in ("none", "sqrt", "linear")]
-    table = _table("GPUs", "micro", "accum", "batch", "steps/\nepoch", *rules, "memory\nGiB", "speed")
-    table.pad_edge, table.padding = False, (0, 0)
+    table = _table("GPUs", "micro", "accum", "batch", "steps", *rules, "GiB", "speed")
+    table.padding = (0, 1, 0, 0)  # type: ignore[assignment]
     planned = [row for row in rows if "problem" not in row]
     for row in planned:
         table.add_row(
@@ -100,8 +139,8 @@ def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             "n/a" if row["process_bytes"] is None else f"{row['process_bytes'] / GIB:.2f}",
             _speed_up(row),
         )
-    problems = [Text(f"{row['world_size']} GPUs: {row['problem']}") for row in rows if "problem" in row]
-    return Group(table, *problems, *(Text(line, style="dim") for line in _scaling_notes(planned)))
+    problems = [Words(f"{row['world_size']} GPUs: {row['problem']}") for row in rows if "problem" in row]
+    return Group(table, *problems, *(Words(Text(line, style="dim")) for line in _scaling_notes(planned)))
 
 
 def _speed_up(row: Mapping[str, Any]) -> str:
@@ -128,26 +167,36 @@ def _scaling_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
+def plan_summary(tree: Mapping[str, Any]) -> RenderableType:
+    """What was chosen, and why, from `Plan.to_json()`."""
+    plan, why = tree["plan"], tree["why"]
+    steps = f"{counted(plan['steps_per_epoch'], 'step')} per epoch, {plan['total_steps']:,} in total"
+    return Group(Words(Text(why[0], style="bold")), Words(f"{steps}{_time(plan)}"), bullets(why[1:]))
+
+
+def _time(plan: Mapping[str, Any]) -> str:
+    seconds, speed = plan.get("step_seconds"), plan.get("tokens_per_second")
+    if not seconds:
+        return ""
+    tokens = f", {speed:,.0f} tokens/s" if speed else ""
+    total = format_duration(seconds * plan["total_steps"])
+    return f"; predicted {format_duration(seconds)} per step{tokens}, {total} in all"
+
+
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
-    """The whole plan, from `Plan.to_json()`."""
-    plan = tree["plan"]
-    unit = "tokens" if plan["packing"] else "sequences"
-    chosen = Text.assemble(
-        ("plan  ", "bold"),
-        f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']} x {plan['world_size']} = "
-        f"{plan['effective_batch_size']:,} {unit} per step, {plan['steps_per_epoch']:,} steps per epoch, "
-        f"{plan['total_steps']:,} steps in total",
-    )
-    parts: list[RenderableType] = [chosen, reasons(tree["why"])]
-    memory: RenderableType = Text("memory: not predicted, for the reason above")
-    if tree["memory"]:
-        memory = memory_tables(tree["memory"])
-    parts.append(Padding(memory, (1, 0, 0, 0)))
-    if tree["alternatives"]:
-        parts.append(Padding(alternatives_table(tree["alternatives"]), (1, 0, 0, 0)))
+    """The whole plan, from `Plan.to_json()`, whose "plan" may also have "tokens_per_second"."""
+    plan, memory = tree["plan"], tree["memory"]
+    parts: list[RenderableType] = [plan_summary(tree)]
+    if memory is None:
+        parts.append(Text("memory: not predicted, for the reason above"))
+    else:
+        if tree["alternatives"]:
+            peak = memory.get("process_bytes") or memory["peak_bytes"]
+            parts.append(candidates_table(plan, peak, tree["alternatives"]))
+        parts.append(memory_tables(memory))
     if scaling:
-        parts.append(Padding(scaling_table(scaling), (1, 0, 0, 0)))
-    return Group(*parts)
+        parts.append(scaling_table(scaling))
+    return Group(parts[0], *(Padding(part, (1, 0, 0, 0)) for part in parts[1:]))
 
 
 def cards_report(tree: Mapping[str, Any]) -> RenderableType:
@@ -165,7 +214,7 @@ def cards_report(tree: Mapping[str, Any]) -> RenderableType:
         f'make plan MODEL={tree["model"]} GPU="RTX 4090"',
         *tree["why"],
     ]
-    return Group(title, table, *(Text(note, style="dim") for note in notes))
+    return Group(title, table, *(Words(Text(note, style="dim")) for note in notes))
 
 
 def _card_cells(plan: Mapping[str, Any]) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.report.tables import MISSING, memory_line
-from sft_play.units import format_bytes, format_duration
+from sft_play.units import counted, format_bytes, format_duration
 
 
 def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
@@ -31,7 +31,7 @@ def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 def _time(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     step, steps = result["step_seconds"], plan["plan"]["total_steps"]
     total = format_duration(step * steps)
-    return f"about {format_duration(step)} per step, {total} for all {steps:,} steps"
+    return f"about {format_duration(step)} per step, {total} for all of {counted(steps, 'step')}"
 
 
 def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> RenderableType:

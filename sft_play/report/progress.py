@@ -1,4 +1,4 @@
-"""Progress bars and spinners; they print nothing if the output is not a terminal.
+"""Live lines for work that takes a while; they print nothing if the output is not a terminal.
 
 rich would also redirect sys.stdout and sys.stderr to its console, bypassing `quiet_libraries`; that is
 disabled.
@@ -14,10 +14,15 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 from sft_play.runlog import console
+
+LIBRARIES = "loading PyTorch and transformers"
+LOADING = "loading the weights"
+PLANNING = "planning: tracing training steps"
 
 
 def _progress(*columns: Any) -> Progress:
@@ -32,18 +37,23 @@ def _progress(*columns: Any) -> Progress:
 
 
 @contextlib.contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A transient progress bar; call the yielded function with the number of finished rows."""
-    with _progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    ) as progress:
-        task = progress.add_task(description, total=total)
+def progress_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A transient progress bar; call the yielded function with the number of finished rows.
+
+    Args:
+        description: of the work.
+        total: number of rows; None if unknown.
+    """
+    columns = TextColumn("  {task.description}", markup=False), BarColumn(32), MofNCompleteColumn()
+    with _progress(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task(description.strip(), total=total)
         yield lambda rows: progress.advance(task, rows)
 
 
 @contextlib.contextmanager
 def spinner(description: str) -> Iterator[None]:
-    """A transient spinner for work without a known length."""
-    with _progress(SpinnerColumn(), TextColumn("{task.description}", markup=False)) as progress:
-        progress.add_task(description, total=None)
+    """A transient line with the elapsed time, for work without a known length."""
+    columns = TextColumn(" "), SpinnerColumn(), TextColumn("{task.description}", markup=False)
+    with _progress(*columns, TimeElapsedColumn()) as progress:
+        progress.add_task(description.strip(), total=None)
         yield

@@ -10,7 +10,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.units import format_bytes, format_count, format_duration
+from sft_play.report.layout import ending
+from sft_play.screen import Facts
+from sft_play.units import counted, format_bytes, format_count, format_duration
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
@@ -39,20 +41,6 @@ def _number(value: Any, form: Format) -> str:
     return MISSING if value is None else form(value)
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
-
-
-def _facts(rows: Iterable[tuple[str, str]] = ()) -> Table:
-    """Two columns without rules: a dimmed name and its value, which is not parsed as markup."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
-
-
 def _columns(*names: str) -> Table:
     """A table with a rule below its header and right-aligned numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -70,13 +58,15 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     """The result of `make eval`: the metrics, and the rows that each was computed on."""
     table = _columns("metric", "value")
     table.add_column("over", style="dim")
-    all_rows = f"{format_count(result['supervised_tokens'])} supervised tokens of {_rows(result['rows'])}"
-    generated = f"answers to {_rows(result['answered_rows'])}"
+    all_rows = (
+        f"{format_count(result['supervised_tokens'])} supervised tokens of {counted(result['rows'], 'row')}"
+    )
+    generated = f"answers to {counted(result['answered_rows'], 'row')}"
     matchable = result.get("exact_match_rows", result["answered_rows"])
     for key, (label, form) in METRICS.items():
         over = all_rows if key in ("loss", "perplexity", "token_accuracy") else generated
         if key == "exact_match" and matchable != result["answered_rows"]:
-            over = f"{_rows(matchable)} whose reference matches eval.answer_pattern"
+            over = f"{counted(matchable, 'row')} whose reference matches eval.answer_pattern"
         table.add_row(label, _number(result.get(key), form), over)
     title = Text(f"{result['name']} on the {result['split']} split", style="bold")
     notes = [unfinished_note(result)] if result.get("unfinished_answers") else []
@@ -114,23 +104,23 @@ def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
     blocks: list[RenderableType] = []
     styles = {"prompt": "", "reference": "", "before": "red", "after": "green"}
     for sample in samples:
-        block = _facts()
-        for key, style in styles.items():
-            if key in sample:
-                block.add_row(key, Text(shorten(sample[key]) or "(empty)", style=style))
-        blocks += [block, ""]
+        rows = [
+            (key, Text(shorten(sample[key]) or "(empty)", style=style))
+            for key, style in styles.items()
+            if key in sample
+        ]
+        blocks += [Facts(rows), ""]
     return Group(*blocks[:-1])
 
 
 def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    keys = ("micro_batch_size", "gradient_accumulation_steps", "world_size", "effective_batch_size")
-    micro, accumulated, world, effective = (summary.get(key, MISSING) for key in keys)
+    keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
+    micro, accumulated, effective = (summary.get(key, MISSING) for key in keys)
+    world = summary.get("world_size")
     unit = "tokens" if summary.get("packing") else "sequences"
-    processes = "process" if world == 1 else "processes"
-    plan = (
-        f"{micro} (micro-batch) x {accumulated} (accumulation) x {world} ({processes}) = {effective} {unit}"
-    )
-    steps = _number(summary.get("optimizer_steps"), "{:,} steps".format)
+    processes = _number(world, lambda count: counted(count, "process"))
+    plan = f"micro-batch {micro} x accumulation {accumulated} x {processes} = {effective} {unit}"
+    steps = _number(summary.get("optimizer_steps"), lambda count: counted(count, "step"))
     tokens = _number(summary.get("supervised_tokens"), format_count)
     return [
         ("plan", plan),
@@ -219,26 +209,23 @@ def closing_screen(
     losses, answers = summary.get("eval") or {}, comparison or {}
     before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
     after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
-    blocks: list[RenderableType] = [_facts(_run_facts(summary))]
+    blocks: list[RenderableType] = [Facts(_run_facts(summary))]
     if before or after:
         name = "held-out rows"
         if "answered_rows" in after:
-            name += f" (answers to {_rows(after['answered_rows'])} of {after['split']})"
+            name += f" (answers to {counted(after['answered_rows'], 'row')} of {after['split']})"
         blocks.append(before_after_table(before, after, name))
         if after.get("unfinished_answers"):
             blocks[-1] = Group(blocks[-1], unfinished_note(after))
     if answers.get("samples"):
         blocks.append(samples_table(answers["samples"]))
-    where = _facts((name, str(path)) for name, path in places.items())
-    for index, command in enumerate(next_commands):
-        where.add_row("" if index else "next", Text(command, style="bold cyan"))
     seconds = summary.get("training_seconds")
     title = Text(str(summary.get("status", MISSING)), style="bold")
     title += Text(f": trained for {format_duration(seconds)}" if seconds else "")
     spaced: list[RenderableType] = []
     for block in blocks:
         spaced += [block, ""]
-    return Group(Rule(title, align="left"), *spaced, where)
+    return Group(Rule(title, align="left"), *spaced, ending(places, next_commands))
 
 
 COMPARED = {
@@ -275,5 +262,5 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
     )
     verdict = Text("passed", style="bold green") if result["passed"] else Text("failed", style="bold red")
     positions = result["merged"]["positions"]
-    compared = f"{_rows(result['rows'])}, {positions:,} positions"
+    compared = f"{counted(result['rows'], 'row')}, {counted(positions, 'position')}"
     return Group(table, verdict + Text(f": compared with the adapter on the unquantized base, {compared}"))

@@ -18,7 +18,7 @@ from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
-from sft_play.units import GIB, format_duration
+from sft_play.units import GIB, counted, format_duration
 
 if TYPE_CHECKING:
     from sft_play.train.redo import Redo
@@ -108,7 +108,7 @@ class Reporter(TrainerCallback):
             self.waiting_seconds += self._step_began - self._free_since
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds the time of the step to the totals."""
+        """Adds the time of the step to the totals; asks for a record of the last step."""
         self._free_since = time.perf_counter()
         seconds = self._free_since - self._step_began
         self._window_seconds += seconds
@@ -119,6 +119,8 @@ class Reporter(TrainerCallback):
             self._timed_steps += 1
             self._timed_tokens += self.rows.tokens_per_step[state.global_step - 1]
         self._progress.update(self._task, completed=state.global_step)
+        if state.global_step >= state.max_steps:
+            control.should_log = True
 
     def numbers(self, step: int) -> dict[str, float | None]:
         """Speed since the last record, and the share of time spent waiting for data; None if unknown."""
@@ -214,7 +216,7 @@ class Reporter(TrainerCallback):
         """Removes the bar and prints the training time."""
         self.end_bar()
         self._print(
-            f"  trained {state.global_step - self._began_at} steps in "
+            f"  trained {counted(state.global_step - self._began_at, 'step')} in "
             f"{format_duration(self.training_seconds)}"
         )
 

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job
 from sft_play.manifest import (
+    CARD,
     Entries,
     files_in,
     find_damage,
@@ -80,7 +81,8 @@ class CheckpointWriter:
     def _complete(self, staged: Path, state: TrainerState) -> None:
         """Adds to the trainer's files what it does not write right, and removes what nobody reads."""
         state.save_to_json(str(staged / STATE))  # again: with the final path of the best checkpoint
-        (staged / UNUSED).unlink(missing_ok=True)
+        for name in (UNUSED, CARD):  # a card of PEFT or TRL has nothing but placeholders
+            (staged / name).unlink(missing_ok=True)
         if not self._job.run.shared:
             # DeepSpeed writes it on the main rank only
             for folder in staged.glob("global_step*"):

@@ -53,9 +53,10 @@ def _no_phase(phase: str) -> None:
 
 
 class PlannedTrainer(SFTTrainer):
-    """TRL's trainer with ten methods overridden, each where the library has no callback.
+    """TRL's trainer with eleven methods overridden, each where the library has no callback.
 
     - `training_step` sets training mode once instead of in every micro-batch.
+    - `create_model_card` writes none into the checkpoints.
     - `compute_loss` tells a probe where the forward pass begins and ends.
     - `floating_point_ops` counts nothing, since our own count is known before the run.
     - `_get_grad_norm` skips the update of a step whose gradients are not finite; `log` leaves it out of the
@@ -195,6 +196,9 @@ class PlannedTrainer(SFTTrainer):
             numbers = self._numbers(self.state.global_step)
             record = record | {name: value for name, value in numbers.items() if value is not None}
         super().log(record, start_time)
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Writes none: TRL's has nothing but placeholders, and ours (report/card.py) comes at the end."""
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted here: the library walks through all modules for it, in every micro-batch."""

@@ -24,6 +24,7 @@ from sft_play.units import format_bytes, format_duration
 SEARCH_SECONDS = 60.0  # with train.probe=search
 WORTH_SPENDING = 0.02  # of the expected training time
 RIVAL = 0.8  # of the chosen plan's predicted speed; slower plans are not timed
+RIVALS = 2  # plans that are timed of those that differ from the chosen one in their micro-batch alone
 
 
 class PrepareSession(Protocol):
@@ -178,14 +179,8 @@ def _fastest_by_measurement(
 
 def _plans_to_time(job: Job) -> list[Plan]:
     """Plans of this engine that fit, should be about as fast and have not been measured yet; best first."""
-    slowest = 0.0 if job.config.train.probe == "search" else RIVAL
-    wanted = [
-        (row["gradient_accumulation_steps"], row["gradient_checkpointing"])
-        for row in job.plan.alternatives
-        if row["fits"] and row["engine"] == job.plan.engine and (row["relative_speed"] or 1) >= slowest
-    ]
     plans = []
-    for accumulation, checkpointing in wanted:
+    for accumulation, checkpointing in _worth_timing(job):
 
         def is_it(plan: Plan, wanted: tuple[int, bool] = (accumulation, checkpointing)) -> bool:
             return (plan.gradient_accumulation_steps, plan.gradient_checkpointing) == wanted
@@ -195,6 +190,18 @@ def _plans_to_time(job: Job) -> list[Plan]:
             if read_speed(correction_path(job, plan)).of(plan) is None:
                 plans.append(plan)
     return plans
+
+
+def _worth_timing(job: Job) -> list[tuple[int, bool]]:
+    """Accumulation and checkpointing of plans that may be faster than predicted; best first."""
+    plan, slowest = job.plan, 0.0 if job.config.train.probe == "search" else RIVAL
+    close = [
+        (row["gradient_accumulation_steps"], row["gradient_checkpointing"])
+        for row in plan.alternatives
+        if row["fits"] and row["engine"] == plan.engine and (row["relative_speed"] or 1) >= slowest
+    ]
+    alike = [split for split in close if split[1] == plan.gradient_checkpointing]
+    return [split for split in close if split not in alike[RIVALS:]]
 
 
 def _print_tried(plan: Plan, result: ProbeResult) -> None:

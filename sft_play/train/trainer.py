@@ -14,8 +14,9 @@ from sft_play.data.splits import SPLITS
 from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
-from sft_play.manifest import replacing
+from sft_play.manifest import CARD, replacing
 from sft_play.model.load import build_model
+from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult
 from sft_play.train.callbacks import StopOnSignal
@@ -69,7 +70,8 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     """
     meter = MemoryMeter.start(job.plan.device)
     rows = ordered_rows(job)
-    model = build_model(job.config, job.plan, job.ranks.local_rank)
+    with spinner(LOADING):
+        model = build_model(job.config, job.plan, job.ranks.local_rank)
     session = open_session(job, model, rows, meter)
     verify(session.trainer, job.plan, announce=announce)
     return session
@@ -126,6 +128,7 @@ def save(session: Session, stopped: bool) -> None:
     with replacing(result_folder(job), facts) as folder:
         model.save_pretrained(str(folder), safe_serialization=True)
         job.tokenizer.save_pretrained(str(folder))
+        (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
 
 
 def data_counts(data: PreparedData) -> dict[str, Any]:

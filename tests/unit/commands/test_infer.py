@@ -127,7 +127,10 @@ def test_every_row_is_answered_in_order_with_its_own_keys_kept(finished, tmp_pat
     assert [record["row"] for record in written] == list(range(1, len(rows) + 1))
     assert [record["generated"] for record in written] == [row["answer"] for row in rows]
     assert (result["rows"], result["answered"], result["unfinished_answers"]) == (len(rows), len(rows), 0)
-    assert f"answered {len(rows)} rows: {tmp_path / 'out.jsonl'}" in screen.getvalue().replace("\n", "")
+    assert (
+        f"answered {len(rows)} rows\n" in screen.getvalue()
+        and str(tmp_path / "out.jsonl") in screen.getvalue()
+    )
 
 
 def test_after_an_interruption_only_the_missing_rows_are_answered(finished, tmp_path, screen, monkeypatch):

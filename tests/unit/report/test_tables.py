@@ -141,7 +141,7 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
     )
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert any(line.startswith("done: trained for 1 min 40 s") for line in lines)
-    assert "plan 4 (micro-batch) x 3 (accumulation) x 2 (processes) = 24 sequences" in lines
+    assert "plan micro-batch 4 x accumulation 3 x 2 processes = 24 sequences" in lines
     assert "trained on 1,200 steps, 5M supervised tokens" in lines
     assert "speed 4,321 tokens/s, no padding" in lines
     assert "held-out rows (answers to 50 rows of test) before after" in lines

@@ -1,0 +1,93 @@
+"""Tells what a library cannot do, with some architecture or setting, from a bug of our own."""
+
+import contextlib
+import re
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.runlog import cache_dir
+from sft_play.secrets import redact
+
+OURS = str(Path(__file__).parent)
+OF_A_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/(transformers|peft|trl|accelerate|bitsandbytes|deepspeed)/(.*)|"
+    r"/(transformers_modules)/(.*)"
+)
+MODEL_TYPE = re.compile(r"^models/(\w+)/")
+# Settings that may avoid what failed in these libraries.
+CHANGES = {
+    "model.attention": ("eager", {"transformers", "transformers_modules"}),
+    "train.padding_free": ("false", {"transformers", "transformers_modules", "trl"}),
+    "train.gradient_checkpointing": ("false", {"transformers", "transformers_modules", "peft"}),
+    "tuning.lora.use_dora": ("false", {"peft", "bitsandbytes"}),
+    "tuning.mode": ("lora", {"bitsandbytes"}),
+    "train.optimizer": ("adamw", {"bitsandbytes", "deepspeed"}),
+    "parallel.engine": ("ddp", {"deepspeed", "accelerate"}),
+}
+
+
+def library_failure(error: BaseException, config: RunConfig | None) -> ConfigError | None:
+    """The error that names the library, model and settings; None if no library raised it.
+
+    A library did if one of its functions is on the stack below the last one of ours. The traceback is kept in
+    a file.
+
+    Args:
+        error: whose traceback is looked at.
+        config: of the run, if known.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [index for index, frame in enumerate(frames) if frame.filename.startswith(OURS)]
+    below = frames[ours[-1] + 1 :] if ours else []
+    found = [(frame, match) for frame in below if (match := OF_A_LIBRARY.search(frame.filename))]
+    if not found:
+        return None
+    frame, match = found[-1]
+    library, file = match[1] or match[3], match[2] or match[4]
+    reason = (str(error).strip() or "no reason given").splitlines()[0]
+    lines = [
+        f"{_name(library)} failed in {file}, line {frame.lineno}, {frame.name}()",
+        f"{type(error).__name__}: {reason}",
+        *(_settings(config, library, MODEL_TYPE.match(file)) if config else []),
+        f"If this should work, please report it with the traceback in {_kept(error)}",
+    ]
+    return ConfigError("\n".join(lines))
+
+
+def _name(library: str) -> str:
+    try:
+        return f"{library} {version(library)}"
+    except PackageNotFoundError:
+        return "the model's own code"
+
+
+def _settings(config: RunConfig, library: str, kind: re.Match[str] | None) -> list[str]:
+    """The model and the settings that matter to the library, and what to change."""
+    model = f"model.name={config.model.name}" + (f" (model type {kind[1]})" if kind else "")
+    in_use, changes = [model], []
+    for key, (value, libraries) in CHANGES.items():
+        if library in libraries:
+            used = _value(config, key)
+            in_use.append(f"{key}={used}")
+            changes += [f"{key}={value}"] if used != value else []
+    advice = f"One of these may avoid it: {', '.join(changes)}" if changes else "Another model may work"
+    return [f"in use: {', '.join(in_use)}", f"The library may not support this combination. {advice}"]
+
+
+def _value(config: RunConfig, key: str) -> str:
+    found = config.model_dump()
+    for name in key.split("."):
+        found = found[name]
+    return str(found).lower()
+
+
+def _kept(error: BaseException) -> Path:
+    """The file with the traceback."""
+    path = cache_dir() / "traceback.txt"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(redact("".join(traceback.format_exception(error))), encoding="utf-8")
+    return path

@@ -1,0 +1,93 @@
+"""The console of all commands: lines are broken between words alone, so that paths stay whole."""
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+WORD = re.compile(r"\S+")
+LEAST_NAMES = 10  # cells for names, so that the lists of a command are aligned
+
+
+def whole_words(line: Text, width: int, hang: int = 0) -> list[Text]:
+    """Breaks a line between words; a word that is longer than a line stands alone, unbroken.
+
+    Args:
+        line: without line breaks; the blanks at its start indent all lines made from it.
+        width: of the screen, in cells.
+        hang: further blanks before all lines but the first.
+    """
+    plain = line.plain
+    words = [match.span() for match in WORD.finditer(plain)]
+    first = words[0][0] if words else 0
+    lines: list[tuple[int, int]] = []
+    for start, end in words:
+        indent = first + (hang if len(lines) > 1 else 0)
+        if lines and indent + cell_len(plain[lines[-1][0] : end]) <= width:
+            lines[-1] = lines[-1][0], end
+        else:
+            lines.append((start, end))
+    return [_indented(line[start:end], first + (hang if start > first else 0), width) for start, end in lines]
+
+
+def _indented(line: Text, indent: int, width: int) -> Text:
+    """The line, with fewer blanks if it is too long."""
+    line.pad_left(max(0, min(indent, width - cell_len(line.plain))))
+    line.no_wrap, line.overflow = True, "ignore"
+    return line
+
+
+class Words:
+    """Text on the screen, broken between words (`whole_words`)."""
+
+    def __init__(self, text: str | Text, hang: int = 0) -> None:
+        """A string is taken as it is, without markup."""
+        self.text, self.hang = Text(text) if isinstance(text, str) else text, hang
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.text.split("\n", allow_blank=True):
+            yield from whole_words(line, options.max_width, self.hang) or [Text("")]
+
+
+class Facts:
+    """Names and values in two columns; a value that is too long goes on below its start."""
+
+    def __init__(self, rows: Iterable[tuple[str, str | Text]]) -> None:
+        self.rows = list(rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        column = max([LEAST_NAMES, *(len(name) for name, _ in self.rows)]) + 2
+        for name, value in self.rows:
+            text = Text(value) if isinstance(value, str) else value
+            for line in text.split("\n", allow_blank=True):
+                yield Words(Text.assemble((name.ljust(column), "dim"), line), hang=column if name else 0)
+                name = ""
+
+
+class Screen(Console):
+    """rich's console, which would also break words that are longer than a line.
+
+    With NO_COLOR it writes no bold or dim text either.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        if os.environ.get("NO_COLOR"):
+            settings["color_system"] = None
+        super().__init__(highlight=False, **settings)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """As in rich, but text is broken between words alone, unless `end` continues the line."""
+        if settings.get("end", "\n") == "\n":
+            as_markup = settings.pop("markup", None)
+            settings |= {"soft_wrap": False, "crop": False}
+            objects = tuple(self._words(one, as_markup) for one in objects)
+        super().print(*objects, **settings)
+
+    def _words(self, one: Any, markup: bool | None) -> Any:
+        if isinstance(one, str):
+            return Words(self.render_str(one, markup=markup))
+        return Words(one) if isinstance(one, Text) else one
