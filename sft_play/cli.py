@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.text import Text
 
@@ -20,11 +20,20 @@ from sft_play.secrets import redact
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's parser, whose errors look like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        _write_error(message, label=f"{self.prog}: error: ")
+        self.exit(2)
+
+
 class _Commands:
     """The argument parser, to which commands are added one by one."""
 
     def __init__(self) -> None:
-        self.parser = argparse.ArgumentParser(
+        self.parser = _Parser(
             prog="sft-play",
             description="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
         )

@@ -46,7 +46,7 @@ class Words:
 
     def __init__(self, text: str | Text, hang: int = 0) -> None:
         """A string is taken as it is, without markup."""
-        self.text, self.hang = Text(text) if isinstance(text, str) else text, hang
+        self.text, self.hang = _text(text), hang
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self.text.split("\n", allow_blank=True):
@@ -56,16 +56,21 @@ class Words:
 class Facts:
     """Names and values in two columns; a value that is too long goes on below its start."""
 
-    def __init__(self, rows: Iterable[tuple[str, str | Text]]) -> None:
-        self.rows = list(rows)
+    def __init__(self, rows: Iterable[tuple[str | Text, str | Text]]) -> None:
+        self.rows = [(_text(name, "dim"), _text(value)) for name, value in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        column = max([LEAST_NAMES, *(len(name) for name, _ in self.rows)]) + 2
+        column = max([LEAST_NAMES, *(name.cell_len for name, _ in self.rows)]) + 2
         for name, value in self.rows:
-            text = Text(value) if isinstance(value, str) else value
-            for line in text.split("\n", allow_blank=True):
-                yield Words(Text.assemble((name.ljust(column), "dim"), line), hang=column if name else 0)
-                name = ""
+            for line in value.split("\n", allow_blank=True):
+                first = name.copy()
+                first.pad_right(column - name.cell_len)
+                yield Words(first + line, hang=column if name else 0)
+                name = Text()
+
+
+def _text(value: str | Text, style: str = "") -> Text:
+    return Text(value, style=style) if isinstance(value, str) else value
 
 
 class Screen(Console):

@@ -27,12 +27,11 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision
 from sft_play.report.machine import process_text
 from sft_play.runlog import console
-from sft_play.screen import Words
+from sft_play.screen import Facts
 from sft_play.units import GIB, counted, format_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
-COLUMNS = 21  # cells of severity and topic on the screen
 BUILTIN = "builtin:"
 HUB_TIMEOUT_S = 5
 DISK_ERROR_BYTES, DISK_WARNING_BYTES = 1 * GIB, 10 * GIB
@@ -89,17 +88,16 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 def findings_table(findings: Sequence[Finding]) -> Any:
     """The console output."""
-    lines = []
+    rows = []
     for finding in findings:
-        text = Text.assemble((f"{finding.level:<9}", STYLES[finding.level]), f"{finding.topic:<12}")
-        lines.append(Words(text + Text(finding.what), hang=COLUMNS))
-        if finding.fix:
-            lines.append(Words(Text(f"{'':{COLUMNS}}-> {finding.fix}", style="bold"), hang=3))
+        name = Text.assemble((f"{finding.level:<9}", STYLES[finding.level]), finding.topic)
+        fix = Text(f"\n-> {finding.fix}" if finding.fix else "", style="bold")
+        rows.append((name, Text(finding.what) + fix))
     counts = Counter(finding.level for finding in findings)
     ok, warnings, errors = (counts[level] for level in (OK, WARNING, ERROR))
     summary = f"{ok} ok, {counted(warnings, 'warning')}, {counted(errors, 'error')}"
     worst = next((level for level in (ERROR, WARNING) if counts[level]), OK)
-    return Group(*lines, Text(summary, style=STYLES[worst]))
+    return Group(Facts(rows), Text(summary, style=STYLES[worst]))
 
 
 def _description(resolved: ResolvedConfig) -> str:

@@ -221,7 +221,7 @@ def evaluate_run(
         release_memory()
         places = _write_results(run, split, result, asked, answers, scores)
         console().print(evaluation_table(result))
-        console().print(ending({"numbers": places[0], "answers": places[1]}, []))
+        console().print("", ending({"numbers": places[0], "answers": places[1]}, []))
     return result
 
 

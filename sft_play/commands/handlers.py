@@ -21,14 +21,15 @@ def _load(args: argparse.Namespace) -> Any:
     return load_job_config(args.config, args.overrides)
 
 
-def _announce(args: argparse.Namespace, *lines: str, command: str = "") -> None:
-    """Prints the header of a command, before anything that takes a while."""
+def _announce(args: argparse.Namespace, *lines: str, command: str = "") -> Any:
+    """Prints the header of a command, before anything that takes a while; returns the config."""
     from sft_play.config.load import load_config
     from sft_play.report.layout import header
     from sft_play.runlog import console
 
     resolved = load_config(args.config, args.overrides)
     console().print(header(command or args.command, resolved, *lines))
+    return resolved
 
 
 def _importing() -> Any:
@@ -38,14 +39,14 @@ def _importing() -> Any:
     return spinner(LIBRARIES)
 
 
-def _say_next(args: argparse.Namespace, *targets: str) -> None:
-    """Prints the commands to run next, for the same run."""
+def _say_next(args: argparse.Namespace, *targets: str, apart: bool = True) -> None:
+    """Prints the commands to run next, for the same run; `apart` from what is above."""
     from sft_play.report.layout import ending, make_command
     from sft_play.runlog import console
 
     if not args.json:
         commands = [make_command(target, args.config, args.overrides) for target in targets]
-        console().print("", ending({}, commands))
+        console().print(*([""] if apart else []), ending({}, commands))
 
 
 def _finished_run(resolved: Any) -> Any:
@@ -334,25 +335,25 @@ def memory_check(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the trained model on held-out rows."""
-    _announce(args, f"loss on all rows of the {args.split} split, and answers to some of them")
+    what = f"loss on all rows of the {args.split} split, and answers to some of them"
+    run = _finished_run(_announce(args, what))
     with _importing():
         from sft_play.commands.evaluate import evaluate_run
     resolved = _load(args)
-    result = evaluate_run(resolved.config, _finished_run(resolved), args.split, args.limit)
+    result = evaluate_run(resolved.config, run, args.split, args.limit)
     if args.json:
         _print_json(result)
-    _say_next(args, "infer", *(["merge"] if resolved.config.tuning.mode != "full" else []))
+    _say_next(args, "infer", *(["merge"] if resolved.config.tuning.mode != "full" else []), apart=False)
     return 0
 
 
 def infer(args: argparse.Namespace) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
     what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"
-    _announce(args, what, command="infer")
+    run = _finished_run(_announce(args, what))
     with _importing():
         from sft_play.commands.infer import chat, infer_batch
     resolved = _load(args)
-    run = _finished_run(resolved)
     if not args.input:
         chat(resolved.config, run)
         return 0
@@ -365,14 +366,14 @@ def infer(args: argparse.Namespace) -> int:
 
 def merge(args: argparse.Namespace) -> int:
     """Merge the adapter into the unquantized base model."""
-    _announce(args, "merges the adapter into the unquantized base model")
+    run = _finished_run(_announce(args, "merges the adapter into the unquantized base model"))
     with _importing():
         from sft_play.commands.merge import merge as merge_run
     resolved = _load(args)
-    result = merge_run(resolved.config, _finished_run(resolved), _output(args), args.dtype)
+    result = merge_run(resolved.config, run, _output(args), args.dtype)
     if args.json:
         _print_json(result)
-    _say_next(args, "merge-test")
+    _say_next(args, "merge-test", apart=False)
     return 0
 
 
@@ -405,11 +406,12 @@ def push(args: argparse.Namespace) -> int:
 
 def merge_test(args: argparse.Namespace) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
-    _announce(args, "compares the logits of the merged model with those of the adapter model")
+    what = "compares the logits of the merged model with those of the adapter model"
+    run = _finished_run(_announce(args, what))
     with _importing():
         from sft_play.commands.merge import merge_test as test
     resolved = _load(args)
-    result = test(resolved.config, _finished_run(resolved), _output(args))
+    result = test(resolved.config, run, _output(args))
     if args.json:
         _print_json(result)
     return 0

@@ -121,8 +121,7 @@ def open_job(resolved: ResolvedConfig, processes: int) -> Job:
     if job.config.eval.generate:
         # reports mistakes in them now, not after training
         closing_questions(job.config, job.data, job.tokenizer)
-    console().print(show.table(job.data))
-    console().print(plan_summary(job.plan.to_json()))
+    console().print(show.table(job.data), "", plan_summary(job.plan.to_json()), "")
     return job
 
 

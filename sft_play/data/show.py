@@ -11,9 +11,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.inputs import data_inputs
@@ -25,9 +23,12 @@ from sft_play.data.reading import Source, open_source, read_rows
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
 from sft_play.errors import ConfigError, DataError, StorageError
+from sft_play.report.layout import columns
 from sft_play.runlog import console
+from sft_play.screen import Words
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
 SUPERVISED_STYLE, CONTEXT_STYLE = "bold green", "dim"
@@ -42,23 +43,17 @@ def table(prepared: PreparedData) -> Group:
     notes.append(f"  cached in {prepared.cache_path}")
     for warning in stats["warnings"]:
         notes.append(f"\n  warning: {warning}", style="yellow")
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    shown.add_column("data")
-    for split in splits:
-        shown.add_column(split, justify="right")
-    columns = [_counts(stats[split]) for split in splits]
-    for name in columns[0]:
-        shown.add_row(name, *(column[name] for column in columns))
+    shown = columns("data", *splits)
+    counts = [_counts(stats[split]) for split in splits]
+    for name in counts[0]:
+        shown.add_row(name, *(column[name] for column in counts))
     sources = stats["train"].get("sources")
-    return Group(shown, *([_sources_table(sources)] if sources else []), notes)
+    return Group(shown, *([_sources_table(sources)] if sources else []), Words(notes))
 
 
-def _sources_table(sources: list[dict[str, Any]]) -> Table:
+def _sources_table(sources: list[dict[str, Any]]) -> "Table":
     """The training rows of each source, and its shares of an epoch."""
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    shown.add_column("source", overflow="fold")
-    for name in ("weight", "rows", "rows/epoch", "of all", "tokens/epoch", "of all"):
-        shown.add_column(name, justify="right")
+    shown = columns("source", "weight", "rows", "rows/epoch", "of all", "tokens/epoch", "of all")
     totals = {
         name: sum(source[name] for source in sources) for name in ("rows_per_epoch", "tokens_per_epoch")
     }

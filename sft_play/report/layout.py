@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.load import ResolvedConfig
@@ -27,12 +28,21 @@ def header(command: str, resolved: ResolvedConfig, *lines: str) -> RenderableTyp
     """
     title = Text.assemble((f"{command} {resolved.config.output.name}", "bold"), f"  {resolved.path}")
     texts = lines or (subject(resolved.config),)
-    return Group(Words(title), *(Words(Text(f"  {text}", style="dim"), hang=2) for text in texts))
+    return Group(Words(title), *(Words(Text(f"  {text}", style="dim")) for text in texts), "")
 
 
 def subject(config: RunConfig) -> str:
-    """What a run trains, on what: "LoRA of Qwen/Qwen3-8B on my.jsonl"."""
-    return f"{METHODS[config.tuning.mode]} of {config.model.name} on {config.data.train_path}"
+    """What a run trains, on what, and where its results go."""
+    what = f"{METHODS[config.tuning.mode]} of {config.model.name} on {config.data.train_path}"
+    return f"{what}, results in {config.output.dir}/{config.output.name}"
+
+
+def columns(*names: str) -> Table:
+    """A table without rules: text on the left in the first column, numbers on the right in the others."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for index, name in enumerate(names):
+        table.add_column(name, justify="right" if index else "left")
+    return table
 
 
 def bullets(sentences: Iterable[str]) -> RenderableType:

@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.report.layout import Bar, bullets
+from sft_play.report.layout import Bar, bullets, columns
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration
 
@@ -17,17 +17,9 @@ SHOWN = 6  # micro-batches of the chosen kind
 ENGINES = {"none": "one process", "ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 
-def _table(*columns: str) -> Table:
-    """A table without rules, whose numbers are right-aligned."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    return table
-
-
 def _process_table(memory: Mapping[str, Any]) -> RenderableType:
     """What tensors take, what the allocator reserves for them, and what the driver counts."""
-    table = _table("one process on the GPU", "bytes", "of the budget", "")
+    table = columns("one process on the GPU", "bytes", "of the budget", "")
     table.columns[3].justify = "left"
     context = format_bytes(memory["terms"]["context"])
     notes = {
@@ -45,11 +37,11 @@ def _process_table(memory: Mapping[str, Any]) -> RenderableType:
 
 def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
     """Predicted memory of the process, by phase, and the breakdown of the peak."""
-    phases = _table("phase", "peak", "of the budget")
+    phases = columns("phase", "peak", "of the budget")
     for name, size in memory["phases"].items():
         style = "bold" if name == memory["peak_phase"] else ""
         phases.add_row(name, format_bytes(size), f"{size / memory['budget_bytes']:.0%}", style=style)
-    terms = _table(f"in the {memory['peak_phase']} peak", "bytes")
+    terms = columns(f"in the {memory['peak_phase']} peak", "bytes")
     for name, size in sorted(memory["terms"].items(), key=lambda item: -item[1]):
         if size and name != "context":
             terms.add_row(name, format_bytes(size))
@@ -73,7 +65,7 @@ def candidates_table(plan: Mapping[str, Any], peak: int, others: Sequence[Mappin
     own_speed = 1.0 if plan["step_seconds"] else None
     chosen = {**plan, "process_bytes": peak, "fits": True, "relative_speed": own_speed}
     rows = _shown([chosen, *sorted(others, key=_kind)], chosen)
-    table = _table("micro-batch", "activations", "tokens/s", "", "peak", "")
+    table = columns("micro-batch", "activations", "tokens/s", "", "peak", "")
     for column in (1, 3, 5):
         table.columns[column].justify = "left"
     fastest, largest = max(map(_speed, rows)) or 1, max(row["process_bytes"] for row in rows)
@@ -125,7 +117,7 @@ def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The same run on other numbers of GPUs; fits in 80 columns."""
     rules = [f"lr {rule}" if rule == "none" else rule for rule in ("none", "sqrt", "linear")]
-    table = _table("GPUs", "micro", "accum", "batch", "steps", *rules, "GiB", "speed")
+    table = columns("GPUs", "micro", "accum", "batch", "steps", *rules, "GiB", "speed")
     table.padding = (0, 1, 0, 0)  # type: ignore[assignment]
     planned = [row for row in rows if "problem" not in row]
     for row in planned:
@@ -203,7 +195,7 @@ def cards_report(tree: Mapping[str, Any]) -> RenderableType:
     """What a model would be like on common GPUs, from `plans_by_card`; fits in 80 columns."""
     modes = list(tree["cards"][0]["plans"])
     heads = [f"{MODES[mode]}\n{what}" for mode in modes for what in ("tokens/s", "GiB")]
-    table = _table("GPU", "GiB", *heads)
+    table = columns("GPU", "GiB", *heads)
     for row in tree["cards"]:
         cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan)]
         table.add_row(row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells)

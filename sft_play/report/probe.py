@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from sft_play.report.layout import columns
 from sft_play.report.tables import MISSING, memory_line
 from sft_play.units import counted, format_bytes, format_duration
 
@@ -40,9 +39,7 @@ def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> Renderab
     predicted = memory.get("phases", {}) | {
         name: memory[f"{name}_bytes"] for name in ("reserved", "process") if memory.get(f"{name}_bytes")
     }
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, name in enumerate(("phase", "predicted", "measured", "difference")):
-        table.add_column(name, justify="right" if index else "left")
+    table = columns("phase", "predicted", "measured", "difference")
     top = max(result["phases"], key=lambda phase: result["phases"][phase], default="")
     for phase, measured in {**result["phases"], **_of_a_process(result)}.items():
         expected = predicted.get(phase)
@@ -53,7 +50,6 @@ def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> Renderab
         style = "bold" if phase == top else ""
         table.add_row(phase, expected_text, format_bytes(measured), difference, style=style)
     lines: list[RenderableType] = [table, ""] if result["phases"] else []
-    lines.append(Text(probe_line(plan, result)))
     budget = memory.get("budget_bytes")
     verdict = f"fits the budget of {format_bytes(budget)}" if budget else "fits"
     lines.append(Text(verdict, style="bold green"))

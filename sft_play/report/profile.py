@@ -3,25 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from sft_play.report.layout import columns
+from sft_play.screen import Words
 from sft_play.units import format_bytes
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    return table
 
 
 def product_table(products: Mapping[str, Mapping[str, Sequence[float]]]) -> Table:
     """The rate of square products, and of products with one short side, as in adapters."""
     sides = next(iter(products.values()))["sides"]
-    table = _table("matrix products, GFLOP/s", *(f"{side:,.0f}" for side in sides), f"x {sides[0]:,.0f}")
+    table = columns("matrix products, GFLOP/s", *(f"{side:,.0f}" for side in sides), f"x {sides[0]:,.0f}")
     for name, grid in products.items():
         count, seconds = len(sides), grid["seconds"]
         square = [2 * side**3 / seconds[i * (count**2 + count + 1)] / 1e9 for i, side in enumerate(sides)]
@@ -32,10 +27,12 @@ def product_table(products: Mapping[str, Mapping[str, Sequence[float]]]) -> Tabl
 
 def curve_tables(tree: Mapping[str, Any]) -> list[Table]:
     """Attention by tokens, element-wise operations by bytes."""
-    attention = _table("attention, ns per token and element", *(f"{n:,}" for n in tree["attention"]["sizes"]))
+    attention = columns(
+        "attention, ns per token and element", *(f"{n:,}" for n in tree["attention"]["sizes"])
+    )
     for name, key in (("forward", "attention"), ("backward", "attention_backward")):
         attention.add_row(name, *(f"{1e9 * seconds:,.2f}" for seconds in tree[key]["seconds"]))
-    moving = _table("element-wise, GB/s", *(format_bytes(n) for n in tree["elementwise"]["sizes"]))
+    moving = columns("element-wise, GB/s", *(format_bytes(n) for n in tree["elementwise"]["sizes"]))
     for name, key in (("simple", "elementwise"), ("exp and similar", "transcendental")):
         curve = tree[key]
         rates = (size / s / 1e9 for size, s in zip(curve["sizes"], curve["seconds"], strict=True))
@@ -45,7 +42,7 @@ def curve_tables(tree: Mapping[str, Any]) -> list[Table]:
 
 def profile_report(tree: Mapping[str, Any]) -> RenderableType:
     """The whole profile, from its JSON."""
-    single = _table("per", "time")
+    single = columns("per", "time")
     for name, key, factor, unit in (
         ("call of an operation by Python", "call_forward_s", 1e6, "µs"),
         ("call of an operation by autograd", "call_backward_s", 1e6, "µs"),
@@ -57,4 +54,5 @@ def profile_report(tree: Mapping[str, Any]) -> RenderableType:
         single.add_row(name, f"{tree[key] * factor:,.2f} {unit}")
     threads = f", {tree['threads']} threads" if tree["threads"] else ""
     title = Text.assemble(("device profile  ", "bold"), f"{tree['device']}{threads}: {tree['source']}")
-    return Group(title, product_table(tree["products"]), *curve_tables(tree), single)
+    tables = [product_table(tree["products"]), *curve_tables(tree), single]
+    return Group(Words(title), *(Padding(table, (1, 0, 0, 0)) for table in tables))

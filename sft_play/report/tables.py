@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.report.layout import ending
+from sft_play.report.layout import columns, ending
 from sft_play.screen import Facts
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
@@ -41,14 +40,6 @@ def _number(value: Any, form: Format) -> str:
     return MISSING if value is None else form(value)
 
 
-def _columns(*names: str) -> Table:
-    """A table with a rule below its header and right-aligned numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for index, name in enumerate(names):
-        table.add_column(name, justify="right" if index else "left")
-    return table
-
-
 def perplexity(loss: float) -> float:
     """exp(loss), capped so that it stays finite in JSON for a diverged model."""
     return math.exp(min(loss, 700.0))
@@ -56,7 +47,7 @@ def perplexity(loss: float) -> float:
 
 def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     """The result of `make eval`: the metrics, and the rows that each was computed on."""
-    table = _columns("metric", "value")
+    table = columns("metric", "value")
     table.add_column("over", style="dim")
     all_rows = (
         f"{format_count(result['supervised_tokens'])} supervised tokens of {counted(result['rows'], 'row')}"
@@ -84,7 +75,7 @@ def unfinished_note(result: Mapping[str, Any]) -> Text:
 
 def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any], name: str = "metric") -> Table:
     """All metrics before and after training; `name` is the header of the first column."""
-    table = _columns(name, "before", "after")
+    table = columns(name, "before", "after")
     table.columns[2].style = "bold"
     for key, (label, form) in METRICS.items():
         if key in before or key in after:
@@ -240,7 +231,7 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
 
     "mean / std" is the mean difference relative to the standard deviation of the logits.
     """
-    table = _columns("logit difference", "max", "mean", "mean / std", "same top-1")
+    table = columns("logit difference", "max", "mean", "mean / std", "same top-1")
     for key, label in COMPARED.items():
         if key in result:
             row = result[key]
