@@ -48,10 +48,13 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
     frame, match = found[-1]
     library, file = match[1] or match[3], match[2] or match[4]
     reason = (str(error).strip() or "no reason given").splitlines()[0]
+    advice = _settings(config, library, MODEL_TYPE.match(file)) if config else []
+    if frame.name == "<module>":
+        advice = ["It could not be imported; run `make install`"]
     lines = [
-        f"{_name(library)} failed in {file}, line {frame.lineno}, {frame.name}()",
+        f"{_name(library)} failed in {file}, line {frame.lineno}, {frame.name}",
         f"{type(error).__name__}: {reason}",
-        *(_settings(config, library, MODEL_TYPE.match(file)) if config else []),
+        *advice,
         f"If this should work, please report it with the traceback in {_kept(error)}",
     ]
     return ConfigError("\n".join(lines))

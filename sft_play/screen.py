@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 WORD = re.compile(r"\S+")
+CONTINUED = " \\"
 LEAST_NAMES = 10  # cells for names, so that the lists of a command are aligned
 
 
@@ -51,6 +52,16 @@ class Words:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self.text.split("\n", allow_blank=True):
             yield from whole_words(line, options.max_width, self.hang) or [Text("")]
+
+
+class Command(Words):
+    """A shell command; where it is broken, it goes on after a backslash, so that it can be copied."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        *lines, last = whole_words(self.text, options.max_width - len(CONTINUED), self.hang)
+        for line in lines:
+            yield line.append(CONTINUED)
+        yield last
 
 
 class Facts:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.screen import Facts, Words
+from sft_play.screen import LEAST_NAMES, Command, Facts, Words
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -51,26 +51,29 @@ def bullets(sentences: Iterable[str]) -> RenderableType:
 
 
 class Bar:
-    """A share of a whole as a bar; made of # on screens that have ASCII alone."""
+    """A share of a whole as a bar, of # on screens that have ASCII alone; narrower where there is no room."""
 
     def __init__(self, share: float, width: int = 12) -> None:
         self.share, self.width = min(1.0, max(0.0, share)), width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole, rest = divmod(round(self.share * self.width * len(EIGHTHS)), len(EIGHTHS))
+        width = min(self.width, options.max_width)
+        whole, rest = divmod(round(self.share * width * len(EIGHTHS)), len(EIGHTHS))
         full, part = ("#", "") if options.ascii_only else ("█", EIGHTHS[rest].strip())
-        yield Text((full * whole + part).ljust(self.width))
+        yield Text((full * whole + part).ljust(width))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(self.width, self.width)
+        return Measurement(1, self.width)
 
 
-def ending(places: Mapping[str, Any], commands: Sequence[str]) -> Facts:
+def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType:
     """The last lines of a command: where its outputs are, and what to run next."""
-    rows: list[tuple[str, str | Text]] = [(name, str(path)) for name, path in places.items()]
+    lines = []
     for index, command in enumerate(commands):
-        rows.append(("" if index else "next", Text(command, style="bold cyan")))
-    return Facts(rows)
+        name = ("" if index else "next").ljust(LEAST_NAMES + 2)
+        text = Text.assemble((name, "dim"), (command, "bold cyan"))
+        lines.append(Command(text, hang=0 if index else len(name)))
+    return Group(Facts((name, str(path)) for name, path in places.items()), *lines)
 
 
 def make_command(target: str, config: str | Path, overrides: Sequence[str] = ()) -> str:

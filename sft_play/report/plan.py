@@ -66,8 +66,10 @@ def candidates_table(plan: Mapping[str, Any], peak: int, others: Sequence[Mappin
     chosen = {**plan, "process_bytes": peak, "fits": True, "relative_speed": own_speed}
     rows = _shown([chosen, *sorted(others, key=_kind)], chosen)
     table = columns("micro-batch", "activations", "tokens/s", "", "peak", "")
-    for column in (1, 3, 5):
-        table.columns[column].justify = "left"
+    table.padding = (0, 2, 0, 0)
+    for column, heading in enumerate(table.columns):
+        heading.justify = "left" if column in (0, 1, 3, 5) else "right"
+        heading.no_wrap = heading.header != ""  # the bars give way
     fastest, largest = max(map(_speed, rows)) or 1, max(row["process_bytes"] for row in rows)
     for row in rows:
         mark = "> " if row is chosen else "  "

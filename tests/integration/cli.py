@@ -138,6 +138,12 @@ def make_workspace(folder: Path, model: Path) -> Path:
     return config
 
 
+def untidy(text: str, width: int = 80) -> list[str]:
+    """Lines that are longer than the screen though they have a blank to break at, or that have escape codes."""
+    lines = text.splitlines()
+    return [line for line in lines if "\x1b" in line or (len(line) > width and len(line.split()) > 1)]
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     """Every file of a run and a digest of it, but for lock and logs, which a new attempt writes to."""
     return {

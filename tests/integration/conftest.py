@@ -31,6 +31,6 @@ def finished(tiny_model, tmp_path_factory) -> Finished:
     folder = tmp_path_factory.mktemp("finished")
     config = make_workspace(folder, tiny_model)
     cache = str(tmp_path_factory.getbasetemp() / "cache")
-    done = finish(start("train", "--config", config, SFT_PLAY_CACHE=cache))
+    done = finish(start("train", "--config", config, SFT_PLAY_CACHE=cache, COLUMNS="80"))
     assert done.code == 0, done.err
     return Finished(config, RunDir(folder / "runs" / "one"), done)

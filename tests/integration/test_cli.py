@@ -22,10 +22,11 @@ from tests.integration.cli import (
     signal_at_step,
     snapshot,
     start,
+    untidy,
     write_rows,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread", "eighty_columns")]
 
 SUMMARY_KEYS = {
     "status", "world_size", "effective_batch_size", "micro_batch_size", "gradient_accumulation_steps",
@@ -36,6 +37,12 @@ PLAN_KEYS = {
     "micro_batch_size", "gradient_accumulation_steps", "effective_batch_size", "world_size", "packing",
     "gradient_checkpointing", "mixed_precision", "learning_rate", "steps_per_epoch", "total_steps",
 }  # fmt: skip
+
+
+@pytest.fixture
+def eighty_columns(monkeypatch):
+    """Whatever the terminal is in which the tests run."""
+    monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.fixture
@@ -61,6 +68,7 @@ def test_a_run_leaves_config_plan_numbers_and_weights(finished):
     card = (run.adapter / "README.md").read_text()
     assert "## Scores on held-out rows" in card and f"`{run.path.parent}" not in card
     assert list(run.checkpoints.glob("checkpoint-8")) and list(run.tensorboard.glob("events.*"))
+    assert not list(run.checkpoints.rglob("README.md"))  # PEFT's and TRL's have nothing but placeholders
 
 
 def test_the_summary_says_what_was_trained(finished):
@@ -101,7 +109,8 @@ def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_lo
         "done: trained for", "held-out rows", "exact match",
         f"make infer CONFIG={finished.config}", str(finished.run.adapter),
     ):  # fmt: skip
-        assert text.replace(" ", "") in re.sub(r"\s", "", out), text
+        assert text.replace(" ", "") in re.sub(r"[\s\\]", "", out), text
+    assert not untidy(out)
     assert not re.search(r"Warning|WARNING|it/s|s/it|Loading|Writing|Setting accelerator|kernels", out)
     assert finished.done.err == ""
     assert "Loading weights" in log and "step 8/8" not in log
@@ -111,11 +120,13 @@ def test_training_again_moves_the_earlier_run_aside_whole(finished, workspace):
     config, run = workspace
     shutil.copytree(finished.run.path, run.path)
     before = snapshot(run.path)
-    done = sft("train", "--config", config, "train.max_steps=2", "eval.generate=false")
+    short = ["train.max_steps=2", "train.logging_steps=10", "eval.generate=false"]
+    done = sft("train", "--config", config, *short)
     assert done.code == 0, done.err
     (aside,) = (folder for folder in run.path.parent.iterdir() if folder != run.path)
     assert snapshot(aside) == before and aside.name in done.out.replace("\n", "")
-    assert read_json(run.summary)["optimizer_steps"] == 2
+    summary = read_json(run.summary)
+    assert summary["optimizer_steps"] == 2 and summary["train_loss"] > 0  # though no tenth step was logged
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
@@ -187,7 +198,9 @@ def test_eval_gives_the_loss_that_training_ended_with(finished):
     summary = read_json(finished.run.summary)
     assert done.json["loss"] == pytest.approx(summary["eval"]["after"]["loss"], rel=1e-5)
     assert done.json["answered_rows"] == 3 and done.json["rows"] == 7
-    assert sft("eval", "--config", finished.config, "--limit", "3").out.count("token accuracy") == 1
+    shown = sft("eval", "--config", finished.config, "--limit", "3").out
+    assert shown.count("token accuracy") == 1 and str(finished.run.path / "eval.val.json") in shown
+    assert not untidy(shown)
 
 
 def test_infer_answers_every_row_of_a_file(finished, tmp_path):
@@ -206,6 +219,7 @@ def test_infer_answers_every_row_of_a_file(finished, tmp_path):
 
 def test_the_merged_model_has_the_logits_of_the_adapter(finished, tmp_path):
     merged = sft("merge", "--config", finished.config, "--output", tmp_path / "merged", "--json")
+    assert str(tmp_path / "merged") in merged.err and not untidy(merged.err)
     assert merged.code == 0, merged.err
     assert isinstance(merged.json, dict) and (tmp_path / "merged" / "model.safetensors").is_file()
     tested = sft("merge-test", "--config", finished.config, "--output", tmp_path / "merged", "--json")
@@ -222,6 +236,7 @@ def test_prepare_prints_what_was_counted(finished):
     assert (
         shown.code == 0 and "supervised" in shown.out and "<eos>+}" in shown.out
     )  # the end of a turn is learned
+    assert not untidy(shown.out)
 
 
 def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
@@ -232,9 +247,13 @@ def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
     )
     assert tree["plan"]["world_size"] == 2 and tree["plan"]["effective_batch_size"] == 8
     assert snapshot(finished.run.path) == before
+    shown = sft("plan", "--config", finished.config).out
+    assert len(shown.splitlines()) <= 44 and not untidy(shown)
+    assert "> 4 x 2" in shown and "tokens/s" in shown
 
 
 def test_check_prints_its_findings(finished):
+    assert not untidy(sft("check", "--config", finished.config).out)
     done = sft("check", "--config", finished.config, "--json")
     assert done.json["exit_code"] == done.code and {f["topic"] for f in done.json["findings"]} >= {
         "config",

@@ -1,6 +1,11 @@
 import pytest
 
-from sft_play.units import GIB, format_bytes, format_count, format_duration
+from sft_play.units import GIB, counted, format_bytes, format_count, format_duration
+
+
+def test_one_is_singular_and_all_else_is_plural():
+    assert [counted(count, "row") for count in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
+    assert [counted(count, "process") for count in (1, 2)] == ["1 process", "2 processes"]
 
 
 @pytest.mark.parametrize(

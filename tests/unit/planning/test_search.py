@@ -93,6 +93,26 @@ def test_a_larger_micro_batch_that_is_slower_is_left():
     assert any("up to 32 would fit, which is predicted to be slower" in reason for reason in plan.why)
 
 
+def test_the_sentence_about_the_micro_batch_speaks_of_the_plans_in_the_table():
+    """What would fit with activations recomputed would not fit without; both are said."""
+    plan = choose(config(), memory_of(20), clock(0.1))
+    (reason,) = (reason for reason in plan.why if reason.startswith("micro-batch 2:"))
+    assert reason == (
+        "micro-batch 2: 4 would not fit; with activations recomputed, up to 8 would, which is predicted to be "
+        "slower"
+    )
+    fits = {
+        (row["micro_batch_size"], row["gradient_checkpointing"]): row["fits"] for row in plan.alternatives
+    }
+    assert fits[4, False] is False and any(fits[key] for key in fits if key[1])
+
+
+def test_every_micro_batch_of_the_chosen_kind_is_listed():
+    plan = choose(config(), memory_of(1000), clock(5.0))
+    alike = [row for row in plan.alternatives if not row["gradient_checkpointing"]]
+    assert sorted(row["micro_batch_size"] for row in alike) == [1, 2, 4, 8, 16]
+
+
 def test_checkpointing_is_taken_where_the_larger_micro_batch_is_worth_its_compute():
     plan = choose(config(), memory_of(20), clock(5.0))
     assert plan.gradient_checkpointing and plan.micro_batch_size == 8

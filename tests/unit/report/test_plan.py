@@ -72,11 +72,68 @@ def test_a_problem_takes_a_line_of_its_own():
 
 PLAN = {
     "plan": {
-        "packing": False, "micro_batch_size": 1, "gradient_accumulation_steps": 8, "world_size": 1,
-        "effective_batch_size": 8, "steps_per_epoch": 2, "total_steps": 2,
+        "packing": False, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "world_size": 1,
+        "effective_batch_size": 8, "steps_per_epoch": 1, "total_steps": 2, "engine": "none",
+        "gradient_checkpointing": False, "step_seconds": 0.5, "tokens_per_second": 1000.0,
     },
-    "why": ["a reason"], "alternatives": [],
+    "why": ["what was chosen", "a reason"], "alternatives": [],
 }  # fmt: skip
+MEMORY = {
+    "phases": {"forward": 2 * GIB},
+    "terms": {"weights": GIB},
+    "peak_phase": "forward",
+    "budget_bytes": 4 * GIB,
+    "guard_bytes": GIB,
+    "peak_bytes": 2 * GIB,
+    "process_bytes": None,
+}
+
+
+def other(size: int, speed: float | None, gib: float, *, recomputed: bool = False):
+    return {
+        "micro_batch_size": size,
+        "gradient_accumulation_steps": 8 // size,
+        "gradient_checkpointing": recomputed,
+        "engine": "none",
+        "process_bytes": int(gib * GIB),
+        "fits": gib <= 4,
+        "relative_speed": speed,
+    }
+
+
+def test_what_else_was_possible_stands_by_size_beside_what_was_chosen():
+    others = [other(2, 0.5, 1), other(8, 1.2, 8), other(4, 0.75, 1.5, recomputed=True)]
+    text = screen(plan_report(PLAN | {"memory": MEMORY, "alternatives": others}))
+    lines = [line.split() for line in text.splitlines()]
+    rows = [line for line in lines if "x" in line]
+    assert rows[0] == ["2", "x", "4", "kept", "500", "██████", "1.00", "GiB", "█▌"]
+    assert rows[1] == [">", "4", "x", "2", "kept", "1,000", "█" * 12, "2.00", "GiB", "███"]
+    assert rows[2] == ["8", "x", "1", "kept", "does", "not", "fit", "8.00", "GiB", "█" * 12]
+    assert rows[3][:5] == ["4", "x", "2", "recomputed", "750"]
+
+
+def test_of_many_micro_batches_those_closest_to_the_chosen_one_are_shown():
+    plan = PLAN["plan"] | {"micro_batch_size": 50}
+    others = [other(1, 0.5, 1) | {"micro_batch_size": size} for size in range(1, 100) if size != 50]
+    text = screen(plan_report(PLAN | {"plan": plan, "memory": MEMORY, "alternatives": others}))
+    shown = [line.split()[0].removeprefix(">") for line in text.splitlines() if " x " in line]
+    assert shown == ["47", "48", "49", "", "51", "52"]
+
+
+def test_an_unknown_speed_has_no_bar():
+    plan = PLAN["plan"] | {"step_seconds": None, "tokens_per_second": None}
+    text = screen(plan_report(PLAN | {"plan": plan, "memory": MEMORY, "alternatives": [other(2, None, 1)]}))
+    assert text.count("n/a") == 2 and "predicted 0" not in text and "1 step per epoch, 2 in total\n" in text
+
+
+def test_a_plan_says_what_was_chosen_first_and_then_how_long_it_takes():
+    lines = [line.rstrip() for line in screen(plan_report(PLAN | {"memory": MEMORY})).splitlines()]
+    assert lines[:3] == [
+        "what was chosen",
+        "1 step per epoch, 2 in total; predicted 500 ms per step, 1,000 tokens/s, 1.0 s",
+        "in all",
+    ]
+    assert lines[3] == "  - a reason"
 
 
 def test_a_plan_without_a_prediction_says_so():

@@ -1,0 +1,83 @@
+"""An error inside a library names the library, the model and the settings; one of ours stays a bug."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from sft_play.cli import explained, main, report_error
+from sft_play.config.load import load_config
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, DataError
+from sft_play.libraries import library_failure
+from sft_play.units import format_bytes
+
+CONFIG = RunConfig.model_validate({"model": {"name": "org/base"}, "data": {"train_path": "rows.jsonl"}})
+
+
+def raised_by(call) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: B017, PT011 - of any class
+        call()
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def inside_transformers(tiny_model) -> BaseException:
+    """What a real call raises that transformers cannot do."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sft_play.model.generation import generate
+
+    model, tokenizer = (kind.from_pretrained(tiny_model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    return raised_by(lambda: generate(model, tokenizer, [[5]], max_new_tokens=-1))
+
+
+def test_it_names_the_library_the_model_the_settings_and_what_to_change(inside_transformers, tmp_path):
+    text = str(library_failure(inside_transformers, CONFIG))
+    assert text.startswith("transformers ") and " failed in generation/" in text
+    assert f"{type(inside_transformers).__name__}: {inside_transformers}".splitlines()[0] in text
+    assert "in use: model.name=org/base, model.attention=auto, train.padding_free=auto" in text
+    assert "One of these may avoid it: model.attention=eager, train.padding_free=false" in text
+    assert "Traceback" in Path(text.rpartition(" in ")[2]).read_text()
+
+
+def test_what_is_set_already_is_not_proposed(inside_transformers):
+    config = RunConfig.model_validate(
+        CONFIG.model_dump() | {"model": {"name": "org/base", "attention": "eager"}}
+    )
+    assert "avoid it: train.padding_free=false" in str(library_failure(inside_transformers, config))
+
+
+def test_without_a_config_it_names_the_library_alone(inside_transformers):
+    text = str(library_failure(inside_transformers, None))
+    assert "failed in generation/" in text and "in use" not in text
+
+
+def test_the_command_line_does_not_call_it_a_bug(inside_transformers, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model: {name: org/base}\ndata: {train_path: rows.jsonl}\n")
+    args = argparse.Namespace(config=str(tmp_path / "run.yaml"), overrides=["tuning.mode=full"])
+    assert load_config(args.config, args.overrides).config.tuning.mode == "full"
+    assert report_error(explained(inside_transformers, args)) == ConfigError.exit_code
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("error: transformers ") and "bug in SFT-Play" not in said and "Traceback" not in said
+    )
+
+
+def test_an_error_of_our_own_stays_a_bug(capsys):
+    error = raised_by(lambda: format_bytes("many"))
+    assert library_failure(error, CONFIG) is None
+    assert report_error(explained(error, argparse.Namespace())) == 1
+    assert "this is a bug in SFT-Play" in capsys.readouterr().err
+
+
+def test_errors_that_say_what_to_do_are_left_as_they_are():
+    error = DataError("no rows")
+    assert explained(error, argparse.Namespace(config="x", overrides=[])) is error
+
+
+def test_a_wrong_flag_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "--config", "x.yaml", "--split", "all"])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "sft-play eval: error: argument --split: invalid choice" in said

@@ -1,0 +1,114 @@
+"""The console breaks lines between words alone, and writes no escape codes where nobody wants them."""
+
+import io
+
+import pytest
+from rich.text import Text
+
+from sft_play.report.layout import Bar, ending, header, make_command
+from sft_play.screen import Facts, Screen, Words, whole_words
+
+PATH = "/home/a/folder/whose/name/is/longer/than/a/line/of/forty/cells"
+
+
+def shown(renderable, width=40, **settings) -> list[str]:
+    screen = Screen(file=io.StringIO(), width=width, **settings)
+    screen.print(renderable)
+    return screen.file.getvalue().splitlines()
+
+
+def test_a_path_that_is_longer_than_a_line_stands_alone_and_whole():
+    lines = shown(f"  an earlier run of this name was moved to {PATH} just now")
+    assert lines == ["  an earlier run of this name was moved", "  to", PATH, "  just now"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 80])
+def test_no_other_line_is_longer_than_the_screen_and_no_word_is_lost(width):
+    text = f"one, two [three] {PATH} " + "four-five six " * 20
+    lines = [line.plain for line in whole_words(Text(text), width, hang=4)]
+    assert " ".join(lines).split() == text.split()
+    assert all(len(line) <= width or line == PATH for line in lines)
+
+
+def test_wide_characters_count_as_two_cells():
+    assert [line.plain for line in whole_words(Text("漢字漢字 漢字漢字"), 10)] == ["漢字漢字", "漢字漢字"]
+
+
+def test_lines_of_a_text_and_its_blank_lines_stay():
+    assert shown(Words("one\n\n  two three", hang=2), width=9) == ["one", "", "  two", "    three"]
+
+
+def test_values_go_on_below_their_start_and_a_long_path_goes_below_its_name():
+    lines = shown(Facts([("memory", "predicted 1 GiB, measured 2 GiB, and more"), ("log", PATH)]))
+    assert lines == ["memory      predicted 1 GiB, measured 2", "            GiB, and more", "log", PATH]
+
+
+def test_brackets_in_a_value_are_not_markup():
+    assert shown(Facts([("log", "runs/a[bold]/log.txt")])) == ["log         runs/a[bold]/log.txt"]
+
+
+def test_a_broken_command_goes_on_after_a_backslash():
+    command = make_command("infer", f"{PATH}.yaml", ["eval.limit=2", "output.name=my run"])
+    lines = shown(ending({}, [command]))
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    assert "".join(line.rstrip("\\") for line in lines).split()[1:] == command.split()
+
+
+def test_a_command_is_quoted_for_a_shell():
+    assert make_command("train", "a b.yaml") == "make train CONFIG='a b.yaml'"
+    assert make_command("eval", "a.yaml", ["x=1", "y=b c"]).endswith("""ARGS='x=1 '"'"'y=b c'"'"''""")
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        ({"NO_COLOR": "1", "TERM": "xterm-256color"}, {"force_terminal": True}),
+        ({}, {"force_terminal": False}),
+    ],
+    ids=["NO_COLOR", "not a terminal"],
+)
+def test_no_escape_codes(monkeypatch, variables, settings):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for renderable in ("[bold red]text[/]", Text("text", style="bold"), ending({"log": "x"}, ["make eval"])):
+        assert not any("\x1b" in line for line in shown(renderable, **settings))
+
+
+def test_a_terminal_has_styles(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b[1m" in shown("[bold]text[/]", force_terminal=True)[0]
+
+
+def test_an_answer_is_streamed_as_it_comes():
+    screen = Screen(file=io.StringIO(), width=20)
+    for piece in ("a long ", "line of an answer"):
+        screen.print(piece, end="", markup=False, soft_wrap=True)
+    assert screen.file.getvalue() == "a long line of an answer"
+
+
+@pytest.mark.parametrize(("share", "bar"), [(0, ""), (0.5, "██"), (0.56, "██▎"), (1, "████"), (9, "████")])
+def test_a_bar_is_as_long_as_its_share(share, bar):
+    assert shown(Bar(share, width=4)) == [bar.ljust(4)]
+
+
+def test_a_screen_without_unicode_has_bars_too():
+    class Ascii(io.StringIO):
+        encoding = "ascii"
+
+    screen = Screen(file=Ascii(), width=40)
+    screen.print(Bar(0.5, width=4))
+    assert screen.file.getvalue() == "##  \n"
+
+
+def test_a_header_says_what_will_be_done(tmp_path):
+    from sft_play.config.load import load_config
+
+    (tmp_path / "my.yaml").write_text("model: {name: org/base}\ndata: {train_path: rows.jsonl}\n")
+    lines = shown(header("train", load_config(tmp_path / "my.yaml", ["output.dir=out"])), width=200)
+    assert lines == [
+        f"train my  {tmp_path / 'my.yaml'}",
+        "  LoRA of org/base on rows.jsonl, results in out/my",
+        "",
+    ]
