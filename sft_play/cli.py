@@ -1,4 +1,4 @@
-"""Maps each command to a function of commands/handlers.py, and every error to an exit code."""
+"""Maps each command to a function of handlers.py or data_handlers.py, and every error to an exit code."""
 
 import argparse
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from rich.text import Text
 
 from sft_play import __version__
-from sft_play.commands import handlers
+from sft_play.commands import data_handlers, handlers
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.runlog import console_on_stderr
 from sft_play.screen import Screen
@@ -93,13 +93,13 @@ def _add_machine_commands(commands: _Commands) -> None:
 
 
 def _add_data_commands(commands: _Commands) -> None:
-    commands.add("process", handlers.process)
-    command = commands.add("style", handlers.style)
+    commands.add("process", data_handlers.process)
+    command = commands.add("style", data_handlers.style)
     command.add_argument("--style", required=True, metavar="TEXT", help="system prompt to add")
-    commands.add("render", handlers.render)
-    command = commands.add("prepare", handlers.prepare, as_json=True)
+    commands.add("render", data_handlers.render)
+    command = commands.add("prepare", data_handlers.prepare, as_json=True)
     command.add_argument("--show", type=int, default=0, metavar="N", help="print the first N training rows")
-    command = commands.add("dapt-docx", handlers.dapt_docx, config=False, as_json=True)
+    command = commands.add("dapt-docx", data_handlers.dapt_docx, config=False, as_json=True)
     command.add_argument("--input", required=True, metavar="FOLDER", help="folder of documents")
     command.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write")
 

@@ -2,65 +2,10 @@
 
 import argparse
 import json
-import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-from sft_play.errors import CheckpointError
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
-
-
-def _load(args: argparse.Namespace) -> Any:
-    from sft_play.job import load_job_config
-
-    return load_job_config(args.config, args.overrides)
-
-
-def _announce(args: argparse.Namespace, *lines: str, command: str = "") -> Any:
-    """Prints the header of a command, before anything that takes a while; returns the config."""
-    from sft_play.config.load import load_config
-    from sft_play.report.layout import header
-    from sft_play.runlog import console
-
-    resolved = load_config(args.config, args.overrides)
-    console().print(header(command or args.command, resolved, *lines))
-    return resolved
-
-
-def _importing() -> Any:
-    """A live line while libraries are imported, which takes seconds."""
-    from sft_play.report.progress import LIBRARIES, spinner
-
-    return spinner(LIBRARIES)
-
-
-def _say_next(args: argparse.Namespace, *targets: str, apart: bool = True) -> None:
-    """Prints the commands to run next, for the same run; `apart` from what is above."""
-    from sft_play.report.layout import ending, make_command
-    from sft_play.runlog import console
-
-    if not args.json:
-        commands = [make_command(target, args.config, args.overrides) for target in targets]
-        console().print(*([""] if apart else []), ending({}, commands))
-
-
-def _finished_run(resolved: Any) -> Any:
-    """The run directory of a config.
-
-    Raises:
-        CheckpointError: it does not exist.
-    """
-    from sft_play.runlog import RunDir
-
-    run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
-    if not run.path.is_dir():
-        raise CheckpointError(f"{run.path} does not exist; run `make train CONFIG={resolved.path}` first")
-    return run
+from sft_play.commands.handling import announce, finished_run, importing, load_resolved, print_json, say_next
 
 
 def gpu_info(args: argparse.Namespace) -> int:
@@ -71,7 +16,7 @@ def gpu_info(args: argparse.Namespace) -> int:
 
     machine = gpus.detect()
     if args.json:
-        _print_json(gpus.to_json(machine))
+        print_json(gpus.to_json(machine))
     else:
         console().print(gpu_info_table(machine))
     return 0
@@ -83,11 +28,11 @@ def device_profile(args: argparse.Namespace) -> int:
     from sft_play.report.profile import profile_report
     from sft_play.runlog import console
 
-    with _importing():
+    with importing():
         from sft_play.planning.profiling import saved_profile
     tree = json.loads(saved_profile(detect(), 1, again=args.again).to_json())
     if args.json:
-        _print_json(tree)
+        print_json(tree)
     else:
         console().print(profile_report(tree))
     return 0
@@ -97,7 +42,7 @@ def config_schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of config files."""
     from sft_play.config.load import json_schema
 
-    _print_json(json_schema())
+    print_json(json_schema())
     return 0
 
 
@@ -107,113 +52,8 @@ def check(args: argparse.Namespace) -> int:
 
     code = run_checks(args.config, args.overrides, as_json=args.json)
     if code == 0:
-        _say_next(args, "plan", "train")
+        say_next(args, "plan", "train")
     return code
-
-
-def prepare(args: argparse.Namespace) -> int:
-    """Tokenize the data and show its statistics."""
-    from sft_play.data import show
-    from sft_play.runlog import console
-
-    _announce(args, "converts, renders and tokenizes the rows; keeps the result for the run")
-    with _importing():
-        from sft_play.model.data import load_data
-    loaded = load_data(_load(args).config, progress=not args.json)
-    if args.json:
-        _print_json(loaded.rows.stats)
-        return 0
-    console().print(show.table(loaded.rows))
-    if args.show:
-        show.print_samples(loaded.rows, loaded.tokenizer, args.show)
-    _say_next(args, "plan", "train")
-    return 0
-
-
-def _data_folder(resolved: Any) -> Path:
-    from sft_play.runlog import open_run
-
-    folder = open_run(resolved.config.output.dir, resolved.config.output.name).path / "data"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def _report_counts(out: Path, counts: Mapping[str, int]) -> int:
-    from sft_play.runlog import console
-    from sft_play.screen import Facts
-
-    rows = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    console().print(Facts([("rows", rows), ("file", str(out))]))
-    return 0
-
-
-def process(args: argparse.Namespace) -> int:
-    """Data step 1: convert rows of any format to conversations."""
-    from sft_play.data import show
-
-    _announce(args, "converts the training rows to conversations")
-    resolved = _load(args)
-    out = _data_folder(resolved) / "processed.jsonl"
-    return _report_counts(out, show.process(resolved.config, out))
-
-
-def style(args: argparse.Namespace) -> int:
-    """Data step 2: add a system prompt to the conversations."""
-    from sft_play.data import show
-
-    _announce(args, "adds a system prompt to the conversations")
-    folder = _data_folder(_load(args))
-    rows = _earlier_step(folder, "processed.jsonl", "process")
-    out = folder / "styled.jsonl"
-    return _report_counts(out, show.style(rows, out, args.style))
-
-
-def render(args: argparse.Namespace) -> int:
-    """Data step 3: render the text as the model sees it, with its supervised parts."""
-    from sft_play.data import show
-
-    _announce(args, "renders the text as the model sees it")
-    with _importing():
-        from sft_play.model.load import load_tokenizer
-    resolved = _load(args)
-    folder = _data_folder(resolved)
-    styled = folder / "styled.jsonl"
-    rows = styled if styled.exists() else _earlier_step(folder, "processed.jsonl", "process")
-    out = folder / "rendered.jsonl"
-    tokenizer = load_tokenizer(resolved.config.model)
-    return _report_counts(out, show.render(resolved.config, tokenizer, rows, out))
-
-
-def dapt_docx(args: argparse.Namespace) -> int:
-    """Convert a folder of .docx, .pdf, .txt and .md documents to raw text for data.task=cpt."""
-    from sft_play.commands.documents import convert_documents
-    from sft_play.runlog import console
-
-    output = Path(args.output)
-    done = convert_documents(Path(args.input), output)
-    if args.json:
-        _print_json({"output": args.output, "documents": done.counts["written"], "skipped": done.skipped})
-        return 0
-    for name, reason in done.skipped.items():
-        console().print(f"  left out: {name}: {reason}", markup=False, soft_wrap=True)
-    text = f"{output}: {done.counts['written']:,} documents, {len(done.skipped):,} left out"
-    console().print(text, markup=False, soft_wrap=True)
-    hint = f'next: make train ARGS="data.task=cpt data.train_path={output}" CONFIG=<your config>'
-    console().print(hint, markup=False, soft_wrap=True)
-    return 0
-
-
-def _earlier_step(folder: Path, name: str, target: str) -> Path:
-    """The file of an earlier data step.
-
-    Raises:
-        CheckpointError: the file does not exist.
-    """
-    if not (folder / name).exists():
-        raise CheckpointError(
-            f"{folder / name} does not exist; run `make {target}` with the same CONFIG first"
-        )
-    return folder / name
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -221,16 +61,16 @@ def plan(args: argparse.Namespace) -> int:
     from sft_play.runlog import console
 
     if args.config:
-        _announce(args, *([f"with {args.model}"] if args.model else []))
-    with _importing():
+        announce(args, *([f"with {args.model}"] if args.model else []))
+    with importing():
         from sft_play.commands.plan import plan_command
     tree, report = plan_command(args)
     if args.json:
-        _print_json(tree)
+        print_json(tree)
         return 0
     console().print(report)
     if args.config and not (args.model or args.gpu):
-        _say_next(args, "train" if (args.gpus or 1) == 1 else "train-distributed")
+        say_next(args, "train" if (args.gpus or 1) == 1 else "train-distributed")
     return 0
 
 
@@ -239,15 +79,15 @@ def probe(args: argparse.Namespace) -> int:
     from sft_play.report.probe import probe_report
     from sft_play.runlog import console
 
-    _announce(args, "plans, then runs two steps and an evaluation at the largest batch; trains nothing")
-    with _importing():
+    announce(args, "plans, then runs two steps and an evaluation at the largest batch; trains nothing")
+    with importing():
         from sft_play.commands.probe import probe_command
     result = probe_command(args.config, args.overrides, processes=args.processes, engine=args.engine)
     if args.json:
-        _print_json(result)
+        print_json(result)
     else:
         console().print(probe_report(result["plan"], result["probe"]))
-        _say_next(args, "train")
+        say_next(args, "train")
     return 0
 
 
@@ -258,8 +98,8 @@ def train(args: argparse.Namespace) -> int:
 
     flags = NodeFlags(args.nodes, args.node_rank, args.master_addr, args.master_port)
     nodes = read_nodes(flags, make_settings(args.config, args.overrides, args.processes, args.engine))
-    _announce(args, command="resume" if args.resume else "train")
-    with _importing():
+    announce(args, command="resume" if args.resume else "train")
+    with importing():
         from sft_play.commands.train import train_command
     with while_training(_runs_folder(args)) if args.tensorboard else nullcontext():
         return train_command(
@@ -327,7 +167,7 @@ def memory_check(args: argparse.Namespace) -> int:
     machine = detect()
     report = memory_report(machine)
     if args.json:
-        _print_json(report)
+        print_json(report)
     else:
         console().print(memory_table(machine, report["left_per_process_bytes"]))
     return 0
@@ -336,44 +176,44 @@ def memory_check(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate the trained model on held-out rows."""
     what = f"loss on all rows of the {args.split} split, and answers to some of them"
-    run = _finished_run(_announce(args, what))
-    with _importing():
+    run = finished_run(announce(args, what))
+    with importing():
         from sft_play.commands.evaluate import evaluate_run
-    resolved = _load(args)
+    resolved = load_resolved(args)
     result = evaluate_run(resolved.config, run, args.split, args.limit)
     if args.json:
-        _print_json(result)
-    _say_next(args, "infer", *(["merge"] if resolved.config.tuning.mode != "full" else []), apart=False)
+        print_json(result)
+    say_next(args, "infer", *(["merge"] if resolved.config.tuning.mode != "full" else []), apart=False)
     return 0
 
 
 def infer(args: argparse.Namespace) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
     what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"
-    run = _finished_run(_announce(args, what))
-    with _importing():
+    run = finished_run(announce(args, what))
+    with importing():
         from sft_play.commands.infer import chat, infer_batch
-    resolved = _load(args)
+    resolved = load_resolved(args)
     if not args.input:
         chat(resolved.config, run)
         return 0
     output = Path(args.output or run.path / "answers.jsonl")
     result = infer_batch(resolved.config, run, Path(args.input), output)
     if args.json:
-        _print_json(result)
+        print_json(result)
     return 0
 
 
 def merge(args: argparse.Namespace) -> int:
     """Merge the adapter into the unquantized base model."""
-    run = _finished_run(_announce(args, "merges the adapter into the unquantized base model"))
-    with _importing():
+    run = finished_run(announce(args, "merges the adapter into the unquantized base model"))
+    with importing():
         from sft_play.commands.merge import merge as merge_run
-    resolved = _load(args)
+    resolved = load_resolved(args)
     result = merge_run(resolved.config, run, _output(args), args.dtype)
     if args.json:
-        _print_json(result)
-    _say_next(args, "merge-test", apart=False)
+        print_json(result)
+    say_next(args, "merge-test", apart=False)
     return 0
 
 
@@ -385,10 +225,10 @@ def export(args: argparse.Namespace) -> int:
     """Export the merged model as a GGUF file, with a Modelfile for Ollama."""
     from sft_play.commands.export import export as export_run
 
-    resolved = _load(args)
-    result = export_run(resolved.config, _finished_run(resolved), args.format, _output(args), args.dtype)
+    resolved = load_resolved(args)
+    result = export_run(resolved.config, finished_run(resolved), args.format, _output(args), args.dtype)
     if args.json:
-        _print_json(result)
+        print_json(result)
     return 0
 
 
@@ -396,24 +236,24 @@ def push(args: argparse.Namespace) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
     from sft_play.commands.push import push as push_run
 
-    resolved = _load(args)
-    run = _finished_run(resolved)
+    resolved = load_resolved(args)
+    run = finished_run(resolved)
     result = push_run(resolved.config, run, args.repo, part=args.what, public=args.public)
     if args.json:
-        _print_json(result)
+        print_json(result)
     return 0
 
 
 def merge_test(args: argparse.Namespace) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
     what = "compares the logits of the merged model with those of the adapter model"
-    run = _finished_run(_announce(args, what))
-    with _importing():
+    run = finished_run(announce(args, what))
+    with importing():
         from sft_play.commands.merge import merge_test as test
-    resolved = _load(args)
+    resolved = load_resolved(args)
     result = test(resolved.config, run, _output(args))
     if args.json:
-        _print_json(result)
+        print_json(result)
     return 0
 
 

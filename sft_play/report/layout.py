@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from sft_play.config.inputs import training_paths
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.screen import LEAST_NAMES, Command, Facts, Words
@@ -33,7 +34,7 @@ def header(command: str, resolved: ResolvedConfig, *lines: str) -> RenderableTyp
 
 def subject(config: RunConfig) -> str:
     """What a run trains, on what, and where its results go."""
-    what = f"{METHODS[config.tuning.mode]} of {config.model.name} on {config.data.train_path}"
+    what = f"{METHODS[config.tuning.mode]} of {config.model.name} on {', '.join(training_paths(config.data))}"
     return f"{what}, results in {config.output.dir}/{config.output.name}"
 
 

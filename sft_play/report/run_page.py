@@ -87,7 +87,10 @@ def status_line(run: RunRecord) -> str:
 
 def _subtitle(run: RunRecord) -> str:
     """Method, model and data of the run."""
-    model, data = (shown(run, name) for name in ("model.name", "data.train_path"))
+    sources = run.value("data.sources") if "data.sources" in run.settings else None
+    model, data = shown(run, "model.name"), shown(run, "data.train_path")
+    if sources:
+        data = ", ".join(public_name(source["path"]) for source in sources)
     if MISSING in (model, data):
         return "A run of SFT-Play"
     method = METHODS.get(str(run.value("tuning.mode")), "fine-tuning")
@@ -129,6 +132,11 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         return ", ".join(map(_text, value))
+    if isinstance(value, dict):
+        known = {name: part for name, part in value.items() if part is not None}
+        return " ".join(
+            f"{name} {public_name(part) if name == 'path' else _text(part)}" for name, part in known.items()
+        )
     return (
         f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
     )

@@ -1,0 +1,63 @@
+"""What the functions of all commands share: the config, the header, JSON, the commands to run next."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import CheckpointError
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as indented JSON on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def load_resolved(args: argparse.Namespace) -> Any:
+    """The config of a command, with its built-in data made."""
+    from sft_play.job import load_job_config
+
+    return load_job_config(args.config, args.overrides)
+
+
+def announce(args: argparse.Namespace, *lines: str, command: str = "") -> Any:
+    """Prints the header of a command, before anything that takes a while; returns the config."""
+    from sft_play.config.load import load_config
+    from sft_play.report.layout import header
+    from sft_play.runlog import console
+
+    resolved = load_config(args.config, args.overrides)
+    console().print(header(command or args.command, resolved, *lines))
+    return resolved
+
+
+def importing() -> Any:
+    """A live line while libraries are imported, which takes seconds."""
+    from sft_play.report.progress import LIBRARIES, spinner
+
+    return spinner(LIBRARIES)
+
+
+def say_next(args: argparse.Namespace, *targets: str, apart: bool = True) -> None:
+    """Prints the commands to run next, for the same run; `apart` from what is above."""
+    from sft_play.report.layout import ending, make_command
+    from sft_play.runlog import console
+
+    if not args.json:
+        commands = [make_command(target, args.config, args.overrides) for target in targets]
+        console().print(*([""] if apart else []), ending({}, commands))
+
+
+def finished_run(resolved: Any) -> Any:
+    """The run directory of a config.
+
+    Raises:
+        CheckpointError: it does not exist.
+    """
+    from sft_play.runlog import RunDir
+
+    run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
+    if not run.path.is_dir():
+        raise CheckpointError(f"{run.path} does not exist; run `make train CONFIG={resolved.path}` first")
+    return run
