@@ -26,7 +26,7 @@ from sft_play.launch.ranks import (
     reports_folder,
 )
 from sft_play.launch.watch import LAUNCHER_MODULE, Watch
-from sft_play.machine.host import detect_host
+from sft_play.machine.host import detect_host, oom_kills
 from sft_play.machine.parent_death import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, console
@@ -222,6 +222,7 @@ def run_launcher(
     forget_beats(run, ranks)
     values = {**os.environ, **_unset(command.environment), **(environment or {})}
     values |= {REPORTS_VARIABLE: str(reports_folder(run).absolute()), LAUNCHER_VARIABLE: str(os.getpid())}
+    kills = oom_kills()
     log_path = run.path / ("launcher.log" if nodes.rank == 0 else f"launcher.node{nodes.rank}.log")
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
@@ -240,7 +241,14 @@ def run_launcher(
     tail = _tail(log_path)
     started = watch.started or RANK_FAILED in tail
     result = outcome(
-        exits, ranks, status, started=started, stopped_by=watch.stopped_by, log_tail=tail, hung=watch.hung
+        exits,
+        ranks,
+        status,
+        started=started,
+        stopped_by=watch.stopped_by,
+        log_tail=tail,
+        hung=watch.hung,
+        kernel_killed=oom_kills() > kills,
     )
     is_cause_here = watch.cause_reported or bool(watch.hung) or watch.stopped_by is not None or not started
     if link is None or is_cause_here:

@@ -17,6 +17,10 @@ from sft_play.secrets import redact
 SAVED = Interrupted.exit_code
 STOPPED_BY_USER = 130
 DIED_SILENTLY = "died without reporting an error"
+KERNEL_KILLED = (
+    "meanwhile the kernel killed a process because the machine, or its container, had no memory left: let "
+    "the run take less (train.batch_size, NGPU, data.num_workers), or free some"
+)
 CAUSE_UNKNOWN = "crashed or killed, possibly by the out-of-memory killer"
 # Parts of a rank's error message when the cause is that another rank is gone.
 LOST_PEER = (
@@ -99,6 +103,7 @@ def outcome(
     stopped_by: str | None,
     log_tail: str,
     hung: Mapping[int, str] | None = None,
+    kernel_killed: bool = False,
 ) -> RankExit:
     """The outcome of a launched run, from the reports of its ranks and the launcher's exit status.
 
@@ -112,6 +117,7 @@ def outcome(
         stopped_by: name of the signal that stopped the run, if one did.
         log_tail: the last lines of the launcher's log.
         hung: ranks that made no progress when the others timed out, with a message for each.
+        kernel_killed: whether the kernel killed a process for lack of memory meanwhile.
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
@@ -132,7 +138,7 @@ def outcome(
     elif status < 0:
         text = f"accelerate launch was killed by {signal_name(-status)}, and its ranks with it"
     elif started and silent:
-        text = _describe_silent(silent, log_tail)
+        text = _describe_silent(silent, log_tail) + (f"; {KERNEL_KILLED}" if kernel_killed else "")
     elif started:
         text = f"accelerate launch exited with status {status}"
     else:

@@ -113,6 +113,12 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         yield limit, limit - max(0, usage - reclaimable)
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """Processes that the kernel has killed for lack of memory since it booted; 0 if it does not say."""
+    found = re.search(r"^oom_kill (\d+)$", _read(root / "proc/vmstat") or "", re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """The cores that this process may use: those it is bound to, within the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -173,7 +173,7 @@ def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
 def test_an_update_is_never_done_again_but_a_smaller_plan_goes_on_from_the_checkpoint(
     tiny_model, tmp_path, optimizer_fault, capsys
 ):
-    settings = dict(batch_size=16, save_steps=2, eval_steps=2, max_steps=6)
+    settings = dict(batch_size=16, gradient_checkpointing=False, save_steps=2, eval_steps=2, max_steps=6)
     clean = make_job(tiny_model, tmp_path, "clean", **settings)
     train(clean)
     optimizer_fault(3)
@@ -196,7 +196,7 @@ def test_without_a_checkpoint_the_smaller_plan_begins_at_the_start_and_only_once
     tiny_model, tmp_path, optimizer_fault
 ):
     optimizer_fault(1, 3)  # the second update of both attempts
-    job = make_job(tiny_model, tmp_path, "one", batch_size=16)
+    job = make_job(tiny_model, tmp_path, "one", batch_size=16, gradient_checkpointing=False)
     with pytest.raises(OutOfMemory, match="in step 2, memory ran out at micro-batch"):
         train_job(job, [])
     assert Plan.from_json(read_json(job.run.plan)).micro_batch_size < 16

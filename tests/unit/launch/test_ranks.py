@@ -160,6 +160,15 @@ def test_of_several_silent_ranks_the_first_that_failed_is_named():
     assert result.message.startswith("rank 1 died without reporting an error: killed by SIGKILL")
 
 
+def test_a_kernel_that_kills_for_lack_of_memory_is_told():
+    settings = dict(started=True, stopped_by=None, log_tail=ROOT_CAUSE)
+    assert "no memory left" not in outcome([], range(2), 1, **settings).message
+    found = outcome([], range(2), 1, **settings, kernel_killed=True)
+    assert (
+        "killed by SIGKILL" in found.message and "had no memory left: let the run take less" in found.message
+    )
+
+
 def test_a_rank_that_hangs_is_the_cause_of_the_others_timeouts():
     said = [RankExit(0, 9, "timed out after 10 s waiting for the other processes", 1.0)]
     result = outcome(said, range(2), 1, started=True, stopped_by=None, log_tail="", hung={1: "rank 1 hangs"})

@@ -1,7 +1,7 @@
 import psutil
 import pytest
 
-from sft_play.machine.host import detect_host
+from sft_play.machine.host import detect_host, oom_kills
 from sft_play.units import GIB, MIB
 
 
@@ -22,6 +22,12 @@ def test_without_groups_the_machine_itself_counts(root):
     host = detect_host(root)
     assert host.ram_total_bytes == psutil.virtual_memory().total and not host.ram_limited
     assert (host.cpu_model, host.cpu_bf16, host.ram_limit_text) == ("Some CPU @ 2 GHz", True, "")
+
+
+def test_what_the_kernel_killed_for_lack_of_memory_is_counted(root):
+    assert oom_kills(root) == 0
+    write(root, proc__vmstat="pgfault 12\noom_kill 3\noom_kill_other 4\n")
+    assert oom_kills(root) == 3
 
 
 def test_an_unknown_cpu_is_none(tmp_path):
