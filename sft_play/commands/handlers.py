@@ -179,8 +179,10 @@ def evaluate(args: argparse.Namespace) -> int:
     run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.evaluate import evaluate_run
+        from sft_play.commands.report import try_report
     resolved = load_resolved(args)
     result = evaluate_run(resolved.config, run, args.split, args.limit)
+    try_report(run)
     if args.json:
         print_json(result)
     say_next(args, "infer", *(["merge"] if resolved.config.tuning.mode != "full" else []), apart=False)

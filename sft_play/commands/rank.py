@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from sft_play.commands.card import write_card
 from sft_play.commands.probe import probe_here
-from sft_play.commands.train import next_commands, places, require_packages, train_here, try_report
+from sft_play.commands.train import final_places, next_commands, places, require_packages, train_here
 from sft_play.job import load_job_config, prepare_job
 from sft_play.launch.environment import RankEnvironment
 from sft_play.report.tables import closing_screen
@@ -36,5 +36,4 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
             summary = probe_here(job) if probe_only else train_here(job)
         if reports and not probe_only:
             write_card(job.config, job.run, places(job)["weights"])
-            report = try_report(job.run)
-            console().print(closing_screen(summary, None, places(job) | report, next_commands(job)))
+            console().print(closing_screen(summary, None, final_places(job), next_commands(job)))

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from rich.markup import escape
+
 from sft_play.report.html import write_page
 from sft_play.report.record import find_run, read_run
 from sft_play.report.run_page import run_page
-from sft_play.runlog import RunDir
+from sft_play.runlog import RunDir, console
 
 
 def report_command(name: str | None, folder: Path) -> Path:
@@ -27,3 +29,16 @@ def write_report(path: Path) -> Path:
     target = RunDir(path).report
     write_page(run_page(read_run(path)), target)
     return target
+
+
+def try_report(run: RunDir) -> dict[str, Path]:
+    """Writes the report of a run that is done, and returns its path by name; {} if that failed.
+
+    Whatever fails here, the run is done, so it is said in one line.
+    """
+    try:
+        return {"report": write_report(run.path)}
+    except Exception as error:  # noqa: BLE001 - see above
+        reason = escape(f"the report could not be written: {error}; try `make report RUN={run.path}`")
+        console().print(f"  [yellow]{reason}[/]", soft_wrap=True)
+        return {}

@@ -28,7 +28,6 @@ from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import (
-    RunDir,
     console,
     hold_run,
     open_run,
@@ -63,8 +62,7 @@ def train_command(
             return 0
         comparison = compare(job)
         write_card(job.config, job.run, places(job)["weights"])
-        report = try_report(job.run)
-        console().print(closing_screen(summary, comparison, places(job) | report, next_commands(job)))
+        console().print(closing_screen(summary, comparison, final_places(job), next_commands(job)))
     return 0
 
 
@@ -224,22 +222,19 @@ def compare(job: Job) -> dict[str, Any] | None:
     return comparison
 
 
-def try_report(run: RunDir) -> dict[str, Path]:
-    """Writes the report, as one of `places`; {} if that failed, which does not undo a training run."""
-    from sft_play.commands.report import write_report  # imports the plotting library
-
-    try:
-        return {"report": write_report(run.path)}
-    except Exception as error:  # noqa: BLE001 - whatever it is, the run is done
-        reason = escape(f"the report could not be written: {error}")
-        console().print(f"  [yellow]{reason}; try `make report RUN={run.path}`[/]", soft_wrap=True)
-        return {}
-
-
 def places(job: Job) -> dict[str, Path]:
     """The outputs of the run, by name."""
     weights = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
     return {"weights": weights, "numbers": job.run.metrics, "summary": job.run.summary, "log": job.run.log}
+
+
+def final_places(job: Job) -> dict[str, Path]:
+    """The outputs of a run that is done, and its report, which is made now."""
+    from sft_play.commands.report import (
+        try_report,  # with the plotting library, which the ranks need not load
+    )
+
+    return places(job) | try_report(job.run)
 
 
 def next_commands(job: Job) -> list[str]:

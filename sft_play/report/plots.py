@@ -98,7 +98,7 @@ def curves(
         if level is not None:
             axes.axhline(level, color=ACCENT, linestyle="--", linewidth=1.2)
             axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=NICE, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
@@ -127,7 +127,7 @@ def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: i
             axes.bar([end + width], [longer], width=0.92 * width, align="edge", color=colour_of(1))
             label = f"{longer:,} longer"
             axes.annotate(label, (end + 1.5 * width, longer), (0, 3), textcoords="offset points", ha="right")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=NICE, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE, integer=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
         axes.grid(False, axis="x")

@@ -223,7 +223,7 @@ def _speed(run: RunRecord) -> list[Block]:
     if not summary and not predicted and figure is None:
         return []
     table = Table("Time", ("", "value"), rows, numbers=False)
-    return [table, Figures([figure])] if figure else [table]
+    return [Figures([figure]), table] if figure else [table]
 
 
 def _data(run: RunRecord) -> list[Block]:

@@ -6,7 +6,7 @@ import pytest
 
 from sft_play import cli
 from sft_play.commands import report as command
-from sft_play.commands.train import try_report
+from sft_play.commands.report import try_report
 from tests.unit.report.written_run import finished, no_plots  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("no_plots")
