@@ -277,6 +277,10 @@ check-code: $(READY) ## Lint, check formatting, check types
 docs: $(READY) ## Renew docs/config.md and configs/schema.json
 	$(PY) scripts/docs.py
 
+.PHONY: cookbook
+cookbook: $(READY) ## Renew docs/cookbook.md: what fits on which machine
+	$(PY) -m scripts.cookbook
+
 .PHONY: lock
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
 	$(COMPILE) --extra dev $(foreach name,torch $(BUILT),--no-emit-package $(name)) $(WORDS) --output-file requirements.lock pyproject.toml

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.machine.gpus import what_if
+from sft_play.machine.gpus import Machine, what_if
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
@@ -54,15 +54,28 @@ def plans_by_card(
     rows = []
     for card in CARDS:
         machine = what_if(card, gpus)
-        plans: dict[str, dict[str, Any]] = {}
-        for mode in modes:
-            try:
-                plan = plan_run(with_mode(config, mode), model_config, facts, machine, gpus, explain=False)
-                plans[mode] = _numbers(plan, facts)
-            except (ConfigError, DoesNotFitError) as error:
-                plans[mode] = {"problem": str(error).splitlines()[0]}
+        plans = plans_by_mode(config, model_config, facts, machine, modes)
         rows.append({"gpu": card, "total_bytes": machine.gpus[0].total_bytes, "plans": plans})
     return rows
+
+
+def plans_by_mode(
+    config: RunConfig,
+    model_config: "PretrainedConfig",
+    facts: DataFacts,
+    machine: Machine,
+    modes: tuple[str, ...] = MODES,
+) -> dict[str, dict[str, Any]]:
+    """The key numbers of the plan for each tuning mode on all GPUs of a machine, or why there is none."""
+    plans: dict[str, dict[str, Any]] = {}
+    for mode in modes:
+        changed = with_mode(config, mode)
+        try:
+            plan = plan_run(changed, model_config, facts, machine, len(machine.gpus), explain=False)
+            plans[mode] = _numbers(plan, facts)
+        except (ConfigError, DoesNotFitError) as error:
+            plans[mode] = {"problem": str(error).splitlines()[0]}
+    return plans
 
 
 def tokens_per_second(plan: Plan, facts: DataFacts) -> float | None:

@@ -1,0 +1,118 @@
+"""`make cookbook`: writes docs/cookbook.md, which models fit on which machine, from the plans for them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import config_from
+from sft_play.machine.gpus import what_if
+from sft_play.model.published import planning_config
+from sft_play.planning.cards import MODES, plans_by_mode
+from sft_play.planning.facts import DataFacts
+from sft_play.report.plan import MODES as METHODS
+from sft_play.runlog import cache_dir, console, quiet_libraries
+from sft_play.units import GIB
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "cookbook.md"
+# Names in configs/hardware.yaml, and how many
+MACHINES = (
+    ("RTX 3070 Ti", 1),
+    ("RTX 5070", 1),
+    ("T4", 1),
+    ("RTX 4090", 1),
+    ("L40S", 1),
+    ("H100 80GB", 1),
+    ("H200", 1),
+    ("RTX 4090", 2),
+    ("H100 80GB", 2),
+    ("H100 80GB", 4),
+    ("H100 80GB", 8),
+)
+MODELS = (
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "meta-llama/Llama-3.2-3B-Instruct",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-8B",
+    "google/gemma-3-12b-it",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+)
+HEAD = """# Cookbook: what fits, and how fast
+
+Made by `make cookbook` from the plans for each machine; a test plans a part of it again. Nothing here was
+measured: peaks and speeds are predicted, the speed from the data sheet of the GPU, for rows of 2,048 tokens,
+an effective batch of 16 and the defaults of `docs/config.md`. Your rows are likely to be shorter. To see a
+plan with its reasons, and for your own data:
+
+```
+make plan MODEL=qwen3-8b GPU="RTX 4090" ARGS="tuning.mode=qlora"
+make plan CONFIG=configs/run_qlora.yaml ARGS="data.train_path=my.jsonl"
+```
+
+Each cell has the sequences in a micro-batch, the predicted peak of a process in GiB, and the predicted tokens
+per second of all GPUs together. A star means that activations are recomputed (gradient checkpointing), n/a
+that the data sheet has no speed for this type, a dash that no plan fits. The plan chooses the engine: DDP, or
+ZeRO-2 where only that fits.
+"""
+
+
+def model_rows(
+    model: str, machines: Iterable[tuple[str, int]] = MACHINES
+) -> dict[tuple[str, int], list[str]]:
+    """The cells of a model's row for each machine: the name, and one cell for each tuning mode."""
+    tree = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
+    config = config_from(tree, {}, [], Path("cookbook")).config
+    architecture, _ = planning_config(config.model)
+    facts = DataFacts.unseen(config, architecture)
+    rows = {}
+    for name, gpus in machines:
+        plans = plans_by_mode(config, architecture, facts, what_if(name, gpus))
+        rows[name, gpus] = [model.partition("/")[2], *(_cell(plans[mode]) for mode in MODES)]
+    return rows
+
+
+def _cell(plan: dict[str, Any]) -> str:
+    if "problem" in plan:
+        return "-"
+    star = "*" if plan["gradient_checkpointing"] else ""
+    speed = plan["tokens_per_second"]
+    peak = "n/a" if plan["peak_bytes"] is None else f"{plan['peak_bytes'] / GIB:.1f}"
+    engine = "ZeRO-2, " if plan["engine"] == "deepspeed_z2" else ""
+    return f"{engine}{plan['micro_batch_size']}{star}, {peak}, {'n/a' if speed is None else f'{speed:,.0f}'}"
+
+
+def page(rows: Iterable[dict[tuple[str, int], list[str]]]) -> str:
+    """The page as Markdown, from the rows of each model."""
+    found, parts = list(rows), [HEAD]
+    for name, gpus in MACHINES:
+        memory = what_if(name, 1).gpus[0].total_bytes / GIB
+        parts.append(
+            f"## {f'{gpus} x ' if gpus > 1 else ''}{name} ({memory:.0f} GiB{' each' if gpus > 1 else ''})\n"
+        )
+        parts.append(line(["model", *(METHODS[mode] for mode in MODES)]))
+        parts.append(line(["---"] * (1 + len(MODES))))
+        parts += [line(row[name, gpus]) for row in found]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def line(cells: Iterable[str]) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Plans everything, which takes some minutes, and writes the page."""
+    rows = []
+    with quiet_libraries(cache_dir() / "cookbook.log"):
+        for model in MODELS:
+            console().print(f"planning {model}")
+            rows.append(model_rows(model))
+    PAGE.write_text(page(rows), encoding="utf-8")
+    console().print(f"wrote {PAGE}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
