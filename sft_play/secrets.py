@@ -53,11 +53,12 @@ def redact_file(path: Path, environment: Mapping[str, str] = os.environ) -> None
 
     Secrets that span lines are not found.
     """
+    secrets = {name: value for value, name in _values(environment).items()}  # once, not for each line
     try:
         with path.open("r+b") as file:
             while line := file.readline():
                 text = line.decode("utf-8", "surrogateescape")
-                clean = redact(text, environment).encode("utf-8", "surrogateescape")
+                clean = redact(text, secrets).encode("utf-8", "surrogateescape")
                 if clean != line and len(clean) == len(line):
                     file.seek(-len(line), os.SEEK_CUR)
                     file.write(clean)
