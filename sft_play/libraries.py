@@ -16,6 +16,7 @@ OF_A_LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(transformers|peft|trl|accelerate|bitsandbytes|deepspeed)/(.*)|"
     r"/(transformers_modules)/(.*)"
 )
+OF_OTHERS = re.compile(r"/(?:site|dist)-packages/|/transformers_modules/|/lib/python3|^<")
 MODEL_TYPE = re.compile(r"^models/(\w+)/")
 # Settings that may avoid what failed in these libraries.
 CHANGES = {
@@ -32,8 +33,8 @@ CHANGES = {
 def library_failure(error: BaseException, config: RunConfig | None) -> ConfigError | None:
     """The error that names the library, model and settings; None if no library raised it.
 
-    A library did if one of its functions is on the stack below the last one of ours. The traceback is kept in
-    a file.
+    A library did if one of its functions is on the stack below the last one of ours, and the error was raised
+    there or in what it calls of other libraries. The traceback is kept in a file.
 
     Args:
         error: whose traceback is looked at.
@@ -43,7 +44,7 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
     ours = [index for index, frame in enumerate(frames) if frame.filename.startswith(OURS)]
     below = frames[ours[-1] + 1 :] if ours else []
     found = [(frame, match) for frame in below if (match := OF_A_LIBRARY.search(frame.filename))]
-    if not found:
+    if not found or not OF_OTHERS.search(frames[-1].filename):
         return None
     frame, match = found[-1]
     library, file = match[1] or match[3], match[2] or match[4]

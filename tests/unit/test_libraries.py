@@ -71,6 +71,18 @@ def test_an_error_of_our_own_stays_a_bug(capsys):
     assert "this is a bug in SFT-Play" in capsys.readouterr().err
 
 
+def test_what_others_hook_into_a_library_is_not_its_failure(tiny_model):
+    """As a callback does, or a wrapper that injects a fault."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sft_play.model.generation import generate
+
+    model, tokenizer = (kind.from_pretrained(tiny_model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    error = raised_by(lambda: generate(model, tokenizer, [[5]], max_new_tokens=1))
+    assert isinstance(error, ZeroDivisionError) and library_failure(error, CONFIG) is None
+
+
 def test_errors_that_say_what_to_do_are_left_as_they_are():
     error = DataError("no rows")
     assert explained(error, argparse.Namespace(config="x", overrides=[])) is error
