@@ -303,6 +303,10 @@ check-style: $(READY) ## Measure readability; AGAINST=main fails if it got worse
 bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
 	$(PY) -m benchmarks.sizing $(WORDS)
 
+.PHONY: bench-models
+bench-models: $(READY) ## Train two steps of every architecture; docs/models.md
+	$(PY) -m benchmarks.architectures $(WORDS)
+
 .PHONY: bench-sizing-gpu
 bench-sizing-gpu: $(READY) ## The same on a GPU, with planned runs; nine minutes
 	$(PY) -m benchmarks.sizing_gpu $(WORDS)

@@ -29,7 +29,9 @@ def random_base(
     attention.register()
     with device:
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+            copy.deepcopy(config),
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention.library_name(attn_implementation),
         )
     model.config.use_cache = False
     if quantize:

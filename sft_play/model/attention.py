@@ -9,6 +9,9 @@ On CUDA, PyTorch's flash kernel runs where it can (`flash_supports`): one call f
 joined (`varlen_supports`). Elsewhere each sequence gets a call of its own, on a GPU of the memory-efficient
 kernel with repeated key and value heads: with fewer of them PyTorch would choose its math kernel, which
 writes all scores to memory.
+
+Some models (gpt-oss) let each token also attend to a sink: a learned score per head whose value is zero. No
+fused kernel has sinks, but one more position does the same: see `_attend_with_sinks`.
 """
 
 import functools
@@ -18,10 +21,12 @@ from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 NAME = "varlen_sdpa"
+LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+SINK_WIDTH = 8  # columns that a sink adds to heads, since fused kernels want multiples of 8
 Capability = tuple[int, int]  # compute capability of a GPU, e.g. (8, 0)
 
 
@@ -101,13 +106,50 @@ def _attend_joined(
     return out[None]
 
 
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    sinks: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """As `_attend`, but each token also attends to a sink with the score `sinks`, [heads].
+
+    The sink is a key in front of all others, with a column of its own: there it is 1, the other keys are 0,
+    and the query has the score. The query at its position is dropped again.
+    """
+    head_dim, wider = query.shape[-1], (0, SINK_WIDTH, 1, 0)  # columns behind, one position in front
+    scale = options.pop("scale") or head_dim**-0.5
+    scores = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
+    query = torch.cat([query, pad(scores, (0, SINK_WIDTH - 1))], dim=-1)
+    with_sink = pad(key, wider)
+    with_sink[:, :, 0, head_dim] = 1
+    out = _attend(
+        pad(query, (0, 0, 1, 0)),
+        with_sink,
+        pad(value, wider),
+        window,
+        first_is_sink=True,
+        scale=scale,
+        **options,
+    )
+    return out[:, :, 1:, : value.shape[-1]]
+
+
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    *,
+    first_is_sink: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
     """Causal attention over one sequence; a sliding window shorter than the sequence needs a band mask.
 
     Query is [batch, heads, tokens, head_dim], key and value are [batch, key_value_heads, tokens, head_dim];
-    the result has the shape of the query.
+    the result has the shape of the query. All windows contain the first position if it is a sink.
     """
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     window = min(window or tokens, tokens)
@@ -123,6 +165,8 @@ def _attend(
     position = torch.arange(tokens, device=query.device)
     distance = position[:, None] - position[None, :]
     band = (distance >= 0) & (distance < window)  # [tokens, tokens]
+    if first_is_sink:
+        band[:, 0] = True
     return scaled_dot_product_attention(query, key, value, attn_mask=band, **options)
 
 
@@ -136,6 +180,7 @@ def varlen_sdpa(
     scaling: float | None = None,
     sliding_window: int | None = None,
     sequence_lengths: Sequence[int] | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in each layer.
@@ -151,26 +196,28 @@ def varlen_sdpa(
         sliding_window: how many tokens a token attends to, itself included.
         sequence_lengths: tokens of each packed sequence in a batch of one row; their sum is `tokens`. Plain
             integers, since lengths in a GPU tensor would make every layer wait for the device.
+        s_aux: the scores of attention sinks, [heads].
         kwargs: arguments of other attention functions; unused.
 
     Returns:
         The output, [batch, tokens, heads, head_dim], and no attention weights.
     """
-    options = {"dropout_p": dropout, "scale": scaling}
-    if sequence_lengths is not None and _takes_one_call(query, value, dropout):
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+    attend = _attend if s_aux is None else functools.partial(_attend_with_sinks, sinks=s_aux)
+    if sequence_lengths is not None and s_aux is None and _takes_one_call(query, value, dropout):
         out = _attend_joined(query, key, value, tuple(sequence_lengths), sliding_window, scaling)
     elif sequence_lengths is None:
-        out = _attend(query, key, value, sliding_window, **options).transpose(1, 2)
+        out = attend(query, key, value, sliding_window, **options).transpose(1, 2)
     else:
         lengths = list(sequence_lengths)
         sequences = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-        outs = [_attend(q, k, v, sliding_window, **options).transpose(1, 2) for q, k, v in sequences]
+        outs = [attend(q, k, v, sliding_window, **options).transpose(1, 2) for q, k, v in sequences]
         out = torch.cat(outs, dim=1)
     return out.contiguous(), None
 
 
 def register() -> None:
-    """Registers `attn_implementation="varlen_sdpa"` with transformers, without a mask function.
+    """Registers our attention with transformers, without a mask function.
 
     Turns cuDNN's attention off, which PyTorch 2.13 prefers on compute capability 9 and 10. It builds a plan
     for every new length of a sequence, which takes the CPU tens of milliseconds, and its workspace is known
@@ -179,4 +226,10 @@ def register() -> None:
     from transformers import AttentionInterface
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionInterface.register(NAME, varlen_sdpa)
+    for name in (NAME, LIBRARY_NAME):
+        AttentionInterface.register(name, varlen_sdpa)
+
+
+def library_name(implementation: str) -> str:
+    """What transformers calls an attention implementation."""
+    return LIBRARY_NAME if implementation == NAME else implementation

@@ -1,5 +1,9 @@
 """Chooses the attention implementation of a run, and whether its rows can be joined end to end."""
 
+import ast
+import inspect
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,7 +14,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.model import attention
 
-# Layer types in which one token sees another through attention alone.
+# Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Compute capabilities that FlashAttention's packages are made for: from, and before.
 FLASH_RUNS = {"flash_attention_2": ((8, 0), (13, 0)), "flash_attention_3": ((8, 0), (10, 0))}
@@ -30,23 +34,85 @@ def choose_attention(
     Raises:
         ConfigError: the device cannot run it, or transformers no longer says what its model supports.
     """
+    model_class = _class_of(config)
     if asked != "auto":
         _require_runnable(asked, device, capability)
+        _require_supported(asked, config)
         return asked
-    text = config.get_text_config()
-    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is not None and not hasattr(model_class, "_supports_sdpa"):
         raise ConfigError(
             f"model.attention=auto: {model_class.__name__} does not say whether it supports PyTorch's "
             "attention (_supports_sdpa), so this version of transformers is not supported: run "
             "`make install`, or set model.attention"
         )
-    # the class of a model with code of its own is unknown before it is loaded
+    sinks = has_sinks(config)
+    if device == "cuda" and torch.cuda.is_available() and not sinks:  # the packages have none
+        package = _flash_package(capability)
+        if package:
+            return package
+    plain = generation_attention(config)
+    return attention.NAME if calls_ours(config) and (sinks or plain == "sdpa") else plain
+
+
+def generation_attention(config: PretrainedConfig) -> str:
+    """PyTorch's attention where the model supports it, which works with a cache as ours does not; else eager.
+
+    PyTorch's fused kernel has no soft-capped scores (Gemma 2). The class of a model with code of its own is
+    unknown before it is loaded.
+    """
+    model_class = _class_of(config)
     supports_sdpa = model_class is not None and model_class._supports_sdpa
-    # PyTorch's fused kernel has no soft-capped scores (Gemma 2) and no attention sinks (gpt-oss).
-    plain_scores = getattr(text, "attn_logit_softcapping", None) is None
-    package = _flash_package(capability) if device == "cuda" and torch.cuda.is_available() else None
-    return package or (attention.NAME if supports_sdpa and plain_scores else "eager")
+    plain_scores = getattr(config.get_text_config(), "attn_logit_softcapping", None) is None
+    return "sdpa" if supports_sdpa and plain_scores else "eager"
+
+
+def _require_supported(asked: str, config: PretrainedConfig) -> None:
+    """Refuses attention that a known architecture does not support.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    model_class = _class_of(config)
+    if model_class is None:
+        return
+    lacks_ours = asked == attention.NAME and not calls_ours(config)
+    lacks_sdpa = asked == "sdpa" and not model_class._supports_sdpa
+    if lacks_ours or lacks_sdpa:
+        raise ConfigError(
+            f"model.attention={asked}: {model_class.__name__} does not support it; allowed for it: auto, "
+            f"eager or {choose_attention('auto', config, 'cpu')}"
+        )
+
+
+def _class_of(config: PretrainedConfig) -> Any:
+    """The class of the causal language model; None if its code is its own."""
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def _modeling_files(config: PretrainedConfig) -> list[ModuleType]:
+    """The modules of transformers that define the model and its text part."""
+    classes = [_class_of(part) for part in (config, config.get_text_config())]
+    return [sys.modules[found.__module__] for found in classes if found is not None]
+
+
+def calls_ours(config: PretrainedConfig) -> bool:
+    """Whether the layers call the attention function that is registered, and leave the mask to it.
+
+    Falcon's and others have classes of their own. Sparse and chunked attention (DeepSeek V3.2, Llama 4) read
+    a mask that the library makes for its own functions, whose names they know.
+    """
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if any(kind.endswith("_attention") for kind in kinds - ATTENTION_LAYERS - {"linear_attention"}):
+        return False
+    sources = [inspect.getsource(module) for module in _modeling_files(config)]
+    return any("ALL_ATTENTION_FUNCTIONS" in source for source in sources) and not any(
+        "_attn_implementation in (" in source for source in sources
+    )
+
+
+def has_sinks(config: PretrainedConfig) -> bool:
+    """Whether the layers hand attention sinks to the function that they call (gpt-oss)."""
+    return any("s_aux=" in inspect.getsource(module) for module in _modeling_files(config))
 
 
 def _flash_package(capability: attention.Capability | None) -> str | None:
@@ -93,18 +159,49 @@ def joins_rows(
     Attention must know the boundaries of sequences: ours and FlashAttention do; masks would cost the square
     of all tokens. Layers that carry a state from token to token (Mamba, linear attention, convolutions) would
     carry it into the next row.
+
+    Raises:
+        ConfigError: train.packing or train.padding_free asks for what the layers cannot do.
     """
-    if config.train.packing:
+    asked = (
+        "train.packing=true" if config.train.packing else f"train.padding_free={config.train.padding_free}"
+    )
+    if asked == "train.padding_free=False":
+        return False, ["rows are padded because train.padding_free=false"]
+    mixes = _why_rows_mix(architecture)
+    if asked != "train.padding_free=auto":
+        if mixes:
+            remedy = "train.packing=false" if config.train.packing else "train.padding_free=auto"
+            raise ConfigError(
+                f"{asked.lower()} joins rows end to end, but {mixes}; set {remedy}, which pads them"
+            )
         return True, []
-    asked = config.train.padding_free
-    if asked != "auto":
-        return asked, [] if asked else ["rows are padded because train.padding_free=false"]
+    if mixes:
+        return False, [f"rows are padded: {mixes}"]
     if attention_name != attention.NAME and not attention_name.startswith("flash"):
         return False, [f"rows are padded: {attention_name} attention does not support row boundaries"]
-    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(architecture), None)
-    if model_class is not None and not model_class._supports_attention_backend:
-        return False, [f"rows are padded: {model_class.__name__} passes no row boundaries to its attention"]
-    others = set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS
-    if others:
-        return False, [f"rows are padded: layers of type {', '.join(sorted(others))} would mix them"]
     return True, []
+
+
+def _why_rows_mix(architecture: PretrainedConfig) -> str | None:
+    """Why joined rows would see each other, whatever the attention; None if they would not."""
+    model_class = _class_of(architecture)
+    if model_class is not None and (
+        not model_class._supports_attention_backend or _layers_keep_boundaries_back(architecture)
+    ):
+        return f"{model_class.__name__} passes no row boundaries to its attention"
+    others = set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS
+    return f"layers of type {', '.join(sorted(others))} would mix them" if others else None
+
+
+def _layers_keep_boundaries_back(config: PretrainedConfig) -> bool:
+    """Whether the decoder layers call their attention without the arguments that they got (Nemotron)."""
+    for module in _modeling_files(config):
+        for layer in ast.walk(ast.parse(inspect.getsource(module))):
+            if not (isinstance(layer, ast.ClassDef) and layer.name.endswith("DecoderLayer")):
+                continue
+            calls = [node for node in ast.walk(layer) if isinstance(node, ast.Call)]
+            calls = [call for call in calls if ast.unparse(call.func) == "self.self_attn"]
+            if any(all(keyword.arg for keyword in call.keywords) for call in calls):
+                return True
+    return False

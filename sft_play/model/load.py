@@ -26,11 +26,12 @@ from sft_play.model.adapters import (
     require_fitting,
     require_inner_layers,
 )
-from sft_play.model.attention_choice import choose_attention
+from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
+from sft_play.model.targets import Targets, auto_targets, kept_by_peft, text_prefix
 from sft_play.plan import Plan
 
 if TYPE_CHECKING:
@@ -143,14 +144,6 @@ def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def text_prefix(model: "PreTrainedModel") -> str | None:
-    """Name of the text part of a multimodal model ("model.language_model"); None for a text-only model."""
-    if model.config.get_text_config() is model.config:
-        return None
-    decoder = model.get_decoder()
-    return next(name for name, module in model.named_modules() if module is decoder)
-
-
 def freeze_all_but_text(model: "PreTrainedModel") -> None:
     """Freezes vision and audio towers: they get no gradient from text, and DDP would wait for it."""
     prefix = text_prefix(model)
@@ -159,23 +152,37 @@ def freeze_all_but_text(model: "PreTrainedModel") -> None:
             parameter.requires_grad_(name.startswith((f"{prefix}.", "lm_head.")))
 
 
-def lora_config(lora: LoraSettings, only_within: str | None = None) -> "LoraConfig":
+def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
     """PEFT's config of the adapter.
 
-    target_modules "auto" is every linear layer except the output head, below `only_within` if given.
+    Raises:
+        ConfigError: a setting does not work with fused experts.
     """
     from peft import LoraConfig
 
-    return LoraConfig(
+    auto = lora.target_modules == "auto"
+    targets = auto_targets(model) if auto else Targets(tuple(lora.target_modules), ())
+    if targets.experts and (lora.dropout or lora.use_dora):
+        setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
+        raise ConfigError(
+            f"tuning.lora.{setting} does not work with the fused experts of {type(model).__name__}: leave it "
+            "out, or list the other layers in tuning.lora.target_modules"
+        )
+    prefix = text_prefix(model)
+    config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works too
         lora_dropout=lora.dropout,
-        target_modules="all-linear" if lora.target_modules == "auto" else list(lora.target_modules),
-        exclude_modules=f"(?!{re.escape(only_within)}\\.).*" if only_within else None,
+        target_modules=list(targets.modules),
+        target_parameters=list(targets.experts) or None,
+        exclude_modules=f"(?!{re.escape(prefix)}\\.).*" if prefix and not auto else None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
     )
+    if targets.experts:
+        config.target_modules = kept_by_peft(config, model)
+    return config
 
 
 def attach_adapter(model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False) -> "PeftModel":
@@ -194,7 +201,7 @@ def attach_adapter(model: "PreTrainedModel", lora: LoraSettings, *, autocast: bo
 
     outer = [model.get_input_embeddings(), model.get_output_embeddings()]
     try:
-        adapted = get_peft_model(model, lora_config(lora, text_prefix(model)))
+        adapted = get_peft_model(model, lora_config(lora, model))
     except ValueError as error:
         linear = sorted(
             {
@@ -236,7 +243,7 @@ def load_base(
         with_info: Any = AutoModelForCausalLM.from_pretrained(
             model.name,
             dtype=torch_dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation=attention.library_name(attn_implementation),
             quantization_config=nf4(torch_dtype) if quantize else None,
             device_map={"": device},
             low_cpu_mem_usage=True,
@@ -391,9 +398,7 @@ def load_for_inference(
     model = load_base(
         source,
         dtype=inference_dtype(device) if dtype == "auto" else dtype,
-        attn_implementation="sdpa"
-        if choose_attention("auto", load_model_config(source), device) != "eager"
-        else "eager",
+        attn_implementation=generation_attention(load_model_config(source)),
         device=local_device(device),
         quantize=quantize and (weights is None or is_adapter),
     )

@@ -29,6 +29,12 @@ def add_loss_head(model: Any) -> None:
     # The same function over other globals: TRL's own trainers in this process keep its kernel.
     add = FunctionType(add_fused_lm_head.__code__, {**add_fused_lm_head.__globals__, **ours})
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.base_model is base:  # its prefix is that of a model that it is a part of (Llama 4)
+        head = base.get_output_embeddings()
+        base.base_model_prefix = next(name for name, child in base.named_children() if child is not head)
+    text = base.config.get_text_config()
+    if not hasattr(text, "num_experts") and hasattr(text, "num_local_experts"):
+        text.num_experts = text.num_local_experts  # by that name, TRL's head balances them (Phi-3.5-MoE)
     add(base, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "is_top1"))
 
 

@@ -45,7 +45,7 @@ def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
         ConfigError: one of them is wrong.
     """
     text = config.get_text_config()
-    found = {size: getattr(text, size, None) for size in SIZES}
+    found = {size: setting(text, size) for size in SIZES}
     # some architectures have one size per layer, and leave out what does not apply to them
     sizes = {size: value for size, value in found.items() if value is not None and not _is_list(value)}
     for size, value in sizes.items():
@@ -56,6 +56,14 @@ def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
         raise _wrong(name, f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")
     if heads and groups and heads % groups:
         raise _wrong(name, f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+
+
+def setting(text: "PretrainedConfig", name: str, default: Any = None) -> Any:
+    """A setting of the text part; the default if it has none, or one per layer (Gemma 4's head_dim)."""
+    try:
+        return getattr(text, name, default)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return default
 
 
 def _is_list(value: object) -> bool:

@@ -9,6 +9,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
 from sft_play.model.attention_choice import choose_attention, joins_rows
+from sft_play.model.support import require_decoder
 from sft_play.plan import Device, Plan
 from sft_play.planning.devices import memory_device, memory_notes, training_device
 from sft_play.planning.drafts import draft_plans
@@ -56,11 +57,11 @@ def plan_run(
         explain: look for changes that would help if nothing fits.
 
     Raises:
-        ConfigError: settings contradict each other or the machine.
+        ConfigError: settings contradict each other, the model or the machine.
         DoesNotFitError: nothing fits.
     """
     device = training_device(machine)
-    drafts, padding = _drafts(config, model_config, facts, device, processes)
+    drafts, padding = allowed_plans(config, model_config, facts, device, processes)
     drafts = [draft for draft in drafts if accept(draft)]
     if not drafts:
         raise DoesNotFitError("the config allows no other plan")
@@ -93,10 +94,15 @@ def plan_run(
     return replace(plan, why=(*plan.why, *([kernel] if kernel else []), *correction, *notes))
 
 
-def _drafts(
+def allowed_plans(
     config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, device: Device, processes: int
 ) -> tuple[list[Plan], list[str]]:
-    """Every plan that the config allows, and why rows are padded if they are."""
+    """Every plan that the config allows, before memory is estimated, and why rows are padded if they are.
+
+    Raises:
+        ConfigError: settings contradict each other, the model or the device.
+    """
+    require_decoder(model_config)
     attention = choose_attention(config.model.attention, model_config, device.kind, device.compute_capability)
     padding_free, reason = joins_rows(config, model_config, attention)
     hidden_size = model_config.get_text_config().hidden_size

@@ -12,6 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sft_play.model.attention import NAME, SIXTEEN_BIT, Capability, flash_supports, varlen_supports
+from sft_play.model.attention_choice import has_sinks
+from sft_play.model.sizes import setting
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
 from sft_play.sizing.step import SIXTEEN_BIT as AUTOCAST
@@ -310,9 +312,9 @@ def varlen_attention(spec: StepSpec) -> Callable:
 def takes_one_call(config: "PretrainedConfig", spec: StepSpec) -> bool:
     """Whether one call of attention serves all sequences that are joined."""
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = setting(text, "head_dim") or text.hidden_size // text.num_attention_heads
     dropout = getattr(text, "attention_dropout", 0.0) or 0.0
-    is_gpu = spec.joined and spec.device == "cuda"
+    is_gpu = spec.joined and spec.device == "cuda" and not has_sinks(config)
     return is_gpu and varlen_supports(spec.compute_capability, _dtype(spec), head_dim, dropout)
 
 
@@ -333,7 +335,7 @@ def attention_sentence(config: "PretrainedConfig", spec: StepSpec) -> str | None
     if spec.joined:
         calls = "a call for each row"
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = setting(text, "head_dim") or text.hidden_size // text.num_attention_heads
     if flash_supports(spec.compute_capability, _dtype(spec), head_dim):
         return f"attention: PyTorch's flash kernel, {calls}"
     return f"attention: PyTorch's memory-efficient kernel with repeated key and value heads, {calls}"

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from sft_play.model.attention_choice import calls_ours
 from sft_play.model.load import attach_adapter, attention, keep_differentiable, nf4
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
@@ -39,7 +40,7 @@ def skeleton(
     dtype = getattr(torch, spec.dtype)
     with torch.device("meta"), skip_weight_init():
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=_attention_to_trace(spec)
+            copy.deepcopy(config), dtype=dtype, attn_implementation=_attention_to_trace(config, spec)
         )
         if all_layers:
             stand_ins = tuple(range(model.config.get_text_config().num_hidden_layers))
@@ -63,9 +64,10 @@ def skip_weight_init() -> Iterator[None]:
         yield
 
 
-def _attention_to_trace(spec: StepSpec) -> str:
+def _attention_to_trace(config: "PretrainedConfig", spec: StepSpec) -> str:
     """Our implementation stands for all fused kernels: memory is the same, and no package is needed."""
-    return spec.attention if spec.attention == "eager" else attention.NAME
+    takes_ours = spec.attention != "eager" and calls_ours(config)
+    return attention.LIBRARY_NAME if takes_ours else spec.attention
 
 
 def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:

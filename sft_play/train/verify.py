@@ -1,6 +1,7 @@
 """Checks before the first step.
 
-All ranks hold the same plan, none is missing, and attention stays within each of the joined rows.
+All ranks hold the same plan, none is missing, no token sees a later one, attention stays within each of the
+joined rows, and the output head computes what the model's own does.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
 
     Raises:
         LaunchError: they differ, or processes are missing.
-        ConfigError: the model's attention looks from one packed row into another.
+        ConfigError: the model sees later tokens or other rows, or its output head is unlike others.
     """
     from accelerate.utils import gather_object
 
@@ -51,6 +52,8 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
         raise LaunchError(
             "the processes made different plans; are config, data and GPUs the same on every machine?"
         )
+    check_causal(trainer.model, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
+    check_head(trainer.model, accelerator.device)  # type: ignore[arg-type]
     if plan.padding_free:
         with accelerator.autocast():
             check_isolation(trainer.model, plan, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
@@ -72,7 +75,64 @@ def print_banner(accelerator: Any, plan: Plan, members: list[tuple[int, str]]) -
     console().print("\n".join(f"  [dim]{line}[/]" for line in lines))
 
 
-@torch.no_grad()
+def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
+    """The outputs of the model for each of the inputs, without dropout and gradients."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        outputs = [model(**each, use_cache=False) for each in inputs]
+    model.train(was_training)
+    return outputs
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of the same shape differ by more than rounding."""
+    return bool((one - other).abs().max() > ISOLATION_TOLERANCE * one.abs().max())
+
+
+def _tokens(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * ISOLATION_TOKENS + 1, device=device)[None]
+
+
+def check_causal(model: PreTrainedModel, device: torch.device) -> None:
+    """Checks that the logits of a token do not depend on later tokens.
+
+    Raises:
+        ConfigError: they do, as in encoders.
+    """
+    n, ids = ISOLATION_TOKENS, _tokens(device)
+    other = ids.clone()
+    other[:, n:] = ids[:, n:].flip(1)
+    outputs = _evaluated(model, {"input_ids": ids}, {"input_ids": other})
+    first, second = (out.logits[:, :n].float() for out in outputs)
+    if _differs(first, second):
+        raise ConfigError(
+            f"model.name: {type(_base(model)).__name__} sees the tokens that it is to predict; SFT-Play "
+            "trains decoder-only language models (docs/models.md)"
+        )
+
+
+def check_head(model: PreTrainedModel, device: torch.device) -> None:
+    """Checks that the tiled output head gives the log-probabilities of the model's own logits.
+
+    Raises:
+        ConfigError: it does not, since the architecture does more with its logits.
+    """
+    ids = _tokens(device)
+    batch = {"input_ids": ids}
+    own, tiled = _evaluated(model, batch, batch | {"labels": ids, "fused_lm_head": True})
+    scores = own.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    if _differs(scores, tiled.log_probs.reshape(scores.shape).float()):
+        raise ConfigError(
+            f"model.name: {type(_base(model)).__name__} does something to its logits that the loss here does "
+            "not know, so it would be trained on another loss; use another model"
+        )
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) -> None:
     """Checks that the logits of a joined row do not depend on the row before it.
 
@@ -91,16 +151,12 @@ def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) ->
         "max_length_q": n,
         "max_length_k": n,
     }
-    was_training = model.training
-    model.eval()
-    ids = torch.arange(1, 2 * n + 1, device=device)[None]
+    ids = _tokens(device)
     other = ids.clone()
     other[:, :n] = ids[:, :n].flip(1)
-    first, second = (
-        model(input_ids=x, position_ids=positions, **bounds).logits[:, n:].float() for x in (ids, other)
-    )
-    model.train(was_training)
-    if (first - second).abs().max() > ISOLATION_TOLERANCE * first.abs().max():
-        where = f"{type(model).__name__} with model.attention={model.config._attn_implementation}"
+    inputs = ({"input_ids": x, "position_ids": positions, **bounds} for x in (ids, other))
+    first, second = (out.logits[:, n:].float() for out in _evaluated(model, *inputs))
+    if _differs(first, second):
+        where = f"{type(_base(model)).__name__} with model.attention={plan.attention}"
         remedy = "set train.packing=false" if plan.packing else "set train.padding_free=false"
         raise ConfigError(f"{where}: attention leaks between joined rows; {remedy}, which pads them")

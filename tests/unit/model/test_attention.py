@@ -2,7 +2,14 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from sft_play.model import attention
 
@@ -21,13 +28,21 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE),
     "mistral, window 7": MistralConfig(**SHAPE, sliding_window=7),
     "gemma": GemmaConfig(**SHAPE),
+    "gpt-oss, sinks, window 7": GptOssConfig(
+        **SHAPE, sliding_window=7, num_local_experts=2, num_experts_per_tok=1
+    ),
 }
 
 
 def build(config, implementation: str):
     attention.register()
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    name = attention.library_name(implementation)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.uniform_(-1, 3)
+    return model
 
 
 @pytest.mark.parametrize("name", CONFIGS)

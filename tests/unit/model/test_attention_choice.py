@@ -2,17 +2,32 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    DeepseekV32Config,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    NemotronConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
+from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.model import attention, attention_choice
-from sft_play.model.attention_choice import choose_attention
+from sft_play.model.attention_choice import choose_attention, joins_rows
 
 
 def test_attention_is_chosen_by_what_the_model_can():
     assert choose_attention("auto", LlamaConfig(), "cpu") == attention.NAME
     assert choose_attention("auto", Gemma2Config(), "cpu") == "eager"  # soft-capped scores
+    assert choose_attention("auto", GptOssConfig(), "cpu") == attention.NAME  # sinks
+    for config in (FalconConfig(), DeepseekV32Config(), Llama4TextConfig()):  # masks or classes of their own
+        assert choose_attention("auto", config, "cpu") == "sdpa"
     assert choose_attention("sdpa", LlamaConfig(), "cpu") == "sdpa"
     assert choose_attention("auto", PretrainedConfig(), "cpu") == "eager"  # a class that is not known yet
 
@@ -61,3 +76,41 @@ def test_a_library_that_no_longer_says_what_its_models_can_is_named(monkeypatch)
     monkeypatch.delattr(LlamaPreTrainedModel, "_supports_sdpa")
     with pytest.raises(ConfigError, match="LlamaForCausalLM does not say .*make install"):
         choose_attention("auto", LlamaConfig(), "cpu")
+
+
+@pytest.mark.parametrize(("asked", "config"), [(attention.NAME, FalconConfig()), ("sdpa", GptOssConfig())])
+def test_attention_that_the_architecture_lacks_is_refused(asked, config):
+    with pytest.raises(
+        ConfigError, match=f"model.attention={asked}: .* does not support it; allowed .* auto"
+    ):
+        choose_attention(asked, config, "cpu")
+
+
+def run_config(**train) -> RunConfig:
+    return RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "d"}, "train": train})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Qwen3NextConfig(), "Qwen3NextForCausalLM passes no row boundaries"),
+        (FalconConfig(), "FalconForCausalLM passes no row boundaries"),
+        (NemotronConfig(), "NemotronForCausalLM passes no row boundaries"),  # its layers keep them back
+        (DeepseekV32Config(), "layers of type indexed_attention would mix them"),
+    ],
+)
+def test_rows_that_would_mix_are_padded_and_not_packed(config, reason):
+    name = choose_attention("auto", config, "cpu")
+    assert joins_rows(run_config(), config, name) == (False, [f"rows are padded: {joins_reason(reason)}"])
+    for asked in ({"packing": True}, {"padding_free": True}):
+        with pytest.raises(ConfigError, match=f"train.*=true joins rows .* {reason}.*; set train"):
+            joins_rows(run_config(**asked), config, name)
+
+
+def joins_reason(reason: str) -> str:
+    return f"{reason} to its attention" if "passes" in reason else reason
+
+
+def test_rows_of_gpt_oss_can_be_packed():
+    assert joins_rows(run_config(packing=True), GptOssConfig(), attention.NAME) == (True, [])
+    assert joins_rows(run_config(), GptOssConfig(), attention.NAME) == (True, [])

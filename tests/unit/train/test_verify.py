@@ -4,11 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
 
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.model import attention
-from sft_play.train.verify import check_isolation, verify
+from sft_play.model.loss_head import add_loss_head
+from sft_play.train.verify import check_causal, check_head, check_isolation, verify
 from tests.unit.train.plans import PLAN
 
 CONFIG = LlamaConfig(
@@ -45,6 +46,25 @@ def test_an_architecture_that_loses_the_lengths_on_the_way_is_refused():
         ConfigError, match="attention leaks between joined rows; set train.padding_free=false"
     ):
         check_isolation(model, PLAN, CPU)
+
+
+def test_a_model_that_sees_later_tokens_is_refused():
+    check_causal(build(), CPU)
+    config = BertConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64,
+        initializer_range=0.3,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="BertLMHeadModel sees the tokens that it is to predict"):
+        check_causal(BertLMHeadModel(config), CPU)
+
+
+def test_a_head_that_does_more_than_the_loss_knows_is_refused():
+    model = build()
+    add_loss_head(model)
+    check_head(model, CPU)
+    model.lm_head.register_forward_hook(lambda module, inputs, out: 3 * out)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does something to its logits"):
+        check_head(model, CPU)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""Trains every causal language model that transformers can build for two steps, or shows why not.
+
+    make bench-models                       # all: benchmarks/results/models_cpu.json and docs/models.md
+    make bench-models ARGS="llama gpt_oss"  # only these, the others stay as they are
+
+Each architecture is built small, with random weights, saved, planned, loaded and trained as in a run. Then
+its peak memory is predicted by a trace and measured by the allocator's own events.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.markup import escape
+from transformers import AutoModelForCausalLM, IntervalStrategy
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.cpu_meter import measure_step
+from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
+from benchmarks.miniatures import POSITIONS, VOCABULARY, architectures, miniature
+from sft_play.builtin.models import byte_level_tokenizer
+from sft_play.config.load import ResolvedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data.prepare import PreparedData
+from sft_play.data.splits import SPLITS
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.job import Job
+from sft_play.machine.gpus import detect
+from sft_play.model.load import build_model, load_model_config, load_tokenizer
+from sft_play.planning.devices import training_device
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import allowed_plans
+from sft_play.planning.search import choose_plan
+from sft_play.runlog import console, open_run, quiet_libraries
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace import trace_step
+from sft_play.train.trainer import prepare_session
+
+ROWS, LONGEST = 12, 40  # of the data
+WAYS: dict[str, dict[str, Any]] = {
+    "lora": {"tuning": {"mode": "lora", "lora": {"r": 4}}},
+    "packed": {"tuning": {"mode": "lora", "lora": {"r": 4}}, "train": {"packing": True}},
+    "qlora": {"tuning": {"mode": "qlora", "lora": {"r": 4}}},
+    "full": {"tuning": {"mode": "full"}},
+}
+
+
+RESULT = RESULTS / "models_cpu.json"
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+GUIDE_TEXT = """# Which models train
+
+All causal language models that `transformers` knows, built small with random weights, then planned, loaded
+and trained for two steps on a CPU by `make bench-models`, which writes this page. {found}.
+
+LoRA, QLoRA and full fine-tuning: the error of the predicted peak memory against the measured one. Such
+small models have peaks of a few megabytes, so that a few kilobytes are a large share. "No forecast": the step
+cannot be traced, and its memory is only measured. Packed: whether `train.packing=true` works.
+
+| `model_type` | LoRA | packed | QLoRA | full | notes |
+|---|---|---|---|---|---|
+{rows}
+
+## Refused, and why
+
+| `model_type` | reason |
+|---|---|
+{refused}
+
+## Not built
+
+Their default config cannot be made small, or needs further packages. They may train.
+
+| `model_type` | what transformers said |
+|---|---|
+{unbuilt}
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one architecture in one way of training."""
+
+    model_type: str
+    way: str
+    trained: bool
+    refusal: str = ""  # the first line of the message
+    crashed: bool = False  # with an error that is no refusal in words
+    attention: str = ""
+    joined: bool = False
+    predicted_bytes: int | None = None  # None: not traceable
+    measured_bytes: int | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the predicted peak; positive if it is too high."""
+        if self.predicted_bytes is None or self.measured_bytes is None:
+            return None
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def save_miniature(model_type: str, folder: Path) -> None:
+    """Saves a small model with random weights, and a tokenizer of bytes.
+
+    Raises:
+        Exception: transformers cannot build it from this config, or not without a further package.
+    """
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(miniature(model_type)).save_pretrained(folder)
+    miniature(model_type).save_pretrained(folder)  # as published, also if the model is only a part of it
+    byte_level_tokenizer([], VOCABULARY, POSITIONS).save_pretrained(folder)
+
+
+def random_rows(count: int, seed: int) -> Dataset:
+    """Tokenized rows: a prompt that is not learned, then an answer that is."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        ids = [rng.randrange(7, 250) for _ in range(rng.randint(LONGEST // 2, LONGEST))]
+        prompt = len(ids) // 2
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:], "length": len(ids)})
+    return Dataset.from_list(rows)
+
+
+def make_job(model: Path, output: Path, way: str) -> Job:
+    """A job of two steps with two micro-batches each.
+
+    Raises:
+        SftPlayError: this way of training is refused for this model.
+    """
+    tree = WAYS[way]
+    packed = tree.get("train", {}).get("packing", False)
+    train_settings = {
+        "max_steps": 2,
+        "batch_size": 2 * LONGEST if packed else 2,
+        "grad_accum": 2,
+        "probe": False,
+        "logging_steps": 1,
+        "report_to": [],
+        "gradient_checkpointing": False,
+    }
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": str(model), "max_seq_len": LONGEST},
+            "data": {"train_path": "generated"},
+            "tuning": tree["tuning"],
+            "train": train_settings | tree.get("train", {}),
+            "parallel": {"memory_gib": 4},
+            "output": {"name": way, "dir": str(output)},
+        }
+    )
+    rows, held_out = random_rows(ROWS, 0), random_rows(2, 1)
+    data = PreparedData(rows, held_out, None, LONGEST, dict.fromkeys(SPLITS), output)
+    architecture, machine = load_model_config(config.model), detect()
+    drafts, _ = allowed_plans(config, architecture, DataFacts.of(data, config), training_device(machine), 1)
+    plan = choose_plan(config, drafts, None, None)
+    run, tokenizer = open_run(str(output), way, 0), load_tokenizer(config.model)
+    return Job(ResolvedConfig(config, {}, Path("bench")), run, architecture, tokenizer, data, machine, plan)
+
+
+def run_two_steps(job: Job) -> None:
+    """Loads the model and trains it with the trainer of a run, but saves and evaluates nothing.
+
+    Raises:
+        SftPlayError: a check before the first step fails.
+    """
+    trainer = prepare_session(job, announce=False).trainer
+    args = trainer.args
+    args.save_strategy = args.eval_strategy = IntervalStrategy.NO
+    args.eval_on_start = args.load_best_model_at_end = False
+    trainer.train()
+
+
+def step_of(job: Job) -> StepSpec:
+    """A step as in the job, at a fixed shape."""
+    shape = {"rows": 4, "row_tokens": 32, "longest": None, "sequence_tokens": None, "supervised_share": 1.0}
+    return replace(StepSpec.of(job.config, job.plan), eval_rows=None, eval_row_tokens=None, **shape)
+
+
+def peaks(job: Job) -> tuple[int | None, int]:
+    """Predicted and measured peak bytes of a step; the first is None if the model is not traceable."""
+    spec = step_of(job)
+    measured = measure_step(build_model(job.config, job.plan), replace(spec, cut_at_longest=spec.joined))
+    try:
+        traced = trace_step(job.architecture, spec).step.peaks()
+    except ConfigError:
+        return None, measured.peak
+    return max(peak.bytes for phase, peak in traced.items() if phase in measured.phases), measured.peak
+
+
+def try_way(model_type: str, model: Path, output: Path, way: str, *, measure: bool = True) -> Outcome:
+    """Trains two steps, or says what the refusal says; packed rows have the memory of joined ones."""
+    try:
+        job = make_job(model, output, way)
+        with quiet_libraries(output / "log.txt"):
+            run_two_steps(job)
+        predicted, measured = peaks(job) if measure and way != "packed" else (None, None)
+    except SftPlayError as error:
+        reason = str(error).splitlines()[0].replace(str(model), "the model")
+        return Outcome(model_type, way, trained=False, refusal=reason)
+    except Exception as error:  # what the walk is there to find
+        return Outcome(
+            model_type, way, trained=False, refusal=f"{type(error).__name__}: {error}", crashed=True
+        )
+    plan = job.plan
+    return Outcome(model_type, way, True, "", False, plan.attention, plan.padding_free, predicted, measured)
+
+
+def walk(names: list[str], *, measure: bool = True) -> Iterator[Outcome]:
+    """The outcome of each way of each architecture; one with the way "build" if it cannot be built here."""
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            model, output = Path(folder) / "model", Path(folder) / "runs"
+            try:
+                save_miniature(name, model)
+            except Exception as error:  # of transformers, about a config that it made itself
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                yield Outcome(name, "build", trained=False, refusal=reason)
+                continue
+            for way in WAYS:
+                yield try_way(name, model, output, way, measure=measure)
+
+
+def read_outcomes() -> list[Outcome]:
+    """The outcomes in the result file; none if there is no such file."""
+    if not RESULT.is_file():
+        return []
+    return [Outcome(**entry) for entry in json.loads(RESULT.read_text(encoding="utf-8"))["outcomes"]]
+
+
+def write(outcomes: list[Outcome]) -> None:
+    """Writes the result file and the table in docs/."""
+    head = {
+        "what": "Every causal language model that transformers can build, trained for two steps on the CPU",
+        "made_on": made_on(torch.device("cpu")),
+        "versions": versions(),
+    }
+    write_result(RESULT, head, {"outcomes": [asdict(outcome) for outcome in outcomes]})
+    GUIDE.write_text(guide(outcomes), encoding="utf-8")
+
+
+def guide(outcomes: list[Outcome]) -> str:
+    """docs/models.md."""
+    by_type: dict[str, dict[str, Outcome]] = {}
+    for outcome in outcomes:
+        by_type.setdefault(outcome.model_type, {})[outcome.way] = outcome
+    rows, refused, unbuilt = [], [], []
+    for name, ways in by_type.items():
+        if "build" in ways:
+            unbuilt.append(f"| {name} | {_cell(ways['build'].refusal)} |")
+        elif not any(outcome.trained for outcome in ways.values()):
+            refused.append(f"| {name} | {_cell(ways['lora'].refusal)} |")
+        else:
+            rows.append(f"| {name} | {' | '.join(_mark(ways[way]) for way in WAYS)} | {_notes(ways)} |")
+    found = f"{len(rows)} train, {len(refused)} are refused in words, {len(unbuilt)} were not built"
+    return GUIDE_TEXT.format(
+        found=found, rows="\n".join(rows), refused="\n".join(refused), unbuilt="\n".join(unbuilt)
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").removeprefix("model.name: ")
+
+
+def _mark(outcome: Outcome) -> str:
+    if not outcome.trained:
+        return "**fails**" if outcome.crashed else "no"
+    if outcome.way == "packed":
+        return "yes"
+    if outcome.measured_bytes is None:
+        return "yes"
+    return "yes, no forecast" if outcome.error is None else f"{outcome.error:+.2%}"
+
+
+def _notes(ways: dict[str, Outcome]) -> str:
+    reasons = dict.fromkeys(_cell(each.refusal) for each in ways.values() if not each.trained)
+    rows = "" if any(each.joined for each in ways.values()) else "rows are padded"
+    return "; ".join([*([rows] if rows else []), *reasons])
+
+
+def line(outcome: Outcome) -> str:
+    """An outcome in one line."""
+    if not outcome.trained:
+        mark = "[red]fails[/]" if outcome.crashed else "[yellow]no[/]"
+        return f"{outcome.model_type:24} {outcome.way:6} {mark}  {escape(outcome.refusal.splitlines()[0])}"
+    error = "" if outcome.error is None else f"peak {outcome.error:+.3%}"
+    joined = "joined" if outcome.joined else "padded"
+    return f"{outcome.model_type:24} {outcome.way:6} yes  {outcome.attention:12} {joined}  {error}"
+
+
+def main() -> int:
+    """Runs the benchmark; returns 1 if something failed without a refusal in words."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="architectures; default: all")
+    parser.add_argument(
+        "--no-memory", action="store_true", help="do not measure, which takes half of the time"
+    )
+    args = parser.parse_args()
+    names = args.names or list(architectures())
+    warnings.simplefilter("ignore")
+    disable_progress_bar()
+    outcomes = [outcome for outcome in read_outcomes() if outcome.model_type not in names]
+    for outcome in walk(names, measure=not args.no_memory):
+        outcomes.append(outcome)
+        console().print(line(outcome), highlight=False, soft_wrap=True)
+        if outcome.way in ("build", "full"):
+            write(sorted(outcomes, key=lambda each: each.model_type))
+    return 1 if any(outcome.crashed for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What `target_modules: auto` means, per family."""
+
+import re
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from benchmarks.miniatures import miniature
+from sft_play.config.schema import LoraSettings
+from sft_play.errors import ConfigError
+from sft_play.model.load import attach_adapter
+from sft_play.model.targets import auto_targets
+
+QKVO = {f"self_attn.{name}_proj" for name in "qkvo"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+FUSED = {"experts.gate_up_proj", "experts.down_proj"}
+
+
+def short(names) -> set[str]:
+    """Names without the layer: "self_attn.q_proj"."""
+    return {re.sub(r".*layers\.\d+\.(mlp\.|block_sparse_moe\.|feed_forward\.)?", "", name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "experts"),
+    [
+        ("mixtral", QKVO, FUSED),
+        ("qwen3_moe", QKVO, FUSED),
+        ("gpt_oss", QKVO, FUSED),
+        ("granitemoe", QKVO, FUSED),
+        ("phimoe", QKVO, FUSED),  # its router is a linear layer that returns a tuple
+        ("olmoe", QKVO, FUSED),
+        ("llama4_text", QKVO | MLP | {f"shared_expert.{name}" for name in MLP}, FUSED),
+        ("llama", QKVO | MLP, set()),
+        ("mamba2", {"mixer.in_proj"}, set()),  # kernels read the weights of out_proj
+    ],
+)
+def test_auto_means_attention_and_experts_but_no_router(family, modules, experts):
+    with torch.device("meta"):
+        targets = auto_targets(AutoModelForCausalLM.from_config(miniature(family)))
+    assert short(targets.modules) == modules
+    assert short(targets.experts) == experts
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(7, 39)[None]).logits
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "llama4_text"])
+def test_an_adapter_on_experts_is_the_same_after_it_was_saved_and_after_it_was_merged(family, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(miniature(family))
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapted = attach_adapter(model, LoraSettings(r=4))
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert any(".experts." in name for name in trained)
+    assert not [name for name in trained if "router" in name or ".gate." in name]
+    before = logits(adapted)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    expected = logits(adapted)
+    assert (expected - before).abs().max() > 0.1
+    adapted.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_config(miniature(family))
+    again.load_state_dict(base)
+    loaded = PeftModel.from_pretrained(again, tmp_path)  # as any program would
+    torch.testing.assert_close(logits(loaded), expected)
+    torch.testing.assert_close(logits(loaded.merge_and_unload()), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("setting", [{"dropout": 0.1}, {"use_dora": True}])
+def test_what_does_not_work_on_fused_experts_is_refused(setting):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(miniature("mixtral"))
+    name = next(iter(setting))
+    with pytest.raises(ConfigError, match=f"tuning.lora.{name}=.* fused experts of MixtralForCausalLM"):
+        attach_adapter(model, LoraSettings(**setting))
