@@ -52,11 +52,12 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
         raise LaunchError(
             "the processes made different plans; are config, data and GPUs the same on every machine?"
         )
-    check_causal(trainer.model, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
-    check_head(trainer.model, accelerator.device)  # type: ignore[arg-type]
-    if plan.padding_free:
-        with accelerator.autocast():
-            check_isolation(trainer.model, plan, accelerator.device)  # type: ignore[arg-type]  # not wrapped yet
+    model: Any = trainer.model  # not wrapped yet
+    with accelerator.autocast():
+        check_causal(model, accelerator.device)
+        check_head(model, accelerator.device)
+        if plan.padding_free:
+            check_isolation(model, plan, accelerator.device)
     if announce:
         print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
 
