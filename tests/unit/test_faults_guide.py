@@ -47,3 +47,33 @@ def test_what_was_promised_was_kept():
     for fault in MEASURED["faults"]:
         hangs = any(word in fault["fault"] for word in ("sleep", "spin", "stop"))
         assert fault["seconds"] < (limit + 10 if hangs else 5), fault
+
+
+def names_of_tests() -> set[str]:
+    """The names of all tests, and of the programs in benchmarks/."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    return found | {f"benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
+
+
+def test_every_fault_and_every_bad_input_names_a_test_that_exists_or_says_why_not():
+    known, seen = names_of_tests(), []
+    rows = re.findall(r"^\| ([FB]\d+[^|]*) \| (.*) \|$", TEXT, re.MULTILINE)
+    for ids, rest in rows:
+        for part in ids.split(", "):
+            numbers = [int(number) for number in re.findall(r"\d+", part)]
+            seen += [f"{part[0]}{number}" for number in range(numbers[0], numbers[-1] + 1)]
+        named = re.findall(r"`(test_\w+|benchmarks/\w+\.py)`", rest)
+        assert named or "not tested" in rest, ids
+        assert set(named) <= known, set(named) - known
+    assert seen == [*(f"F{number}" for number in range(1, 34)), *(f"B{number}" for number in range(1, 65))]
+
+
+def test_what_is_compared_with_plain_trl_is_tested():
+    rows = TEXT.partition("## Beside TRL")[2].partition("\n## ")[0].splitlines()
+    compared = [row for row in rows if row.startswith("| ")][2:]
+    assert len(compared) == 21
+    for row in compared:
+        named = re.findall(r"`(test_\w+)`", row.rpartition("|")[0].rpartition("|")[2])
+        assert named or "make bench-faults" in row, row
+        assert set(named) <= names_of_tests(), row
