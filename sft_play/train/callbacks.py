@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class Reporter(TrainerCallback):
         self._first_step: int | None = None
         self._timed_tokens = self._timed_steps = 0
         self._progress = Progress(
-            TextColumn("  training"),
+            TextColumn("  {task.description:<10}"),
             BarColumn(32),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -97,7 +98,7 @@ class Reporter(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the progress bar at the current step."""
         self._window_start = self._began_at = state.global_step
-        self._task = self._progress.add_task("train", total=state.max_steps, completed=state.global_step)
+        self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step)
         if self.main and console().is_terminal:
             self._progress.start()
 
@@ -121,6 +122,17 @@ class Reporter(TrainerCallback):
         self._progress.update(self._task, completed=state.global_step)
         if state.global_step >= state.max_steps:
             control.should_log = True
+
+    def shown(self, begin: Callable[[str], None]) -> Callable[[str], None]:
+        """`begin`, which is told of each phase; the bar then shows whether it trains or evaluates."""
+
+        def begin_phase(phase: str) -> None:
+            begin(phase)
+            doing = "evaluating" if phase == "evaluation" else "training"
+            if doing != self._progress.tasks[self._task].description:
+                self._progress.update(self._task, description=doing)
+
+        return begin_phase
 
     def numbers(self, step: int) -> dict[str, float | None]:
         """Speed since the last record, and the share of time spent waiting for data; None if unknown."""
