@@ -218,7 +218,10 @@ def compare(job: Job) -> dict[str, Any] | None:
         from sft_play.train.board import show_answers
 
         steps = read_json(job.run.summary).get("optimizer_steps") or 0
-        show_answers(job.run, steps, comparison["samples"], comparison)
+        try:
+            show_answers(job.run, steps, comparison["samples"], comparison)
+        except OSError as error:
+            console().print(f"[yellow]the sample answers are not in TensorBoard: {error.strerror}[/]")
     return comparison
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerControl, TrainerState
-from transformers.integrations import TensorBoardCallback, integration_utils
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations import MLflowCallback, TensorBoardCallback, integration_utils
 
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
@@ -23,6 +23,7 @@ NOT_SHOWN = {
     "total_flos",
 }
 EVAL = "eval_"
+OWN = ("tensorboard", "mlflow")  # trackers with a callback of ours; the others have the library's
 
 
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +45,28 @@ def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
 def use_groups() -> None:
     """Gives the library's trackers our groups; its own are "eval", and "train" for all the rest."""
     integration_utils.rewrite_logs = grouped
+
+
+def own_callbacks(job: "Job") -> list[TrainerCallback]:
+    """Callbacks of the trackers that a run reports to, as far as they are ours."""
+    makers = {"tensorboard": lambda: Board(job), "mlflow": GroupedMLflow}
+    return [makers[name]() for name in job.config.train.report_to if name in OWN]
+
+
+class GroupedMLflow(MLflowCallback):
+    """The library's callback, with the names that the other trackers have."""
+
+    def on_log(  # type: ignore[override]
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Logs a record."""
+        super().on_log(args, state, control, grouped(logs), model, **kwargs)
 
 
 class Board(TensorBoardCallback):

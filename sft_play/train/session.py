@@ -23,7 +23,7 @@ from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.runlog import console
 from sft_play.train.arguments import sft_config
-from sft_play.train.board import Board, use_groups
+from sft_play.train.board import own_callbacks, use_groups
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Reporter
 from sft_play.train.checkpoints import is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
@@ -391,8 +391,7 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
         callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
-    if "tensorboard" in job.config.train.report_to:
-        callbacks.append(Board(job))
+    callbacks += own_callbacks(job)
     patience = job.config.train.early_stopping_patience
     if patience:
         callbacks.append(EarlyStopping(patience))

@@ -98,6 +98,15 @@ def test_answers_and_their_scores_are_shown(job):
     assert len(board.Scalars("train/loss")) == 6
 
 
+def test_mlflow_has_the_same_groups(tiny_model, tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="needs mlflow (pip install mlflow)")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    train(make_job(tiny_model, tmp_path, "mlflow", **{**SETTINGS, "max_steps": 2, "report_to": ["mlflow"]}))
+    found = {"/".join(path.parts[-2:]) for path in tmp_path.glob("mlruns/*/*/metrics/*/*")}
+    assert {"train/loss", "eval/loss", "speed/tokens_per_second", "memory/peak_gib"} <= found
+
+
 @pytest.mark.parametrize(
     ("logs", "shown"),
     [
