@@ -315,6 +315,10 @@ bench-sizing-gpu: $(READY) ## The same on a GPU, with planned runs; nine minutes
 bench-evidence: $(READY) ## The same with steps that others ran on GPUs
 	$(PY) -m benchmarks.evidence $(WORDS)
 
+.PHONY: bench-prepare
+bench-prepare: $(READY) ## Memory of preparing data; ARGS=speed for its speed
+	$(PY) -m benchmarks.prepare $(WORDS)
+
 .PHONY: bench-planner
 bench-planner: $(READY) ## Compare the planner's choice with every other plan
 	$(PY) -m benchmarks.planner $(WORDS)

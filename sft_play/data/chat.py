@@ -195,8 +195,17 @@ def _start_of_answer(chat: Chat, conversation: Conversation, turn: int, text: st
 
 
 def _check_shown(conversation: Conversation, turn: int, text: str) -> None:
-    """Checks that the text contains the answer: multimodal templates may silently drop string content."""
+    """Checks that the text contains the answer: templates may silently drop string content or tool calls."""
     answer = conversation.messages[turn]["content"]
+    calls = conversation.messages[turn].get("tool_calls", ())
+    dropped = [call["function"]["name"] for call in calls if call["function"]["name"] not in text]
+    if dropped:
+        raise DataError(
+            f"{conversation.source}: the chat template does not render the tool calls of messages[{turn}] "
+            f"({dropped[0]!r}); it renders {text[-60:]!r}.\n"
+            "Use a template that does (data.chat_template=plain), or do not learn them: "
+            "data.learn_tool_calls=false"
+        )
     words = WORD.findall(answer[-200:])
     if words and words[-1] not in text:
         raise DataError(
@@ -250,7 +259,8 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
     except RENDER_ERRORS as error:
         raise cannot_render(conversation, messages, error) from None
     spans = [(start, end) for start, end in rendered[1][0] if end > start]
-    _check_shown(conversation, turns[-1], text)
+    for turn in turns:
+        _check_shown(conversation, turn, text)
     for first, last in _runs_without_loss(messages, turns):
         begin, end_of_run = (_end_before(chat, conversation, turn, text) for turn in (first, last + 1))
         spans = [(start, end) for start, end in spans if not begin <= start < end_of_run]

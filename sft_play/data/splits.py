@@ -24,6 +24,7 @@ SPLITS = ("train", "val", "test")
 MIN_ROWS_TO_SPLIT = 10
 DUPLICATE = "duplicate"
 HISTOGRAM_BINS = 30
+BATCH_TOKENS = 1 << 20
 
 PART_SCHEMA = pa.schema([*store.ROWS, pa.field("owner", pa.int64()), pa.field("truncated", pa.bool_())])
 TEXTS = pa.schema({"value": pa.large_string()})
@@ -192,6 +193,23 @@ def _batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
     return joined_blocks(batches, chosen.part.block) if chosen.part.block else batches
 
 
+def _larger(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of at least BATCH_TOKENS tokens, without empty ones.
+
+    Opening a file maps the head of each batch, and the kernel some of the pages around it.
+    """
+    held, tokens = [], 0
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+            tokens += int(batch["length"].to_numpy().sum())
+        if tokens >= BATCH_TOKENS:
+            yield pa.concat_batches(held)
+            held, tokens = [], 0
+    if held:
+        yield pa.concat_batches(held)
+
+
 def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id: int | None) -> list[_Tally]:
     """Copies the rows of the chosen conversations into the files of the split, part after part."""
     tallies = []
@@ -199,10 +217,9 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, store.ROWS) as writer:
         for one in chosen:
             tally = _Tally()
-            for batch in _batches(one):
-                if batch.num_rows:
-                    writer.write_batch(batch.select(store.ROWS.names))
-                    tally.add(batch, unknown_id)
+            for batch in _larger(_batches(one)):
+                writer.write_batch(batch.select(store.ROWS.names))
+                tally.add(batch, unknown_id)
             tallies.append(tally)
     if not any(tally.counts["rows"] for tally in tallies):
         file.unlink()

@@ -118,6 +118,17 @@ def test_tool_calls_are_learned_or_not_as_the_setting_says(make_tokenizer):
     assert learned(tokenizer, conversation, learn_tool_calls=False) == ["a<|im_end|>"]
 
 
+def test_a_template_that_drops_tool_calls_is_refused_unless_they_are_not_learned(make_tokenizer):
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    conversation = Conversation((USER, call, {"role": "tool", "content": "2"}, ASSISTANT), source="f:1")
+    for template in (CHATML, MARKED):
+        tokenizer = make_tokenizer(template)
+        said = r"f:1: the chat template does not render the tool calls of messages\[1\] \('add'\)"
+        with pytest.raises(DataError, match=said):
+            learned(tokenizer, conversation)
+        assert learned(tokenizer, conversation, learn_tool_calls=False) == ["a<|im_end|>"]
+
+
 def test_list_content_may_say_value_and_hold_reasoning_and_calls():
     content = [
         {"type": "reasoning", "value": "hm"},
