@@ -123,7 +123,7 @@ class Reporter(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True
 
-    def shown(self, begin: Callable[[str], None]) -> Callable[[str], None]:
+    def showing_phases(self, begin: Callable[[str], None]) -> Callable[[str], None]:
         """`begin`, which is told of each phase; the bar then shows whether it trains or evaluates."""
 
         def begin_phase(phase: str) -> None:

@@ -91,7 +91,7 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
         trainer.args.eval_on_start = False
         trainer.add_callback(BestOfThisRun(checkpoint))
     trainer.redo = Redo(trainer, session.job, session.reporter.meter)
-    trainer.begin_phase = session.reporter.shown(trainer.redo.begin_phase)
+    trainer.begin_phase = session.reporter.showing_phases(trainer.redo.begin_phase)
     stop = StopOnSignal(session.job.plan.world_size, trainer.args.device, trainer.redo)
     trainer.add_callback(stop)
     trainer.space = SpaceForSaves(session)
