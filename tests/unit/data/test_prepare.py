@@ -3,7 +3,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -379,11 +378,13 @@ def test_a_row_of_megabytes_is_dropped_without_taking_the_others_along(run):
         {"question": "What?", "answer": "friend " * 2_000_000},
         {"text": "x", "question": "y" * 10**7, "answer": "z"},
     ]
-    started = time.monotonic()
+    started = sum(os.times()[:4])
     stats = run(huge, max_seq_len=150, val_fraction=0.0).stats["train"]
     assert (stats["rows"], stats["dropped"]) == (40, {"longer than 150 tokens": 2})
     cut = run(huge, max_seq_len=150, val_fraction=0.0, overlong="truncate")
-    assert time.monotonic() - started < 10  # to tokenize them whole takes minutes
+    assert (
+        sum(os.times()[:4]) - started < 20
+    )  # of CPU time, workers too; to tokenize them whole takes minutes
     assert cut.train[40]["length"] == 150
     short = run(
         [*rows(40), {"question": "What?", "answer": "friend " * 200}],
