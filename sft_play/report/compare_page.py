@@ -53,7 +53,7 @@ def facts(run: RunRecord) -> Facts:
         ]
     return [
         *found,
-        ("peak memory, predicted", _form(summary.get("predicted_peak_bytes"), format_bytes)),
+        ("peak memory, predicted", _form(run.predicted_peak_bytes, format_bytes)),
         ("peak memory, measured", _form(summary.get("measured_peak_bytes"), format_bytes)),
         ("tokens/s", _form(summary.get("tokens_per_second"), "{:,.0f}".format)),
         ("step, predicted", _form(summary.get("predicted_step_seconds"), format_duration)),

@@ -97,7 +97,7 @@ def _drawn(
     size = max(count for _, count in shown)
     notes = [f"each point is the mean of {size} records"] if size > 1 else []
     if ends:
-        notes += [f"{legend[line.colour].name.lower()} at the end: {line.values[-1]:.4f}" for line in kept]
+        notes += [f"last {legend[line.colour].name.lower()}: {line.values[-1]:.4f}" for line in kept]
     svg = curves(
         f"{curve.title} over optimizer steps",
         [line for line, _ in shown],

@@ -41,6 +41,12 @@ class RunRecord:
         """The choices of the plan; empty without a plan."""
         return _tree(self.plan.get("plan"))
 
+    @property
+    def predicted_peak_bytes(self) -> Any:
+        """The memory that the run was to need at most, from its end or else from its plan."""
+        planned = _tree(self.plan.get("memory")).get("peak_bytes")
+        return self.summary.get("predicted_peak_bytes") or planned
+
     def scores(self, when: str) -> Tree:
         """The scores "before" or "after" training, with their perplexity; empty if there are none."""
         found = _tree(_tree(self.summary.get("eval")).get(when))

@@ -20,7 +20,15 @@ from sft_play.report.tables import (
 )
 from sft_play.units import format_bytes, format_duration
 
-PATHS = {"model.name", "data.train_path", "data.val_path", "data.test_path", "output.dir", "train.resume"}
+PATHS = {
+    "model.name",
+    "data.train_path",
+    "data.val_path",
+    "data.test_path",
+    "data.chat_template",
+    "output.dir",
+    "train.resume",
+}
 NOT_RECORDED = "Nothing was recorded."
 # Setting -> the entry of the plan that was made from it.
 CHOICES = {
@@ -104,7 +112,7 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     known = [f"{loss:.3f}" for loss in losses if isinstance(loss, float)]
     tiles = [
         ("held-out loss", " → ".join(known)),
-        ("peak memory, predicted", _of(summary.get("predicted_peak_bytes"), format_bytes)),
+        ("peak memory, predicted", _of(run.predicted_peak_bytes, format_bytes)),
         ("peak memory, measured", _of(summary.get("measured_peak_bytes"), format_bytes)),
         ("speed", _of(summary.get("tokens_per_second"), lambda value: f"{value:,.0f} tokens/s")),
         ("training time", _of(summary.get("training_seconds"), format_duration)),

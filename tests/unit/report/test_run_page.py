@@ -47,7 +47,7 @@ def test_a_finished_run_fills_every_section(page):
         ("chosen", ["micro-batch 4: the fastest that fits", "2 x 4 yes one process 512.00 MiB yes 75% of the plan's"]),
         ("memory", ["backward 1.00 GiB 1.01 GiB +1.0 % 50.0%", "activations 0 B 600.00 MiB"]),
         ("memory", ["The budget of a process is 2.00 GiB.", "weights", "measured by the probe"]),
-        ("training", ["Training loss at the end: 1.0000; held-out loss at the end: 2.0000", "Learning rate"]),
+        ("training", ["Last training loss: 1.0000; last held-out loss: 2.0000", "Learning rate"]),
         ("training", ["Gradient norm", "Tokens per second", "optimizer step", "nats per token"]),
         ("speed", ["predicted 500 ms, measured 600 ms (prediction 17 % too low)", "Seconds per step"]),
         ("data", ["train 100 5,000 50.0% 3 2 40 90 400", "2 rows dropped: empty", "few rows", "abc123"]),
@@ -102,6 +102,7 @@ def test_every_plot_has_a_name_and_its_colours_follow_the_theme(page):
 def test_a_run_that_failed_half_way_shows_what_there_is(tmp_path):
     page = page_of(train(begin(tmp_path / "half"), steps=7))
     assert "Not finished" in page and "7 of 20 steps recorded" in page
+    assert re.search(r"<dt>peak memory, predicted</dt><dd>1.00 GiB", page)
     assert "Nothing was recorded" in section(page, "scores")
     assert "Nothing was measured by phase" in section(page, "memory")
     assert "predicted 500 ms, measured n/a" in section(page, "speed")
@@ -159,7 +160,7 @@ def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
         file.write(
             '[1]\n{"step": "x"}\n{"train/loss": 1}\n{"step": 21, "train/loss": NaN}\n{"step": 22, "tra'
         )
-    assert "Training loss at the end: 1.0000" in page_of(run)
+    assert "Last training loss: 1.0000" in page_of(run)
 
 
 def test_half_a_character_in_an_answer_is_no_obstacle(tmp_path):

@@ -38,7 +38,11 @@ def make_settings(name: str, **train: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"name": "/home/ann/models/base"},
-            "data": {"train_path": "/home/ann/rows.jsonl", "val_path": "/home/ann/val.jsonl"},
+            "data": {
+                "train_path": "/home/ann/rows.jsonl",
+                "val_path": "/home/ann/val.jsonl",
+                "chat_template": "/home/ann/chat.jinja",
+            },
             "train": {"max_steps": STEPS, "learning_rate": 1e-3, **train},
             "output": {"name": name},
         }
