@@ -15,7 +15,7 @@ from sft_play.builtin.demo import materialise
 from sft_play.commands.card import write_card
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFitError, OutOfMemory
+from sft_play.errors import ConfigError, DoesNotFitError, Interrupted, OutOfMemory
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.environment import PLAN_VARIABLE, RankEnvironment
@@ -56,7 +56,12 @@ def train_command(
     overrides = [*overrides, *as_overrides(engine, resume)]
     load_config(path, overrides)  # reports mistakes before waiting for other machines
     with connected_machines(nodes) as link, opened_job(path, overrides, processes, nodes) as job:
-        summary = train_job(job, [path, *overrides], link)
+        try:
+            summary = train_job(job, [path, *overrides], link)
+        except Interrupted:
+            if not nodes.rank:
+                final_places(job)  # the report; it may be a while until the run goes on
+            raise
         if nodes.rank:
             console().print("trained; the results are on machine 0")
             return 0

@@ -38,7 +38,7 @@ def facts(run: RunRecord) -> Facts:
     summary, plan = run.summary, run.chosen
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
     found: Facts = [
-        ("status", str(summary.get("status", "not finished"))),
+        ("status", str(summary.get("status", "unfinished"))),
         ("steps", f"{run.last_step:,}"),
         ("effective batch", _form(plan.get("effective_batch_size"), "{:,}".format)),
         ("micro-batch x accumulation x processes", MISSING if None in batch else " x ".join(map(str, batch))),
@@ -117,7 +117,7 @@ def compare_table(runs: Sequence[RunRecord]) -> ConsoleTable:
         "loss, after": "\nafter",
         "peak memory, measured": "peak\nmemory",
         "tokens/s": "tokens/s",
-        "step, measured": "s/step",
+        "step, measured": "step",
     }
     table.add_column("run", overflow="fold")
     table.add_column("status", overflow="fold")

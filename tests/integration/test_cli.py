@@ -168,6 +168,7 @@ def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
     process = start("train", "--config", config, *long)
     signal_at_step(run, 4, process.pid, signal.SIGTERM)
     assert_interrupted(finish(process), run, 4)
+    assert "Interrupted with a checkpoint saved" in run.report.read_text()
     threading.Thread(target=signal_at_step, args=(run, 12, os.getpid(), signal.SIGINT), daemon=True).start()
     assert_interrupted(sft("train", "--config", config, *long, "--resume"), run, 12)
     done = sft("train", "--config", config, *long, "--resume")

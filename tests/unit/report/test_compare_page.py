@@ -42,7 +42,7 @@ def test_a_half_done_run_is_compared_by_what_it_has(tmp_path):
     finished(tmp_path / "one")
     train(begin(tmp_path / "half", learning_rate=2e-3), steps=7)
     page = compared(tmp_path, "one", "half")
-    assert "status done not finished" in section(page, "numbers") and "steps 20 7" in section(page, "numbers")
+    assert "status done unfinished" in section(page, "numbers") and "steps 20 7" in section(page, "numbers")
     assert "train.learning_rate 0.001 0.002" in section(page, "settings")
 
 
