@@ -9,6 +9,7 @@ from sft_play.config.schema import TrainConfig
 from sft_play.data.packing import pack
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
+from sft_play.units import counted
 
 DEFAULT_EFFECTIVE_ROWS = 16
 MOST_ROWS_SEEN = 50_000_000  # in a run; each time that a row is seen takes 70 bytes while planning
@@ -126,7 +127,8 @@ def _split_by_hand(
             allowed = ", ".join(str(divisor * size) for divisor in divisors(per_process))
             raise ConfigError(
                 f"train.{key}={getattr(train, key)} does not divide {per_process * unit}, the share of each "
-                f"of {world_size} process(es) in effective_batch_size={effective * unit}; allowed: {allowed}"
+                f"of {counted(world_size, 'process')} in effective_batch_size={effective * unit}; allowed: "
+                f"{allowed}"
             )
     return BatchSplit(effective, accumulation or per_process // (micro or 1), world_size)
 

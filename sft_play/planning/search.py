@@ -294,6 +294,9 @@ def _alternative_rows(
             continue
         assert plan.memory
         time = clock(config, plan) if clock else None
+        speed = base / time if base and time else None
+        if speed and _recomputes(plan, chosen):  # a measured time beside a predicted one may say otherwise
+            speed = min(speed, 1.0)
         row = {
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -302,7 +305,7 @@ def _alternative_rows(
             "peak_bytes": plan.memory.peak_bytes,
             "process_bytes": plan.memory.process_bytes,
             "fits": fits(plan.memory),
-            "relative_speed": base / time if base and time else None,
+            "relative_speed": speed,
         }
         kinds.setdefault(_kind(plan), []).append(row)
     rows: list[dict[str, Any]] = []

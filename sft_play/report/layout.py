@@ -46,6 +46,14 @@ def columns(*names: str) -> Table:
     return table
 
 
+def apart(*parts: RenderableType) -> RenderableType:
+    """The parts with a blank line between them."""
+    spaced: list[RenderableType] = []
+    for part in parts:
+        spaced += ["", part] if spaced else [part]
+    return Group(*spaced)
+
+
 def bullets(sentences: Iterable[str]) -> RenderableType:
     """A list of sentences with a hanging indent."""
     return Group(*(Words(f"  - {sentence}", hang=2) for sentence in sentences))

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.report.layout import Bar, bullets, columns
+from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration
 
@@ -174,7 +173,7 @@ def _time(plan: Mapping[str, Any]) -> str:
         return ""
     tokens = f", {speed:,.0f} tokens/s" if speed else ""
     total = format_duration(seconds * plan["total_steps"])
-    return f"; predicted {format_duration(seconds)} per step{tokens}, {total} in all"
+    return f"; predicted: {format_duration(seconds)} each, {total}{tokens}"
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
@@ -190,7 +189,7 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
         parts.append(memory_tables(memory))
     if scaling:
         parts.append(scaling_table(scaling))
-    return Group(parts[0], *(Padding(part, (1, 0, 0, 0)) for part in parts[1:]))
+    return apart(*parts)
 
 
 def cards_report(tree: Mapping[str, Any]) -> RenderableType:

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.report.layout import columns
+from sft_play.report.layout import apart, columns
 from sft_play.screen import Words
 from sft_play.units import format_bytes
 
@@ -55,4 +54,4 @@ def profile_report(tree: Mapping[str, Any]) -> RenderableType:
     threads = f", {tree['threads']} threads" if tree["threads"] else ""
     title = Text.assemble(("device profile  ", "bold"), f"{tree['device']}{threads}: {tree['source']}")
     tables = [product_table(tree["products"]), *curve_tables(tree), single]
-    return Group(Words(title), *(Padding(table, (1, 0, 0, 0)) for table in tables))
+    return apart(Words(title), *tables)

@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.report.layout import columns, ending
+from sft_play.report.layout import apart, columns, ending
 from sft_play.screen import Facts
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
@@ -213,10 +213,7 @@ def closing_screen(
     seconds = summary.get("training_seconds")
     title = Text(str(summary.get("status", MISSING)), style="bold")
     title += Text(f": trained for {format_duration(seconds)}" if seconds else "")
-    spaced: list[RenderableType] = []
-    for block in blocks:
-        spaced += [block, ""]
-    return Group(Rule(title, align="left"), *spaced, ending(places, next_commands))
+    return Group(Rule(title, align="left"), apart(*blocks, ending(places, next_commands)))
 
 
 COMPARED = {

@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_be
     job = again()
     flip_bit(job.run.checkpoints / "checkpoint-6" / name, 100)
     train(job)
-    said = capsys.readouterr().out.replace("\n", " ")
+    said = " ".join(capsys.readouterr().out.split())
     assert f"checkpoint-6 is damaged: {name} has changed" in said and "resuming from" in said
     assert find_damage(job.run.checkpoints / "checkpoint-6") is None
     assert (job.run.checkpoints / "checkpoint-6.damaged").is_dir()
@@ -126,14 +126,14 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_warning(again, who
     shutil.rmtree(job.run.checkpoints / "checkpoint-6")
     (job.run.checkpoints / "checkpoint-4" / MANIFEST).unlink()
     train(job)
-    assert "checkpoint-4 has no manifest" in capsys.readouterr().out.replace("\n", " ")
+    assert "checkpoint-4 has no manifest" in " ".join(capsys.readouterr().out.split())
     assert_same_weights(job, whole)
 
 
 def test_a_run_resumed_at_an_earlier_step_sets_the_later_ones_aside(again, whole, capsys):
     job = again()
     train(replace(job, resolved=again(resume=str(job.run.checkpoints / "checkpoint-4")).resolved))
-    said = capsys.readouterr().out.replace("\n", " ")
+    said = " ".join(capsys.readouterr().out.split())
     assert "checkpoint-6.stale: set aside, since the run resumes from checkpoint-4" in said
     assert (job.run.checkpoints / "checkpoint-6.stale").is_dir()
     assert_same_weights(job, whole)
@@ -175,7 +175,7 @@ def test_a_damaged_best_checkpoint_is_not_published(again, whole, capsys, monkey
         shutil.copytree(job.run.checkpoints / "checkpoint-4", best)
     flip_bit(best / "adapter_model.safetensors", -5)
     train(job)
-    assert "is damaged: adapter_model.safetensors has changed" in capsys.readouterr().out.replace("\n", " ")
+    assert "is damaged: adapter_model.safetensors has changed" in " ".join(capsys.readouterr().out.split())
     assert read_json(job.run.summary)["best_checkpoint"] is None
     last = load_file(job.run.checkpoints / "checkpoint-6" / "adapter_model.safetensors")
     assert all(torch.equal(tensor, last[name]) for name, tensor in weights(job).items())

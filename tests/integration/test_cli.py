@@ -172,7 +172,7 @@ def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
     threading.Thread(target=signal_at_step, args=(run, 12, os.getpid(), signal.SIGINT), daemon=True).start()
     assert_interrupted(sft("train", "--config", config, *long, "--resume"), run, 12)
     done = sft("train", "--config", config, *long, "--resume")
-    assert done.code == 0 and f"resuming from {run.checkpoints}/checkpoint-" in done.out.replace("\n", ""), (
+    assert done.code == 0 and f"resuming from {run.checkpoints}/checkpoint-" in " ".join(done.out.split()), (
         done.err
     )
     assert sft("train", "--config", config, *long, "output.name=whole").code == 0
@@ -237,7 +237,7 @@ def test_prepare_prints_what_was_counted(finished):
     assert (
         shown.code == 0 and "supervised" in shown.out and "<eos>+}" in shown.out
     )  # the end of a turn is learned
-    assert not untidy(shown.out)
+    assert not untidy(shown.out) and "next " in shown.out and "make train" in shown.out
 
 
 def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
@@ -249,7 +249,7 @@ def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
     assert tree["plan"]["world_size"] == 2 and tree["plan"]["effective_batch_size"] == 8
     assert snapshot(finished.run.path) == before
     shown = sft("plan", "--config", finished.config).out
-    assert len(shown.splitlines()) <= 44 and not untidy(shown)
+    assert len(shown.splitlines()) <= 46 and not untidy(shown)  # paths are long here
     assert "> 4 x 2" in shown and "tokens/s" in shown
 
 

@@ -113,6 +113,14 @@ def test_every_micro_batch_of_the_chosen_kind_is_listed():
     assert sorted(row["micro_batch_size"] for row in alike) == [1, 2, 4, 8, 16]
 
 
+def test_recomputing_is_never_shown_as_faster_than_the_same_plan_without():
+    """As a clock would have it that was corrected by a measurement of the chosen plan alone."""
+    plan = choose(
+        config(batch_size=4), memory_of(1000), lambda run, plan: 1.0 - plan.gradient_checkpointing / 2
+    )
+    assert [row["relative_speed"] for row in plan.alternatives if row["gradient_checkpointing"]] == [1.0]
+
+
 def test_checkpointing_is_taken_where_the_larger_micro_batch_is_worth_its_compute():
     plan = choose(config(), memory_of(20), clock(5.0))
     assert plan.gradient_checkpointing and plan.micro_batch_size == 8

@@ -1,0 +1,16 @@
+"""What a plan needs to know about the rows is counted right, wherever they lie."""
+
+from datasets import Dataset, concatenate_datasets
+
+from sft_play.planning.facts import _supervised
+from tests.conftest import token_rows
+
+
+def test_supervised_tokens_are_counted_row_by_row():
+    rows = token_rows(60)
+    learned = [sum(label != -100 for label in row["labels"]) for row in rows]
+    data = Dataset.from_list(rows)
+    assert _supervised(data).tolist() == learned
+    assert _supervised(data.select([5, 3, 40, 3])).tolist() == [learned[row] for row in (5, 3, 40, 3)]
+    both = concatenate_datasets([data, data.select(range(7, 50))])  # two chunks, one not from its start
+    assert _supervised(both).tolist() == learned + learned[7:50]
