@@ -8,6 +8,7 @@ from transformers.integrations import MLflowCallback, TensorBoardCallback, integ
 
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
+from sft_play.report.tables import METRICS
 from sft_play.runlog import RunDir
 from sft_play.units import format_bytes
 
@@ -168,7 +169,7 @@ def show_answers(
             writer.add_text(f"answers/{number}", "\n\n".join(parts), step)
         for when, at in (("before", 0), ("after", step)):
             for name, value in scores[when].items():
-                if isinstance(value, int | float):
+                if name in METRICS and value is not None:
                     writer.add_scalar(f"eval/{name}", value, at)
 
 

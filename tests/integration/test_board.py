@@ -89,11 +89,15 @@ def test_a_resumed_run_has_one_curve(job, tiny_model):
 
 def test_answers_and_their_scores_are_shown(job):
     sample = {"prompt": "# 1+1?", "reference": "2", "before": "```\n5", "after": "2"}
-    scores = {"before": {"exact_match": 0.0, "note": "x"}, "after": {"exact_match": 0.5, "chrf": None}}
+    scores = {
+        "before": {"exact_match": 0.0, "max_new_tokens": 40},
+        "after": {"exact_match": 0.5, "chrf": None},
+    }
     show_answers(job.run, 6, [sample], scores)
     board = board_of(job)
     ((step, text),) = texts(board)["answers/1"]
     assert step == 6 and "**prompt**\n\n    # 1+1?" in text and "    ```\n    5" in text
+    assert not {"eval/max_new_tokens", "eval/chrf"} & set(board.Tags()["scalars"])
     assert [(e.step, e.value) for e in board.Scalars("eval/exact_match")] == [(0, 0.0), (6, 0.5)]
     assert len(board.Scalars("train/loss")) == 6
 

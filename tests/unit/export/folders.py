@@ -56,11 +56,11 @@ CONFIGS = {
 SENTENCE_PIECE = {"llama", "mistral", "gemma2", "gemma3"}
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE that splits text as Qwen does."""
+def byte_tokenizer(pattern: str = PRETOKENIZE_REGEX) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that splits text by a pattern, by default as Qwen does."""
     tokenizer = byte_level_tokenizer(TEXTS, 330, 256)
     backend = tokenizer.backend_tokenizer
-    split = pre_tokenizers.Split(_regex(PRETOKENIZE_REGEX), behavior="isolated")
+    split = pre_tokenizers.Split(_regex(pattern), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})

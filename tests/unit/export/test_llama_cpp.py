@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.export import folders
@@ -15,6 +16,7 @@ from tests.unit.export import folders
 pytest.importorskip("gguf", reason="needs gguf (pip install gguf)")
 llama_cpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp (pip install xllamacpp)")
 from sft_play.export.gguf_file import Source, write  # noqa: E402
+from sft_play.export.vocabulary import SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +71,28 @@ def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
     assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert worst_difference(server, model) < (GELU_BY_TABLE if "gemma" in name else 1e-5)
+
+
+def splitting_tokenizers():
+    """A tokenizer for each name of rules that are exported."""
+    found = {name: folders.byte_tokenizer(pattern) for pattern, name in SPLITS.items()}
+    for name, digits in (("gpt-2", []), ("smollm", [pre_tokenizers.Digits(individual_digits=True)])):
+        found[name] = folders.byte_tokenizer()
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        both = pre_tokenizers.Sequence([*digits, byte_level]) if digits else byte_level
+        found[name].backend_tokenizer.pre_tokenizer = both
+    return found
+
+
+def test_llama_cpp_splits_text_by_the_same_rules(tmp_path):
+    folder = folders.make_folder("qwen2", tmp_path / "model")
+    config = AutoConfig.from_pretrained(folder)
+    for name, tokenizer in splitting_tokenizers().items():
+        write(tmp_path / f"{name}.gguf", Source(folder, config, tokenizer, name), "q8_0")
+        server = Server(tmp_path / f"{name}.gguf")
+        for text in [*TEXTS, "12 3456789 I'LL SAY iPhoneXS /path\r\n\r\n  x"]:
+            found = server.post("/tokenize", content=text, add_special=False, parse_special=True)["tokens"]
+            assert found == tokenizer(text, add_special_tokens=False)["input_ids"], (name, text)
 
 
 def worst_difference(server, model) -> float:
