@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,9 @@ def tokenizer_folder(data: Path) -> Path:
     return tiny_model([str(data)])
 
 
-def measure_memory(source: Path, factors: list[int], place: Path) -> list[dict[str, Any]]:
-    """Peak memory of preparing the rows, and of reading them back to plan a run."""
+def measure_memory(source: Path, factors: list[int], place: Path) -> Iterator[dict[str, Any]]:
+    """Peak memory of preparing the rows, and of reading them back to plan a run, for each factor."""
     model = tokenizer_folder(source)
-    found = []
     for factor in factors:
         with tempfile.TemporaryDirectory(dir=place) as name:
             folder = Path(name)
@@ -118,20 +118,14 @@ def measure_memory(source: Path, factors: list[int], place: Path) -> list[dict[s
             prepared = run(PREPARE, [config], folder)
             planned = run(FACTS, [config], folder)
             stats = prepared["printed"]
-            found.append(
-                {
-                    "factor": factor,
-                    "file_bytes": data.stat().st_size,
-                    "rows": stats["train"]["rows"] + stats["val"]["rows"],
-                    "tokens": stats["train"]["tokens"] + stats["val"]["tokens"],
-                    "prepare_peak_bytes": prepared["peak_bytes"],
-                    "facts_peak_bytes": planned["peak_bytes"],
-                    "seconds_on_a_busy_machine": stats["seconds"],
-                }
-            )
-        sys.stdout.write(describe(found[-1]) + "\n")
-        sys.stdout.flush()
-    return found
+            yield {
+                "factor": factor,
+                "file_bytes": data.stat().st_size,
+                "rows": stats["train"]["rows"] + stats["val"]["rows"],
+                "tokens": stats["train"]["tokens"] + stats["val"]["tokens"],
+                "prepare_peak_bytes": prepared["peak_bytes"],
+                "facts_peak_bytes": planned["peak_bytes"],
+            }
 
 
 def describe(one: dict[str, Any]) -> str:
@@ -187,12 +181,21 @@ def main() -> int:
             sys.stdout.write(f"{name:>12}: {statistics.median(times):.2f} s, {rate:,.0f} tokens/s\n")
         _write("prepare_speed.json", record | found)
         return 0
-    found_memory = measure_memory(source, factors, place)
-    first, last = found_memory[0], found_memory[-1]
-    growth = (last["prepare_peak_bytes"] - first["prepare_peak_bytes"]) / max(last["rows"] - first["rows"], 1)
-    sys.stdout.write(f"memory grows by {growth:.0f} bytes a row\n")
-    _write("prepare_memory.json", record | {"bytes_per_row": round(growth, 1), "measured": found_memory})
+    measured: list[dict[str, Any]] = []
+    for one in measure_memory(source, factors, place):
+        measured.append(one)
+        sys.stdout.write(describe(one) + "\n")
+        growth = bytes_per_row(measured)
+        _write("prepare_memory.json", record | {"bytes_per_row": round(growth, 1), "measured": measured})
+    sys.stdout.write(f"memory of preparing grows by {growth:.0f} bytes a row\n")
     return int(growth > BYTES_PER_ROW)
+
+
+def bytes_per_row(measured: list[dict[str, Any]]) -> float:
+    """By how much the peak of preparing grows, from the fewest to the most rows."""
+    first, last = measured[0], measured[-1]
+    more = last["prepare_peak_bytes"] - first["prepare_peak_bytes"]
+    return more / max(last["rows"] - first["rows"], 1)
 
 
 def _write(name: str, record: dict[str, Any]) -> None:

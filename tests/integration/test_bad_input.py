@@ -260,8 +260,11 @@ def test_a_wrong_row_is_named_by_file_line_and_key(refuses, tmp_path, rows, said
 def test_data_that_is_not_there_or_of_no_known_kind_is_named(refuses, tmp_path):
     refuses(["train", "data.train_path=none.jsonl"], 3, "data.train_path", "none.jsonl", "does not exist")
     refuses(["train", f"data.val_path={tmp_path}"], 3, "data.val_path", "has no data files", ".parquet")
-    (tmp_path / "rows.txt").write_text("w1")
-    refuses(["train", f"data.train_path={tmp_path / 'rows.txt'}"], 3, "rows.txt", ".jsonl")
+    for name, code, *said in (("rows.log", 3, ".jsonl"), ("rows.txt", 2, "is raw text", "data.task=cpt")):
+        (tmp_path / name).write_text("w1")
+        refuses(["train", f"data.train_path={tmp_path / name}"], code, name, *said)
+    sources = "data.sources=[{path: a.jsonl, weight: 0}]"
+    refuses(["train", "data.train_path=", sources], 2, "the weights add up to 0")
 
 
 @pytest.mark.parametrize("packing", ["false", "true"])
