@@ -279,7 +279,7 @@ docs: $(READY) ## Renew docs/config.md and configs/schema.json
 
 .PHONY: cookbook
 cookbook: $(READY) ## Renew docs/cookbook.md: what fits on which machine
-	$(PY) -m scripts.cookbook
+	$(PY) -m benchmarks.cookbook
 
 .PHONY: lock
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade

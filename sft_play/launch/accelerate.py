@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch.beats import forget as forget_beats
@@ -220,19 +220,10 @@ def run_launcher(
     ranks = range(nodes.rank * local, (nodes.rank + 1) * local)
     clear_rank_exits(run, ranks)
     forget_beats(run, ranks)
-    values = {**os.environ, **_unset(command.environment), **(environment or {})}
-    values |= {REPORTS_VARIABLE: str(reports_folder(run).absolute()), LAUNCHER_VARIABLE: str(os.getpid())}
     kills = oom_kills()
     log_path = run.path / ("launcher.log" if nodes.rank == 0 else f"launcher.node{nodes.rank}.log")
     with log_path.open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sft_play.machine.parent_death", *command.argv],
-            env=values,
-            stdin=subprocess.DEVNULL,
-            stdout=_console_stream(),
-            stderr=None if os.environ.get("SFT_PLAY_VERBOSE") == "1" else log,
-            start_new_session=True,  # only we receive Ctrl-C, and forward it once
-        )
+        process = _started(command, run, environment or {}, log)
         watch = Watch(process, command.script, ranks, run, link)
         with watch.forwarded_signals():
             status = watch.until_end(timeout_s)
@@ -254,6 +245,19 @@ def run_launcher(
     if link is None or is_cause_here:
         return result
     return _outcome_of_all_machines(result, link)
+
+
+def _started(command: Launch, run: RunDir, environment: Mapping[str, str], log: TextIO) -> subprocess.Popen:
+    values = {**os.environ, **_unset(command.environment), **environment}
+    values |= {REPORTS_VARIABLE: str(reports_folder(run).absolute()), LAUNCHER_VARIABLE: str(os.getpid())}
+    return subprocess.Popen(
+        [sys.executable, "-m", "sft_play.machine.parent_death", *command.argv],
+        env=values,
+        stdin=subprocess.DEVNULL,
+        stdout=_console_stream(),
+        stderr=None if os.environ.get("SFT_PLAY_VERBOSE") == "1" else log,
+        start_new_session=True,  # only we receive Ctrl-C, and forward it once
+    )
 
 
 def _outcome_of_all_machines(result: RankExit, link: Link) -> RankExit:

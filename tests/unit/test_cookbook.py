@@ -1,6 +1,6 @@
 """docs/cookbook.md says what the plans say now."""
 
-from scripts.cookbook import MACHINES, MODELS, PAGE, line, model_rows
+from benchmarks.cookbook import MACHINES, MODELS, PAGE, line, model_rows
 
 
 def test_the_page_is_what_is_planned_now():
