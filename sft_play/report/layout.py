@@ -3,23 +3,24 @@
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.config.inputs import training_paths
-from sft_play.config.load import ResolvedConfig
-from sft_play.config.schema import RunConfig
 from sft_play.screen import LEAST_NAMES, Command, Facts, Words
+
+if TYPE_CHECKING:
+    from sft_play.config.load import ResolvedConfig
+    from sft_play.config.schema import RunConfig
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 
-def header(command: str, resolved: ResolvedConfig, *lines: str) -> RenderableType:
+def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableType:
     """What a command is about to do, on which run.
 
     Args:
@@ -32,8 +33,10 @@ def header(command: str, resolved: ResolvedConfig, *lines: str) -> RenderableTyp
     return Group(Words(title), *(Words(Text(f"  {text}", style="dim")) for text in texts), "")
 
 
-def subject(config: RunConfig) -> str:
+def subject(config: "RunConfig") -> str:
     """What a run trains, on what, and where its results go."""
+    from sft_play.config.inputs import training_paths
+
     what = f"{METHODS[config.tuning.mode]} of {config.model.name} on {', '.join(training_paths(config.data))}"
     return f"{what}, results in {config.output.dir}/{config.output.name}"
 

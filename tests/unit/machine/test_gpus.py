@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -209,7 +210,8 @@ def test_what_a_driver_does_not_tell_is_not_available_rather_than_guessed():
     )
     assert set(unknown) == {None}
     text = printed(gpus.Machine(gpus=(gpu,), note="", host=gpus.detect_host()))
-    assert "n/a free of n/a" in text and "driver n/a" in text
+    (row,) = (line.split() for line in text.splitlines() if "NVIDIA Thing" in line)
+    assert row[3:] == ["n/a"] * 6 and "driver n/a" in text
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,13 @@ def test_without_a_driver_the_cpu_and_the_ram_are_shown_instead():
     text = printed(gpus.detect(Driver(init_error="NVML Shared Library Not Found")))
     assert "No GPU found" in text and "NVML Shared Library Not Found" in text
     assert re.search(r"RAM: [\d.]+ GiB free of [\d.]+ GiB", text) and "usable cores" in text
+
+
+def test_processes_stand_below_the_table_so_that_their_paths_stay_whole():
+    user = gpus.GpuProcess(pid=4, name="/usr/lib/xorg/a-program-with-a-long-name", used_bytes=None)
+    (gpu,) = gpus.what_if("H100", 1).gpus
+    text = printed(gpus.Machine(gpus=(replace(gpu, processes=(user,)),), note="", host=gpus.detect_host()))
+    assert "processes on GPU 0: 4 /usr/lib/xorg/a-program-with-a-long-name n/a" in text
 
 
 def test_everything_can_be_printed_as_json():
