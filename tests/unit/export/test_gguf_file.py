@@ -204,6 +204,25 @@ def test_rows_that_a_block_does_not_divide_are_kept_in_float16(tmp_path):
     assert counts["F16"] > 0 and counts["Q8_0"] == 2  # down_proj has rows of 96
 
 
+def test_of_a_multimodal_model_the_text_part_is_exported(tmp_path):
+    from transformers import Gemma3Config
+
+    sizes = dict(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )  # fmt: skip
+    text = folders.CONFIGS["gemma3"]()
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=sizes, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    source = Source(tmp_path, AutoConfig.from_pretrained(tmp_path), folders.piece_tokenizer(), "both")
+    write(tmp_path / "text.gguf", source, "f32")
+    weights, found = load_file(tmp_path / "model.safetensors"), tensors(tmp_path / "text.gguf")
+    prefix = "language_model."
+    names = {prefix + source_name(key, gemma=True): key for key in found}
+    assert sorted(names) == sorted(name for name in weights if name.startswith(prefix))
+    for name, key in names.items():
+        np.testing.assert_allclose(undone(found[key][0], key, text), weights[name], atol=1e-6)
+
+
 def test_a_weight_beyond_float16_is_named(tmp_path):
     folders.make_folder("qwen3", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
