@@ -261,6 +261,9 @@ def guide(outcomes: list[Outcome]) -> str:
         else:
             rows.append(f"| {name} | {' | '.join(_mark(ways[way]) for way in WAYS)} | {_notes(ways)} |")
     found = f"{len(rows)} train, {len(refused)} are refused in words, {len(unbuilt)} were not built"
+    missing = sorted(set(architectures()) - set(by_type))
+    if missing:
+        found += f"; not walked yet: {', '.join(missing)}"
     return GUIDE_TEXT.format(
         found=found, rows="\n".join(rows), refused="\n".join(refused), unbuilt="\n".join(unbuilt)
     )

@@ -27,6 +27,7 @@ from sft_play.sizing.corrections import (
     record_path,
 )
 from sft_play.sizing.estimator import estimator
+from sft_play.sizing.four_bit import require_packable
 from sft_play.sizing.step import StepSpec
 
 if TYPE_CHECKING:
@@ -97,12 +98,13 @@ def plan_run(
 def allowed_plans(
     config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, device: Device, processes: int
 ) -> tuple[list[Plan], list[str]]:
-    """Every plan that the config allows, before memory is estimated, and why rows are padded if they are.
+    """Every plan that the config allows, before memory is estimated, and notes, as on padded rows.
 
     Raises:
         ConfigError: settings contradict each other, the model or the device.
     """
     require_decoder(model_config)
+    packed = [require_packable(model_config)] if config.tuning.mode == "qlora" else []
     attention = choose_attention(config.model.attention, model_config, device.kind, device.compute_capability)
     padding_free, reason = joins_rows(config, model_config, attention)
     hidden_size = model_config.get_text_config().hidden_size
@@ -116,4 +118,4 @@ def allowed_plans(
         padding_free=padding_free,
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, padding_free),
     )
-    return [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts], reason
+    return [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts], [*packed, *reason]

@@ -16,6 +16,7 @@ from sft_play.plan import Plan
 from sft_play.runlog import console
 
 ISOLATION_TOKENS = 8
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 # Of the largest logit: rounding of 16-bit kernels is far below it, a leak far above.
 ISOLATION_TOLERANCE = 1e-2
 
@@ -77,13 +78,26 @@ def print_banner(accelerator: Any, plan: Plan, members: list[tuple[int, str]]) -
 
 
 def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
-    """The outputs of the model for each of the inputs, without dropout and gradients."""
+    """The outputs of the model for each of the inputs, without dropout and gradients.
+
+    Raises:
+        ConfigError: its code fails, as with experts that it does not have, or with layers in 4 bits.
+    """
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        outputs = [model(**each, use_cache=False) for each in inputs]
-    model.train(was_training)
-    return outputs
+    try:
+        with torch.no_grad():
+            return [model(**each, use_cache=False) for each in inputs]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, DEVICE_ERRORS) or "memory" in str(error):
+            raise
+        raise ConfigError(
+            f"model.name: {type(_base(model)).__name__} cannot compute its logits here: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\nset model.attention=eager or "
+            "another tuning.mode, or use a model of docs/models.md that trains"
+        ) from error
+    finally:
+        model.train(was_training)
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:

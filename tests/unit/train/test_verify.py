@@ -94,3 +94,24 @@ def test_what_was_started_must_be_what_was_planned(processes, started, plan, sai
     trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes, distributed_type=started))
     with pytest.raises(LaunchError, match=said):
         verify(trainer, plan)
+
+
+def test_a_model_whose_own_code_fails_is_refused_with_what_it_says():
+    model = build()
+    model.model.norm.register_forward_hook(lambda module, inputs, out: {}["router_logits"])
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM cannot compute its logits here: KeyError: 'router"
+    ):
+        check_causal(model, CPU)
+    assert model.training
+
+
+def test_memory_that_runs_out_is_no_refusal():
+    model = build()
+
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.model.norm.register_forward_hook(runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_causal(model, CPU)

@@ -1,0 +1,85 @@
+"""How much of a base model QLoRA really packs into 4 bits."""
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from sft_play.errors import ConfigError
+from sft_play.model.targets import expert_parameters
+from sft_play.sizing.fake import skip_weight_init
+from sft_play.units import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in NF4, with its share of double-quantized scales
+MOST_IN_EXPERTS = 0.1  # of the weights: more than this is not worth 4-bit layers around it
+
+CLAMPS_WEIGHTS = {"gemma3n_text"}
+COUNTED: dict[str, "FourBit"] = {}  # by config
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """Weights of a base model by how QLoRA keeps them; their sum is `weights`."""
+
+    model: str
+    weights: int
+    packed: int  # in linear layers
+    experts: int  # in fused experts, which stay in 16 bit
+
+    def bytes(self, packed: int) -> int:
+        """Size of the base with so many weights in 4 bits and the others in 16."""
+        return round(packed * PACKED_BYTES + 2 * (self.weights - packed))
+
+
+def four_bit(config: "PretrainedConfig") -> FourBit:
+    """Counts the weights of an architecture on the meta device; once, since a table has many plans of it."""
+    text = config.to_json_string(use_diff=False)
+    if text not in COUNTED:
+        COUNTED[text] = _counted(config)
+    return COUNTED[text]
+
+
+def _counted(config: "PretrainedConfig") -> FourBit:
+    with torch.device("meta"), skip_weight_init():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    head = model.get_output_embeddings()
+    linear = (torch.nn.Linear, Conv1D)
+    packed = [module for module in model.modules() if isinstance(module, linear) and module is not head]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return FourBit(
+        model=type(model).__name__,
+        weights=sum(sizes.values()),
+        packed=sum(module.weight.numel() for module in packed),
+        experts=sum(sizes[name] for name in expert_parameters(model)),
+    )
+
+
+def require_packable(config: "PretrainedConfig") -> str:
+    """A sentence on how much of the base is 4-bit.
+
+    Raises:
+        ConfigError: much of it would not be, since fused experts stay in 16 bit, or it does not work at all.
+    """
+    if config.get_text_config().model_type in CLAMPS_WEIGHTS:
+        raise ConfigError(
+            f"tuning.mode=qlora: {config.model_type} clamps weights while it trains, which 4-bit ones do not "
+            "allow; set tuning.mode=lora"
+        )
+    found = four_bit(config)
+    if found.experts > MOST_IN_EXPERTS * found.weights:
+        share, as_it_is = found.experts / found.weights, format_bytes(found.bytes(found.packed))
+        raise ConfigError(
+            f"tuning.mode=qlora: {share:.0%} of the weights of {found.model} are fused experts, which stay "
+            f"in 16 bit, so that the base would take {as_it_is} instead of {format_bytes(found.bytes(0))}; set "
+            "tuning.mode=lora, or use QLoRA with a model without experts"
+        )
+    return (
+        f"{found.packed / found.weights:.0%} of the weights of the base are 4-bit "
+        f"({format_bytes(found.bytes(found.packed))} in all, {format_bytes(found.bytes(0))} in 16 bit)"
+    )

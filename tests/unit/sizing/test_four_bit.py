@@ -1,0 +1,32 @@
+"""How much of a base is really 4-bit."""
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+from sft_play.errors import ConfigError
+from sft_play.sizing.four_bit import four_bit, require_packable
+
+SIZES = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=100,
+)  # fmt: skip
+
+
+def test_weights_are_counted_by_how_they_are_kept():
+    attention = 2 * 64 * 64 + 2 * 64 * 32
+    dense = four_bit(LlamaConfig(**SIZES))
+    assert dense.packed == 2 * (attention + 3 * 64 * 96) and dense.experts == 0
+    sparse = four_bit(MixtralConfig(**SIZES, num_local_experts=4))
+    assert sparse.packed == 2 * attention and sparse.experts == 2 * 4 * 3 * 64 * 96
+    assert dense.weights - dense.packed == 2 * 100 * 64 + 5 * 64  # embedding, head, norms
+
+
+def test_the_plan_says_how_much_of_the_base_is_4_bit():
+    assert require_packable(LlamaConfig(**SIZES)).startswith("82% of the weights of the base are 4-bit")
+
+
+def test_qlora_of_fused_experts_is_refused_with_the_numbers():
+    with pytest.raises(
+        ConfigError, match=r"79% of the weights of MixtralForCausalLM are fused .*tuning.mode=lora"
+    ):
+        require_packable(MixtralConfig(**SIZES, num_local_experts=4))
