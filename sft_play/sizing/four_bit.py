@@ -76,8 +76,8 @@ def require_packable(config: "PretrainedConfig") -> str:
         share, as_it_is = found.experts / found.weights, format_bytes(found.bytes(found.packed))
         raise ConfigError(
             f"tuning.mode=qlora: {share:.0%} of the weights of {found.model} are fused experts, which stay "
-            f"in 16 bit, so that the base would take {as_it_is} instead of {format_bytes(found.bytes(0))}; set "
-            "tuning.mode=lora, or use QLoRA with a model without experts"
+            f"in 16 bit, so that the base would take {as_it_is} instead of {format_bytes(found.bytes(0))}; "
+            "set tuning.mode=lora, or use QLoRA with a model without experts"
         )
     return (
         f"{found.packed / found.weights:.0%} of the weights of the base are 4-bit "
