@@ -153,7 +153,7 @@ def test_the_fullest_gpu_decides():
                 r"allowed: up to 24, or auto"
             ),
         ),
-        (CPU, 2, 13, r"each of 2 process\(es\) 12.00 GiB"),
+        (CPU, 2, 13, r"each of 2 processes 12.00 GiB"),
     ],
 )
 def test_more_than_there_is_cannot_be_asked_for(machine, processes, asked, message):
