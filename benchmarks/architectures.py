@@ -59,11 +59,12 @@ GUIDE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 GUIDE_TEXT = """# Which models train
 
 All causal language models that `transformers` knows, built small with random weights, then planned, loaded
-and trained for two steps on a CPU by `make bench-models`, which writes this page. {found}.
+and trained for two steps on a CPU by `make bench-models`, which writes this page: {found}.
 
-LoRA, QLoRA and full fine-tuning: the error of the predicted peak memory against the measured one. Such
-small models have peaks of a few megabytes, so that a few kilobytes are a large share. "No forecast": the step
-cannot be traced, and its memory is only measured. Packed: whether `train.packing=true` works.
+"Yes" means that it trained. A percentage besides is the error of the predicted peak memory against the
+measured one, if that was measured (not with `ARGS=--no-memory`). Such small models have peaks of a few
+megabytes, so that a few kilobytes are a large share. "No forecast": the step cannot be traced. Packed:
+whether `train.packing=true` works.
 
 | `model_type` | LoRA | packed | QLoRA | full | notes |
 |---|---|---|---|---|---|
@@ -280,7 +281,7 @@ def _mark(outcome: Outcome) -> str:
         return "yes"
     if outcome.measured_bytes is None:
         return "yes"
-    return "yes, no forecast" if outcome.error is None else f"{outcome.error:+.2%}"
+    return "yes, no forecast" if outcome.error is None else f"yes, {outcome.error:+.2%}"
 
 
 def _notes(ways: dict[str, Outcome]) -> str:

@@ -8,7 +8,7 @@ SAMPLE = ("falcon", "gpt_oss", "phimoe", "bert")  # see docs/decisions.md, 2026-
 # Causal models that transformers cannot build from small numbers in their default config, as it says itself.
 UNBUILDABLE = {
     "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "gemma3n", "gemma4_assistant",
-    "gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text",
+    "gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer",
 }  # fmt: skip
 
 
