@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import TuningConfig
-from sft_play.model.load import attach_adapter, attention, freeze_all_but_text, keep_differentiable, nf4
+from sft_play.model.adapters import attach_adapter
+from sft_play.model.load import attention, freeze_all_but_text, keep_differentiable, nf4
 from sft_play.plan import Plan
 from sft_play.sizing.step import StepSpec
 

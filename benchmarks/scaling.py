@@ -49,7 +49,8 @@ def measure_rank(mode: str, steps: int | None) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from sft_play.config.schema import LoraSettings
-    from sft_play.model.load import attach_adapter, local_device
+    from sft_play.model.adapters import attach_adapter
+    from sft_play.model.load import local_device
     from sft_play.train.arguments import ddp_bucket_mib
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"

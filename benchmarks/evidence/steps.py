@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.evidence.runs import Head, Run
 from sft_play.config.schema import LoraSettings
-from sft_play.model import attention, load
+from sft_play.model import adapters, attention
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
 from sft_play.sizing.step import StepSpec
@@ -74,7 +74,7 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
             stack.enter_context(patched(fake, "four_bit_tensors", _single_quantized))
         base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers)
         # PEFT's own treatment of autocast, as these runs had it
-        stack.enter_context(patched(load, "leave_types_to_autocast", lambda model: None))
+        stack.enter_context(patched(adapters, "leave_types_to_autocast", lambda model: None))
         model: Any = fake.attach(base, spec)
         layers: Any = fake.decoder_layers(base)[2]
         _prepare(model, layers, run)

@@ -1,5 +1,6 @@
-"""Adapters of finished runs, and what an adapter may be attached to."""
+"""Adapters: attached to a base model for training, or read from a finished run."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,15 +8,85 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.model.targets import Targets, auto_targets, kept_by_peft, text_prefix
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 SHOWN = 3  # names in a message
 # What PEFT and safetensors raise for a broken one.
 NOT_AN_ADAPTER = (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError)
+
+
+def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
+    """PEFT's config of the adapter.
+
+    Raises:
+        ConfigError: a setting does not work with fused experts.
+    """
+    from peft import LoraConfig
+
+    auto = lora.target_modules == "auto"
+    targets = auto_targets(model) if auto else Targets(tuple(lora.target_modules), ())
+    if targets.experts and (lora.dropout or lora.use_dora):
+        setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
+        raise ConfigError(
+            f"tuning.lora.{setting} does not work with the fused experts of {type(model).__name__}: leave it "
+            "out, or list the other layers in tuning.lora.target_modules"
+        )
+    prefix = text_prefix(model)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works too
+        lora_dropout=lora.dropout,
+        target_modules=list(targets.modules),
+        target_parameters=list(targets.experts) or None,
+        exclude_modules=f"(?!{re.escape(prefix)}\\.).*" if prefix and not auto else None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+    )
+    if targets.experts:
+        config.target_modules = kept_by_peft(config, model)
+    return config
+
+
+def attach_adapter(model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False) -> "PeftModel":
+    """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
+
+    Args:
+        model: the base model.
+        lora: the adapter's settings.
+        autocast: every forward pass will run under autocast.
+
+    Raises:
+        ConfigError: target_modules match nothing in this model, or an embedding or the output head; the
+            message says what would do.
+    """
+    from peft import get_peft_model
+
+    outer = [model.get_input_embeddings(), model.get_output_embeddings()]
+    try:
+        adapted = get_peft_model(model, lora_config(lora, model))
+    except ValueError as error:
+        linear = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if "Linear" in type(module).__name__
+            }
+        )
+        raise ConfigError(
+            f"tuning.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}\n"
+            f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
+        ) from error
+    require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
+    if autocast and not lora.use_dora:  # DoRA computes the norms of weights in the type of its input
+        leave_types_to_autocast(adapted)
+    return adapted  # type: ignore[return-value]
 
 
 def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:

@@ -1,6 +1,5 @@
 """Loads tokenizer and model for full fine-tuning, LoRA and QLoRA, for training and after it."""
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,27 +14,22 @@ from transformers import (
     PretrainedConfig,
 )
 
-from sft_play.config.schema import LoraSettings, ModelConfig, RunConfig
+from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.hub import is_network_error, limit_network
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention
-from sft_play.model.adapters import (
-    leave_types_to_autocast,
-    load_adapter,
-    require_fitting,
-    require_inner_layers,
-)
+from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
-from sft_play.model.targets import Targets, auto_targets, kept_by_peft, text_prefix
+from sft_play.model.targets import text_prefix
 from sft_play.plan import Plan
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -150,74 +144,6 @@ def freeze_all_but_text(model: "PreTrainedModel") -> None:
     if prefix:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith((f"{prefix}.", "lm_head.")))
-
-
-def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
-    """PEFT's config of the adapter.
-
-    Raises:
-        ConfigError: a setting does not work with fused experts.
-    """
-    from peft import LoraConfig
-
-    auto = lora.target_modules == "auto"
-    targets = auto_targets(model) if auto else Targets(tuple(lora.target_modules), ())
-    if targets.experts and (lora.dropout or lora.use_dora):
-        setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
-        raise ConfigError(
-            f"tuning.lora.{setting} does not work with the fused experts of {type(model).__name__}: leave it "
-            "out, or list the other layers in tuning.lora.target_modules"
-        )
-    prefix = text_prefix(model)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works too
-        lora_dropout=lora.dropout,
-        target_modules=list(targets.modules),
-        target_parameters=list(targets.experts) or None,
-        exclude_modules=f"(?!{re.escape(prefix)}\\.).*" if prefix and not auto else None,
-        use_rslora=lora.use_rslora,
-        use_dora=lora.use_dora,
-    )
-    if targets.experts:
-        config.target_modules = kept_by_peft(config, model)
-    return config
-
-
-def attach_adapter(model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False) -> "PeftModel":
-    """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
-
-    Args:
-        model: the base model.
-        lora: the adapter's settings.
-        autocast: every forward pass will run under autocast.
-
-    Raises:
-        ConfigError: target_modules match nothing in this model, or an embedding or the output head; the
-            message says what would do.
-    """
-    from peft import get_peft_model
-
-    outer = [model.get_input_embeddings(), model.get_output_embeddings()]
-    try:
-        adapted = get_peft_model(model, lora_config(lora, model))
-    except ValueError as error:
-        linear = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, module in model.named_modules()
-                if "Linear" in type(module).__name__
-            }
-        )
-        raise ConfigError(
-            f"tuning.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}\n"
-            f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
-        ) from error
-    require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
-    if autocast and not lora.use_dora:  # DoRA computes the norms of weights in the type of its input
-        leave_types_to_autocast(adapted)
-    return adapted  # type: ignore[return-value]
 
 
 def load_base(

@@ -325,7 +325,7 @@ def _with_calls(profile: DeviceProfile, clock: Stopwatch) -> DeviceProfile:
     """The profile with the time to call an operation: what remains of a tiny model's time, per call."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from sft_play.model.load import attach_adapter
+    from sft_play.model.adapters import attach_adapter
     from sft_play.sizing.step import StepSpec
     from sft_play.sizing.trace import make_batch
 

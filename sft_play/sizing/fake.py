@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from sft_play.model.adapters import attach_adapter
 from sft_play.model.attention_choice import calls_ours
-from sft_play.model.load import attach_adapter, attention, keep_differentiable, nf4
+from sft_play.model.load import attention, keep_differentiable, nf4
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import prepare
-from sft_play.model.load import attach_adapter, load_base, load_tokenizer
+from sft_play.model.adapters import attach_adapter
+from sft_play.model.load import load_base, load_tokenizer
 from sft_play.runlog import RunDir
 
 ROWS = 24

@@ -12,10 +12,10 @@ from transformers import (
 
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
+from sft_play.model.adapters import attach_adapter
 from sft_play.model.load import (
     _hub_arguments,
     _not_loadable,
-    attach_adapter,
     attention,
     freeze_all_but_text,
     keep_differentiable,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.miniatures import miniature
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
-from sft_play.model.load import attach_adapter
+from sft_play.model.adapters import attach_adapter
 from sft_play.model.targets import auto_targets
 
 QKVO = {f"self_attn.{name}_proj" for name in "qkvo"}

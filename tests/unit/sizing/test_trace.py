@@ -11,7 +11,8 @@ from benchmarks.cpu_meter import measure_step
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UntraceableModel
-from sft_play.model.load import attach_adapter, attention, load_base
+from sft_play.model.adapters import attach_adapter
+from sft_play.model.load import attention, load_base
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.sizing.traces import Traces
