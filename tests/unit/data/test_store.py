@@ -2,7 +2,7 @@
 
 from datasets import Dataset, concatenate_datasets
 
-from sft_play.planning.facts import _supervised
+from sft_play.data.store import count_supervised
 from tests.conftest import token_rows
 
 
@@ -10,7 +10,7 @@ def test_supervised_tokens_are_counted_row_by_row():
     rows = token_rows(60)
     learned = [sum(label != -100 for label in row["labels"]) for row in rows]
     data = Dataset.from_list(rows)
-    assert _supervised(data).tolist() == learned
-    assert _supervised(data.select([5, 3, 40, 3])).tolist() == [learned[row] for row in (5, 3, 40, 3)]
+    assert count_supervised(data).tolist() == learned
+    assert count_supervised(data.select([5, 3, 40, 3])).tolist() == [learned[row] for row in (5, 3, 40, 3)]
     both = concatenate_datasets([data, data.select(range(7, 50))])  # two chunks, one not from its start
-    assert _supervised(both).tolist() == learned + learned[7:50]
+    assert count_supervised(both).tolist() == learned + learned[7:50]
