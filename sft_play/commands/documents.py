@@ -94,7 +94,8 @@ def _docx_text(file: Path) -> str:
     lines = []
     for item in docx.Document(str(file)).iter_inner_content():
         if isinstance(item, Table):
-            lines += ["\t".join(cell.text for cell in row.cells) for row in item.rows]
+            for row in item.rows:
+                lines.append("\t".join(cell.text for cell in row.cells))
         else:
             lines.append(item.text)
     return "\n".join(lines)

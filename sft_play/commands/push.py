@@ -65,7 +65,7 @@ def push(
     folder = _verified_folder(config, run, part)
     if not (folder / CARD).exists():
         write_card(config, run, folder, merged=part == "merged")
-    files = [path for path in sorted(folder.iterdir()) if any(fnmatch(path.name, name) for name in PUBLISHED)]
+    files = sorted({path for name in PUBLISHED for path in folder.glob(name)})
     contents = {path.name: _content(path) for path in files}
     size = format_bytes(sum(path.stat().st_size for path in files))
     with quiet_libraries(run.log), spinner(f"uploading {size} to {repository}"):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,10 @@ def assign(
             count = max(round(len(own) * fraction), 1) if enough else 0
             home[own[start : start + count]] = split
             start += count
-    return {name: [home[part] == split for part in parts] for split, name in enumerate(names)}
+    masks = {}
+    for split, name in enumerate(names):
+        masks[name] = [home[part] == split for part in parts]
+    return masks
 
 
 def first_of_each(digests: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -244,9 +248,12 @@ def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[st
     for tally in tallies:
         counts.update(tally.counts)
     names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated")
-    lengths = np.concatenate([np.zeros(0, np.int32), *(part for tally in tallies for part in tally.lengths)])
+    lengths = np.concatenate(
+        [np.zeros(0, np.int32), *chain.from_iterable(tally.lengths for tally in tallies)]
+    )
+    conversations = sum(int(one.mask.sum()) for one in chosen)
     return {
-        "conversations": sum(int(one.mask.sum()) for one in chosen),
+        "conversations": conversations,
         **{name: counts[name] for name in names},
         "dropped": {},
         "lengths": _percentiles(lengths),

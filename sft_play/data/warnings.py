@@ -65,9 +65,10 @@ def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[s
 def _about_duplicates(stats: Mapping[str, Any], chosen: Mapping[str, Sequence[Chosen]]) -> list[str]:
     """Duplicates within the training data, and between it and held-out data."""
     found = []
-    digests = {
-        split: np.concatenate([one.digests for one in chosen[split]]) for split in chosen if stats[split]
-    }
+    digests = {}
+    for split, parts in chosen.items():
+        if stats[split]:
+            digests[split] = np.concatenate([one.digests for one in parts])
     known = np.unique(digests["train"])
     for split in ("val", "test"):
         common = int(np.isin(digests[split], known).sum()) if split in digests else 0

@@ -48,7 +48,7 @@ def auto_targets(model: "PreTrainedModel") -> Targets:
     inside = f"{prefix}." if prefix else ""
     experts = tuple(name for name in expert_parameters(model) if name.startswith(inside))
     left_out = {id(model.get_output_embeddings())}
-    left_out |= {id(module) for module in _routers(model)} | {id(module) for module in _read_elsewhere(model)}
+    left_out |= {id(module) for module in (*_routers(model), *_read_elsewhere(model))}
     modules = tuple(
         name
         for name, module in model.named_modules()

@@ -70,7 +70,9 @@ def _form(value: Any, form: Callable[[Any], str]) -> str:
 def _numbers(runs: Sequence[RunRecord]) -> Table:
     columns = [dict(facts(run)) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = [(name, *(column.get(name, MISSING) for column in columns)) for name in names]
+    rows = []
+    for name in names:
+        rows.append((name, *(column.get(name, MISSING) for column in columns)))
     return Table("Key numbers of each run", ("", *(run.name for run in runs)), rows)
 
 

@@ -54,7 +54,8 @@ def points(run: RunRecord, key: str) -> tuple[list[float], list[float]]:
     finite = [
         (step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)
     ]
-    return [step for step, _ in finite], [float(value) for _, value in finite]
+    steps = [step for step, _ in finite]
+    return steps, [float(value) for _, value in finite]
 
 
 def _losses(run: RunRecord) -> Figure | None:

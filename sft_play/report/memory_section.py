@@ -78,11 +78,11 @@ def _term_table(memory: Tree) -> Table | None:
     by_phase = memory.get("phase_terms") or {}
     if not by_phase:
         return None
-    rows = [
-        (term, *(format_bytes(terms.get(term, 0)) for terms in by_phase.values()))
-        for term in TERMS
-        if any(terms.get(term) for terms in by_phase.values())
-    ]
+    rows = []
+    for term in TERMS:
+        sizes = [terms.get(term, 0) for terms in by_phase.values()]
+        if any(sizes):
+            rows.append((term, *map(format_bytes, sizes)))
     return Table("What takes the memory of each phase, predicted", ("term", *by_phase), rows, folded=True)
 
 

@@ -290,11 +290,11 @@ def _scores(run: RunRecord) -> list[Block]:
         **{f"make eval, {split}": result for split, result in run.evaluations.items()},
     }
     columns = {name: scores for name, scores in columns.items() if scores}
-    rows = [
-        (label, *(MISSING if scores.get(key) is None else form(scores[key]) for scores in columns.values()))
-        for key, (label, form) in METRICS.items()
-    ]
-    rows = [row for row in rows if set(row[1:]) - {MISSING}]
+    rows = []
+    for key, (label, form) in METRICS.items():
+        found = [scores.get(key) for scores in columns.values()]
+        if any(value is not None for value in found):
+            rows.append((label, *(MISSING if value is None else form(value) for value in found)))
     if not rows:
         return []
     over = [_over(name, scores) for name, scores in columns.items() if scores.get("answered_rows")]
