@@ -59,7 +59,7 @@ ZeRO-2 where only that fits.
 
 
 def model_rows(
-    model: str, machines: Iterable[tuple[str, int]] = MACHINES
+    model: str, machines: Iterable[tuple[str, int]] = MACHINES, modes: tuple[str, ...] = MODES
 ) -> dict[tuple[str, int], list[str]]:
     """The cells of a model's row for each machine: the name, and one cell for each tuning mode."""
     tree = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
@@ -68,8 +68,8 @@ def model_rows(
     facts = DataFacts.unseen(config, architecture)
     rows = {}
     for name, gpus in machines:
-        plans = plans_by_mode(config, architecture, facts, what_if(name, gpus))
-        rows[name, gpus] = [model.partition("/")[2], *(_cell(plans[mode]) for mode in MODES)]
+        plans = plans_by_mode(config, architecture, facts, what_if(name, gpus), modes)
+        rows[name, gpus] = [model.partition("/")[2], *(_cell(plans[mode]) for mode in modes)]
     return rows
 
 
