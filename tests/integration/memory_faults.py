@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sft_play.train.verify import ISOLATION_TOKENS
+
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB (injected)"
 
 
@@ -25,6 +27,8 @@ def failing(build: Callable, where: str, passes: set[int]) -> Callable:
     count = itertools.count()
 
     def hook(module: Any, inputs: Any, outputs: torch.Tensor) -> None:
+        if outputs.shape[-2] == 2 * ISOLATION_TOKENS:  # a check of the model before training
+            return
         if outputs.requires_grad == (where == "evaluation") or next(count) not in passes:
             return
         if where != "backward":
