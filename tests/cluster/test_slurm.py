@@ -157,7 +157,7 @@ def test_a_node_that_is_lost_ends_the_run_and_slurm_gives_it_another_chance(slur
     [
         ("PARTITION=nowhere", "sbatch rejected the job: invalid partition specified: nowhere", 9),
         ("NODES=0", "NODES=0: expected a whole number of at least 1", 2),
-        ("NODES=9", "train.effective_batch_size=8 is not divisible by 9 processes", 2),
+        ("NODES=9", "train.effective_batch_size=8 is 8 sequences, fewer than the 9 processes", 2),
     ],
 )
 def test_what_cannot_be_submitted_is_said_in_one_sentence(slurm, config, knob, said, status):
