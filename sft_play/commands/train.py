@@ -238,9 +238,7 @@ def places(job: Job) -> dict[str, Path]:
 
 def final_places(job: Job) -> dict[str, Path]:
     """The outputs of a run that is done, and its report, which is made now."""
-    from sft_play.commands.report import (
-        try_report,  # with the plotting library, which the ranks need not load
-    )
+    from sft_play.commands.report import try_report  # with plots, which the ranks need not load
 
     return places(job) | try_report(job.run)
 

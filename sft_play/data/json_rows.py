@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +91,24 @@ def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
     if start:
         yield from _array_rows(text, start.end(), file, _decoder(notes))
         return
-    try:
+    with _json_errors(file, str(file)):
         value = _object(require_shallow(_decoder(notes).decode(text), text), f"{file}:1")
+    rows = value["data"] if isinstance(value.get("data"), list) else [value]
+    for number, row in enumerate(rows, 1):
+        yield Row(_object(row, f"{file}, row {number}"), str(file), number)
+
+
+@contextmanager
+def _json_errors(file: Path, place: str) -> Iterator[None]:
+    """Errors of JSON with the line that they name, other errors of a value with its `place`."""
+    try:
+        yield
     except json.JSONDecodeError as error:
         raise DataError(
             f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: {error}") from None
-    rows = value["data"] if isinstance(value.get("data"), list) else [value]
-    for number, row in enumerate(rows, 1):
-        yield Row(_object(row, f"{file}, row {number}"), str(file), number)
+        raise DataError(f"{place}: {error}") from None
 
 
 def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) -> Iterator[Row]:
@@ -110,15 +118,9 @@ def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) ->
     while text[position : position + 1] != "]":
         line += text.count("\n", counted, position)
         counted = position
-        try:
+        with _json_errors(file, f"{file}:{line}"):
             value, end = decoder.raw_decode(text, position)
             require_shallow(value, text[position:end])
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}:{line}: {error}") from None
         yield Row(_object(value, f"{file}:{line}"), str(file), line)
         position = _skip_space(text, end)
         following = text[position : position + 1]

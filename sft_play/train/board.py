@@ -7,6 +7,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import MLflowCallback, TensorBoardCallback, integration_utils
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.store import column_of
 from sft_play.plan import Plan
 from sft_play.report.tables import METRICS
 from sft_play.runlog import RunDir
@@ -100,13 +101,7 @@ def _describe(writer: Any, job: "Job", step: int) -> None:
     if job.run.config.exists():
         writer.add_text("config", _fenced(job.run.config.read_text(encoding="utf-8")), step)
     if not step:
-        writer.add_histogram("data/row_tokens", _lengths(job), step)
-
-
-def _lengths(job: "Job") -> Any:
-    import numpy as np
-
-    return np.asarray(job.data.train["length"])
+        writer.add_histogram("data/row_tokens", column_of(job.data.train, "length"), step)
 
 
 def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | str]:
