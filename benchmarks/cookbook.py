@@ -51,7 +51,7 @@ make plan MODEL=qwen3-8b GPU="RTX 4090" ARGS="tuning.mode=qlora"
 make plan CONFIG=configs/run_qlora.yaml ARGS="data.train_path=my.jsonl"
 ```
 
-Each cell has the sequences in a micro-batch, the predicted peak of a process in GiB, and the predicted tokens
+Each cell has the sequences in a micro-batch, the predicted peak of tensors in GiB, and the predicted tokens
 per second of all GPUs together. A star means that activations are recomputed (gradient checkpointing), n/a
 that the data sheet has no speed for this type, a dash that no plan fits. The plan chooses the engine: DDP, or
 ZeRO-2 where only that fits.

@@ -203,7 +203,7 @@ def cards_report(tree: Mapping[str, Any]) -> RenderableType:
     each = "a GPU" if tree["gpus"] == 1 else f"{tree['gpus']} GPUs"
     title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
     notes = [
-        "-: does not fit. Predicted from data sheets; GiB: peak of a process. In detail:",
+        "-: does not fit. Predicted from data sheets; GiB: peak of tensors. In detail:",
         f'make plan MODEL={tree["model"]} GPU="RTX 4090"',
         *tree["why"],
     ]
