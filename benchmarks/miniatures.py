@@ -47,6 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v32": MLA,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 128},
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "intermediate_size": INNER, "activation_sparsity_pattern": [0.0] * 4,

@@ -212,7 +212,8 @@ class LoraSettings(Section):
     dropout: Fraction = 0.0
     """Dropout on the input of the adapters."""
     target_modules: Literal["auto"] | tuple[str, ...] = "auto"
-    """Names of the modules that get an adapter. auto: all linear layers except the output head."""
+    """Names of the modules that get an adapter. auto: all linear layers and fused experts, but no
+    router and no output head."""
     use_rslora: bool = False
     """Rank-stabilized LoRA (arXiv 2312.03732)."""
     use_dora: bool = False

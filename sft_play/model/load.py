@@ -25,6 +25,7 @@ from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
+from sft_play.model.support import require_decoder
 from sft_play.model.targets import text_prefix
 from sft_play.plan import Plan
 
@@ -75,7 +76,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     """The architecture (config.json) from a folder or the hub.
 
     Raises:
-        ConfigError: there is none, it cannot be loaded, or its sizes make no sense.
+        ConfigError: there is none, it cannot be loaded, it is of no decoder, or its sizes make no sense.
     """
     folder = Path(model.name)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -90,6 +91,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
         raise
     except Exception as error:  # the classes of architectures raise anything
         raise _not_loadable("config", model, error) from error
+    require_decoder(config)
     require_sound_sizes(config, model.name)
     return config
 

@@ -35,7 +35,17 @@ def add_loss_head(model: Any) -> None:
     text = base.config.get_text_config()
     if not hasattr(text, "num_experts") and hasattr(text, "num_local_experts"):
         text.num_experts = text.num_local_experts  # by that name, TRL's head balances them (Phi-3.5-MoE)
+    if not _has_routers(base):
+        text.output_router_logits = False  # TRL asks for it wherever the config knows the word (Doge)
     add(base, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "is_top1"))
+
+
+def _has_routers(model: Any) -> bool:
+    """Whether any of its layers is one whose router logits transformers would record."""
+    recorders = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
+    routers = [recorder["router_logits"] for recorder in recorders if "router_logits" in recorder]
+    classes = tuple(getattr(router, "target_class", router) for router in routers)
+    return not classes or any(isinstance(module, classes) for module in model.modules())
 
 
 def _always(device: torch.device) -> bool:

@@ -42,4 +42,4 @@ def require_decoder(config: "PretrainedConfig") -> None:
             f"model.name: {kind} describes images, and its text part is none of its own; {ALLOWED}"
         )
     if not isinstance(getattr(config.get_text_config(), "hidden_size", None), int):
-        raise ConfigError(f"model.name: config.json of {kind} has no hidden_size; {ALLOWED}")
+        raise ConfigError(f"model.name: {kind} has no single width, so it is no plain decoder; {ALLOWED}")

@@ -9,7 +9,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
 from sft_play.model.attention_choice import choose_attention, joins_rows
-from sft_play.model.support import require_decoder
 from sft_play.plan import Device, Plan
 from sft_play.planning.devices import memory_device, memory_notes, training_device
 from sft_play.planning.drafts import draft_plans
@@ -103,7 +102,6 @@ def allowed_plans(
     Raises:
         ConfigError: settings contradict each other, the model or the device.
     """
-    require_decoder(model_config)
     packed = [require_packable(model_config)] if config.tuning.mode == "qlora" else []
     attention = choose_attention(config.model.attention, model_config, device.kind, device.compute_capability)
     padding_free, reason = joins_rows(config, model_config, attention)

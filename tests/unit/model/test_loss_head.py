@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from benchmarks.miniatures import miniature
 from benchmarks.small_models import WIDE, small_config
 from sft_play.data.chat import IGNORED
 from sft_play.model.loss_head import TILE, LogProbs, TiledLogProbs, add_loss_head, token_loss
@@ -110,3 +111,16 @@ def test_trl_keeps_its_own_kernel():
     assert model(input_ids=ids, labels=ids, fused_lm_head=True).entropy is None
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     assert model(input_ids=ids, labels=ids, fused_lm_head=True).entropy.shape == (1, 8)
+
+
+@pytest.mark.parametrize(("family", "balanced"), [("doge", False), ("qwen3_moe", True)])
+def test_only_a_model_with_routers_balances_them(family, balanced):
+    model = AutoModelForCausalLM.from_config(miniature(family))
+    model.config.output_router_logits = True  # as TRL sets it
+    add_loss_head(model)
+    ids = torch.arange(7, 23)[None]
+    batch = {"input_ids": ids, "labels": ids}
+
+    plain, weighted = (token_loss(model, batch, router_weight=weight) for weight in (0.0, 1.0))
+
+    assert (plain != weighted) == balanced

@@ -5,14 +5,16 @@ import re
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.miniatures import miniature
+from benchmarks.miniatures import INNER, miniature
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.targets import auto_targets
 
+SAVED = "adapter_model.safetensors"
 QKVO = {f"self_attn.{name}_proj" for name in "qkvo"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 FUSED = {"experts.gate_up_proj", "experts.down_proj"}
@@ -42,6 +44,30 @@ def test_auto_means_attention_and_experts_but_no_router(family, modules, experts
         targets = auto_targets(AutoModelForCausalLM.from_config(miniature(family)))
     assert short(targets.modules) == modules
     assert short(targets.experts) == experts
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_adapters_on_experts_have_the_layout_that_vllm_reads(family, tmp_path):
+    """Both weights of a layer under the name of the experts, each expert's rows one after the other.
+
+    Source: vllm-project/vllm, NovaSky-AI/SkyRL#1852: "experts.base_layer" is the first product, lora_A of
+    [experts x r, in], lora_B of [out, experts x r].
+    """
+    rank, config = 2, miniature(family)
+    adapted = attach_adapter(AutoModelForCausalLM.from_config(config), LoraSettings(r=rank))
+
+    adapted.save_pretrained(tmp_path)
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / SAVED).items()}
+    experts = next(name for name in shapes if ".layers.0.mlp.experts.lora_A" in name).rpartition("lora_A")[0]
+    found = {name.removeprefix(experts): shape for name, shape in shapes.items() if experts in name}
+    width, rows = config.hidden_size, 4 * rank
+    assert found == {
+        "base_layer.lora_A.weight": (rows, width),
+        "base_layer.lora_B.weight": (2 * INNER, rows),
+        "lora_A.weight": (rows, INNER),
+        "lora_B.weight": (width, rows),
+    }
 
 
 def logits(model) -> torch.Tensor:
