@@ -1,6 +1,7 @@
 """The trained model as fake tensors: shapes and types without memory, so that 70B parameters fit anywhere."""
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.attention_choice import calls_ours
 from sft_play.model.load import attention, keep_differentiable, nf4
+from sft_play.model.sizes import setting
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
@@ -41,7 +43,9 @@ def skeleton(
     dtype = getattr(torch, spec.dtype)
     with torch.device("meta"), skip_weight_init():
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=_attention_to_trace(config, spec)
+            _without_idle_window(config, spec),
+            dtype=dtype,
+            attn_implementation=_attention_to_trace(config, spec),
         )
         if all_layers:
             stand_ins = tuple(range(model.config.get_text_config().num_hidden_layers))
@@ -63,6 +67,16 @@ def skip_weight_init() -> Iterator[None]:
         for name in ("kaiming_uniform_", "uniform_", "normal_", "trunc_normal_"):
             stack.enter_context(patched(torch.nn.init, name, lambda tensor, *_, **__: tensor))
         yield
+
+
+def _without_idle_window(config: "PretrainedConfig", spec: StepSpec) -> "PretrainedConfig":
+    """A copy, whose window masks nothing in the trace's longer sequences if it masks nothing in the step's."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    window = setting(text, "sliding_window")
+    if spec.joined and window is not None and window >= spec.longest_sequence:
+        text.sliding_window = max(window, spec.tokens, math.prod(spec.eval_shape))
+    return config
 
 
 def _attention_to_trace(config: "PretrainedConfig", spec: StepSpec) -> str:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.model.load import freeze_all_but_text
 from sft_play.model.loss_head import add_loss_head, token_loss
+from sft_play.model.sizes import setting
 from sft_play.sizing.attention_kernels import takes_one_call, varlen_attention
 from sft_play.sizing.fake import attach, decoder_layers, layer_of_modules, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
@@ -80,8 +81,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     add_loss_head(base)
     prepare_for_training(model, spec)
     layers = decoder_layers(base)[2]
-    has_window_mask = has_window(config, spec.longest_sequence) and not is_flash(spec)
-    spec = replace(spec, cut_at_longest=spec.joined and has_window_mask and not takes_one_call(config, spec))
+    spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
         recorder = SymbolicRecorder(
             cuda=spec.device == "cuda",
@@ -118,6 +118,21 @@ def has_window(config: "PretrainedConfig", tokens: int) -> bool:
     text = config.get_text_config()
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     return window is not None and window < tokens and (kinds is None or "sliding_attention" in kinds)
+
+
+def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
+    """Whether attention over joined sequences takes memory with the square of their lengths.
+
+    So do the masks of windows, and on a CPU the scores where keys and values have different sizes (MLA).
+    """
+    if takes_one_call(config, spec):
+        return False
+    if has_window(config, spec.longest_sequence) and not is_flash(spec):
+        return True
+    text = config.get_text_config()
+    parts = [setting(text, f"qk_{part}_head_dim") or 0 for part in ("nope", "rope")]
+    key_size = sum(parts) or setting(text, "head_dim")
+    return spec.device == "cpu" and (setting(text, "v_head_dim") or key_size) != key_size
 
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from benchmarks.cpu_meter import measure_step
+from benchmarks.miniatures import miniature
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UntraceableModel
@@ -104,6 +105,20 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
         assert in_layers[phase].bytes - measured.weights == pytest.approx(
             size - measured.weights, rel=1e-3
         ), phase
+
+
+@pytest.mark.parametrize("family", ["afmoe", "deepseek_v3"])  # a window of the longest sequence; MLA
+def test_joined_sequences_cost_by_their_own_lengths(family):
+    """A trace joins longer sequences than the step has: they must not meet a window, or have larger scores."""
+    config = miniature(family)
+    spec = StepSpec(mode="full", joined=True, rows=4, row_tokens=32)
+    torch.manual_seed(0)
+    attention.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+
+    measured = measure_step(model, replace(spec, cut_at_longest=True))
+
+    assert trace_step(config, spec).step.peaks()["forward"].bytes == pytest.approx(measured.peak, abs=500)
 
 
 def test_accumulation_keeps_the_gradients_alive_during_the_forward():
