@@ -70,7 +70,7 @@ def skip_weight_init() -> Iterator[None]:
 
 
 def _without_idle_window(config: "PretrainedConfig", spec: StepSpec) -> "PretrainedConfig":
-    """A copy, whose window masks nothing in the trace's longer sequences if it masks nothing in the step's."""
+    """A copy whose window masks nothing in the trace if it masks nothing in the step."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     window = setting(text, "sliding_window")
