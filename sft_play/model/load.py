@@ -26,7 +26,7 @@ from sft_play.model.finite import first_not_finite
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
 from sft_play.model.support import require_decoder
-from sft_play.model.targets import text_prefix
+from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.plan import Plan
 
 if TYPE_CHECKING:
@@ -140,12 +140,13 @@ def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def freeze_all_but_text(model: "PreTrainedModel") -> None:
-    """Freezes vision and audio towers: they get no gradient from text, and DDP would wait for it."""
+def freeze_what_gets_no_gradient(model: "PreTrainedModel") -> None:
+    """Freezes vision and audio towers, and what only chooses tokens: DDP would wait for their gradients."""
     prefix = text_prefix(model)
-    if prefix:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith((f"{prefix}.", "lm_head.")))
+    for name, parameter in model.named_parameters():
+        is_text = prefix is None or name.startswith((f"{prefix}.", "lm_head."))
+        if not is_text or CHOOSES_TOKENS.search(name):
+            parameter.requires_grad_(False)
 
 
 def load_base(
@@ -285,7 +286,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
             f"model.name: the weight {broken} of '{config.model.name}' is NaN or infinite, and so would be "
             "all that is trained from it; download the model again, or use another one"
         )
-    freeze_all_but_text(model)
+    freeze_what_gets_no_gradient(model)
     return model
 
 

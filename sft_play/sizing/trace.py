@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sft_play.errors import ConfigError, UntraceableModel
-from sft_play.model.load import freeze_all_but_text
+from sft_play.model.load import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.sizes import setting
 from sft_play.sizing.attention_kernels import takes_one_call, varlen_attention
@@ -77,7 +77,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     base, stand_ins = skeleton(config, spec, all_layers=all_layers)
     model = attach(base, spec)
     if spec.mode == "full":
-        freeze_all_but_text(base)
+        freeze_what_gets_no_gradient(base)
     add_loss_head(base)
     prepare_for_training(model, spec)
     layers = decoder_layers(base)[2]

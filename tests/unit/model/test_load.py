@@ -6,10 +6,12 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from transformers import (
+    AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
 )
 
+from benchmarks.miniatures import miniature
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model.adapters import attach_adapter
@@ -17,7 +19,7 @@ from sft_play.model.load import (
     _hub_arguments,
     _not_loadable,
     attention,
-    freeze_all_but_text,
+    freeze_what_gets_no_gradient,
     keep_differentiable,
     load_base,
     load_model_config,
@@ -141,12 +143,25 @@ def test_a_model_that_also_sees_trains_only_the_part_that_reads(tmp_path):
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60)
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
     model = base(tmp_path)
-    freeze_all_but_text(model)
+    freeze_what_gets_no_gradient(model)
     assert trainable(model) and not [
         name for name in trainable(model) if "vision" in name or "multi_modal" in name
     ]
     names = trainable(attach_adapter(base(tmp_path), LoraSettings()))
     assert len(names) == 2 * 2 * 7 and all("language_model" in name for name in names)
+
+
+def test_full_tuning_leaves_out_what_only_chooses_tokens():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(miniature("deepseek_v32"))
+
+    freeze_what_gets_no_gradient(model)
+    ids = torch.arange(7, 39)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained < {name for name, _ in model.named_parameters()}
 
 
 def test_a_switch_of_4_bit_layers_that_is_gone_is_named():
