@@ -133,8 +133,9 @@ def _upcast(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: Symbo
             for parameter in module.parameters(recurse=False):
                 if parameter.dtype in attention.SIXTEEN_BIT and id(parameter) not in done:
                     done.add(id(parameter))
-                    parameter.data = parameter.data.float()
-                    recorder.add(parameter.data, "weights")
+                    upcast = parameter.data.float()
+                    recorder.add(upcast, "weights")
+                    parameter.data = upcast
     recorder.begin("load")
 
 
