@@ -8,6 +8,7 @@ import torch
 
 from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.fake import decoder_layers
+from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.phase_meter import MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
@@ -68,7 +69,7 @@ def measure_step(model: Any, spec: StepSpec) -> Measurement:
     prepare_for_training(model, spec)
     weights = storage_bytes(model)
     for _ in range(ATTEMPTS):
-        optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-4, fused=True)
+        optimizer = make_optimizer(spec.optimizer, trained_parameters(model))
         events = _two_steps(model, decoder_layers(base)[2], optimizer, spec)
         if sum(size for _, size, name in events if name == MEMORY) == _state_bytes(optimizer):
             break
@@ -102,9 +103,13 @@ def _two_steps(
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's states, the only allocations that outlive a step."""
+    """Bytes of the optimizer's states, the only allocations that outlive a step.
+
+    The tables of 8-bit values, which states share, exist before.
+    """
     size = 0
     for state in optimizer.state.values():
-        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        own = [value for name, value in state.items() if not name.startswith("qmap")]
+        tensors = [value for value in own if isinstance(value, torch.Tensor)]
         size += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     return size

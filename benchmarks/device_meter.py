@@ -12,6 +12,7 @@ from benchmarks.cpu_meter import LAYER, PhaseMarks, measure_step
 from sft_play.errors import SftPlayError
 from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.fake import decoder_layers
+from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.phase_meter import CudaMeter
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import PHASES, WHOLE_MODEL
@@ -71,7 +72,7 @@ def two_steps(model: Any, spec: StepSpec, device: torch.device) -> Measured:
     base = model.get_base_model() if spec.mode != "full" else model
     prepare_for_training(model, spec)
     parameters = trained_parameters(model)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    optimizer = make_optimizer(spec.optimizer, parameters)
     meter = CudaMeter(device)
     meter.start()
     recorder = MeteredPhases(meter)

@@ -43,6 +43,8 @@ class Job:
     machine: Machine
     plan: Plan
     ranks: RankEnvironment = SINGLE_PROCESS
+    checkpoint: Path | None = None
+    """What the run resumes from."""
 
     @property
     def config(self) -> RunConfig:

@@ -21,9 +21,10 @@ from sft_play.config.schema import LoraSettings
 from sft_play.model import adapters, attention
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
+from sft_play.sizing.optimizers import optimizer_state
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
-from sft_play.sizing.trace import layer_hooks, optimizer_state, trained_parameters
+from sft_play.sizing.trace import layer_hooks, trained_parameters
 
 
 def trace_run(config: PretrainedConfig, run: Run, *, all_layers: bool = False) -> StepTrace:

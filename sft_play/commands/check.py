@@ -24,7 +24,7 @@ from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing_packages
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards
 from sft_play.plan import Device
-from sft_play.planning.drafts import choose_precision
+from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.machine import process_text
 from sft_play.runlog import console
 from sft_play.screen import Facts
@@ -274,6 +274,10 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding(
             ERROR, "method", str(error), "set train.mixed_precision=auto to use what the device supports"
         )
+    try:
+        require_possible(config, device)
+    except ConfigError as error:
+        yield Finding(ERROR, "method", str(error), "change one of these settings")
     for text in missing_packages(config):
         yield Finding(ERROR, "method", text, "run `make install`")
 

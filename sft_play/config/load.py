@@ -161,14 +161,15 @@ def _read_file(path: Path) -> dict:
     return tree
 
 
-def _leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
+def _leaves(tree: dict, above: tuple = ()) -> dict[str, Any]:
+    """The settings in a tree of sections, by dotted name."""
     flat = {}
     for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat.update(_leaves(value, f"{name}."))
+        path = (*above, key)
+        if isinstance(value, dict) and _section_at(path):
+            flat.update(_leaves(value, path))
         else:
-            flat[name] = value
+            flat[_dotted(path)] = value
     return flat
 
 
@@ -247,6 +248,14 @@ def _section_at(path: tuple) -> Any:
     return section
 
 
+def _setting(name: str) -> str:
+    """The setting that a dotted name belongs to: itself, or what it is an entry of (rank_pattern.q_proj)."""
+    path = tuple(name.split("."))
+    while len(path) > 1 and not _section_at(path[:-1]):
+        path = path[:-1]
+    return _dotted(path)
+
+
 def _dotted(path: tuple) -> str:
     """`_dotted(("data", "sources", 1, "path"))` is "data.sources[1].path"."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
@@ -259,7 +268,7 @@ def _keys_of(section: tuple) -> list[str]:
 
 def _nearest(key: str, section: tuple) -> str:
     allowed = _keys_of(section)
-    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.51)
     if close:
         return f"unknown key; did you mean {_dotted((*section, close[0]))}?"
     for other in RunConfig.model_fields:  # the right key in the wrong section
@@ -330,7 +339,7 @@ def config_from(tree: dict, origins: dict[str, str], overrides: list[str], path:
     """
     for number, override in enumerate(overrides, start=1):
         _refuse_secret(override, f"override {number}")
-        origins[apply_override(tree, override)] = "override"
+        origins[_setting(apply_override(tree, override))] = "override"
     if isinstance(tree.get("output"), dict) or "output" not in tree:
         tree.setdefault("output", {}).setdefault("name", path.stem)
         origins.setdefault("output.name", "default")
@@ -351,18 +360,17 @@ def dump_resolved(resolved: ResolvedConfig) -> str:
     """The whole config as YAML, with the origin of each value in a comment; loads as the same config."""
     lines: list[str] = []
 
-    def write(tree: dict, prefix: str, indent: int) -> None:
+    def write(tree: dict, above: tuple) -> None:
         for key, value in tree.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, dict):
-                lines.append(f"{'  ' * indent}{key}:")
-                write(value, f"{name}.", indent + 1)
+            path, indent = (*above, key), "  " * len(above)
+            if isinstance(value, dict) and _section_at(path):
+                lines.append(f"{indent}{key}:")
+                write(value, path)
             else:
-                lines.append(
-                    f"{'  ' * indent}{key}: {json.dumps(value)}  # {resolved.origins.get(name, 'default')}"
-                )
+                origin = resolved.origins.get(_dotted(path), "default")
+                lines.append(f"{indent}{key}: {json.dumps(value)}  # {origin}")
 
-    write(resolved.config.model_dump(), "", 0)
+    write(resolved.config.model_dump(), ())
     return "\n".join(lines) + "\n"
 
 

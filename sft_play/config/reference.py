@@ -66,6 +66,8 @@ def _kind(tree: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in tree.get("enum", [tree.get("const")]))
     if tree["type"] == "array":
         return f"list of {_kind(tree['items'])}".replace("list of section", "list of sections, see below")
+    if tree["type"] == "object":
+        return f"{_kind(tree['additionalProperties'])} by name"
     limits = [f"{sign}{_limit(tree[name])}" for name, sign in LIMITS.items() if name in tree]
     pattern = [f"like `{tree['pattern']}`"] if "pattern" in tree else []
     return " ".join([NAMES[tree["type"]], *limits, *pattern])

@@ -12,6 +12,8 @@ from pydantic import (
     model_validator,
 )
 
+from sft_play.config.methods import module_name, require_compatible
+
 Auto = Literal["auto"]
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 LONGEST_NAME = 255  # bytes of the name of a file
@@ -55,6 +57,7 @@ def _usable_path(value: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_usable_path)]
 Expression = Annotated[str, AfterValidator(_regular_expression)]
+ModuleName = Annotated[str, AfterValidator(module_name)]
 AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
 AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
 
@@ -214,10 +217,22 @@ class LoraSettings(Section):
     target_modules: Literal["auto"] | tuple[str, ...] = "auto"
     """Names of the modules that get an adapter. auto: all linear layers and fused experts, but no
     router and no output head."""
+    rank_pattern: dict[ModuleName, Count] = {}
+    """Other ranks for some of these modules, e.g. {q_proj: 8, "layers.0.self_attn.q_proj": 32}: the end of a
+    name, or a regular expression for it. The first one that matches counts."""
+    alpha_pattern: dict[ModuleName, PositiveFloat] = {}
+    """Other values of alpha, as in rank_pattern. Without one, a module with another rank has alpha, so its
+    update is multiplied by alpha / its own rank."""
     use_rslora: bool = False
     """Rank-stabilized LoRA (arXiv 2312.03732)."""
     use_dora: bool = False
     """Weight-decomposed LoRA, DoRA (arXiv 2402.09353)."""
+    init: Literal["default", "pissa", "olora"] = "default"
+    """What adapters start from. default: zero. pissa: the principal singular vectors of each weight (arXiv
+    2404.02948). olora: its QR decomposition (arXiv 2406.01775). Both are taken out of the base while
+    training; the saved adapter has twice the rank and fits the original base."""
+    plus_ratio: Annotated[FiniteFloat, Field(ge=1)] | None = None
+    """LoRA+ (arXiv 2402.12354): how many times train.learning_rate the B matrices get, e.g. 16."""
 
 
 class TuningConfig(Section):
@@ -263,10 +278,18 @@ class TrainConfig(Section):
     the planner."""
     mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(_yes_or_no)] = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw: AdamW (fused if the device supports it). adamw_8bit: 8-bit AdamW from bitsandbytes."""
+    optimizer: Literal[
+        "adamw", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor",
+        "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "schedule_free_adamw",
+    ] = "adamw"  # fmt: skip
+    """adamw: AdamW (fused if the device supports it). Those with _8bit or _32bit are from bitsandbytes; a
+    paged_ one moves its states to RAM while the GPU is full. lion: one state instead of two; needs a lower
+    learning rate. adafactor: for each matrix, a row and a column instead of two states. schedule_free_adamw
+    (arXiv 2405.15682): averages the weights instead of lowering the rate."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
     max_skipped_steps: Count = 3
@@ -369,4 +392,5 @@ class RunConfig(Section):
             raise ValueError(
                 "tuning.lora has no effect with tuning.mode=full; remove it, or set tuning.mode=lora"
             )
+        require_compatible(self)
         return self

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
+
 if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
 
@@ -145,17 +147,25 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
+def _package_of(optimizer: str) -> tuple[str, bool]:
+    """A package with optimizers, and whether this one is among them."""
+    if optimizer == SCHEDULE_FREE:
+        return "schedulefree", True
+    return "bitsandbytes", optimizer.endswith("bit")
+
+
 def missing_packages(config: "RunConfig") -> list[str]:
     """One message per package that the config needs but that is not installed."""
     needs = {
         "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
-        "train.optimizer=adamw_8bit": ("bitsandbytes", config.train.optimizer == "adamw_8bit"),
+        f"train.optimizer={config.train.optimizer}": _package_of(config.train.optimizer),
         "parallel.engine=deepspeed_z2": ("deepspeed", config.parallel.engine == "deepspeed_z2"),
         **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }
+    optional: set[str] = {*config.train.report_to, *EXTRAS}
     return [
         f"{key} needs {package}, which is not installed"
-        + (f" (pip install {package})" if key.startswith("train.report_to") else "")
+        + (f" (pip install {package})" if package in optional else "")
         for key, (package, needed) in needs.items()
         if needed and importlib.util.find_spec(package) is None
     ]

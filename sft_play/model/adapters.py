@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.model.decomposition import take_out_start
 from sft_play.model.targets import Targets, auto_targets, kept_by_peft, text_prefix
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
 
     auto = lora.target_modules == "auto"
     targets = auto_targets(model) if auto else Targets(tuple(lora.target_modules), ())
-    if targets.experts and (lora.dropout or lora.use_dora):
+    if targets.experts and (lora.dropout or lora.use_dora or lora.init != "default"):
         setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
+        setting = setting if lora.init == "default" else f"init={lora.init}"
         raise ConfigError(
             f"tuning.lora.{setting} does not work with the fused experts of {type(model).__name__}: leave it "
             "out, or list the other layers in tuning.lora.target_modules"
@@ -46,6 +48,8 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
         target_modules=list(targets.modules),
         target_parameters=list(targets.experts) or None,
         exclude_modules=f"(?!{re.escape(prefix)}\\.).*" if prefix and not auto else None,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
     )
@@ -54,17 +58,21 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
     return config
 
 
-def attach_adapter(model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False) -> "PeftModel":
+def attach_adapter(
+    model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False, start: Path | None = None
+) -> "PeftModel":
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 
     Args:
         model: the base model.
         lora: the adapter's settings.
         autocast: every forward pass will run under autocast.
+        start: file with what the adapters of a resumed run started from, if that is a part of the weights.
 
     Raises:
-        ConfigError: target_modules match nothing in this model, or an embedding or the output head; the
-            message says what would do.
+        CheckpointError: that file does not fit the model.
+        ConfigError: target_modules or patterns match nothing in this model, or an embedding or the output
+            head; the message says what would do.
     """
     from peft import get_peft_model
 
@@ -84,6 +92,9 @@ def attach_adapter(model: "PreTrainedModel", lora: LoraSettings, *, autocast: bo
             f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
         ) from error
     require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
+    require_matches(adapted, lora)  # type: ignore[arg-type]
+    if lora.init != "default":
+        take_out_start(adapted, lora, start)  # type: ignore[arg-type]
     if autocast and not lora.use_dora:  # DoRA computes the norms of weights in the type of its input
         leave_types_to_autocast(adapted)
     return adapted  # type: ignore[return-value]
@@ -107,6 +118,26 @@ def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
             raise ConfigError(
                 f"tuning.lora.target_modules: {name.rpartition('.')[2]} is an embedding or the output head, "
                 "which cannot have an adapter here; use linear layers inside the decoder layers, or auto"
+            )
+
+
+def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
+    """Checks that each pattern matches a module with an adapter; PEFT would only warn.
+
+    Raises:
+        ConfigError: one does not; names it and the modules.
+    """
+    from peft.utils.other import get_pattern_key
+
+    tuner: Any = model.base_model
+    adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        unused = [key for key in patterns if not any(get_pattern_key([key], name) == key for name in adapted)]
+        if unused:
+            ends = sorted({name.rpartition(".")[2] for name in adapted})
+            raise ConfigError(
+                f"tuning.lora.{setting}: {', '.join(unused)} matches no module that has an adapter; these "
+                f"have: {', '.join(ends)}, as in {adapted[0]}"
             )
 
 

@@ -24,6 +24,7 @@ from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
 from sft_play.model.hub_files import require_as_published
+from sft_play.model.noise import add_noise
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
 from sft_play.model.support import require_decoder
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
@@ -261,10 +262,19 @@ def keep_differentiable(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":
+def build_model(
+    config: RunConfig, plan: Plan, local_rank: int = 0, start: Path | None = None
+) -> "PreTrainedModel | PeftModel":
     """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed.
 
+    Args:
+        config: the run.
+        plan: of the run.
+        local_rank: of this process.
+        start: as for `attach_adapter`.
+
     Raises:
+        CheckpointError: the file does not fit.
         ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
     """
     from transformers import set_seed
@@ -279,7 +289,11 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
     )
     model.config.use_cache = False
     if config.tuning.mode != "full":
-        return attach_adapter(model, config.tuning.lora, autocast=plan.mixed_precision != "no")
+        autocast = plan.mixed_precision != "no"
+        adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, start=start)
+        if config.train.neftune_noise_alpha:
+            add_noise(adapted, config.train.neftune_noise_alpha)
+        return adapted
     broken = first_not_finite(model.named_parameters())
     if broken:
         raise ConfigError(
@@ -287,6 +301,8 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
             "all that is trained from it; download the model again, or use another one"
         )
     freeze_what_gets_no_gradient(model)
+    if config.train.neftune_noise_alpha:
+        add_noise(model, config.train.neftune_noise_alpha)
     return model
 
 

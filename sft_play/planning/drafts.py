@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+from sft_play.config.methods import ELEMENTWISE, PAGED, require_compatible
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
@@ -58,7 +59,27 @@ def engines(config: RunConfig, world_size: int) -> list[str]:
     if world_size == 1:
         return ["none"]
     asked = config.parallel.engine
-    return ["ddp", "deepspeed_z2"] if asked == "auto" else [asked]
+    if asked != "auto":
+        return [asked]
+    return ["ddp", "deepspeed_z2"] if config.train.optimizer in ELEMENTWISE else ["ddp"]
+
+
+def require_possible(config: RunConfig, device: Device) -> None:
+    """Checks that the methods agree with each other, also where the mode was changed, and with the device.
+
+    Raises:
+        ConfigError: two exclude each other, or the optimizer's states are to be paged without a GPU.
+    """
+    try:
+        require_compatible(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    optimizer = config.train.optimizer
+    if optimizer.startswith(PAGED) and device.kind == "cpu":
+        raise ConfigError(
+            f"train.optimizer={optimizer}: only the states on a GPU can be paged, and {device.name} is none; "
+            f"use {optimizer.removeprefix(PAGED).replace('adamw_32bit', 'adamw')}"
+        )
 
 
 def draft_plans(
@@ -90,6 +111,7 @@ def draft_plans(
     Raises:
         ConfigError: settings contradict each other or are not supported by the device.
     """
+    require_possible(config, device)
     train = config.train
     unit = max_seq_len if train.packing else 1
     dtype, precision, precision_reason = choose_precision(config, device)

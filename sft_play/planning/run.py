@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from sft_play.plan import Device, Plan
 from sft_play.planning.devices import memory_device, memory_notes, training_device
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.facts import DataFacts, assumptions
+from sft_play.planning.methods import method_notes
 from sft_play.planning.search import choose_plan
 from sft_play.planning.timing import plan_clock, profile_notes
 from sft_play.sizing.attention_kernels import attention_sentence
@@ -25,7 +27,7 @@ from sft_play.sizing.corrections import (
     read_ratios,
     record_path,
 )
-from sft_play.sizing.estimator import estimator
+from sft_play.sizing.estimator import estimator, work_of_plans
 from sft_play.sizing.four_bit import require_packable
 from sft_play.sizing.step import StepSpec
 
@@ -91,7 +93,15 @@ def plan_run(
     correction = correction_sentence(read_ratios(path), plan.memory.peak_phase)
     correction += ran_out_sentence(read_ran_out(path), plan)
     kernel = attention_sentence(model_config, StepSpec.of(config, plan))
-    return replace(plan, why=(*plan.why, *([kernel] if kernel else []), *correction, *notes))
+    methods = method_notes(config, plan, partial(_trained_elements, config, plan, model_config, facts))
+    return replace(plan, why=(*plan.why, *([kernel] if kernel else []), *methods, *correction, *notes))
+
+
+def _trained_elements(
+    config: RunConfig, plan: Plan, model_config: "PretrainedConfig", facts: DataFacts
+) -> int:
+    work = work_of_plans(model_config, facts.eval_shape)
+    return work(config, plan, plan.micro_batch_tokens).trained_elements
 
 
 def allowed_plans(

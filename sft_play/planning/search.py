@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from sft_play.config.methods import ELEMENTWISE, lighter_modes
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
@@ -339,7 +340,7 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig
     if train.optimizer == "adamw":
         lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
         found.append(("train.optimizer=adamw_8bit", lighter, plan))
-    for mode in {"full": ["lora", "qlora"], "lora": ["qlora"], "qlora": []}[tuning.mode]:
+    for mode in lighter_modes(config):
         changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.mixed_precision, plan.dtype)
         found.append((f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)))
@@ -355,7 +356,7 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig
                 micro_batch_tokens=min(plan.micro_batch_tokens, plan.rows_per_micro_batch * shorter),
             )
             found.append((f"model.max_seq_len={shorter}", config, changed_plan))
-    if plan.engine != "deepspeed_z2":
+    if plan.engine != "deepspeed_z2" and train.optimizer in ELEMENTWISE:
         for world in sorted({max(2, plan.world_size), 2 * plan.world_size, 4 * plan.world_size}):
             partitioned = replace(plan, engine="deepspeed_z2", world_size=world)
             found.append((f"{world} GPUs with ZeRO-2", config, partitioned))

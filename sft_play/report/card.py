@@ -132,6 +132,8 @@ def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, 
         rows.append(("rank, alpha, dropout", f"{lora.r}, {lora.alpha:g}, {lora.dropout:g}"))
         targets = "all linear layers" if lora.target_modules == "auto" else ", ".join(lora.target_modules)
         rows.append(("adapted modules", targets))
+        if lora.init != "default" or lora.plus_ratio:
+            rows.append(("initialization, LoRA+ ratio", f"{lora.init}, {lora.plus_ratio or 1:g}"))
     return [
         *rows,
         ("peak learning rate", f"{train.learning_rate:g}, {train.lr_schedule}"),

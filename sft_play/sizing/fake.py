@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from sft_play.config.schema import LoraSettings
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.attention_choice import calls_ours
 from sft_play.model.load import attention, keep_differentiable, nf4
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 NF4_BLOCK, NF4_SUPERBLOCK = 64, 256  # weights per scale, scales per scale of the scales
+PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")  # of a module, with no number of a layer
 MAX_LAYER_KINDS = 4  # with more kinds than this, layers are distinguished only by their parameters
 
 
@@ -47,7 +50,7 @@ def skeleton(
             dtype=dtype,
             attn_implementation=_attention_to_trace(config, spec),
         )
-        if all_layers:
+        if all_layers or names_layers(spec.lora):
             stand_ins = tuple(range(model.config.get_text_config().num_hidden_layers))
         else:
             stand_ins = keep_one_of_each_kind(model)
@@ -169,6 +172,11 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(getattr(torch, spec.dtype))
     return adapted
+
+
+def names_layers(lora: LoraSettings) -> bool:
+    """Whether a pattern may tell layers apart, whose numbers change when layers are dropped."""
+    return not all(map(PLAIN_NAME.fullmatch, (*lora.rank_pattern, *lora.alpha_pattern)))
 
 
 def layer_of_modules(model: torch.nn.Module, layers: torch.nn.ModuleList) -> dict[torch.nn.Module, int]:

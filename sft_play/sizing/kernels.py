@@ -52,6 +52,8 @@ class SymbolicRecorder(AllocationRecorder):
             supervised: tokens of the micro-batch that contribute to the loss.
             eval_supervised: the same for the evaluation batch.
         """
+        from bitsandbytes.backends.cpu import ops as cpu_kernels
+
         super().__init__()
         self.cuda = cuda
         self._supervised = supervised, eval_supervised
@@ -63,6 +65,10 @@ class SymbolicRecorder(AllocationRecorder):
             ops._index_put_impl_.default: self._put_rows_of_mask,
             ops.masked_select.default: lambda tensor, mask: tensor.new_empty(self.supervised),
         }
+        for name in ("optimizer_update_32bit", "optimizer_update_8bit_blockwise"):
+            # on a CPU a function in Python, on a GPU one kernel
+            update = _noop if cuda else getattr(cpu_kernels, f"_{name}_cpu")
+            self.kernel_models[getattr(four_bit, name).default] = update
         if cuda:
             self.kernel_models |= {
                 ops._softmax_backward_data.default: softmax_backward,

@@ -56,6 +56,7 @@ class StepSpec:
     device: str = "cpu"  # the device whose memory is predicted, not the one that predicts
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
     optimizer: str = "adamw"
+    neftune: bool = False  # noise on the embeddings
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
     eval_rows: int | None = None  # rows of an evaluation batch; default `rows`
     eval_row_tokens: int | None = None  # longest row of an evaluation batch; default `row_tokens`
@@ -133,6 +134,7 @@ class StepSpec:
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
+            neftune=config.train.neftune_noise_alpha is not None,
             supervised_share=_supervised_share(plan),
         )
         shape = _joined_shape if plan.padding_free else _padded_shape

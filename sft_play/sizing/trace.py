@@ -8,15 +8,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.model.load import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
+from sft_play.model.noise import add_noise
 from sft_play.model.sizes import setting
 from sft_play.sizing.attention_kernels import takes_one_call, varlen_attention
 from sft_play.sizing.fake import attach, decoder_layers, layer_of_modules, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
+from sft_play.sizing.optimizers import make_optimizer, optimizer_state
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
@@ -24,8 +26,6 @@ from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-EIGHT_BIT_BLOCK = 256  # bitsandbytes: values of an 8-bit optimizer state that share a scale
-EIGHT_BIT_FROM = 4096  # bitsandbytes: smaller tensors have 32-bit states
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PREFETCHED_BATCHES = 1  # batches that the data loader holds besides the current one
 
@@ -79,6 +79,8 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base)
     add_loss_head(base)
+    if spec.neftune:
+        add_noise(model, 1.0)
     prepare_for_training(model, spec)
     layers = decoder_layers(base)[2]
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
@@ -149,26 +151,6 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def optimizer_state(parameter: torch.Tensor, spec: StepSpec, *, embedding: bool) -> dict[str, torch.Tensor]:
-    """The optimizer's state tensors for a parameter of any shape.
-
-    AdamW has two moments of the parameter's shape; 8-bit AdamW has two flat byte tensors with scales. For
-    embeddings, transformers makes bitsandbytes keep 32-bit states.
-    """
-    if spec.optimizer == "adamw":
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), dtype=torch.float32), **moments}
-    count = parameter.numel()
-    names = ("state1", "state2")
-    if embedding or count < EIGHT_BIT_FROM:
-        return {name: torch.empty(count, dtype=torch.float32) for name in names}
-    states = {name: torch.empty(count, dtype=torch.uint8) for name in names}
-    scales = -(-count // EIGHT_BIT_BLOCK)
-    for name in ("absmax1", "absmax2"):
-        states[name] = torch.empty(scales, dtype=torch.float32)
-    return states
-
-
 def _optimizer_with_states(
     model: torch.nn.Module, layers: torch.nn.ModuleList, spec: StepSpec, recorder: AllocationRecorder
 ) -> Any:
@@ -180,7 +162,8 @@ def _optimizer_with_states(
     parameters = trained_parameters(model)
     recorder.layer_of_parameter = [owner_of[parameter] for parameter in parameters]
     recorder.elements_of_parameter = [parameter.numel() for parameter in parameters]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    with unset_fake_temporarily():  # bitsandbytes computes tables
+        optimizer = make_optimizer(spec.optimizer, parameters)
     for owner in (*range(len(layers)), WHOLE_MODEL):
         recorder.begin("forward", owner)
         for parameter in (p for p in parameters if owner_of[p] == owner):
@@ -188,8 +171,9 @@ def _optimizer_with_states(
                 parameter.grad = torch.empty_like(parameter)
                 recorder.add(parameter.grad, "gradients")
             optimizer.state[parameter] = optimizer_state(parameter, spec, embedding=parameter in embeddings)
-            for tensor in optimizer.state[parameter].values():
-                recorder.add(tensor, "optimizer")
+            for value in optimizer.state[parameter].values():
+                if isinstance(value, torch.Tensor) and value.device.type != "meta":  # not paged
+                    recorder.add(value, "optimizer")
     return optimizer
 
 
@@ -264,8 +248,7 @@ def run_step(
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     # foreach as PyTorch would choose it on that device
     torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=spec.device == "cuda")
-    if spec.optimizer == "adamw":  # 8-bit AdamW updates in place and allocates nothing
-        optimizer.step()
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     recorder.begin("evaluation")
     model.eval()

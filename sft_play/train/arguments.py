@@ -5,6 +5,7 @@ from typing import Any
 
 from trl import SFTConfig
 
+from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
@@ -21,7 +22,7 @@ EVALUATED_PER_TRAINED_ROW = 0.25
 
 BUCKETS = 16  # per backward pass
 
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
+OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # others have the names that transformers gives them
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -98,9 +99,10 @@ def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
     train = config.train
     return dict(
         learning_rate=plan.learning_rate,
-        lr_scheduler_type=SCHEDULES[train.lr_schedule],
+        # a schedule-free optimizer does the warmup itself
+        lr_scheduler_type="constant" if train.optimizer == SCHEDULE_FREE else SCHEDULES[train.lr_schedule],
         warmup_steps=math.ceil(train.warmup_ratio * plan.total_steps),
-        optim=OPTIMIZERS[train.optimizer],
+        optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
     )

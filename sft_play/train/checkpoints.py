@@ -101,7 +101,7 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     found = f"with ZeRO-2 on {shards} processes" if shards else "without ZeRO-2"
     command = f"train-deepspeed NGPU={shards}" if shards else f"train-distributed NGPU={plan.world_size}"
     raise CheckpointError(
-        f"{checkpoint} was saved {found}, and the 8-bit state of train.optimizer={config.train.optimizer} "
+        f"{checkpoint} was saved {found}, and the state of train.optimizer={config.train.optimizer} "
         f'cannot be converted.\nResume with: make {command} ARGS="train.resume=auto"'
     )
 

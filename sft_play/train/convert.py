@@ -19,6 +19,7 @@ from transformers import Trainer
 
 from sft_play.errors import CheckpointError
 from sft_play.runlog import read_json
+from sft_play.train.adapter_trainer import rate_factors
 from sft_play.train.checkpoints import STATE, shards_of
 from sft_play.train.pickles import load_mapped, only_tensors
 
@@ -48,9 +49,7 @@ def load_moved(trainer: Trainer, checkpoint: Path) -> None:
             if shards_of(checkpoint)
             else _read_whole(checkpoint, [names[p] for p in parameters])
         )
-        rate = _load_schedule(trainer, checkpoint, len(groups))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        _load_schedule(trainer, checkpoint, optimizer.param_groups)
         load = _into_zero2 if sharded else _into_whole
         load(optimizer, {names[parameter]: parameter for parameter in parameters}, state_of)
     except (KeyError, IndexError, RuntimeError, OSError, pickle.UnpicklingError) as error:
@@ -165,24 +164,27 @@ def use_own_rate(trainer: Trainer) -> None:
     """
     schedule: Any = trainer.lr_scheduler
     rate = trainer.args.learning_rate
-    if all(base == rate for base in schedule.base_lrs):
+    if schedule.base_lrs[0] == rate:
         return
-    now = rate * schedule.lr_lambdas[0](schedule.last_epoch)
-    schedule.base_lrs = [rate] * len(schedule.base_lrs)
-    schedule._last_lr = [now] * len(schedule.base_lrs)
-    for group in trainer.optimizer.param_groups:  # type: ignore[union-attr]
-        group["initial_lr"], group["lr"] = rate, now
+    bases = [rate * factor for factor in rate_factors(schedule)]
+    share = schedule.lr_lambdas[0](schedule.last_epoch)
+    schedule.base_lrs = bases
+    schedule._last_lr = [base * share for base in bases]
+    for group, base in zip(trainer.optimizer.param_groups, bases, strict=False):  # type: ignore[union-attr]
+        group["initial_lr"], group["lr"] = base, base * share
 
 
-def _load_schedule(trainer: Trainer, checkpoint: Path, groups: int) -> float:
-    """Restores the schedule and returns the current learning rate.
+def _load_schedule(trainer: Trainer, checkpoint: Path, groups: list[dict[str, Any]]) -> None:
+    """Restores the schedule, and the current learning rate of each group.
 
-    All groups share it; their number differs between engines, since DeepSpeed drops a group without
-    parameters.
+    The number of groups differs between engines, since DeepSpeed drops a group without parameters. The first
+    group always has some, and the rates of the others are multiples of its own.
     """
     schedule: Any = trainer.lr_scheduler
+    factors = rate_factors(schedule)[: len(groups)]
     saved = load_mapped(checkpoint / "scheduler.pt")
-    schedule.load_state_dict(
-        {key: value[:1] * groups if isinstance(value, list) else value for key, value in saved.items()}
-    )
-    return saved["_last_lr"][0]
+    rates = {key: [saved[key][0] * factor for factor in factors] for key in ("base_lrs", "_last_lr")}
+    lambdas = {"lr_lambdas": saved["lr_lambdas"][:1] * len(factors)}
+    schedule.load_state_dict({**saved, **rates, **lambdas})
+    for group, rate in zip(groups, schedule._last_lr, strict=True):
+        group["lr"] = rate

@@ -18,6 +18,7 @@ TRAIN = (
     "seed",
     "optimizer",
     "weight_decay",
+    "neftune_noise_alpha",
 )
 ROWS = tuple(f"data.{split}_path" for split in SPLITS)  # compared by a hash
 # The state of the checkpoint does not fit another value of these.

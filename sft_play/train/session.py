@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import gather_object
 from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback
-from trl import SFTTrainer
 
 from sft_play.data.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.job import Job
@@ -22,6 +21,7 @@ from sft_play.model.workload import flops_per_token, workload
 from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.runlog import console
+from sft_play.train.adapter_trainer import AdapterTrainer, averaged
 from sft_play.train.arguments import sft_config
 from sft_play.train.board import own_callbacks, use_groups
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Reporter
@@ -52,7 +52,7 @@ def _no_phase(phase: str) -> None:
     """Ignores phases, which matter only in a probe."""
 
 
-class PlannedTrainer(SFTTrainer):
+class PlannedTrainer(AdapterTrainer):
     """TRL's trainer with eleven methods overridden, each where the library has no callback.
 
     - `training_step` sets training mode once instead of in every micro-batch.
@@ -222,7 +222,8 @@ class PlannedTrainer(SFTTrainer):
             with self.compute_loss_context_manager():
                 return score_batch(model, self._prepare_inputs(batch))
 
-        with torch.random.fork_rng(devices=[]):  # the loader draws a number, which would change later dropout
+        # the loader draws a number, which would change later dropout
+        with torch.random.fork_rng(devices=[]), averaged(self.optimizer):
             for number, batch in enumerate(loader):
                 place = number * ranks + rank
                 sums[:3] += self.redo.score(place, batch, score) if self.redo else score(batch)
@@ -369,6 +370,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         processing_class=job.tokenizer,
         callbacks=_callbacks(job, reporter),
     )
+    trainer.plus_ratio = config.tuning.lora.plus_ratio
     trainer.remove_callback(PrinterCallback)
     for parameter in model.parameters():
         if parameter.requires_grad and config.tuning.mode == "qlora":

@@ -6,11 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import StorageError
 from sft_play.machine.host import free_bytes
 from sft_play.runlog import console
+from sft_play.sizing.optimizers import optimizer_state
+from sft_play.sizing.step import StepSpec
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.disk import write_failure
 from sft_play.train.probe import all_agree
@@ -35,17 +38,20 @@ def weights_bytes(session: Session) -> int:
 
 
 def checkpoint_bytes(session: Session) -> int:
-    """Size of a checkpoint: the weights, and two moments of each trained one in the optimizer's state."""
+    """Size of a checkpoint: the weights, and the optimizer's state of each trained one."""
     job, model = session.job, session.trainer.model
+    spec = StepSpec.of(job.config, job.plan)
 
     def state_bytes(weight: Any) -> int:
         if job.plan.engine == "deepspeed_z2":  # keeps the moments and a copy of the weights in fp32
             return 3 * FP32 * weight.numel()
-        each = 1 if job.config.train.optimizer == "adamw_8bit" else weight.element_size()
-        return 2 * each * weight.numel()
+        with torch.device("meta"):
+            state = optimizer_state(torch.empty_like(weight, device="meta"), spec, embedding=False)
+        return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
-    return weights_bytes(session) + sum(map(state_bytes, trained))
+    starts = weights_bytes(session) if job.config.tuning.lora.init != "default" else 0
+    return weights_bytes(session) + starts + sum(map(state_bytes, trained))
 
 
 def require_space(session: Session) -> None:

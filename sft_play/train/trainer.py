@@ -3,7 +3,7 @@
 data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.manifest import CARD, replacing
+from sft_play.model.decomposition import save_trained
 from sft_play.model.load import build_model
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir, read_metrics, update_summary
@@ -28,7 +29,7 @@ from sft_play.train.nonfinite import check_weights
 from sft_play.train.out_of_memory import memory_errors_explained, remembered
 from sft_play.train.pickles import only_tensors
 from sft_play.train.redo import Redo
-from sft_play.train.resume import checkpoint_to_resume, clear_way
+from sft_play.train.resume import checkpoint_to_resume, clear_way, start_to_resume
 from sft_play.train.saving import BestOfThisRun
 from sft_play.train.session import Session, open_session, ordered_rows
 from sft_play.train.settle import settle_plan
@@ -50,6 +51,7 @@ def train(job: Job) -> dict[str, Any]:
         ConfigError: the checkpoint belongs to a run with other settings; or as in `prepare_session`.
     """
     checkpoint = checkpoint_to_resume(job)  # before anything large is loaded
+    job = replace(job, checkpoint=checkpoint)
     with memory_errors_explained(job.plan), disk_errors_explained(job.run):
         session, probed = settled_session(job)
         require_space(session)
@@ -71,7 +73,7 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     meter = MemoryMeter.start(job.plan.device)
     rows = ordered_rows(job)
     with spinner(LOADING):
-        model = build_model(job.config, job.plan, job.ranks.local_rank)
+        model = build_model(job.config, job.plan, job.ranks.local_rank, start_to_resume(job))
     session = open_session(job, model, rows, meter)
     verify(session.trainer, job.plan, announce=announce)
     return session
@@ -121,12 +123,13 @@ def save(session: Session, stopped: bool) -> None:
     trainer, job = session.trainer, session.job
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not stopped:
+        trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one
         check_weights(model)
     if stopped or not trainer.accelerator.is_main_process:
         return
     facts = {"step": trainer.state.global_step, "versions": installed_versions()}
     with replacing(result_folder(job), facts) as folder:
-        model.save_pretrained(str(folder), safe_serialization=True)
+        save_trained(model, folder)
         job.tokenizer.save_pretrained(str(folder))
         (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
 

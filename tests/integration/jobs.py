@@ -32,6 +32,7 @@ def make_job(
     *,
     mode: str = "lora",
     dropout: float = 0.0,
+    lora: dict | None = None,
     rows=None,
     val=None,
     world_size: int = 1,
@@ -53,7 +54,7 @@ def make_job(
         {
             "model": {"name": str(model)},
             "data": {"train_path": "generated"},
-            "tuning": {"mode": mode, "lora": {"dropout": dropout}},
+            "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,
             "parallel": {"engine": engine},
             "output": {"name": name, "dir": str(output)},

@@ -1,0 +1,82 @@
+"""What the library's trainer has no argument for.
+
+LoRA+, adapters that start as a part of the weights, and optimizers whose result is an average.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import SFTTrainer
+
+from sft_play.model.decomposition import save_start
+
+
+class AdapterTrainer(SFTTrainer):
+    """TRL's trainer with LoRA+ if `plus_ratio` is set, and checkpoints with the start of the adapters."""
+
+    plus_ratio: float | None = None  # learning rate of the B matrices / that of the A matrices
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer of the arguments, for LoRA+ with PEFT's groups of parameters."""
+        if self.plus_ratio is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        from peft.optimizers import create_loraplus_optimizer
+
+        adapted: Any = self.model if model is None else model
+        kind, settings = self.get_optimizer_cls_and_kwargs(self.args, adapted)
+        rate = settings.pop("lr")
+        self.optimizer = create_loraplus_optimizer(
+            adapted,
+            kind,
+            lr=rate,
+            loraplus_lr_ratio=self.plus_ratio,
+            loraplus_lr_embedding=rate,
+            loraplus_weight_decay=self.args.weight_decay,
+            **settings,
+        )
+        # DeepSpeed drops groups without parameters, after the schedule has got a rate for each
+        groups = self.optimizer.param_groups
+        groups[:] = [group for group in groups if group["params"]]
+        return self.optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.optimizer.train()  # type: ignore[union-attr]
+        return prepared
+
+    def _load_best_model(self) -> None:
+        self.optimizer.eval()  # type: ignore[union-attr]  # what is loaded is an average already
+        super()._load_best_model()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with averaged(self.optimizer):
+            super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            save_start(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
+
+
+@contextmanager
+def averaged(optimizer: Any) -> Iterator[None]:
+    """In the block, the weights are those that a schedule-free optimizer has found; others change nothing.
+
+    Between its steps, they are the point where the next gradient is computed.
+
+    Args:
+        optimizer: as accelerate wrapped it; None before it exists.
+    """
+    if optimizer is None:
+        yield
+        return
+    optimizer.eval()
+    yield
+    optimizer.train()
+
+
+def rate_factors(schedule: Any) -> list[float]:
+    """How many times the learning rate of the first group each group of parameters has."""
+    first = schedule.base_lrs[0]
+    return [base / first for base in schedule.base_lrs]

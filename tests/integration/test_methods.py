@@ -1,0 +1,109 @@
+"""Methods beside plain LoRA with AdamW, really trained: they resume bit for bit, and fit the original base."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
+from sft_play.errors import CheckpointError
+from sft_play.model.decomposition import START
+from sft_play.model.load import load_for_inference
+from sft_play.model.loss_head import add_loss_head
+from sft_play.model.scoring import TokenScore, score_batch
+from sft_play.runlog import read_json
+from sft_play.train.trainer import prepare_session, train
+from tests.integration.cli import finish, make_workspace, sft, start
+from tests.integration.jobs import losses, make_job, seal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MANY = {"mode": "lora", "lora": {"init": "pissa", "plus_ratio": 4, "rank_pattern": {"q_proj": 4}}}
+SETTINGS = dict(max_steps=6, save_steps=3, eval_steps=3, batch_size=4, learning_rate=1e-3)
+KINDS = {
+    "pissa, LoRA+, NEFTune, lion": MANY | {"optimizer": "lion_8bit", "neftune_noise_alpha": 5.0},
+    "full, adafactor": {"mode": "full", "optimizer": "adafactor"},
+    "schedule-free": {"optimizer": "schedule_free_adamw", "lr_schedule": "constant", "warmup_ratio": 0.3},
+}
+
+
+def weights(job):
+    folder = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
+    return load_file(next(folder.glob("*.safetensors")))
+
+
+def loss_of(model, rows) -> float:
+    total = torch.zeros(3, dtype=torch.float64)
+    for row in rows:
+        batch = {name: torch.tensor([row[name]]) for name in ("input_ids", "labels")}
+        total += score_batch(model, batch)
+    return TokenScore.of(total).loss
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_run_resumes_bit_for_bit_and_its_result_fits_the_original_base(tiny_model, tmp_path, kind):
+    if kind.get("optimizer") == SCHEDULE_FREE:
+        pytest.importorskip("schedulefree", reason=EXTRAS["schedulefree"])
+    whole = make_job(tiny_model, tmp_path / "whole", "run", **SETTINGS, **kind)
+    train(whole)
+    shutil.copytree(whole.run.path, tmp_path / "again" / "run")
+    again = make_job(tiny_model, tmp_path / "again", "run", **SETTINGS, **kind, resume="auto")
+    shutil.rmtree(again.run.checkpoints / "checkpoint-6")
+    train(again)
+    expected = weights(whole)
+    assert weights(again).keys() == expected.keys()
+    for name, tensor in weights(again).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert abs(losses(whole)[1][-1] - losses(whole)[1][0]) > 1e-4
+    folder = whole.run.model if kind.get("mode") == "full" else whole.run.adapter
+    model = load_for_inference(whole.config, folder)
+    add_loss_head(model)
+    assert loss_of(model, whole.data.val) == pytest.approx(min(losses(whole)[1][1:]), rel=1e-5)
+
+
+def test_without_the_start_of_its_adapters_a_checkpoint_is_not_resumed(tiny_model, tmp_path):
+    job = make_job(tiny_model, tmp_path, "run", **SETTINGS, **MANY)
+    train(job)
+    newest = job.run.checkpoints / "checkpoint-6"
+    (newest / START).unlink()
+    seal(newest)
+    with pytest.raises(CheckpointError, match="the start of the adapters, cannot be read"):
+        train(make_job(tiny_model, tmp_path, "run", **SETTINGS, **MANY, resume="auto"))
+
+
+def test_lora_plus_gives_b_its_own_rate_and_every_parameter_one_group(tiny_model, tmp_path):
+    job = make_job(tiny_model, tmp_path, "run", **MANY, weight_decay=0.1, learning_rate=1e-3)
+    trainer = prepare_session(job).trainer
+    trainer.create_optimizer_and_scheduler(10)
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    groups = trainer.optimizer.param_groups
+    assert [group["initial_lr"] for group in groups] == [1e-3, pytest.approx(4e-3)]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1]
+    for group, letter in zip(groups, "AB", strict=True):
+        assert group["params"] and all(f"lora_{letter}" in names[id(p)] for p in group["params"])
+    trained = sum(parameter.requires_grad for parameter in trainer.model.parameters())
+    assert sum(len(group["params"]) for group in groups) == trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2"])
+def test_two_processes_learn_what_one_does_and_another_engine_goes_on(tiny_model, tmp_path, engine):
+    config = make_workspace(tmp_path, tiny_model)
+    words = [
+        "--config", config, "eval.generate=false", "train.probe=false", "train.max_steps=8",
+        "train.save_steps=4", "train.eval_steps=4", "tuning.lora.init=pissa", "tuning.lora.plus_ratio=4",
+        "train.learning_rate=1e-3",
+    ]  # fmt: skip
+    assert sft("train", *words, "output.name=alone").code == 0
+    two = finish(
+        start("train", "--processes", "2", "--engine", engine, *words, "output.name=two"), timeout_s=200
+    )
+    assert two.code == 0, two.err
+    shutil.copytree(tmp_path / "runs" / "two", tmp_path / "runs" / "moved")
+    shutil.rmtree(tmp_path / "runs" / "moved" / "checkpoints" / "checkpoint-8")
+    assert sft("train", "--resume", *words, "output.name=moved").code == 0
+    found = [read_json(tmp_path / "runs" / name / "summary.json") for name in ("alone", "two", "moved")]
+    assert found[1]["world_size"] == 2 and found[2]["world_size"] == 1
+    for other in found[1:]:
+        assert other["train_loss"] == pytest.approx(found[0]["train_loss"], rel=2e-5)
+        assert other["eval"]["after"]["loss"] == pytest.approx(found[0]["eval"]["after"]["loss"], rel=2e-5)
