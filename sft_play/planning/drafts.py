@@ -77,7 +77,7 @@ def require_possible(config: RunConfig, device: Device) -> None:
     optimizer = config.train.optimizer
     if optimizer.startswith(PAGED) and device.kind == "cpu":
         raise ConfigError(
-            f"train.optimizer={optimizer}: only the states on a GPU can be paged, and {device.name} is none; "
+            f"train.optimizer={optimizer}: states can be paged on a GPU only, and this is {device.name}; "
             f"use {optimizer.removeprefix(PAGED).replace('adamw_32bit', 'adamw')}"
         )
 

@@ -30,10 +30,15 @@ def _optimizer_note(optimizer: str, plan: Plan, trained_elements: Callable[[], i
     if not optimizer.startswith(PAGED):
         return [f"{optimizer}: {format_bytes(states)} of optimizer states in each process"]
     each = (1 if optimizer.endswith("8bit") else 4) * (1 if "lion" in optimizer else 2)
-    paged = format_bytes(max(0, each * trained_elements() - states))
+    paged, found = (
+        each * trained_elements() - states,
+        f"{optimizer}: {format_bytes(states)} of optimizer states",
+    )
+    if paged <= 0:
+        return [f"{found}, none of them paged: only those of large weights are"]
     return [
-        f"{optimizer}: {format_bytes(states)} of optimizer states on the GPU, and about {paged} that move to "
-        "RAM, which costs time, while the GPU is full; not counted below"
+        f"{found} on the GPU, and about {format_bytes(paged)} that move to RAM, which costs time, while the "
+        "GPU is full; not counted below"
     ]
 
 

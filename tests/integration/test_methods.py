@@ -40,7 +40,13 @@ def loss_of(model, rows) -> float:
     return TokenScore.of(total).loss
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name, marks=[] if kind.get("lora") else pytest.mark.slow)
+        for name, kind in KINDS.items()
+    ],
+)
 def test_a_run_resumes_bit_for_bit_and_its_result_fits_the_original_base(tiny_model, tmp_path, kind):
     if kind.get("optimizer") == SCHEDULE_FREE:
         pytest.importorskip("schedulefree", reason=EXTRAS["schedulefree"])
@@ -61,6 +67,7 @@ def test_a_run_resumes_bit_for_bit_and_its_result_fits_the_original_base(tiny_mo
     assert loss_of(model, whole.data.val) == pytest.approx(min(losses(whole)[1][1:]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_without_the_start_of_its_adapters_a_checkpoint_is_not_resumed(tiny_model, tmp_path):
     job = make_job(tiny_model, tmp_path, "run", **SETTINGS, **MANY)
     train(job)

@@ -51,7 +51,7 @@ def test_states_are_paged_on_a_gpu_only():
     for name, instead in (("paged_adamw_32bit", "adamw"), ("paged_lion_8bit", "lion_8bit")):
         config = RunConfig.model_validate(tree(optimizer=name))
         require_possible(config, GPU)
-        with pytest.raises(ConfigError, match=f"the CPU is none; use {instead}$"):
+        with pytest.raises(ConfigError, match=f"this is the CPU; use {instead}$"):
             require_possible(config, CPU)
 
 

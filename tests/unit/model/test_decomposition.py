@@ -35,10 +35,11 @@ def train_a_little(model) -> None:
     [
         LoraSettings(r=8, init="pissa"),
         LoraSettings(r=8, init="olora", alpha=4),
-        LoraSettings(r=8, init="pissa", use_rslora=True, rank_pattern={"q_proj": 4}),
-        LoraSettings(r=8, init="pissa", rank_pattern={"q_proj": 4}, alpha_pattern={"k_proj": 3}),
+        LoraSettings(
+            r=8, init="pissa", use_rslora=True, rank_pattern={"q_proj": 4}, alpha_pattern={"k_proj": 3}
+        ),
     ],
-    ids=["pissa", "olora", "rslora", "patterns"],
+    ids=["pissa", "olora", "rslora and patterns"],
 )
 def test_the_saved_adapter_is_the_trained_model_on_the_original_base(tiny_model, tmp_path, lora):
     before = logits(base(tiny_model))

@@ -57,26 +57,25 @@ FULL, LORA = "full", LoraSettings(r=16)
 LAYERS = LoraSettings(r=4, rank_pattern={"layers.2.mlp.up_proj": 24, "q_proj": 2})
 
 
+SLOW = [pytest.mark.slow]
+NO_PACKAGE = pytest.mark.skipif(SCHEDULE_FREE not in INSTALLED, reason=EXTRAS["schedulefree"])
+
+
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        (FULL, {"optimizer": "adafactor"}),
-        (FULL, {"optimizer": "lion_32bit"}),
-        (FULL, {"optimizer": "lion_8bit"}),
-        pytest.param(
-            FULL,
-            {"optimizer": SCHEDULE_FREE},
-            marks=pytest.mark.skipif(SCHEDULE_FREE not in INSTALLED, reason=EXTRAS["schedulefree"]),
-        ),
-        (LORA, {"optimizer": "adamw_8bit"}),
-        (LORA, {"optimizer": "adafactor"}),
-        (FULL, {"neftune": True}),
-        (LORA, {"neftune": True, "joined": True}),
-        (LAYERS, {}),
-        (LoraSettings(r=8, init="pissa"), {}),
-        (LoraSettings(r=8, init="olora"), {}),
+        pytest.param(FULL, {"optimizer": "adafactor"}, id="adafactor", marks=SLOW),
+        pytest.param(FULL, {"optimizer": "lion_32bit"}, id="lion", marks=SLOW),
+        pytest.param(FULL, {"optimizer": "lion_8bit"}, id="lion in 8 bits", marks=SLOW),
+        pytest.param(FULL, {"optimizer": SCHEDULE_FREE}, id="schedule-free", marks=[*SLOW, NO_PACKAGE]),
+        pytest.param(LORA, {"optimizer": "adamw_8bit"}, id="AdamW in 8 bits", marks=SLOW),
+        pytest.param(LORA, {"optimizer": "adafactor"}, id="LoRA with adafactor", marks=SLOW),
+        pytest.param(FULL, {"neftune": True}, id="NEFTune", marks=SLOW),
+        pytest.param(LORA, {"neftune": True, "joined": True}, id="NEFTune, joined rows", marks=SLOW),
+        pytest.param(LAYERS, {"optimizer": "lion_8bit", "neftune": True}, id="ranks by layer, lion, NEFTune"),
+        pytest.param(LoraSettings(r=8, init="pissa"), {}, id="pissa", marks=SLOW),
+        pytest.param(LoraSettings(r=8, init="olora"), {}, id="olora", marks=SLOW),
     ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
 )
 def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(method, settings):
     config = small_config("llama", TALL | {"layers": 4})
@@ -109,6 +108,7 @@ def states(optimizer, device, mode="full"):
     return peaks["forward"].terms["optimizer"], peaks["optimizer"].bytes
 
 
+@pytest.mark.slow
 def test_every_optimizer_is_sized_for_a_gpu():
     found = {name: states(name, "cuda") for name in INSTALLED}
     assert found["lion_8bit"][0] < found["adamw_8bit"][0] < found["lion_32bit"][0]
