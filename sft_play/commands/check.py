@@ -73,7 +73,8 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
         resolved = None
     if resolved:
         config = resolved.config
-        findings += [*data_findings(config), *model_findings(config), *method_findings(config, machine)]
+        findings += [*data_findings(config), *model_findings(config), *token_findings(config)]
+        findings += method_findings(config, machine)
         findings += disk_findings(Path(config.output.dir))
     return [*findings, *device_findings(machine), *version_findings(machine), *accelerate_findings(machine)]
 
@@ -195,6 +196,37 @@ def _folder_findings(folder: Path) -> Iterator[Finding]:
     elif weights and not missing:
         size = format_bytes(sum(path.stat().st_size for path in weights))
         yield Finding(OK, "model", f"model.name: {folder}, {size} of weights, tokenizer")
+
+
+def token_findings(config: RunConfig) -> Iterator[Finding]:
+    """The pieces of model.new_tokens, and markers of the chat template that the tokenizer splits.
+
+    Nothing is downloaded for the template alone.
+    """
+    model = config.model
+    if not model.new_tokens and not has_tokenizer(Path(model.name)):
+        return
+    from sft_play.data.template import split_markers, split_warning, use_template
+    from sft_play.model.load import load_tokenizer, without_new_tokens
+    from sft_play.model.new_tokens import add_new_tokens
+
+    try:
+        published, tokenizer = (load_tokenizer(without_new_tokens(model)) for _ in range(2))
+        added = add_new_tokens(tokenizer, model.new_tokens)
+        use_template(tokenizer, config.data.chat_template)
+    except ConfigError as error:
+        if model.new_tokens:
+            yield Finding(ERROR, "tokens", str(error), "change model.new_tokens or data.chat_template")
+        return
+    for token in added:
+        pieces = (
+            " + ".join(repr(published.decode([piece])) for piece in token.pieces)
+            or "unknown to the tokenizer"
+        )
+        yield Finding(OK, "tokens", f"{token.text} is new, token {token.id}; was {pieces}")
+    markers = split_markers(tokenizer) if config.data.task != "cpt" else []
+    if markers:
+        yield Finding(WARNING, "tokens", split_warning(markers), "or use another data.chat_template")
 
 
 def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: str) -> Finding:

@@ -14,7 +14,7 @@ from sft_play.export.gguf_file import TYPES, Source, file_bytes, write
 from sft_play.export.vocabulary import vocabulary
 from sft_play.manifest import find_damage
 from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
-from sft_play.model.load import load_model_config
+from sft_play.model.load import load_model_config, without_new_tokens
 from sft_play.model.weights import finished_weights
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import format_bytes
@@ -54,7 +54,8 @@ def export(
     vocabulary(tokenizer, len(tokenizer))
     folder = run.model if config.tuning.mode == "full" else _merged(config, run)
     with quiet_libraries(run.log):
-        merged_config = load_model_config(config.model.model_copy(update={"name": str(folder)}))
+        merged = without_new_tokens(config.model).model_copy(update={"name": str(folder)})  # it has them
+        merged_config = load_model_config(merged)
         wanted = dtype if dtype != "auto" else OF_DTYPE[str(merged_config.dtype).removeprefix("torch.")]
         source = Source(folder, merged_config, tokenizer, config.output.name)
         result = _write_folder(config, run, source, output, wanted)

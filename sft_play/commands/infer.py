@@ -17,6 +17,7 @@ from sft_play.model.generation import (
     generate,
     load_chat_tokenizer,
     prompt_ids,
+    stop_token_ids,
 )
 from sft_play.model.load import load_for_inference, position_limit
 from sft_play.model.weights import finished_weights, release_memory
@@ -89,11 +90,15 @@ def fit_history(
         dropped += 2
 
 
-def _printer(tokenizer: "PreTrainedTokenizerBase", pieces: list[str]) -> Any:
-    """A streamer that prints an answer while it is generated, and collects it in `pieces`."""
+def _printer(tokenizer: "PreTrainedTokenizerBase", pieces: list[str], stops: Sequence[int]) -> Any:
+    """A streamer that prints an answer as it is generated, without `stops`, and collects it in `pieces`."""
     from transformers import TextStreamer
 
     class Printer(TextStreamer):
+        def put(self, value: Any) -> None:
+            if self.next_tokens_are_prompt or value.tolist()[-1] not in stops:
+                super().put(value)
+
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             pieces.append(text)
             console().print(text, end="", markup=False, highlight=False, soft_wrap=True)
@@ -119,7 +124,8 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
         console().print(text, style="dim")
     pieces: list[str] = []
     try:
-        new = generate(model, tokenizer, [ids], max_new_tokens=room, streamer=_printer(tokenizer, pieces))[0]
+        printer = _printer(tokenizer, pieces, stop_token_ids(model, tokenizer))
+        new = generate(model, tokenizer, [ids], max_new_tokens=room, streamer=printer)[0]
         console().print()
         if len(new) >= room:
             console().print(f"(truncated at {room} tokens: eval.max_new_tokens)", style="dim")

@@ -48,6 +48,16 @@ def _regular_expression(value: str) -> str:
     return value
 
 
+def _distinct_words(values: tuple[str, ...]) -> tuple[str, ...]:
+    blank = next((value for value in values if not value.strip()), None)
+    if blank is not None:
+        raise ValueError(f"{blank!r} is empty or only whitespace; remove it")
+    twice = next((value for value in values if values.count(value) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is listed twice; list it once")
+    return values
+
+
 def _usable_path(value: str) -> str:
     longest = max(len(part.encode()) for part in value.split("/"))
     if "\0" in value or longest > LONGEST_NAME:
@@ -58,6 +68,7 @@ def _usable_path(value: str) -> str:
 PathText = Annotated[str, AfterValidator(_usable_path)]
 Expression = Annotated[str, AfterValidator(_regular_expression)]
 ModuleName = Annotated[str, AfterValidator(module_name)]
+Words = Annotated[tuple[str, ...], AfterValidator(_distinct_words)]
 AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
 AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
 
@@ -92,6 +103,10 @@ class ModelConfig(Section):
     """Whether to run Python code from the model repository on this machine; needs a commit as revision."""
     revision: str | None = None
     """Branch, tag or commit (40 hex digits) on the Hub."""
+    new_tokens: Words = ()
+    """Texts that become tokens of their own, e.g. ["<tool>", "</tool>"]. Their rows of the embedding and the
+    output head start as the mean of the tokens that they were split into, and are trained, with adapters
+    too."""
 
 
 RowFormat = Literal[
@@ -233,6 +248,9 @@ class LoraSettings(Section):
     training; the saved adapter has twice the rank and fits the original base."""
     plus_ratio: Annotated[FiniteFloat, Field(ge=1)] | None = None
     """LoRA+ (arXiv 2402.12354): how many times train.learning_rate the B matrices get, e.g. 16."""
+    modules_to_save: Words = ()
+    """Names of modules that are trained whole, without an adapter, and saved with the adapters, e.g.
+    ["embed_tokens", "lm_head"] or ["input_layernorm"]."""
 
 
 class TuningConfig(Section):

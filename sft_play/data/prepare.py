@@ -25,7 +25,7 @@ from sft_play.data.raw_text import BLOCK_TOKENS
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, open_source, read_rows
 from sft_play.data.row import Row
 from sft_play.data.splits import PART_SCHEMA, SPLITS, TEXTS, Part, write_splits
-from sft_play.data.template import check_template, use_template
+from sft_play.data.template import check_template, split_markers, split_warning, use_template
 from sft_play.data.warnings import data_warnings
 from sft_play.data.workers import Chunk, EncodingTask, conversation_from_json, encode_all, worker_count
 from sft_play.errors import ConfigError, DataError
@@ -133,6 +133,8 @@ def prepare(
                 parts.append(replace(part, block=block_tokens(config, max_tokens) if task.raw_text else None))
             stats, chosen = write_splits(config, parts, temporary, tokenizer, max_tokens)
             stats["warnings"] = data_warnings(config, stats, parts, chosen)
+            markers = split_markers(tokenizer) if not all(task.raw_text for task in tasks) else []
+            stats["warnings"] += [split_warning(markers)] if markers else []
             stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
             store.finish(temporary, {"stats": stats})
     return _load(config, folder)

@@ -3,8 +3,10 @@
 The sandbox limits neither time nor memory; `data/limits.py` does.
 """
 
+import json
 import math
 import multiprocessing
+import re
 import resource
 import signal
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).parent / "templates"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+MARKER = re.compile(r"<[^<>\s]{1,40}>")  # what templates use as control tokens: <|im_end|>, <end_of_turn>
 TRIAL_SECONDS = 30  # by the clock
 MAX_TEMPLATE_BYTES = 1_000_000
 SHOWN_ROLES, SHOWN_CHARACTERS = 20, 1000  # in messages
@@ -58,7 +61,8 @@ def use_template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
         if setting == "chatml" and not set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
             raise ConfigError(
                 f"data.chat_template=chatml needs the tokens {' and '.join(CHATML_TOKENS)}, which this "
-                "tokenizer does not have. Use data.chat_template=plain"
+                f"tokenizer does not have. Add them with model.new_tokens={json.dumps(CHATML_TOKENS)}, or "
+                "use data.chat_template=plain"
             )
         tokenizer.chat_template = (SHIPPED / f"{setting}.jinja").read_text(encoding="utf-8")
         return f"the shipped {setting}.jinja"
@@ -117,6 +121,32 @@ def render(
         return _apply(tokenizer, messages, conversation.tools, prompt)
     except RENDER_ERRORS as error:
         raise cannot_render(conversation, messages, error) from None
+
+
+def split_markers(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """The markers between turns that the tokenizer splits into several tokens, as in "<|im_end|>".
+
+    Empty if the template rejects a question and its answer.
+    """
+    messages: list[Message] = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "answer"},
+    ]
+    try:
+        text = _apply(tokenizer, messages, None, prompt=False)
+    except RENDER_ERRORS:
+        return []
+    found = dict.fromkeys(MARKER.findall(text))
+    return [marker for marker in found if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
+
+
+def split_warning(markers: Sequence[str]) -> str:
+    """What to do about the markers that `split_markers` found."""
+    listed = json.dumps(list(markers), ensure_ascii=False)
+    return (
+        f"the tokenizer splits {', '.join(markers)} of the chat template into several tokens; to make "
+        f"tokens of them, set model.new_tokens={listed}"
+    )
 
 
 def cannot_render(conversation: Conversation, messages: Sequence[Message], error: BaseException) -> DataError:

@@ -1,7 +1,8 @@
 """Adapters: attached to a base model for training, or read from a finished run."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,15 @@ from safetensors import SafetensorError, safe_open
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.model.decomposition import take_out_start
-from sft_play.model.targets import Targets, auto_targets, kept_by_peft, text_prefix
+from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
+from sft_play.model.targets import (
+    Targets,
+    auto_targets,
+    is_within,
+    kept_by_peft,
+    modules_to_save,
+    text_prefix,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -22,16 +31,25 @@ SHOWN = 3  # names in a message
 NOT_AN_ADAPTER = (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError)
 
 
-def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
+def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[int] = ()) -> "LoraConfig":
     """PEFT's config of the adapter.
 
     Raises:
-        ConfigError: a setting does not work with fused experts.
+        ConfigError: a setting does not work with fused experts, or contradicts modules_to_save.
     """
     from peft import LoraConfig
 
     auto = lora.target_modules == "auto"
     targets = auto_targets(model) if auto else Targets(tuple(lora.target_modules), ())
+    besides = _trained_besides(lora, model, new_ids)
+    whole = besides["modules_to_save"] or []
+    if auto:
+        targets = targets.without(whole)
+    elif both := _adapted_within(model, lora.target_modules, whole):
+        raise ConfigError(
+            f"tuning.lora.modules_to_save trains {both} whole, and tuning.lora.target_modules gives it an "
+            "adapter; leave it out of one of them"
+        )
     if targets.experts and (lora.dropout or lora.use_dora or lora.init != "default"):
         setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
         setting = setting if lora.init == "default" else f"init={lora.init}"
@@ -52,14 +70,52 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel") -> "LoraConfig":
         alpha_pattern=dict(lora.alpha_pattern),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
+        **besides,
     )
     if targets.experts:
         config.target_modules = kept_by_peft(config, model)
     return config
 
 
+def _adapted_within(model: "PreTrainedModel", targets: Sequence[str], whole: Sequence[str]) -> str | None:
+    """The first module with the name of a target that is trained whole; None if there is none."""
+    names = (name for name, _ in model.named_modules() if name.rpartition(".")[2] in targets)
+    return next((name for name in names if is_within(name, whole)), None)
+
+
+def _trained_besides(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[int]) -> dict[str, Any]:
+    """PEFT's settings for what is trained beside the adapters.
+
+    Raises:
+        ConfigError: this model has no such module, or a part of it would be trained in two ways.
+    """
+    whole, rows = modules_to_save(model, lora.modules_to_save), trained_rows(model, new_ids)
+    found: dict[str, Any] = {"modules_to_save": whole or None, "trainable_token_indices": rows}
+    if not whole:
+        return found
+    outer = {name_of(model, layer) for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
+    both = sorted(outer.intersection(whole))
+    if both and rows:
+        raise ConfigError(
+            f"tuning.lora.modules_to_save trains {both[0]} whole, and model.new_tokens trains single rows of "
+            "the embedding and the output head; leave one of them out"
+        )
+    return found | {"ensure_weight_tying": bool(both) and _is_tied(model)}
+
+
+def _is_tied(model: "PreTrainedModel") -> bool:
+    """Whether output head and embedding have the same weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head.weight is embedding.weight  # type: ignore[union-attr]
+
+
 def attach_adapter(
-    model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False, start: Path | None = None
+    model: "PreTrainedModel",
+    lora: LoraSettings,
+    *,
+    autocast: bool = False,
+    new_ids: Sequence[int] = (),
+    start: Path | None = None,
 ) -> "PeftModel":
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 
@@ -67,18 +123,20 @@ def attach_adapter(
         model: the base model.
         lora: the adapter's settings.
         autocast: every forward pass will run under autocast.
+        new_ids: of the tokens whose rows are trained too.
         start: file with what the adapters of a resumed run started from, if that is a part of the weights.
 
     Raises:
         CheckpointError: that file does not fit the model.
         ConfigError: target_modules or patterns match nothing in this model, or an embedding or the output
-            head; the message says what would do.
+            head; the message says what would do. Or something else cannot be trained.
     """
     from peft import get_peft_model
 
     outer = [model.get_input_embeddings(), model.get_output_embeddings()]
+    config = lora_config(lora, model, new_ids)
     try:
-        adapted = get_peft_model(model, lora_config(lora, model))
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         linear = sorted(
             {
@@ -95,9 +153,34 @@ def attach_adapter(
     require_matches(adapted, lora)  # type: ignore[arg-type]
     if lora.init != "default":
         take_out_start(adapted, lora, start)  # type: ignore[arg-type]
+    if new_ids:
+        require_wrapped(adapted)  # type: ignore[arg-type]
+        complete_wrappers(adapted)  # type: ignore[arg-type]
+    if lora.modules_to_save:
+        _train_whole(adapted, tied=config.ensure_weight_tying, fp32=autocast)  # type: ignore[arg-type]
+    # "auto" would save a whole embedding that has grown, of which only single rows are trained
+    adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)  # type: ignore
     if autocast and not lora.use_dora:  # DoRA computes the norms of weights in the type of its input
         leave_types_to_autocast(adapted)
     return adapted  # type: ignore[return-value]
+
+
+def _train_whole(model: "PeftModel", *, tied: bool, fp32: bool) -> None:
+    """Completes modules_to_save: in fp32 if asked to, since small updates of 16-bit weights are lost.
+
+    Raises:
+        ConfigError: embedding and output head should be tied, and PEFT trains one of them only.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if tied and not _is_tied(model):  # type: ignore[arg-type]
+        raise ConfigError(
+            "tuning.lora.modules_to_save: PEFT cannot keep embedding and output head of "
+            f"{type(model.get_base_model()).__name__} tied; leave them out, or set tuning.mode=full"
+        )
+    for module in model.modules():
+        if fp32 and isinstance(module, ModulesToSaveWrapper):
+            module.modules_to_save.float()
 
 
 def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
@@ -112,8 +195,10 @@ def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
     Raises:
         ConfigError: an adapter is on one of them; names it.
     """
+    from peft.tuners.lora import LoraLayer
+
     for name, module in model.named_modules():
-        base = getattr(module, "base_layer", None)
+        base = module.base_layer if isinstance(module, LoraLayer) else None
         if isinstance(base, torch.nn.Embedding) or any(base is layer for layer in outer if base is not None):
             raise ConfigError(
                 f"tuning.lora.target_modules: {name.rpartition('.')[2]} is an embedding or the output head, "
@@ -169,8 +254,10 @@ def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
     try:
+        config = PeftConfig.from_pretrained(str(folder))
+        _require_rows(empty, config, folder)
         with torch.device("meta"):
-            model = PeftModel(empty, PeftConfig.from_pretrained(str(folder)))
+            model = PeftModel(empty, config)
         with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except NOT_AN_ADAPTER as error:
@@ -194,6 +281,18 @@ def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
         )
 
 
+def _require_rows(empty: "PreTrainedModel", config: Any, folder: Path) -> None:
+    trained = getattr(config, "trainable_token_indices", None) or {}
+    last = max((max(rows) for rows in trained.values()), default=-1)
+    embedding: Any = empty.get_input_embeddings()
+    count = len(embedding.weight)
+    if last >= count:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit the model: it has trained row {last} of the embedding, "
+            f"which has {count}; use the config that it was trained with (model.new_tokens)"
+        )
+
+
 def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
     """The base with the adapter of a finished run, for which `require_fitting` was called.
 
@@ -203,9 +302,11 @@ def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(base, str(folder))
+        model = PeftModel.from_pretrained(base, str(folder))
     except NOT_AN_ADAPTER as error:
         raise _unfit(folder, error) from error
+    complete_wrappers(model)
+    return model
 
 
 def _unfit(folder: Path, error: Exception) -> CheckpointError:

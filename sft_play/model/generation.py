@@ -98,7 +98,10 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Conversation) -> li
 
 
 def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The special token that the chat template puts after an answer ("<|im_end|>"); None if there is none."""
+    """The token that the chat template puts after an answer ("<|im_end|>"); None if there is none.
+
+    A token that was added to the vocabulary, special or not; some tokenizers have added ones for blanks.
+    """
     if not tokenizer.chat_template:
         return None
     mark = "answer"
@@ -107,9 +110,9 @@ def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
         after = render(tokenizer, Conversation(messages), messages).rpartition(mark)[2]
     except DataError:  # this template wants more than a question
         return None
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = tokenizer.added_tokens_decoder
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-    return next((token_id for token_id in ids if token_id in special), None)
+    return next((index for index in ids if index in added and not added[index].content.isspace()), None)
 
 
 def stop_token_ids(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:

@@ -24,6 +24,7 @@ from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
 from sft_play.model.hub_files import require_as_published
+from sft_play.model.new_tokens import NewToken, add_new_tokens, add_rows, rows_for, with_rows
 from sft_play.model.noise import add_noise
 from sft_play.model.sizes import require_few_layers, require_sound_sizes
 from sft_play.model.support import require_decoder
@@ -74,10 +75,11 @@ def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigErro
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
-    """The architecture (config.json) from a folder or the hub.
+    """The architecture (config.json) from a folder or the hub, with rows for model.new_tokens.
 
     Raises:
-        ConfigError: there is none, it cannot be loaded, it is of no decoder, or its sizes make no sense.
+        ConfigError: there is none, it cannot be loaded, it is of no decoder, or its sizes make no sense; or
+            as in `new_tokens`.
     """
     folder = Path(model.name)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -94,7 +96,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
         raise _not_loadable("config", model, error) from error
     require_decoder(config)
     require_sound_sizes(config, model.name)
-    return config
+    return with_rows(config, rows_for(new_tokens(model)))
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
@@ -103,10 +105,10 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer; without a padding token of its own, it pads with the end-of-sequence token.
+    """The tokenizer with model.new_tokens; without a padding token, it pads with the end-of-sequence token.
 
     Raises:
-        ConfigError: it cannot be loaded, or has no end-of-sequence token.
+        ConfigError: it cannot be loaded, or has no end-of-sequence token, or has one of the new tokens.
     """
     folder = Path(model.name)
     if folder.is_dir() and not has_tokenizer(folder):
@@ -123,7 +125,24 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
+    add_new_tokens(tokenizer, model.new_tokens)
     return tokenizer
+
+
+def without_new_tokens(model: ModelConfig) -> ModelConfig:
+    """The model as it was published."""
+    return model.model_copy(update={"new_tokens": ()})
+
+
+def new_tokens(model: ModelConfig) -> tuple[NewToken, ...]:
+    """The tokens of model.new_tokens.
+
+    Raises:
+        ConfigError: as in `load_tokenizer`.
+    """
+    if not model.new_tokens:
+        return ()
+    return add_new_tokens(load_tokenizer(without_new_tokens(model)), model.new_tokens)
 
 
 def local_device(device: str, local_rank: int = 0) -> torch.device:
@@ -153,7 +172,7 @@ def freeze_what_gets_no_gradient(model: "PreTrainedModel") -> None:
 def load_base(
     model: ModelConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
 ) -> "PreTrainedModel":
-    """The pretrained weights on `device`, 4-bit when `quantize`.
+    """The pretrained weights on `device`, 4-bit when `quantize`, with the rows of model.new_tokens.
 
     Only safetensors: pickled weights can run code.
 
@@ -195,6 +214,7 @@ def load_base(
         require_as_published(model)  # what has just been downloaded
     _require_all_weights(model, info)
     keep_differentiable(loaded)
+    add_rows(loaded, new_tokens(model))
     return loaded
 
 
@@ -289,8 +309,8 @@ def build_model(
     )
     model.config.use_cache = False
     if config.tuning.mode != "full":
-        autocast = plan.mixed_precision != "no"
-        adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, start=start)
+        autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
+        adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids, start=start)
         if config.train.neftune_noise_alpha:
             add_noise(adapted, config.train.neftune_noise_alpha)
         return adapted

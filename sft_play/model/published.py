@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model.load import load_model_config
+from sft_play.model.load import load_model_config, load_tokenizer, without_new_tokens
+from sft_play.model.new_tokens import add_new_tokens, rows_for, with_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -102,11 +103,27 @@ def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
     """The architecture for a plan, and a note if it is a published one instead of the model's own file.
 
     A model's own config.json comes first if it is on this machine. The published one comes before the Hub:
-    it is the same, and needs neither network nor access.
+    it is the same, and needs neither network nor access. Without a tokenizer, each new token is assumed to
+    need a row of its own.
 
     Raises:
         ConfigError: as in `load_model_config`.
     """
+    plain = without_new_tokens(model)
+    config, notes = _known_config(plain)
+    if not model.new_tokens:
+        return config, notes
+    try:
+        tokenizer = None if notes else load_tokenizer(plain)  # with notes, the Hub was not asked
+    except ConfigError:
+        tokenizer = None
+    rows = config.get_text_config().vocab_size + len(model.new_tokens)
+    if tokenizer is not None:
+        rows = rows_for(add_new_tokens(tokenizer, model.new_tokens))
+    return with_rows(config, rows), notes
+
+
+def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
     known = published_models().get(model.name.lower())
     if known is None or model.revision or Path(model.name).is_dir() or _is_downloaded(model):
         return load_model_config(model), []

@@ -7,13 +7,16 @@ tokens, which have no gradient.
 """
 
 import copy
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
+
+from sft_play.errors import ConfigError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -32,6 +35,18 @@ class Targets:
 
     modules: tuple[str, ...]
     experts: tuple[str, ...]
+
+    def without(self, modules: Sequence[str]) -> "Targets":
+        """The targets that are neither in one of these modules nor one of them."""
+        return Targets(
+            tuple(name for name in self.modules if not is_within(name, modules)),
+            tuple(name for name in self.experts if not is_within(name, modules)),
+        )
+
+
+def is_within(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module or parameter is one of these modules, or a part of one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def text_prefix(model: "PreTrainedModel") -> str | None:
@@ -101,6 +116,44 @@ def _read_elsewhere(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield module
         elif {name for name, _ in module.named_parameters(recurse=False)} >= STATE_SPACE:
             yield from (getattr(module, name) for name in READ_BY_KERNELS if hasattr(module, name))
+
+
+def modules_to_save(model: "PreTrainedModel", names: Sequence[str]) -> list[str]:
+    """The modules of the text part that are called by one of the names, each by its full name.
+
+    Raises:
+        ConfigError: there is none of a name, or it cannot be trained whole.
+    """
+    prefix = text_prefix(model)
+    inside = tuple(f"{part}." for part in (prefix, "lm_head") if part) if prefix else ("",)
+    modules = {name: module for name, module in model.named_modules() if f"{name}.".startswith(inside)}
+    found = []
+    for wanted in names:
+        matching = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
+        if not matching:
+            last = sorted({name.rpartition(".")[2] for name in modules} - {""})
+            close = difflib.get_close_matches(wanted, last, n=5, cutoff=0.0)
+            raise ConfigError(
+                f"tuning.lora.modules_to_save: no module of {type(model).__name__} is named {wanted!r}; "
+                f"closest: {', '.join(close)}"
+            )
+        for name in matching:
+            _require_trainable(name, modules[name])
+        found += matching
+    return found
+
+
+def _require_trainable(name: str, module: torch.nn.Module) -> None:
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        raise ConfigError(f"tuning.lora.modules_to_save: {name} is a list of modules; name the modules in it")
+    parameters = list(module.parameters())
+    if not parameters:
+        raise ConfigError(f"tuning.lora.modules_to_save: {name} has no weights to train")
+    if any("4bit" in type(part).__name__ for part in module.modules()):
+        raise ConfigError(
+            f"tuning.lora.modules_to_save: {name} has 4-bit weights, which cannot be trained; leave it out, "
+            "or set tuning.mode=lora"
+        )
 
 
 def kept_by_peft(config: "LoraConfig", model: "PreTrainedModel") -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
-from sft_play.manifest import find_damage, has_manifest
+from sft_play.manifest import find_damage, has_manifest, read_manifest
 from sft_play.model.files import missing_shards
 from sft_play.runlog import RunDir, console, read_json
 
@@ -38,7 +38,7 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
     """The run's adapter folder, or its model folder after full fine-tuning, with complete safetensors files.
 
     Raises:
-        CheckpointError: the run has not finished, or its files are damaged.
+        CheckpointError: the run has not finished, its files are damaged, or it has other new tokens.
     """
     full = config.tuning.mode == "full"
     folder, settings = (run.model, "config.json") if full else (run.adapter, "adapter_config.json")
@@ -65,6 +65,12 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
     require_undamaged(folder, next_command)
     for file in files:
         _require_whole(file, next_command)
+    trained, asked = read_manifest(folder).get("new_tokens"), list(config.model.new_tokens)
+    if trained is not None and trained != asked:
+        raise CheckpointError(
+            f"{folder} was trained with model.new_tokens={trained}, and the config has {asked}; use the "
+            "config that it was trained with"
+        )
     if not full:
         _compare_base(config, folder)
     return folder

@@ -30,6 +30,7 @@ from sft_play.sizing.corrections import (
 from sft_play.sizing.estimator import estimator, work_of_plans
 from sft_play.sizing.four_bit import require_packable
 from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trained import trained_besides
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,7 +68,7 @@ def plan_run(
     drafts = [draft for draft in drafts if accept(draft)]
     if not drafts:
         raise DoesNotFitError("the config allows no other plan")
-    notes = [*padding, *assumptions(facts)]
+    notes = [*trained_besides(model_config, config), *padding, *assumptions(facts)]
     budget = memory_device(config, machine, processes)
     if budget is None:
         plan = choose_plan(config, drafts, None, None)

@@ -134,6 +134,10 @@ def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, 
         rows.append(("adapted modules", targets))
         if lora.init != "default" or lora.plus_ratio:
             rows.append(("initialization, LoRA+ ratio", f"{lora.init}, {lora.plus_ratio or 1:g}"))
+        if lora.modules_to_save:
+            rows.append(("modules trained whole", ", ".join(lora.modules_to_save)))
+    if config.model.new_tokens:
+        rows.append(("new tokens", ", ".join(f"`{token}`" for token in config.model.new_tokens)))
     return [
         *rows,
         ("peak learning rate", f"{train.learning_rate:g}, {train.lr_schedule}"),

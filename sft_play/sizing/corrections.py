@@ -99,6 +99,7 @@ def record_path(
         architecture,
         device,
         config.tuning.model_dump_json(),
+        str(len(config.model.new_tokens)),
         config.train.optimizer,
         str(config.eval.batch_size),
     ]

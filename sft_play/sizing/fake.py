@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NF4_BLOCK, NF4_SUPERBLOCK = 64, 256  # weights per scale, scales per scale of the scales
 PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")  # of a module, with no number of a layer
+BESIDE_BASE = re.compile(r"\.lora_|\.trainable_tokens_|\.modules_to_save\.")  # in the names of PEFT's modules
 MAX_LAYER_KINDS = 4  # with more kinds than this, layers are distinguished only by their parameters
 
 
@@ -165,8 +166,11 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
     """The model with its adapters on the meta device, in fp32 as the trainer has them."""
     if spec.mode == "full":
         return model
+    embedding: Any = model.get_input_embeddings()
+    rows = len(embedding.weight)
+    new_ids = range(rows - spec.new_tokens, rows)  # which rows they are does not matter
     with torch.device("meta"), skip_weight_init():
-        adapted = attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no")
+        adapted = attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no", new_ids=new_ids)
     if spec.cast_adapters:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -196,7 +200,7 @@ def materialise(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: A
     modules: dict[tuple[str, int], list[torch.nn.Module]] = defaultdict(list)
     owners = layer_of_modules(model, layers)
     for path, module in sorted(model.named_modules(), key=lambda pair: pair[0]):
-        modules["adapters" if ".lora_" in path else "weights", owners[module]].append(module)
+        modules["adapters" if BESIDE_BASE.search(path) else "weights", owners[module]].append(module)
     for term, owner in product(("weights", "adapters"), (WHOLE_MODEL, *range(len(layers)))):
         recorder.begin("load", owner)
         for module in modules[term, owner]:

@@ -63,6 +63,7 @@ class SymbolicRecorder(AllocationRecorder):
             ops._grouped_mm.default: _grouped_product,
             ops.index.Tensor: self._rows_of_mask,
             ops._index_put_impl_.default: self._put_rows_of_mask,
+            ops.index_put.default: self._gradient_of_rows_of_mask,
             ops.masked_select.default: lambda tensor, mask: tensor.new_empty(self.supervised),
         }
         for name in ("optimizer_update_32bit", "optimizer_update_8bit_blockwise"):
@@ -148,8 +149,18 @@ class SymbolicRecorder(AllocationRecorder):
             return NotImplemented
         if self.cuda:
             sort_buffers = torch.empty((4, self.supervised), dtype=torch.int64)  # noqa: F841
+        else:
+            positions = torch.empty((self.supervised, indices[0].dim()), dtype=torch.int64)  # noqa: F841
         counted(IN_PLACE, tensor, 0, moved=3 * nbytes(values))
         return tensor
+
+    def _gradient_of_rows_of_mask(
+        self, zeros: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *args: Any
+    ) -> Any:
+        """The gradient of `tensor[mask]`; real zeros are filled in place, fake ones would be copied."""
+        if self.phase != "backward":
+            return NotImplemented
+        return self._put_rows_of_mask(zeros, indices, values)
 
 
 def _grouped_product(

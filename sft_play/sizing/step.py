@@ -43,6 +43,7 @@ class StepSpec:
 
     mode: str  # "full", "lora" or "qlora"
     lora: LoraSettings = LoraSettings()
+    new_tokens: int = 0  # whose rows of a frozen embedding are trained beside the adapters
     dtype: str = "float32"  # of the weights
     mixed_precision: str = "no"  # autocast type: "bf16", "fp16" or "no"
     attention: str = "varlen_sdpa"
@@ -125,6 +126,7 @@ class StepSpec:
         spec = cls(
             mode=config.tuning.mode,
             lora=config.tuning.lora,
+            new_tokens=0 if config.tuning.mode == "full" else len(config.model.new_tokens),
             dtype=plan.dtype,
             mixed_precision=plan.mixed_precision,
             attention=plan.attention,

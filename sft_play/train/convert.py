@@ -111,7 +111,8 @@ def _read_whole(checkpoint: Path, names: Sequence[str]) -> StateOf:
     found = {key: file for file in files for key in file.keys()}  # noqa: SIM118 - not a dictionary
 
     def state_of(name: str) -> dict[str, Tensor]:
-        saved = name if name in found else name.replace(".default", "")  # PEFT leaves out the adapter's name
+        # PEFT leaves out the adapter's name, and that a module is trained whole
+        saved = name if name in found else name.replace(".modules_to_save", "").replace(".default", "")
         saved = saved if saved in found else saved.removesuffix(".weight")
         own = state[numbers[name]]
         return {

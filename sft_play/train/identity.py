@@ -22,7 +22,7 @@ TRAIN = (
 )
 ROWS = tuple(f"data.{split}_path" for split in SPLITS)  # compared by a hash
 # The state of the checkpoint does not fit another value of these.
-FIXED = ("model.name", "tuning.", "train.optimizer", "train.weight_decay")
+FIXED = ("model.name", "model.new_tokens", "tuning.", "train.optimizer", "train.weight_decay")
 
 
 def settings_of(job: Job) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def settings_of(job: Job) -> dict[str, Any]:
     found = {
         "model.name": Path(config.model.name).name,  # its folder may have been moved
         "model.revision": config.model.revision,
+        "model.new_tokens": config.model.new_tokens,
         "model.dtype": plan.dtype,
         **{f"data.{split}_path": digest for split, digest in job.data.digests().items()},
         "data.sources": [share.weight for share in job.data.shares],

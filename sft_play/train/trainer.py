@@ -127,7 +127,11 @@ def save(session: Session, stopped: bool) -> None:
         check_weights(model)
     if stopped or not trainer.accelerator.is_main_process:
         return
-    facts = {"step": trainer.state.global_step, "versions": installed_versions()}
+    facts = {
+        "step": trainer.state.global_step,
+        "versions": installed_versions(),
+        "new_tokens": list(job.config.model.new_tokens),
+    }
     with replacing(result_folder(job), facts) as folder:
         save_trained(model, folder)
         job.tokenizer.save_pretrained(str(folder))

@@ -33,6 +33,7 @@ def make_job(
     mode: str = "lora",
     dropout: float = 0.0,
     lora: dict | None = None,
+    new_tokens: tuple[str, ...] = (),
     rows=None,
     val=None,
     world_size: int = 1,
@@ -52,7 +53,7 @@ def make_job(
     }
     config = RunConfig.model_validate(
         {
-            "model": {"name": str(model)},
+            "model": {"name": str(model), "new_tokens": new_tokens},
             "data": {"train_path": "generated"},
             "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,

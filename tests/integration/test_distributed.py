@@ -35,14 +35,15 @@ SAME = ("optimizer_steps", "supervised_tokens", "effective_batch_size")
 
 @pytest.fixture(scope="module")
 def config(tiny_model, tmp_path_factory):
-    """Conversations and raw text, each row of which is seen more than once an epoch."""
+    """Conversations and raw text, each row of which is seen more than once an epoch, and new tokens."""
     config = make_workspace(tmp_path_factory.mktemp("distributed"), tiny_model)
     folder = config.parent
     (folder / "notes.txt").write_text("".join(f"w{number % 200} " for number in range(700)))
     path = f"train_path: {folder}/train.jsonl"
     sources = f"[{{path: {folder}/train.jsonl, weight: 1.5}}, {{path: {folder}/notes.txt, weight: 2}}]"
     assert path in config.read_text()
-    config.write_text(config.read_text().replace(path, f"task: mixed\n  sources: {sources}"))
+    text = config.read_text().replace(path, f"task: mixed\n  sources: {sources}")
+    config.write_text(text.replace("\ndata:", "\n  new_tokens: [w100 w101, <tool>]\ndata:", 1))
     return config
 
 

@@ -109,7 +109,7 @@ def test_resume_equals_no_interruption_bit_for_bit(tiny_model, tmp_path):
     def weights(job):
         return load_file(job.run.adapter / "adapter_model.safetensors")
 
-    settings = dict(max_steps=8, save_steps=3, eval_steps=3, batch_size=4)
+    settings = dict(max_steps=8, save_steps=3, eval_steps=3, batch_size=4, new_tokens=("<tool>",))
     whole = make_job(tiny_model, tmp_path, "whole", **settings)
     train(whole)
     again = make_job(tiny_model, tmp_path, "again", **settings)

@@ -256,6 +256,17 @@ def test_packages_outside_their_ranges_are_named(monkeypatch):
     assert "transformers 1.0 (needs " in errors(check.version_findings(CPU_ONLY))
 
 
+def test_new_tokens_are_shown_with_their_pieces_or_refused(config, tiny_model):
+    path = config(model__name=str(tiny_model), model__new_tokens=["w1 w2", "<tool>"])
+    found = [finding.what for finding in check.check(path, machine=CPU_ONLY) if finding.topic == "tokens"]
+    assert found == [
+        "w1 w2 is new, token 256; was 'w1' + 'w2'",
+        "<tool> is new, token 257; was unknown to the tokenizer",
+    ]
+    path = config(model__name=str(tiny_model), model__new_tokens=["w7"])
+    assert "tokens: model.new_tokens: 'w7' is already a token" in errors(check.check(path, machine=CPU_ONLY))
+
+
 def test_a_cpu_build_of_torch_beside_a_gpu_is_an_error(monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(

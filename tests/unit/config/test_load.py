@@ -178,6 +178,17 @@ def test_settings_without_effect_are_errors(tmp_path):
         load_config(write(tmp_path, MINIMAL), ["tuning.mode=full", "tuning.lora.r=4"])
 
 
+@pytest.mark.parametrize("key", ["model.new_tokens", "tuning.lora.modules_to_save"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [('["<a>", ""]', "'' is empty or only whitespace"), ('[" \\t"]', "is empty or only whitespace"),
+     ('["<a>", "<b>", "<a>"]', "'<a>' is listed twice")],
+)  # fmt: skip
+def test_new_tokens_and_modules_to_save_are_distinct_words(tmp_path, key, value, message):
+    with pytest.raises(ConfigError, match=f"{key}.*{message}"):
+        load_config(write(tmp_path, MINIMAL), [f"{key}={value}"])
+
+
 def test_an_answer_pattern_that_is_no_expression_is_a_problem_beside_the_others(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, MINIMAL), ["eval.answer_pattern=(", "train.epochs=-1"])

@@ -329,6 +329,18 @@ def test_odd_data_is_warned_of(run, write_rows):
     assert run(rows(100)).stats["warnings"] == []
 
 
+def test_split_markers_are_warned_of_and_new_tokens_make_another_cache(run, make_tokenizer):
+    turns = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+    split = run(rows(100), tokenizer=make_tokenizer(turns))
+    (warning,) = split.stats["warnings"]
+    assert warning.startswith("the tokenizer splits <|turn|> of the chat template into several tokens")
+    tokenizer = make_tokenizer(turns)
+    tokenizer.add_tokens(["<|turn|>"])
+    whole = run(rows(100), tokenizer=tokenizer)
+    assert whole.stats["warnings"] == [] and whole.cache_path != split.cache_path
+    assert whole.stats["train"]["tokens"] < split.stats["train"]["tokens"]
+
+
 def test_a_template_that_rewrites_turns_is_said_to_multiply_rows(run, make_tokenizer):
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + ('!' if loop.last and m.role == 'assistant' else '') }}"

@@ -5,7 +5,7 @@ import pytest
 
 from sft_play.data.chat import encode, make_chat
 from sft_play.data.formats import Conversation
-from sft_play.data.template import check_template, render, use_template
+from sft_play.data.template import check_template, render, split_markers, split_warning, use_template
 from sft_play.errors import ConfigError, DataError
 
 ROW = Conversation(({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}), source="f:1")
@@ -49,8 +49,24 @@ def test_a_missing_or_unreadable_template_file_is_a_config_error(make_tokenizer,
 def test_chatml_is_refused_where_the_tokenizer_does_not_know_its_tokens(make_tokenizer):
     from tokenizers import Tokenizer, models
 
-    with pytest.raises(ConfigError, match="needs the tokens <|im_start|> and <|im_end|>"):
-        use_template(make_tokenizer(raw=Tokenizer(models.WordLevel({"<|endoftext|>": 0}))), "chatml")
+    tokenizer = make_tokenizer(raw=Tokenizer(models.WordLevel({"<|endoftext|>": 0})))
+    hint = (
+        r'needs the tokens <\|im_start\|> and <\|im_end\|>.* model.new_tokens=\["<\|im_start\|>", "<\|im_end'
+    )
+    with pytest.raises(ConfigError, match=hint):
+        use_template(tokenizer, "chatml")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    assert use_template(tokenizer, "chatml") == "the shipped chatml.jinja"
+
+
+def test_markers_that_the_tokenizer_splits_are_found_and_named_with_the_setting(make_tokenizer):
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|turn|>\n</s>{% endfor %}"
+    tokenizer = make_tokenizer(turns)
+    assert split_markers(tokenizer) == ["<|turn|>"]  # the others are tokens
+    assert split_warning(["<|turn|>", "<x>"]).endswith('set model.new_tokens=["<|turn|>", "<x>"]')
+    tokenizer.add_tokens(["<|turn|>"])
+    assert split_markers(tokenizer) == []
+    assert split_markers(make_tokenizer("{{ raise_exception('no') }}")) == []
 
 
 def test_a_conversation_the_template_refuses_is_an_error_with_its_row(make_tokenizer):

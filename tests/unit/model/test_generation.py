@@ -94,7 +94,7 @@ def test_a_prompt_near_the_models_limit_is_answered_alone_with_what_is_left(mode
     assert not answers[2].finished
 
 
-def test_end_of_turn_is_the_special_token_that_the_template_writes_after_an_answer(tokenizer):
+def test_end_of_turn_is_the_added_token_that_the_template_writes_after_an_answer(tokenizer):
     assert end_of_turn_id(tokenizer) == tokenizer.eos_token_id
     chatml = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -102,6 +102,9 @@ def test_end_of_turn_is_the_special_token_that_the_template_writes_after_an_answ
         "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     )
     assert end_of_turn_id(chatml) == chatml.convert_tokens_to_ids("<|im_end|>")
+    chatml.add_tokens([" ", "<turn>"])  # not special
+    chatml.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} <turn> {% endfor %}"
+    assert end_of_turn_id(chatml) == chatml.convert_tokens_to_ids("<turn>")
     chatml.chat_template = None
     assert end_of_turn_id(chatml) is None
 

@@ -37,6 +37,12 @@ def test_each_model_has_the_published_number_of_parameters(name, no_network):
     assert f"architecture of {name} as of" in notes[0] and "the Hub was not asked" in notes[0]
 
 
+def test_without_a_tokenizer_each_new_token_is_assumed_to_need_a_row(no_network):
+    plain, notes = planning_config(ModelConfig(name="Qwen/Qwen3-8B"))
+    larger, same_notes = planning_config(ModelConfig(name="Qwen/Qwen3-8B", new_tokens=("<a>", "<b>")))
+    assert larger.vocab_size == plain.vocab_size + 2 and same_notes == notes
+
+
 def test_every_number_has_a_dated_source():
     used = {entry[key] for entry in ENTRIES.values() for key in ("source", "parameters_source")}
     assert used == set(FILE["sources"])

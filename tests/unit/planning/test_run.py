@@ -232,6 +232,25 @@ def test_a_plan_is_priced_with_the_kernels_of_its_gpu(name, capability, kernels)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+def test_the_plan_says_what_is_trained_beside_the_adapters_and_needs_memory_for_it():
+    tree = run(memory_gib=2, batch_size=2).model_dump()
+    tree["model"]["new_tokens"] = ["<a>", "<b>"]
+    tokens = RunConfig.model_validate(tree)
+    tree["model"]["new_tokens"] = []
+    tree["tuning"]["lora"]["modules_to_save"] = ["embed_tokens", "input_layernorm"]
+    whole = RunConfig.model_validate(tree)
+    plain, rows, modules = (
+        plan_run(config, MODEL, FACTS, what_if("H100"), 1)
+        for config in (run(memory_gib=2, batch_size=2), tokens, whole)
+    )
+    trained = "2 new tokens: 1,024 parameters of the embedding and output head are trained for them"
+    assert trained in rows.why
+    assert any(why.startswith("1,025,024 parameters of 5 modules are trained whole") for why in modules.why)
+    assert plain.memory.peak_bytes < rows.memory.peak_bytes
+    # an embedding of 4,000 x 256 in fp32, its gradient and two moments
+    assert modules.memory.peak_bytes - plain.memory.peak_bytes > 4 * 4 * 4000 * 256
+
+
 def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_assumed():
     both = what_if("A100", 2)
     mixed = replace(both, gpus=(both.gpus[0], what_if("T4").gpus[0]))

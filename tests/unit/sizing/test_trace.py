@@ -121,6 +121,32 @@ def test_joined_sequences_cost_by_their_own_lengths(family):
     assert trace_step(config, spec).step.peaks()["forward"].bytes == pytest.approx(measured.peak, abs=500)
 
 
+@pytest.mark.parametrize(
+    ("tied", "new_tokens", "whole"),
+    [
+        (True, 3, ()),
+        (False, 3, ("norm",)),
+        (True, 0, ("embed_tokens",)),
+        (False, 0, ("embed_tokens", "lm_head", "input_layernorm")),
+    ],
+)
+def test_what_is_trained_beside_adapters_is_in_the_trace(tied, new_tokens, whole):
+    config = small_config("qwen3", WIDE | {"layers": 4, "vocabulary": 2000}, tie_word_embeddings=tied)
+    lora = LoraSettings(r=4, modules_to_save=whole)
+    spec = StepSpec(
+        mode="lora", lora=lora, new_tokens=new_tokens, joined=True, rows=300, row_tokens=1, longest=150
+    )
+    attention.register()
+    base = AutoModelForCausalLM.from_config(config, attn_implementation=attention.LIBRARY_NAME)
+    base.config.use_cache = False
+    model = attach_adapter(base, lora, new_ids=range(2000 - new_tokens, 2000))
+    measured, step = measure_step(model, spec), trace_step(config, spec).step
+    predicted = step.peaks()
+    assert predicted["forward"].terms["weights"] + predicted["forward"].terms["adapters"] == measured.weights
+    for phase, size in measured.phases.items():
+        assert predicted[phase].bytes == pytest.approx(size, rel=1e-3), phase
+
+
 def test_accumulation_keeps_the_gradients_alive_during_the_forward():
     config = small_config("llama", SMALL)
     once, again = (trace_step(config, on_gpu(mode="full", accumulates=a)).step.peaks() for a in (False, True))

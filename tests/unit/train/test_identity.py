@@ -71,7 +71,9 @@ def test_a_change_is_shown_and_refused_unless_it_is_allowed(tmp_path, saved, cha
     ("changes", "name"),
     [
         ({"model__name": "/models/other"}, "model.name"),
+        ({"model__new_tokens": ["<tool>"]}, "model.new_tokens"),
         ({"tuning__lora": {"r": 3}}, "tuning.lora.r"),
+        ({"tuning__lora": {"modules_to_save": ["norm"]}}, "tuning.lora.modules_to_save"),
         ({"tuning__mode": "full"}, "tuning.mode"),
         ({"train__optimizer": "adamw_8bit"}, "train.optimizer"),
     ],

@@ -1,0 +1,45 @@
+"""What is trained beside adapters, for the plan."""
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import RunConfig
+from sft_play.model.targets import modules_to_save
+from sft_play.sizing.fake import skip_weight_init
+from sft_play.units import counted
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def trained_besides(config: "PretrainedConfig", run: RunConfig) -> list[str]:
+    """A sentence on the rows of new tokens, and one on modules that are trained whole.
+
+    Raises:
+        ConfigError: this model has no such module.
+    """
+    tokens = len(run.model.new_tokens)
+    names = run.tuning.lora.modules_to_save if run.tuning.mode != "full" else ()
+    if not tokens and not names:
+        return []
+    with torch.device("meta"), skip_weight_init():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    found = []
+    if tokens:
+        outer = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        rows = sum({id(weight): tokens * weight.shape[1] for weight in outer}.values())
+        where = "tied embedding" if outer[0] is outer[1] else "embedding and output head"
+        found.append(
+            f"{counted(tokens, 'new token')}: {rows:,} parameters of the {where} are trained for them"
+        )
+    if names:
+        whole = modules_to_save(model, names)
+        weights = {id(p): p.numel() for name in whole for p in model.get_submodule(name).parameters()}
+        found.append(
+            f"{sum(weights.values()):,} parameters of {counted(len(whole), 'module')} are trained whole "
+            f"(tuning.lora.modules_to_save: {', '.join(names)})"
+        )
+    return found
