@@ -268,8 +268,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(finished, screen, monkeypat
     first, rest = row["answer"].split(maxsplit=1)
     real = infer._printer
 
-    def interrupted_at_the_second_word(tokenizer, pieces):
-        printer = real(tokenizer, pieces)
+    def interrupted_at_the_second_word(tokenizer, pieces, stops):
+        printer = real(tokenizer, pieces, stops)
         put, calls = printer.put, []
 
         def counting_put(value):
