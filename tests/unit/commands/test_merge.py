@@ -61,6 +61,13 @@ def test_a_merged_model_stands_alone_and_gives_the_adapter_models_logits(finishe
     assert merge_test(finished.config, finished.run)["passed"]
 
 
+def test_an_adapter_that_was_trained_with_other_tokens_is_refused(finished):
+    folder = finished.run.adapter
+    write_manifest(folder, {"new_tokens": ["<tool>"]}, hash_files(folder, files_in(folder)))
+    with pytest.raises(CheckpointError, match=r"new_tokens=\['<tool>'\], and the config has \[\]; use"):
+        merge(finished.config, finished.run)
+
+
 def test_tokenizer_template_and_stop_tokens_go_along(finished, tiny_model):
     merge(finished.config, finished.run)
     folder = finished.run.path / "merged"
