@@ -2,11 +2,18 @@
 
     python -m benchmarks.prepare                  # peak memory; writes benchmarks/results/prepare_memory.json
     python -m benchmarks.prepare --factors 1,10   # without the largest
-    python -m benchmarks.prepare speed            # tokens/s beside datasets.map alone, alternating
+    python -m benchmarks.prepare speed            # tokens/s beside datasets, alternating
+    python -m benchmarks.prepare speed --workers 2 --factors 10
 
 Each measurement is a process of its own, and its peak is that of its largest process, workers included, as
 the kernel counted it. Rows are made different by a number in the question. The tokenizer is that of
-builtin:tiny, trained on the same rows. Times mean something on an idle machine only, peaks on any.
+builtin:tiny, trained on the same rows, with its own chat template. Times mean something on an idle machine
+only, peaks on any.
+
+The speed of `prepare` is that of all it does, from the rows on the disk to tokens on the disk: it also checks
+rows, marks what is learned, looks for duplicates, and splits. Beside it are load_dataset and map together,
+and map alone, which render and tokenize. A worker has one thread on both sides (TOKENIZERS_PARALLELISM=false,
+as `make prepare` sets it).
 """
 
 import argparse
@@ -22,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measurement_log import RESULTS, versions
+from sft_play.fingerprints import installed_versions
 from sft_play.runlog import cache_dir
 from sft_play.units import MIB
 
@@ -30,11 +38,13 @@ FACTORS = "1,10,100"
 MOST_GROWTH = 1.25  # of the peak, from the fewest rows to the most
 
 PREPARE = """
-import json, sys
+import json, sys, time
 from sft_play.config.load import load_config
 from sft_play.model.data import load_data
 config = load_config(sys.argv[1], sys.argv[2:]).config
-print(json.dumps(load_data(config, progress=False).rows.stats))
+began = time.perf_counter()
+stats = load_data(config, progress=False).rows.stats
+print(json.dumps(stats | {"seconds": time.perf_counter() - began}))
 """
 FACTS = """
 import sys
@@ -49,8 +59,8 @@ import json, sys, time
 from datasets import load_dataset
 from transformers import AutoTokenizer
 model, data, workers = sys.argv[1:]
+began = time.perf_counter()
 tokenizer = AutoTokenizer.from_pretrained(model)
-tokenizer.chat_template = TEMPLATE
 rows = load_dataset("json", data_files=data, split="train")
 
 def encode(batch):
@@ -59,11 +69,12 @@ def encode(batch):
     texts = tokenizer.apply_chat_template(talks, tokenize=False)
     return tokenizer(texts, add_special_tokens=False)
 
-began = time.perf_counter()
-options = {"batched": True, "num_proc": int(workers), "load_from_cache_file": False}
-done = rows.map(encode, remove_columns=rows.column_names, **options)
-seconds = time.perf_counter() - began
-print(json.dumps({"seconds": seconds, "tokens": sum(map(len, done["input_ids"]))}))
+loaded = time.perf_counter()
+processes = int(workers) if int(workers) > 1 else None  # 1 would start one, too
+done = rows.map(encode, batched=True, num_proc=processes, remove_columns=rows.column_names)
+ended = time.perf_counter()
+tokens = sum(map(len, done["input_ids"]))
+print(json.dumps({"seconds": ended - began, "map_seconds": ended - loaded, "tokens": tokens}))
 """
 
 
@@ -81,7 +92,13 @@ def write_rows(source: Path, factor: int, folder: Path) -> Path:
 
 def run(code: str, words: list[str], cache: Path) -> dict[str, Any]:
     """Runs Python code in a process of its own; what it printed last, and the peak of its largest process."""
-    environment = {**os.environ, "SFT_PLAY_CACHE": str(cache), "HF_DATASETS_CACHE": str(cache / "hf")}
+    environment = {
+        **os.environ,
+        "SFT_PLAY_CACHE": str(cache),
+        "HF_DATASETS_CACHE": str(cache / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [sys.executable, "-c", code, *words]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -136,10 +153,9 @@ def describe(one: dict[str, Any]) -> str:
 
 
 def measure_speed(source: Path, factor: int, rounds: int, workers: int, place: Path) -> dict[str, Any]:
-    """Seconds of `prepare` and of datasets.map in turn, each from an empty cache."""
-    template = (Path(__file__).parents[1] / "sft_play/data/templates/plain.jinja").read_text(encoding="utf-8")
+    """Seconds of `prepare` and of datasets in turn, each from an empty cache."""
     model = tokenizer_folder(source)
-    seconds: dict[str, list[float]] = {"prepare": [], "datasets.map": []}
+    seconds: dict[str, list[float]] = {"prepare": [], "load_dataset and map": [], "map alone": []}
     tokens: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=place) as name:
         data = write_rows(source, factor, Path(name))
@@ -147,12 +163,12 @@ def measure_speed(source: Path, factor: int, rounds: int, workers: int, place: P
         for _ in range(rounds):
             with tempfile.TemporaryDirectory(dir=place) as cache:
                 ours = run(PREPARE, [config, f"data.num_workers={workers}"], Path(cache))["printed"]
-                code = f"TEMPLATE = {template!r}\n{MAP}"
-                theirs = run(code, [str(model), str(data), str(workers)], Path(cache))["printed"]
-            seconds["prepare"].append(ours["seconds"])
-            seconds["datasets.map"].append(round(theirs["seconds"], 2))
+                theirs = run(MAP, [str(model), str(data), str(workers)], Path(cache))["printed"]
+            seconds["prepare"].append(round(ours["seconds"], 2))
+            seconds["load_dataset and map"].append(round(theirs["seconds"], 2))
+            seconds["map alone"].append(round(theirs["map_seconds"], 2))
             own = sum(ours[split]["tokens"] for split in ("train", "val"))
-            tokens = {"prepare": own, "datasets.map": theirs["tokens"]}
+            tokens = dict.fromkeys(seconds, theirs["tokens"]) | {"prepare": own}
     return {"workers": workers, "factor": factor, "seconds": seconds, "tokens": tokens}
 
 
@@ -173,12 +189,13 @@ def main() -> int:
     load = os.getloadavg()[0]
     cpu = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_before": load}
     factors = [int(factor) for factor in args.factors.split(",")]
-    record = {"what": (__doc__ or "").splitlines()[0], "made_on": cpu, "versions": versions()}
+    software = versions() | installed_versions(("tokenizers", "datasets", "pyarrow"))
+    record = {"what": (__doc__ or "").splitlines()[0], "made_on": cpu, "versions": software}
     if args.what == "speed":
         found = measure_speed(source, min(factors), args.rounds, args.workers, place)
         for name, times in found["seconds"].items():
             rate = found["tokens"][name] / statistics.median(times)
-            sys.stdout.write(f"{name:>12}: {statistics.median(times):.2f} s, {rate:,.0f} tokens/s\n")
+            sys.stdout.write(f"{name:>20}: {statistics.median(times):.2f} s, {rate:,.0f} tokens/s\n")
         _write("prepare_speed.json", record | found)
         return 0
     measured: list[dict[str, Any]] = []
