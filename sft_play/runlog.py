@@ -118,6 +118,10 @@ class RunDir:
         """The run as a web page."""
         return self.path / "report.html"
 
+    def evaluation(self, split: str) -> Path:
+        """What `make eval` found on a split."""
+        return self.path / f"eval.{split}.json"
+
     @property
     def log(self) -> Path:
         """What libraries printed; ranks above 0 have their own file."""
@@ -135,8 +139,13 @@ class RunDir:
 
     @property
     def model(self) -> Path:
-        """Full weights of the finished run, or the merged model."""
+        """Full weights of the finished run."""
         return self.path / "model"
+
+    @property
+    def merged(self) -> Path:
+        """Where `make merge` writes the merged model, unless it is told otherwise."""
+        return self.path / "merged"
 
     @property
     def tensorboard(self) -> Path:

@@ -1,15 +1,21 @@
-"""Evaluation: loss over supervised tokens, and generated answers compared with references."""
+"""Evaluation: loss over supervised tokens, and generated answers compared with references.
+
+`make eval` compares the base, what was trained and, if there is one, the merged model.
+"""
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sft_play.commands.answers import require_answers, score_answers, summarise_answers
+from sft_play.commands.answers import AnswerScore, require_answers, score_answers, summarise_answers
+from sft_play.commands.card import renewed_cards
+from sft_play.commands.models import merged_model, of_each_model, trained_name
 from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.chat import prompt_and_answer
 from sft_play.data.collators import Collator, padded_collator
@@ -24,20 +30,18 @@ from sft_play.model.generation import (
     in_batches,
     prompt_ids,
 )
-from sft_play.model.load import load_for_inference
 from sft_play.model.loss_head import add_loss_head
 from sft_play.model.scoring import TokenScore, score_batch
-from sft_play.model.weights import finished_weights, release_memory
+from sft_play.model.weights import finished_weights
 from sft_play.report.layout import ending
-from sft_play.report.progress import LOADING, progress_bar, spinner
+from sft_play.report.progress import progress_bar
+from sft_play.report.record import SPLITS
 from sft_play.report.tables import evaluation_table, perplexity
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
-
-SPLITS = ("val", "test")
 
 
 def score_rows(
@@ -130,7 +134,7 @@ def answer_questions(
 
 def answer_metrics(
     asked: Sequence[Question], answers: Sequence[Answer], settings: EvalConfig
-) -> tuple[dict[str, Any], list]:
+) -> tuple[dict[str, Any], list[AnswerScore]]:
     """The metrics over all answers, and the scores of each."""
     references = [question.reference for question in asked]
     texts = [answer.text for answer in answers]
@@ -152,8 +156,8 @@ def _split_rows(data: PreparedData, split: str) -> "Dataset":
     return rows
 
 
-def _scoring_batch_size(config: RunConfig, run: RunDir) -> int:
-    """eval.batch_size; auto is the micro-batch size of the plan, in rows."""
+def scoring_batch_size(config: RunConfig, run: RunDir) -> int:
+    """Rows per forward pass: eval.batch_size; auto is the micro-batch size of the plan."""
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
     plan = read_json(run.plan).get("plan", {})
@@ -164,10 +168,23 @@ def _scoring_batch_size(config: RunConfig, run: RunDir) -> int:
     return plan["micro_batch_size"]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one model did."""
+
+    scores: dict[str, Any]
+    """Loss and answer metrics, as eval.<split>.json has them."""
+    answers: list[Answer]
+    judged: list[AnswerScore]
+    """The scores of each answer."""
+
+
 def evaluate_run(
     config: RunConfig, run: RunDir, split: str = "val", limit: int | None = None
 ) -> dict[str, Any]:
-    """Evaluates a finished run on a held-out split; prints a table and writes eval.<split>.json and .jsonl.
+    """Evaluates base, trained and merged model of a finished run on a held-out split.
+
+    Prints a table, and writes eval.<split>.json and .jsonl.
 
     Args:
         config: of the run.
@@ -175,6 +192,9 @@ def evaluate_run(
         split: val or test.
         limit: number of rows to generate answers for (default: eval.limit); loss and token accuracy use all
             rows.
+
+    Returns:
+        The scores of the trained model, and as `models` those of each.
 
     Raises:
         ConfigError: the split has no rows, or eval.answer_pattern matches none of them.
@@ -189,52 +209,67 @@ def evaluate_run(
     weights = finished_weights(config, run)
     with quiet_libraries(run.log):
         loaded = load_data(config)
-        tokenizer, data = loaded.tokenizer, loaded.rows
-        rows = _split_rows(data, split)
-        asked = questions(data, split, tokenizer, limit or config.eval.limit)
+        rows = _split_rows(loaded.rows, split)
+        asked = questions(loaded.rows, split, loaded.tokenizer, limit or config.eval.limit)
         require_answers([question.reference for question in asked], config.eval.answer_pattern)
-        with spinner(LOADING):
-            model = load_for_inference(config, weights)
-        began = time.perf_counter()
-        score = score_rows(
-            model, rows, padded_collator(tokenizer.pad_token_id), batch_size=_scoring_batch_size(config, run)
-        )
-        answers = answer_questions(model, tokenizer, asked, config.eval, f"answering {split} rows")
-        seconds = time.perf_counter() - began
-        metrics, scores = answer_metrics(asked, answers, config.eval) if asked else ({"answered_rows": 0}, [])
+        merged, left_out = merged_model(config, run, weights)
+        measure = partial(_measure, config, scoring_batch_size(config, run), loaded.tokenizer, rows, asked)
+        measured = of_each_model(config, weights, measure, merged)
+        trained = measured[trained_name(config)]
         result = {
             "name": run.path.name,
             "split": split,
             "model": config.model.name,
             "weights": str(weights),
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "rows": len(rows),
-            "supervised_tokens": score.tokens,
-            "loss": score.loss,
-            "perplexity": perplexity(score.loss),
-            "token_accuracy": score.accuracy,
-            **metrics,
-            "seconds": round(seconds, 3),
+            **trained.scores,
+            "models": {name: one.scores for name, one in measured.items()},
+            "left_out": left_out,
         }
-        del model
-        release_memory()
-        places = _write_results(run, split, result, asked, answers, scores)
+        others = {name: one.answers for name, one in measured.items() if one is not trained}
+        with renewed_cards(config, run):
+            run.write_json(run.evaluation(split), result)
+        answers_file = run.evaluation(split).with_suffix(".jsonl")
+        _write_answers(answers_file, asked, trained, others)
         console().print(evaluation_table(result))
-        console().print("", ending({"numbers": places[0], "answers": places[1]}, []))
+        console().print("", ending({"numbers": run.evaluation(split), "answers": answers_file}, []))
     return result
 
 
-def _write_results(
-    run: RunDir,
-    split: str,
-    result: dict[str, Any],
+def _measure(
+    config: RunConfig,
+    batch_size: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: "Dataset",
     asked: Sequence[Question],
-    answers: Sequence[Answer],
-    scores: Sequence[Any],
-) -> tuple[Path, Path]:
-    """Writes the metrics as JSON and the answers as JSONL; returns both paths."""
-    metrics_file, answers_file = run.path / f"eval.{split}.json", run.path / f"eval.{split}.jsonl"
+    name: str,
+    model: Any,
+) -> Measured:
+    """Scores a model on all rows, and its answers to the questions."""
+    began = time.perf_counter()
+    collate = padded_collator(tokenizer.pad_token_id)
+    score = score_rows(model, rows, collate, batch_size=batch_size, description=f"{name}: scoring rows")
+    answers = answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering rows")
+    seconds = time.perf_counter() - began
+    metrics, judged = answer_metrics(asked, answers, config.eval) if asked else ({"answered_rows": 0}, [])
+    dtype = str(model.dtype).removeprefix("torch.")
+    scores = {
+        "device": str(model.device),
+        "dtype": f"{dtype} on 4-bit weights" if getattr(model, "is_loaded_in_4bit", False) else dtype,
+        "rows": len(rows),
+        "supervised_tokens": score.tokens,
+        "loss": score.loss,
+        "perplexity": perplexity(score.loss),
+        "token_accuracy": score.accuracy,
+        **metrics,
+        "seconds": round(seconds, 3),
+    }
+    return Measured(scores, answers, judged)
+
+
+def _write_answers(
+    path: Path, asked: Sequence[Question], trained: Measured, others: Mapping[str, Sequence[Answer]]
+) -> None:
+    """Writes a line for each question: the answer of the trained model, its scores, and the other answers."""
     lines = [
         json.dumps(
             {
@@ -244,19 +279,20 @@ def _write_results(
                 "finished": answer.finished,
                 "tokens": answer.tokens,
                 **asdict(score),
+                **{name: answers[row].text for name, answers in others.items()},
             },
             ensure_ascii=False,
         )
-        for question, answer, score in zip(asked, answers, scores, strict=True)
+        for row, (question, answer, score) in enumerate(
+            zip(asked, trained.answers, trained.judged, strict=True)
+        )
     ]
-    run.write_json(metrics_file, result)
     try:
-        answers_file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except OSError as error:
         raise StorageError(
-            f"cannot write {answers_file}: {error.strerror}. Free some space, or set output.dir=<folder>"
+            f"cannot write {path}: {error.strerror}. Free some space, or set output.dir=<folder>"
         ) from error
-    return metrics_file, answers_file
 
 
 def closing_questions(
@@ -293,40 +329,24 @@ def before_after(
     split, asked = closing_questions(config, data, tokenizer)
     if not asked:
         return None
-    answers = _answers_of_both(config, finished_weights(config, run), tokenizer, asked)
+    weights = finished_weights(config, run)
+
+    def answer(name: str, model: Any) -> list[Answer]:
+        return answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering {split}")
+
+    before, after = of_each_model(config, weights, answer).values()
     both: dict[str, Any] = {
-        when: {**answer_metrics(asked, answers[when], config.eval)[0], "split": split} for when in answers
+        when: {**answer_metrics(asked, answers, config.eval)[0], "split": split}
+        for when, answers in (("before", before), ("after", after))
     }
-    shown = zip(asked, answers["before"], answers["after"], strict=True)
+    shown = zip(asked, before, after, strict=True)
     both["samples"] = [
         {
             "prompt": question.messages[-1]["content"],
             "reference": question.reference,
-            "before": before.text,
-            "after": after.text,
+            "before": untrained.text,
+            "after": trained.text,
         }
-        for question, before, after in list(shown)[: config.eval.samples]
+        for question, untrained, trained in list(shown)[: config.eval.samples]
     ]
     return both
-
-
-def _answers_of_both(
-    config: RunConfig, weights: Path, tokenizer: "PreTrainedTokenizerBase", asked: Sequence[Question]
-) -> dict[str, list[Answer]]:
-    """Disables the adapter for `before`; after full fine-tuning, loads the two models one after the other."""
-    full = config.tuning.mode == "full"
-    with spinner(LOADING):
-        model: Any = load_for_inference(config, None if full else weights)
-    if full:
-        before = answer_questions(model, tokenizer, asked, config.eval, "answering before training")
-        del model
-        release_memory()
-        with spinner(LOADING):
-            model = load_for_inference(config, weights)
-    else:
-        with model.disable_adapter():
-            before = answer_questions(model, tokenizer, asked, config.eval, "answering before training")
-    after = answer_questions(model, tokenizer, asked, config.eval, "answering after training")
-    del model
-    release_memory()
-    return {"before": before, "after": after}

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from sft_play.commands.merge import MERGE_INFO, digest, merge, merged_folder
+from sft_play.commands.merge import MERGE_INFO, digest, merge
 from sft_play.commands.output import replacing_output, require_overwritable, require_space
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
@@ -74,7 +74,7 @@ def _require_known(form: str, dtype: str) -> None:
 
 def _merged(config: RunConfig, run: RunDir) -> Path:
     """The folder of the merged model; merges first unless it is there, whole and of this adapter."""
-    folder = merged_folder(run)
+    folder = run.merged
     if read_json(folder / MERGE_INFO).get("adapter_sha256") != digest(run.adapter) or find_damage(folder):
         merge(config, run)
     return folder

@@ -174,8 +174,8 @@ def memory_check(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate the trained model on held-out rows."""
-    what = f"loss on all rows of the {args.split} split, and answers to some of them"
+    """Compare base, adapter and merged model on held-out rows."""
+    what = f"each model's loss on all rows of the {args.split} split, and its answers to some of them"
     run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.evaluate import evaluate_run
@@ -185,7 +185,7 @@ def evaluate(args: argparse.Namespace) -> int:
     try_report(run)
     if args.json:
         print_json(result)
-    say_next(args, "infer", *(["merge"] if resolved.config.tuning.mode != "full" else []), apart=False)
+    say_next(args, "infer", *(["merge"] if result["left_out"] else []), apart=False)
     return 0
 
 

@@ -57,11 +57,6 @@ TOLERANCES = {
 }
 
 
-def merged_folder(run: RunDir) -> Path:
-    """The default folder of the merged model."""
-    return run.path / "merged"
-
-
 def _adapter_of(config: RunConfig, run: RunDir) -> Path:
     if config.tuning.mode == "full":
         raise ConfigError(
@@ -168,7 +163,7 @@ def merge(
     if dtype not in DTYPES:
         raise ConfigError(f"DTYPE={dtype} is not supported; allowed: {', '.join(DTYPES)}")
     adapter = _adapter_of(config, run)
-    output = output or merged_folder(run)
+    output = output or run.merged
     require_overwritable(output, MERGE_INFO, "merge")
     dtype = _published_dtype(config) if dtype == "auto" else dtype
     with quiet_libraries(run.log), spinner("loading, merging and saving"):
@@ -246,10 +241,12 @@ def require_merged(output: Path, adapter: Path) -> str:
         raise CheckpointError(
             f"{output} has no merged model ({MERGE_INFO} is missing); run `make merge` first"
         )
-    if info["adapter_sha256"] != digest(adapter):
-        raise CheckpointError(
-            f"{output} was merged from another version of {adapter}; run `make merge` again"
+    if info.get("adapter_sha256") != digest(adapter):
+        origin = info.get("adapter", str(adapter))
+        source = (
+            f"another version of {adapter}" if origin == str(adapter) else f"{origin}, not from {adapter}"
         )
+        raise CheckpointError(f"{output} was merged from {source}; run `make merge` again")
     require_undamaged(output, "run `make merge` again")
     return info["dtype"]
 
@@ -315,7 +312,7 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
         CheckpointError: there is no merged model, or it differs by more than the tolerance.
     """
     adapter = _adapter_of(config, run)
-    output = output or merged_folder(run)
+    output = output or run.merged
     dtype = require_merged(output, adapter)
     with quiet_libraries(run.log):
         rows = _test_rows(config)

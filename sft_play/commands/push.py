@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands.card import write_card
-from sft_play.commands.merge import merged_folder, require_merged
+from sft_play.commands.merge import require_merged
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.hub import is_network_error, limit_network
@@ -98,7 +98,7 @@ def _verified_folder(config: RunConfig, run: RunDir, part: str) -> Path:
         return weights
     if config.tuning.mode == "full":
         raise ConfigError("WHAT=merged: after full fine-tuning there is nothing to merge; leave WHAT out")
-    merged = merged_folder(run)
+    merged = run.merged
     require_merged(merged, weights)
     return merged
 

@@ -12,10 +12,17 @@ from sft_play.units import format_count, format_duration
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
+NOT_EVALUATED: Mapping[str, Mapping[str, Any]] = {}
 METHODS = {"lora": "LoRA", "qlora": "QLoRA (adapters on a 4-bit base)", "full": "full fine-tuning"}
 
 
-def model_card(config: RunConfig, summary: Mapping[str, Any], *, merged: bool = False) -> str:
+def model_card(
+    config: RunConfig,
+    summary: Mapping[str, Any],
+    evaluations: Mapping[str, Mapping[str, Any]] = NOT_EVALUATED,
+    *,
+    merged: bool = False,
+) -> str:
     """The card as Markdown.
 
     Local paths are shortened to their last part: a card is published, the folders of a machine are not.
@@ -23,6 +30,7 @@ def model_card(config: RunConfig, summary: Mapping[str, Any], *, merged: bool = 
     Args:
         config: of the run.
         summary: summary.json of the run.
+        evaluations: split -> model -> scores, of `make eval`.
         merged: the adapter was merged into its base.
     """
     is_adapter = config.tuning.mode != "full" and not merged
@@ -33,7 +41,7 @@ def model_card(config: RunConfig, summary: Mapping[str, Any], *, merged: bool = 
         f"{_what(is_adapter, merged)} {_link(base)}, trained on {_data_name(config)} with SFT-Play.",
         "## Use",
         _usage(config, is_adapter),
-        *_section("## Scores on held-out rows", _scores(summary)),
+        *_section("## Scores on held-out rows", _scores(summary, evaluations)),
         *_section("## Data", _data(summary.get("data") or {})),
         *_section("## Settings", _table(("setting", "value"), _settings(config, summary))),
         *_section("## Measured", _table(("", ""), _measured(summary))),
@@ -100,15 +108,25 @@ def _usage(config: RunConfig, is_adapter: bool) -> str:
     )
 
 
-def _scores(summary: Mapping[str, Any]) -> str:
+def _scores(summary: Mapping[str, Any], evaluations: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table of the scores before and after training, and one for each split that was evaluated."""
     scores = summary.get("eval") or {}
-    before, after = (with_perplexity(scores.get(when) or {}) for when in ("before", "after"))
+    both = {when: with_perplexity(scores.get(when) or {}) for when in ("before", "after")}
+    parts = [_scores_table(both)]
+    for split, models in evaluations.items():
+        table = _scores_table(models)
+        parts += [f"`make eval` on the {split} split:", table] if table else []
+    return "\n\n".join(part for part in parts if part)
+
+
+def _scores_table(columns: Mapping[str, Mapping[str, Any]]) -> str:
+    """The metrics that are known; empty if none is."""
     rows = []
     for key, (label, form) in METRICS.items():
-        values = [form(one[key]) if one.get(key) is not None else MISSING for one in (before, after)]
-        if values != [MISSING, MISSING]:
-            rows.append((label, *values))
-    return _table(("metric", "before", "after"), rows)
+        known = [one.get(key) for one in columns.values()]
+        if any(value is not None for value in known):
+            rows.append((label, *(MISSING if value is None else form(value) for value in known)))
+    return _table(("metric", *columns), rows)
 
 
 def _data(data: Mapping[str, Any]) -> str:

@@ -49,8 +49,7 @@ class RunRecord:
 
     def scores(self, when: str) -> Tree:
         """The scores "before" or "after" training, with their perplexity; empty if there are none."""
-        found = _tree(_tree(self.summary.get("eval")).get(when))
-        return with_perplexity({key: value for key, value in found.items() if _is_sound(key, value)})
+        return with_perplexity(_sound(_tree(self.summary.get("eval")).get(when)))
 
     @property
     def last_step(self) -> int:
@@ -70,8 +69,9 @@ def read_run(path: Path) -> RunRecord:
         raise CheckpointError(f"{path} does not exist{_others(path.parent)}")
     if not any(file.exists() for file in known):
         raise CheckpointError(f"{path} is not the directory of a run{_others(path.parent)}")
-    trees = {file: read_json(file) for file in (run.plan, run.data, run.environment, run.summary)}
-    evaluations = {split: path / f"eval.{split}.json" for split in SPLITS}
+    files = (run.plan, run.data, run.environment, run.summary)
+    trees = {file: read_json(file) for file in files}
+    evaluations = {split: run.evaluation(split) for split in SPLITS}
     trees |= {file: read_json(file) for file in evaluations.values()}
     settings = read_resolved(_text(run.config))
     damaged = [file for file, tree in trees.items() if not tree and file.exists()]
@@ -85,7 +85,7 @@ def read_run(path: Path) -> RunRecord:
         summary=trees[run.summary],
         metrics=_steps(run),
         evaluations={split: trees[file] for split, file in evaluations.items() if trees[file]},
-        answers={split: _first_answers(path / f"eval.{split}.jsonl") for split in SPLITS},
+        answers={split: _first_answers(file.with_suffix(".jsonl")) for split, file in evaluations.items()},
         damaged=tuple(file.name for file in damaged),
     )
 
@@ -116,8 +116,18 @@ def _tree(value: Any) -> Tree:
     return value if isinstance(value, dict) else {}
 
 
-def _is_sound(key: str, value: Any) -> bool:
-    return key not in METRICS or isinstance(value, int | float)
+def _sound(scores: Any) -> Tree:
+    """The scores without those that are no numbers."""
+    return {
+        key: value
+        for key, value in _tree(scores).items()
+        if key not in METRICS or isinstance(value, int | float)
+    }
+
+
+def scores_of_models(evaluation: Tree) -> dict[str, Tree]:
+    """Model -> its scores, of what `make eval` found; {} from earlier versions, which had one model."""
+    return {name: _sound(scores) for name, scores in _tree(evaluation.get("models")).items()}
 
 
 def _others(folder: Path) -> str:

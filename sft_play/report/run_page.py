@@ -11,7 +11,7 @@ from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, 
 from sft_play.report.memory_section import memory_blocks
 from sft_play.report.plan import ENGINES
 from sft_play.report.plots import histogram
-from sft_play.report.record import RunRecord, Tree
+from sft_play.report.record import RunRecord, Tree, scores_of_models
 from sft_play.report.tables import (
     METRICS,
     MISSING,
@@ -29,6 +29,8 @@ PATHS = {
     "output.dir",
     "train.resume",
 }
+# Key of an answer of `make eval` -> whose it is.
+ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
 NOT_RECORDED = "Nothing was recorded."
 # Setting -> the entry of the plan that was made from it.
 CHOICES = {
@@ -284,11 +286,7 @@ def _split_row(split: str, counts: Tree) -> tuple[str, ...]:
 
 def _scores(run: RunRecord) -> list[Block]:
     """The scores before and after training, and those of `make eval`."""
-    columns = {
-        "before": run.scores("before"),
-        "after": run.scores("after"),
-        **{f"make eval, {split}": result for split, result in run.evaluations.items()},
-    }
+    columns = {"before": run.scores("before"), "after": run.scores("after"), **_evaluated(run)}
     columns = {name: scores for name, scores in columns.items() if scores}
     rows = []
     for key, (label, form) in METRICS.items():
@@ -300,6 +298,18 @@ def _scores(run: RunRecord) -> list[Block]:
     over = [_over(name, scores) for name, scores in columns.items() if scores.get("answered_rows")]
     blocks: list[Block] = [Table("Held-out rows", ("metric", *columns), rows)]
     return [*blocks, Text(over)] if over else blocks
+
+
+def _evaluated(run: RunRecord) -> dict[str, Tree]:
+    """Name of a column -> scores of `make eval`, for each split and model."""
+    found = {}
+    for split, result in run.evaluations.items():
+        models = scores_of_models(result)
+        for name, scores in models.items():
+            found[f"make eval, {split}: {name}"] = {**scores, "split": split}
+        if not models:
+            found[f"make eval, {split}"] = result
+    return found
 
 
 def _over(name: str, scores: Tree) -> str:
@@ -321,7 +331,7 @@ def _answers(run: RunRecord) -> list[Block]:
         found = [
             Sample(
                 answer["messages"][-1]["content"],
-                [("reference", answer["reference"]), ("answer", answer["generated"])],
+                [(name, answer[key]) for key, name in ANSWERS.items() if key in answer],
             )
             for answer in answers
         ]

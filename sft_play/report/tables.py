@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.report.layout import apart, columns, ending
-from sft_play.screen import Facts
+from sft_play.screen import Facts, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
@@ -34,6 +34,12 @@ METRICS: dict[str, tuple[str, Format]] = {
     "rouge_l": ("ROUGE-L (0 to 1)", "{:.3f}".format),
     "chrf": ("chrF (0 to 100)", "{:.1f}".format),
 }
+# The same for what `make eval` says about the work on each model.
+AMOUNTS: dict[str, tuple[str, Format]] = {
+    "rows": ("rows", "{:,}".format),
+    "answered_rows": ("answered rows", "{:,}".format),
+    "seconds": ("time", format_duration),
+}
 
 
 def _number(value: Any, form: Format) -> str:
@@ -46,22 +52,34 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
-    """The result of `make eval`: the metrics, and the rows that each was computed on."""
-    table = columns("metric", "value")
-    table.add_column("over", style="dim")
-    all_rows = (
-        f"{format_count(result['supervised_tokens'])} supervised tokens of {counted(result['rows'], 'row')}"
-    )
-    generated = f"answers to {counted(result['answered_rows'], 'row')}"
-    matchable = result.get("exact_match_rows", result["answered_rows"])
-    for key, (label, form) in METRICS.items():
-        over = all_rows if key in ("loss", "perplexity", "token_accuracy") else generated
-        if key == "exact_match" and matchable != result["answered_rows"]:
-            over = f"{counted(matchable, 'row')} whose reference matches eval.answer_pattern"
-        table.add_row(label, _number(result.get(key), form), over)
+    """The result of `make eval`: the metrics of each model, and the rows that they were computed on."""
+    models = result["models"]
+    table = columns("metric", *models)
+    for key, (label, form) in (METRICS | AMOUNTS).items():
+        table.add_row(label, *(_number(scores.get(key), form) for scores in models.values()))
+    tokens = format_count(result["supervised_tokens"])
     title = Text(f"{result['name']} on the {result['split']} split", style="bold")
-    notes = [unfinished_note(result)] if result.get("unfinished_answers") else []
-    return Group(title, table, *notes)
+    title += Text(f"  the loss is over {tokens} supervised tokens", style="dim not bold")
+    return Group(title, table, *(Words(note) for note in evaluation_notes(result)))
+
+
+def evaluation_notes(result: Mapping[str, Any]) -> list[Text]:
+    """What to know about the scores of `make eval` before comparing them."""
+    notes = []
+    matchable = result.get("exact_match_rows", result["answered_rows"])
+    if matchable != result["answered_rows"]:
+        rows = counted(matchable, "row")
+        notes.append(Text(f"exact match: over {rows} whose reference matches eval.answer_pattern"))
+    dtypes = {name: scores.get("dtype") for name, scores in result["models"].items()}
+    if len(set(dtypes.values())) > 1:
+        text = "; ".join(f"{name} in {dtype}" for name, dtype in dtypes.items())
+        notes.append(Text(f"not computed alike: {text}"))
+    for name, scores in result["models"].items():
+        if scores.get("unfinished_answers"):
+            notes.append(Text(f"{name}: ") + unfinished_note(scores))
+    if result.get("left_out"):
+        notes.append(Text(f"merged: left out, since {result['left_out']}"))
+    return notes
 
 
 def unfinished_note(result: Mapping[str, Any]) -> Text:

@@ -1,6 +1,8 @@
 import gc
 import json
 import math
+import re
+import shutil
 import weakref
 
 import pytest
@@ -8,14 +10,25 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from sft_play.commands import evaluate
+from sft_play.commands import models
+from sft_play.commands.card import write_card
 from sft_play.commands.evaluate import before_after, evaluate_run, score_rows
+from sft_play.commands.merge import merge
 from sft_play.data.collators import padded_collator
 from sft_play.data.prepare import prepare
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.manifest import CARD
 from sft_play.model.load import load_for_inference, load_tokenizer
+from sft_play.runlog import RunDir
 from tests.conftest import token_rows
-from tests.unit.finished_run import ROWS, make_config, question_rows, train_by_heart, write_rows
+from tests.unit.finished_run import (
+    ROWS,
+    FinishedRun,
+    make_config,
+    question_rows,
+    train_by_heart,
+    write_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +127,7 @@ def test_the_answer_pattern_decides_what_is_compared(finished):
 
 
 def test_a_pattern_that_matches_no_reference_is_reported_before_a_model_is_loaded(finished, monkeypatch):
-    monkeypatch.setattr(evaluate, "load_for_inference", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(models, "load_for_inference", lambda *_, **__: pytest.fail("loaded"))
     settings = finished.config.eval.model_copy(update={"answer_pattern": "####"})
     config = finished.config.model_copy(update={"eval": settings})
     with pytest.raises(ConfigError, match="'####' matches none of the 24 references"):
@@ -146,10 +159,89 @@ def test_plain_text_has_a_loss_and_no_answers(finished, tmp_path):
 
 def test_without_an_adapter_the_next_command_is_named(tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path)
-    from sft_play.runlog import RunDir
-
     with pytest.raises(CheckpointError, match="make train"):
         evaluate_run(config, RunDir(tmp_path / "runs" / "lora"), "val")
+
+
+# --- base, adapter and merged model ---
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the run, to be merged or spoilt."""
+    run = RunDir(tmp_path / "runs" / "lora")
+    shutil.copytree(finished.run.path, run.path, ignore=shutil.ignore_patterns("eval.*", "merged"))
+    return FinishedRun(finished.config, run)
+
+
+def test_base_adapter_and_merged_model_are_compared_and_the_base_is_loaded_once(copied, monkeypatch, capfd):
+    merge(copied.config, copied.run)
+    loaded = []
+
+    def noted(config, weights):
+        loaded.append(weights)
+        return load_for_inference(config, weights)
+
+    monkeypatch.setattr(models, "load_for_inference", noted)
+    result = evaluate_run(copied.config, copied.run, "test", limit=4)
+    assert loaded == [copied.run.adapter, copied.run.merged]
+    base, adapter, merged = (result["models"][name] for name in ("base", "adapter", "merged"))
+    untouched = load_for_inference(copied.config, None)
+    rows = prepare(copied.config, load_tokenizer(copied.config.model), model_limit=512, progress=False).test
+    nll, tokens, _ = plain_loss(untouched, rows)
+    assert base["loss"] == pytest.approx(nll / tokens, rel=1e-5)
+    assert merged["loss"] == pytest.approx(adapter["loss"], rel=1e-3) and result["loss"] == adapter["loss"]
+    assert (base["exact_match"], adapter["exact_match"], merged["exact_match"]) == (0.0, 1.0, 1.0)
+    assert result["left_out"] is None and "left out" not in capfd.readouterr().out
+    line = json.loads((copied.run.path / "eval.test.jsonl").read_text().splitlines()[0])
+    assert line["base"] != line["generated"] == line["merged"] == line["reference"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: shutil.rmtree(folder), "has no merged model .*run `make merge` first"),
+        (lambda folder: change(folder / "merge.json", adapter_sha256="0"), "merged from another version of .*run `make merge` again"),
+        (lambda folder: change(folder / "merge.json", adapter_sha256="0", adapter="runs/b/adapter"), "merged from runs/b/adapter, not from .*run `make merge` again"),
+        (lambda folder: change(folder / "config.json", hidden_size=1), "is damaged: config.json has .*run `make merge` again"),
+    ],
+    ids=["none", "earlier adapter", "another run", "changed"],
+)  # fmt: skip
+def test_a_merged_model_that_is_not_that_of_the_run_is_left_out_in_one_line(copied, spoil, reason, capfd):
+    merge(copied.config, copied.run)
+    spoil(copied.run.merged)
+    result = evaluate_run(copied.config, copied.run, "test", limit=1)
+    assert list(result["models"]) == ["base", "adapter"]
+    shown = " ".join(capfd.readouterr().out.split())
+    for text in (result["left_out"], shown):
+        assert re.search(reason, text)
+    assert "\n" not in result["left_out"] and "merged: left out, since" in shown
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_full_fine_tuning_is_compared_with_its_base(finished_full):
+    result = evaluate_run(finished_full.config, finished_full.run, "test", limit=2)
+    assert list(result["models"]) == ["base", "result"] and result["left_out"] is None
+    assert result["loss"] == result["models"]["result"]["loss"] < result["models"]["base"]["loss"]
+
+
+def test_model_cards_get_the_scores_unless_somebody_edited_them(copied):
+    merge(copied.config, copied.run)
+    write_card(copied.config, copied.run, copied.run.adapter)
+    edited = copied.run.merged / CARD
+    edited.write_text("# My own words\n")
+    evaluate_run(copied.config, copied.run, "test", limit=1)
+    evaluate_run(copied.config, copied.run, "val", limit=1)
+    card = (copied.run.adapter / CARD).read_text()
+    assert (
+        "on the val split" in card
+        and "on the test split" in card
+        and "| metric | base | adapter | merged |" in card
+    )
+    assert edited.read_text() == "# My own words\n"
 
 
 def compare(finished):
@@ -190,7 +282,7 @@ def test_memory_is_given_back_and_two_full_models_are_never_held_at_once(finishe
         alive.add(model)
         return model
 
-    monkeypatch.setattr(evaluate, "load_for_inference", counted)
+    monkeypatch.setattr(models, "load_for_inference", counted)
     compare(finished_full)
     assert counts == [0, 0]
     assert not alive

@@ -82,6 +82,13 @@ def test_scores_data_and_measurements_are_those_of_the_summary():
     assert "torch 2.13.0" in card and "abc123" in card
 
 
+def test_the_scores_of_each_model_on_each_evaluated_split_are_in_a_table_of_their_own():
+    models = {"base": {"loss": 2.0}, "adapter": {"loss": 1.0, "exact_match": 0.5}}
+    card = model_card(config(), {}, {"val": {}, "test": models})
+    assert "`make eval` on the test split:\n\n| metric | base | adapter |" in card
+    assert "| loss | 2.0000 | 1.0000 |\n| exact match | n/a | 50.0 % |" in card and "val split" not in card
+
+
 def test_without_results_their_sections_are_left_out():
     card = model_card(config(), {})
     assert not re.search("## (Scores|Data|Versions)", card) and "## Settings" in card

@@ -147,6 +147,26 @@ def test_json_of_another_form_costs_its_section_only(tmp_path, file, content, na
     assert "Seconds per step" in section(page, "speed")
 
 
+def test_the_scores_and_answers_of_each_model_are_beside_each_other(tmp_path):
+    run = finished(tmp_path / "one")
+    models = {"base": {"loss": 3.0}, "adapter": {"loss": 0.7, "chrf": "high"}, "merged": {"loss": 0.71}}
+    run.write_json(run.evaluation("val"), {"split": "val", "loss": 0.7, "models": models})
+    answer = {
+        "messages": [{"content": "3 + 4?"}],
+        "reference": "7",
+        "generated": "seven",
+        "base": "no",
+        "merged": "7!",
+    }
+    run.evaluation("val").with_suffix(".jsonl").write_text(json.dumps(answer))
+    scores, answers = (section(page_of(run), name) for name in ("scores", "answers"))
+    assert (
+        "make eval, val: base make eval, val: adapter make eval, val: merged loss 2.0000 0.7500 3.0000 0.7000 0.7100"
+        in scores
+    )
+    assert "reference 7 base no answer seven merged 7!" in answers
+
+
 @pytest.mark.parametrize("scores", [3, {"before": 3}, {"before": {"loss": "low"}}, {"after": None}])
 def test_scores_of_another_form_are_left_out(tmp_path, scores):
     run = finished(tmp_path / "one")

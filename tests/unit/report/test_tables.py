@@ -16,9 +16,8 @@ from sft_play.report.tables import (
 )
 from sft_play.units import GIB
 
-RESULT = {
-    "name": "gsm8k",
-    "split": "test",
+SCORES = {
+    "dtype": "bfloat16",
     "rows": 1319,
     "supervised_tokens": 168_000,
     "loss": 0.5,
@@ -28,9 +27,21 @@ RESULT = {
     "exact_match": 0.42,
     "exact_match_rows": 100,
     "rouge_l": 0.6,
-    "chrf": 55.55,
+    "chrf": 55.75,
     "unfinished_answers": 0,
     "max_new_tokens": 64,
+    "seconds": 100,
+}
+RESULT = {
+    **SCORES,
+    "name": "gsm8k",
+    "split": "test",
+    "models": {
+        "base": {**SCORES, "loss": 2.5, "unfinished_answers": 7},
+        "adapter": SCORES,
+        "merged": {**SCORES, "loss": 0.51},
+    },
+    "left_out": None,
 }
 SUMMARY = {
     "status": "done",
@@ -60,27 +71,38 @@ def shown(renderable, width=110):
     return console.file.getvalue()
 
 
-def test_evaluation_table_gives_each_metric_with_the_rows_it_was_taken_over():
-    lines = [" ".join(line.split()) for line in shown(evaluation_table(RESULT)).splitlines()]
-    assert "loss 0.5000 168K supervised tokens of 1,319 rows" in lines
-    assert "token accuracy 81.2 % 168K supervised tokens of 1,319 rows" in lines
-    assert "exact match 42.0 % answers to 100 rows" in lines
-    assert (
-        "chrF (0 to 100) 55.5 answers to 100 rows" in lines
-        or "chrF (0 to 100) 55.6 answers to 100 rows" in lines
+def evaluation_lines(**changed):
+    return [" ".join(line.split()) for line in shown(evaluation_table(RESULT | changed)).splitlines()]
+
+
+def test_evaluation_table_has_a_column_for_each_model_and_the_rows_it_was_computed_on():
+    lines = evaluation_lines()
+    assert lines[0] == "gsm8k on the test split the loss is over 168K supervised tokens"
+    assert lines[1:4] == [
+        "metric base adapter merged",
+        "loss 2.5000 0.5000 0.5100",
+        "perplexity 1.65 1.65 1.65",
+    ]
+    assert "exact match 42.0 % 42.0 % 42.0 %" in lines
+    assert "rows 1,319 1,319 1,319" in lines and "answered rows 100 100 100" in lines
+    assert "time 1 min 40 s 1 min 40 s 1 min 40 s" in lines
+
+
+def test_evaluation_table_says_what_must_be_known_to_compare_the_columns():
+    lines = evaluation_lines(exact_match_rows=90)
+    assert "base: 7 of 100 answers were truncated at 64 tokens (eval.max_new_tokens)" in lines
+    assert "exact match: over 90 rows whose reference matches eval.answer_pattern" in lines
+    assert not any("not computed alike" in line or "left out" in line for line in lines)
+    models = {"adapter": {**SCORES, "dtype": "bfloat16 on 4-bit weights"}, "merged": SCORES}
+    assert "not computed alike: adapter in bfloat16 on 4-bit weights; merged in bfloat16" in evaluation_lines(
+        models=models
     )
-    assert not any("truncated" in line for line in lines)
-
-
-def test_evaluation_table_says_how_many_answers_were_cut_off_and_which_rows_could_be_matched():
-    text = shown(evaluation_table({**RESULT, "unfinished_answers": 7, "exact_match_rows": 90}))
-    assert "7 of 100 answers were truncated at 64 tokens (eval.max_new_tokens)" in text
-    assert "90 rows whose reference matches eval.answer_pattern" in text
+    assert "merged: left out, since it is damaged" in evaluation_lines(left_out="it is damaged")
 
 
 def test_a_metric_that_was_not_measured_reads_as_not_available():
-    text = shown(evaluation_table({key: value for key, value in RESULT.items() if key != "chrf"}))
-    assert "n/a" in text
+    models = {"adapter": {key: value for key, value in SCORES.items() if key != "chrf"}}
+    assert "chrF (0 to 100) n/a" in evaluation_lines(models=models)
     assert "chrF" not in shown(before_after_table({"loss": 1.0}, {"loss": 0.5}))
 
 
