@@ -16,8 +16,8 @@
 #! make train CONFIG=configs/run_lora.yaml ARGS="data.train_path=my.jsonl"
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
-TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CONFIG CONFIRM DTYPE ENGINE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
-        OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOW SPLIT STYLE TIME VENV WHAT
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
+        OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 
 PYTHON ?= python3
@@ -196,8 +196,12 @@ tb-stop: $(READY) ## Stop TensorBoard
 ##@ After training
 
 .PHONY: eval
-eval: $(READY) ## Evaluate on held-out rows; SPLIT=val|test LIMIT=100
+eval: $(READY) ## Compare base, adapter, merged; SPLIT=val|test LIMIT=100
 	$(SFT) eval --split $(call quote,$(if $(SPLIT),$(SPLIT),val)) $(call flag,--limit,$(LIMIT)) $(WITH_CONFIG)
+
+.PHONY: eval-lm
+eval-lm: $(READY) ## Run lm-eval: TASKS=a,b LIMIT=10 WHAT=base IN=dir CHAT=1
+	$(call required,TASKS,hellaswag)$(SFT) eval-lm --tasks $(call quote,$(TASKS)) $(call flag,--what,$(WHAT)) $(call flag,--input,$(IN)) $(call flag,--limit,$(LIMIT)) $(call flag,--shots,$(SHOTS)) $(if $(CHAT),--chat) $(WITH_CONFIG)
 
 .PHONY: infer
 infer: $(READY) ## Chat with the trained model

@@ -124,6 +124,7 @@ def _add_model_commands(commands: _Commands) -> None:
     command.add_argument("--split", choices=["val", "test"], default="val", help="(default: val)")
     limit_help = "number of rows to generate answers for (default: eval.limit)"
     command.add_argument("--limit", type=int, metavar="N", help=limit_help)
+    _add_harness_flags(commands.add("eval-lm", handlers.evaluate_tasks, as_json=True))
     command = commands.add("infer", handlers.infer, as_json=True)
     command.add_argument("--input", help="file with prompts; without it, start a chat")
     command.add_argument("--output", help="JSONL file to write the answers to")
@@ -151,6 +152,17 @@ def _add_model_commands(commands: _Commands) -> None:
     command.add_argument("names", nargs="+", metavar="name", help="names or paths of runs")
     command.add_argument("--runs", default="runs", help="folder of all runs")
     command.add_argument("--output", help="HTML file to write (default: compare.html beside the first run)")
+
+
+def _add_harness_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tasks", required=True, metavar="A,B", help="tasks of lm-eval, e.g. hellaswag")
+    command.add_argument("--what", default="result", help="result, base or merged (default: result)")
+    command.add_argument("--input", metavar="FOLDER", help="folder with more task definitions (*.yaml)")
+    command.add_argument("--limit", type=int, metavar="N", help="rows of each task (default: all)")
+    command.add_argument(
+        "--shots", type=int, metavar="N", help="examples in the prompt (default: the task's)"
+    )
+    command.add_argument("--chat", action="store_true", help="put prompts into the chat template of the run")
 
 
 def _add_processes(command: argparse.ArgumentParser) -> None:

@@ -123,6 +123,11 @@ class RunDir:
         return self.path / f"eval.{split}.json"
 
     @property
+    def harness(self) -> Path:
+        """What `make eval-lm` found."""
+        return self.path / "eval-lm.json"
+
+    @property
     def log(self) -> Path:
         """What libraries printed; ranks above 0 have their own file."""
         return self.path / (f"log.rank{self.rank}.txt" if self.rank else "log.txt")

@@ -189,6 +189,22 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+def evaluate_tasks(args: argparse.Namespace) -> int:
+    """Run tasks of lm-eval on the trained model, its base or the merged model."""
+    tasks = tuple(filter(None, (task.strip() for task in args.tasks.split(","))))
+    run = finished_run(announce(args, f"lm-eval on the {args.what}: {', '.join(tasks)}"))
+    with importing():
+        from sft_play.commands.harness import Options, evaluate_tasks
+        from sft_play.commands.report import try_report
+    folder = Path(args.input) if args.input else None
+    options = Options(tasks, args.what, folder, args.limit, args.shots, args.chat)
+    result = evaluate_tasks(load_resolved(args).config, run, options)
+    try_report(run)
+    if args.json:
+        print_json(result)
+    return 0
+
+
 def infer(args: argparse.Namespace) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
     what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"

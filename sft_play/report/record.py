@@ -28,6 +28,7 @@ class RunRecord:
     summary: Tree = field(default_factory=dict)
     metrics: list[Tree] = field(default_factory=list)  # in the order of the steps
     evaluations: dict[str, Tree] = field(default_factory=dict)  # split -> what `make eval` found
+    harness: Tree = field(default_factory=dict)  # model -> task -> what `make eval-lm` found
     answers: dict[str, list[Tree]] = field(default_factory=dict)  # split -> the first answers of `make eval`
     damaged: tuple[str, ...] = ()  # names of files that cannot be read
 
@@ -69,7 +70,7 @@ def read_run(path: Path) -> RunRecord:
         raise CheckpointError(f"{path} does not exist{_others(path.parent)}")
     if not any(file.exists() for file in known):
         raise CheckpointError(f"{path} is not the directory of a run{_others(path.parent)}")
-    files = (run.plan, run.data, run.environment, run.summary)
+    files = (run.plan, run.data, run.environment, run.summary, run.harness)
     trees = {file: read_json(file) for file in files}
     evaluations = {split: run.evaluation(split) for split in SPLITS}
     trees |= {file: read_json(file) for file in evaluations.values()}
@@ -85,6 +86,7 @@ def read_run(path: Path) -> RunRecord:
         summary=trees[run.summary],
         metrics=_steps(run),
         evaluations={split: trees[file] for split, file in evaluations.items() if trees[file]},
+        harness=_tree(trees[run.harness].get("models")),
         answers={split: _first_answers(file.with_suffix(".jsonl")) for split, file in evaluations.items()},
         damaged=tuple(file.name for file in damaged),
     )

@@ -7,6 +7,7 @@ from typing import Any
 from sft_play.config.resolved import Setting
 from sft_play.report.card import METHODS, public_name
 from sft_play.report.curves import curve_figures, step_figure
+from sft_play.report.harness import harness_rows
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
 from sft_play.report.memory_section import memory_blocks
 from sft_play.report.plan import ENGINES
@@ -285,7 +286,11 @@ def _split_row(split: str, counts: Tree) -> tuple[str, ...]:
 
 
 def _scores(run: RunRecord) -> list[Block]:
-    """The scores before and after training, and those of `make eval`."""
+    """The scores before and after training, of `make eval` and of `make eval-lm`."""
+    return [*_held_out(run), *_harness(run)]
+
+
+def _held_out(run: RunRecord) -> list[Block]:
     columns = {"before": run.scores("before"), "after": run.scores("after"), **_evaluated(run)}
     columns = {name: scores for name, scores in columns.items() if scores}
     rows = []
@@ -298,6 +303,14 @@ def _scores(run: RunRecord) -> list[Block]:
     over = [_over(name, scores) for name, scores in columns.items() if scores.get("answered_rows")]
     blocks: list[Block] = [Table("Held-out rows", ("metric", *columns), rows)]
     return [*blocks, Text(over)] if over else blocks
+
+
+def _harness(run: RunRecord) -> list[Block]:
+    tasks = dict.fromkeys(task for found in run.harness.values() for task in found)
+    if not tasks:
+        return []
+    head = ("task", "metric", "rows", *run.harness)
+    return [Table("lm-eval, with the standard error", head, harness_rows(run.harness, tasks))]
 
 
 def _evaluated(run: RunRecord) -> dict[str, Tree]:

@@ -26,12 +26,13 @@ SETTINGS = {
     "RUNS": "one two",
     "NGPU": "2",
     "REPO": "user/name",
+    "TASKS": "hellaswag",
 }
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
-    "probe", "eval", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-gpu", "test-cluster", "test-faults",
+    "probe", "eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-all",
 ]  # fmt: skip
@@ -93,6 +94,7 @@ def test_make_n_shows_what_each_target_would_do_and_does_nothing(target, tmp_pat
         ("clean-all", "CONFIRM"),
         ("compare", "RUNS"),
         ("push", "REPO"),
+        ("eval-lm", "TASKS"),
     ],
 )
 def test_a_required_setting_is_asked_for(target, setting):
@@ -150,6 +152,11 @@ def test_a_new_lock_installs_again(ready):
         ("plan", {"MODEL": "qwen3-8b", "ARGS": "a.b=c"}, "--model 'qwen3-8b'    '--args=a.b=c'"),
         ("plan", {"MODEL": "m", "CONFIG": "x.yaml"}, "--model 'm'   --config 'x.yaml'"),
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, "eval --split 'test' --limit '10'"),
+        (
+            "eval-lm",
+            {"TASKS": "a,b", "WHAT": "base", "IN": "my tasks", "SHOTS": "5", "CHAT": "1"},
+            "eval-lm --tasks 'a,b' --what 'base' --input 'my tasks'  --shots '5' --chat --config",
+        ),
         ("setup-accelerate", {"AUTO": "1"}, "setup-accelerate --auto"),
         ("prepare", {"SHOW": "3"}, "prepare --show '3'"),
         ("test", {"ARGS": '-k "a or b"'}, """PYTEST_ADDOPTS='-k "a or b"' """),

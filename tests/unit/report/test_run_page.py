@@ -137,6 +137,7 @@ def test_a_damaged_summary_is_named_and_left_out(tmp_path, content):
         ("plan.json", {"plan": {}, "memory": {"phases": {"load": 1}}}, "memory"),
         ("data.json", {"train": {"rows": "many"}}, "data"),
         ("environment.json", {"gpus": 3}, "environment"),
+        ("eval-lm.json", {"models": {"base": {"arc_easy": 3}}}, "scores"),
     ],
 )
 def test_json_of_another_form_costs_its_section_only(tmp_path, file, content, name):
@@ -165,6 +166,15 @@ def test_the_scores_and_answers_of_each_model_are_beside_each_other(tmp_path):
         in scores
     )
     assert "reference 7 base no answer seven merged 7!" in answers
+
+
+def test_the_scores_of_lm_eval_are_beside_each_other(tmp_path):
+    run = finished(tmp_path / "one")
+    base = {"arc_easy": {"metrics": {"acc": {"value": 0.25, "stderr": 0.05}}, "rows": 1000}}
+    adapter = {"arc_easy": {"metrics": {"acc": {"value": 0.5}}, "rows": 1000}}
+    run.write_json(run.harness, {"models": {"base": base, "adapter": adapter}})
+    text = section(page_of(run), "scores")
+    assert "task metric rows base adapter arc_easy acc 1,000 0.25 ± 0.05 0.5" in text
 
 
 @pytest.mark.parametrize("scores", [3, {"before": 3}, {"before": {"loss": "low"}}, {"after": None}])

@@ -1,0 +1,329 @@
+"""`make eval-lm`: published benchmarks, or tasks from a folder, through lm-eval (EleutherAI)."""
+
+import difflib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sft_play.commands.merge import require_merged
+from sft_play.commands.models import BASE, MERGED, trained_name
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, DoesNotFitError, SftPlayError
+from sft_play.hub import limit_network
+from sft_play.machine.host import detect_host
+from sft_play.model.generation import DEFAULT_BATCH_SIZE, load_chat_tokenizer, stop_token_ids
+from sft_play.model.load import load_for_inference, position_limit
+from sft_play.model.weights import finished_weights, release_memory
+from sft_play.report.harness import harness_table
+from sft_play.report.layout import ending
+from sft_play.report.progress import LOADING, progress_bar, spinner
+from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.units import counted
+
+REQUIREMENT = "lm_eval>=0.4.13,<0.4.14"
+BOOTSTRAPS = 1000  # for standard errors that have no formula
+REASON_CHARACTERS = 300  # of a library's error
+PARTS = ("result", BASE, MERGED)
+LOGIT_BYTES = (
+    12  # of each token and entry of the vocabulary: logits and their log_softmax, with room to spare
+)
+LARGEST_SHARE = 0.5  # of the free memory for them; activations, keys and values need the rest
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed."""
+
+    tasks: tuple[str, ...]
+    part: str = "result"
+    folder: Path | None = None
+    """Of task definitions, beside those of lm-eval."""
+    limit: int | None = None
+    """Rows of each task; default: all."""
+    shots: int | None = None
+    """Examples in the prompt; default: as the task says."""
+    chat: bool = False
+    """Put prompts into the chat template of the run."""
+
+
+def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str, Any]:
+    """Runs lm-eval on a finished run; prints a table, and adds the scores to eval-lm.json.
+
+    Args:
+        config: of the run.
+        run: its run directory.
+        options: what to run on which model.
+
+    Returns:
+        The name of the model, seconds, and task -> metrics and rows.
+
+    Raises:
+        ConfigError: lm-eval or a task is missing, or cannot be run.
+        CheckpointError: the run has no complete weights, or the merged model is not that of the run.
+        DoesNotFitError: memory runs out.
+    """
+    _require_sound(options)
+    weights, name = _weights(config, run, options.part)
+    with quiet_libraries(run.log):
+        limit_network()
+        with spinner("loading lm-eval and the rows of its tasks"):
+            with _explaining(options, run):
+                tasks = _load_tasks(options)
+        tokenizer = load_chat_tokenizer(config)
+        with spinner(LOADING):
+            model: Any = load_for_inference(config, weights)
+        model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
+        began = time.perf_counter()
+        harness = _harness(config, run, model, tokenizer)
+        with _explaining(options, run):
+            found = _run(harness, tasks, config, options)
+        seconds = time.perf_counter() - began
+        del model, harness
+        release_memory()
+    scores = _scores(found, options)
+    models = _tree(read_json(run.harness).get("models"))
+    models[name] = {**_tree(models.get(name)), **scores}
+    models = {name: models[name] for name in (BASE, trained_name(config), MERGED) if name in models}
+    run.write_json(run.harness, {"lm_eval": version("lm_eval"), "models": models})
+    console().print(harness_table(models, scores))
+    console().print("", ending({"numbers": run.harness}, []))
+    return {"model": name, "seconds": round(seconds, 3), "tasks": scores}
+
+
+def _tree(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _require_sound(options: Options) -> None:
+    """Checks what was typed, and that lm-eval is installed."""
+    if not options.tasks:
+        raise ConfigError("TASKS= names no task; separate several by commas: TASKS=hellaswag,arc_easy")
+    if options.part not in PARTS:
+        raise ConfigError(f"WHAT={options.part} is not supported; allowed: {', '.join(PARTS)}")
+    for key, value, least in (("LIMIT", options.limit, 1), ("SHOTS", options.shots, 0)):
+        if value is not None and value < least:
+            raise ConfigError(f"{key}={value}: expected an integer >= {least}")
+    if options.folder and not options.folder.is_dir():
+        raise ConfigError(f"IN={options.folder} is not a folder; expected one with task definitions (*.yaml)")
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "make eval-lm needs lm-eval (the extra `lm-eval`), which is not installed here. Run: "
+            f'{sys.executable} -m pip install "{REQUIREMENT}"'
+        )
+
+
+def _weights(config: RunConfig, run: RunDir, part: str) -> tuple[Path | None, str]:
+    """What to load (None: the base alone), and the name of that model."""
+    weights = finished_weights(config, run)
+    if part == BASE:
+        return None, BASE
+    if part == MERGED:
+        if config.tuning.mode == "full":
+            raise ConfigError("WHAT=merged: after full fine-tuning there is nothing to merge; leave WHAT out")
+        require_merged(run.merged, weights)
+        return run.merged, MERGED
+    return weights, trained_name(config)
+
+
+def _manager(options: Options) -> Any:
+    """lm-eval's index of tasks; that of its own thousands is left out if the folder has all that are asked.
+
+    Raises:
+        ConfigError: a task is unknown.
+    """
+    from lm_eval.tasks import TaskManager
+
+    folder = str(options.folder) if options.folder else None
+    if folder:
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if set(options.tasks) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=folder)
+    unknown = [task for task in options.tasks if task not in manager.all_tasks]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks)
+        hint = f"nearest: {', '.join(near)}" if near else "`lm-eval ls tasks` lists all"
+        where = f", nor in IN={folder}" if folder else "; IN=<folder> adds tasks of your own"
+        raise ConfigError(f"TASKS={unknown[0]} is not a task of lm-eval{where}; {hint}")
+    return manager
+
+
+def _load_tasks(options: Options) -> Any:
+    """The tasks and groups with their rows.
+
+    Raises:
+        ConfigError: a task is unknown.
+    """
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+
+    found = _manager(options).load(list(options.tasks))
+    for task in found["tasks"].values():
+        usual = task.get_config("num_fewshot")
+        if usual is None or (options.shots is not None and usual != 0):  # 0 is the task's own decision
+            task.set_config(key="num_fewshot", value=options.shots or 0)
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    return found
+
+
+def _run(harness: Any, tasks: Any, config: RunConfig, options: Options) -> dict[str, Any]:
+    """What lm-eval's own `evaluate` returns."""
+    from lm_eval.evaluator import evaluate
+    from transformers import set_seed
+
+    set_seed(config.train.seed)  # for tasks that sample answers
+    return evaluate(
+        lm=harness,
+        task_dict=tasks,
+        limit=options.limit,
+        bootstrap_iters=BOOTSTRAPS,
+        log_samples=False,
+        system_instruction=config.data.system_prompt if options.chat else None,
+        apply_chat_template=options.chat,
+        fewshot_as_multiturn=options.chat,
+    )
+
+
+@contextmanager
+def _explaining(options: Options, run: RunDir) -> Iterator[None]:
+    """Says in a sentence whatever lm-eval, a task or a data set raises within.
+
+    Raises:
+        DoesNotFitError: memory ran out.
+        ConfigError: a data set cannot be loaded, or lm-eval cannot run a task.
+    """
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    try:
+        yield
+    except SftPlayError:
+        raise
+    except Exception as error:
+        with run.log.open("a", encoding="utf-8") as log:
+            traceback.print_exc(file=log)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON_CHARACTERS]}"
+        names = ",".join(options.tasks)
+        if should_reduce_batch_size(error):
+            raise DoesNotFitError(
+                f"out of memory in TASKS={names}: {reason}\nSet eval.batch_size=1, or free memory"
+            ) from error
+        if data_set := _data_set(error):
+            raise ConfigError(
+                f"TASKS={names}: the data set '{data_set}' cannot be loaded: {reason}\nLoad it once with a "
+                "network, which keeps it in the cache, or use a task with rows of its own (IN=<folder>)"
+            ) from error
+        raise ConfigError(
+            f"TASKS={names}: lm-eval {version('lm_eval')} cannot run it: {reason}\n"
+            f"The traceback is in {run.log}"
+        ) from error
+
+
+def _data_set(error: BaseException) -> str | None:
+    """The data set of the task that was loading its rows when the error was raised; None if none was."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "download" and "self" in frame.f_locals:
+            return getattr(frame.f_locals["self"], "DATASET_PATH", None)
+    return None
+
+
+def _scores(found: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Task with its settings -> metrics (value, standard error), number of rows, version of the task."""
+    scores = {}
+    for task, values in found["results"].items():
+        counts, shots = found["n-samples"].get(task, {}), found["n-shot"].get(task)
+        settings = [f"{shots}-shot"] if shots else []
+        settings += ["chat"] if options.chat else []
+        rows = counts.get("effective", values.get("sample_len", 0))  # groups have no counts
+        settings += [f"first {rows}"] if rows < counts.get("original", 0) else []
+        metrics = _metrics(values)
+        if metrics:
+            label = f"{task} ({', '.join(settings)})" if settings else task
+            scores[label] = {"metrics": metrics, "rows": rows, "version": found["versions"].get(task)}
+    return scores
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Metric -> value and standard error, from keys like "acc,none" and "acc_stderr,none"."""
+    metrics: dict[str, dict[str, float]] = {}
+    for key, value in values.items():
+        name, _, of_filter = key.partition(",")
+        if not of_filter or not isinstance(value, int | float):
+            continue
+        start, _, end = name.rpartition("_")
+        name, kind = (start, "stderr") if end == "stderr" else (name, "value")
+        metric = name if of_filter == "none" else f"{name} ({of_filter})"
+        metrics.setdefault(metric, {})[kind] = float(value)
+    return {name: found for name, found in metrics.items() if "value" in found}
+
+
+def fitting_tokens(vocabulary: int) -> int:
+    """The most tokens whose logits fit into memory now; lm-eval asks for those of all tokens of a batch.
+
+    Args:
+        vocabulary: entries of the output head.
+    """
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else detect_host().ram_free_bytes or 0
+    return max(1, int(LARGEST_SHARE * free) // (LOGIT_BYTES * vocabulary))
+
+
+def batch_tokens(run: RunDir, fitting: int) -> int:
+    """The most tokens of a batch: those of a micro-batch of the plan, at most `fitting`."""
+    plan = read_json(run.plan).get("plan", {})
+    if not plan:
+        return fitting
+    planned = plan["micro_batch_size"] * (1 if plan["packing"] else plan["max_seq_len"])
+    return min(planned, fitting)
+
+
+def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any) -> Any:
+    """The model as lm-eval takes it, with batches of our size and a progress bar."""
+    from lm_eval.models.huggingface import HFLM
+
+    fitting = fitting_tokens(model.get_output_embeddings().weight.shape[0])
+    tokens = batch_tokens(run, fitting)
+    longest = min(position_limit(model.config) or fitting, fitting)
+
+    class Harness(HFLM):
+        """Sizes each batch by its longest row, which comes first, instead of trying what fits."""
+
+        batch_rows, next_batch = 1, 0
+
+        def _batch_scheduler(self, pos: int, n_reordered_requests: Sequence[Any]) -> int:
+            # called for each row in turn
+            if pos in (0, self.next_batch):
+                _, context, answer = n_reordered_requests[pos]
+                self.batch_rows = max(1, tokens // min(len(context) + len(answer), longest))
+                self.next_batch = pos + self.batch_rows
+            return self.batch_rows
+
+        def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
+            return max(1, tokens // longest)
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            return with_bar("scoring", requests, super().loglikelihood)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            with spinner(f"scoring {counted(len(requests), 'text')}"):
+                return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            self.batch_size_per_gpu = DEFAULT_BATCH_SIZE if size == "auto" else size
+            return with_bar("answering", requests, super().generate_until)
+
+    def with_bar(what: str, requests: Any, work: Callable[..., Any]) -> Any:
+        with progress_bar(what, len(requests)) as done:
+            harness.set_cache_hook(SimpleNamespace(add_partial=lambda *_: done(1)))
+            return work(requests, disable_tqdm=True)
+
+    size = config.eval.batch_size
+    harness = Harness(pretrained=model, tokenizer=tokenizer, batch_size=size, max_length=longest)
+    return harness
