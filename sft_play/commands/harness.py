@@ -242,8 +242,8 @@ def _scores(found: dict[str, Any], options: Options) -> dict[str, Any]:
         counts, shots = found["n-samples"].get(task, {}), found["n-shot"].get(task)
         settings = [f"{shots}-shot"] if shots else []
         settings += ["chat"] if options.chat else []
+        settings += [f"limit {options.limit}"] if options.limit else []
         rows = counts.get("effective", values.get("sample_len", 0))  # groups have no counts
-        settings += [f"first {rows}"] if rows < counts.get("original", 0) else []
         metrics = _metrics(values)
         if metrics:
             label = f"{task} ({', '.join(settings)})" if settings else task

@@ -96,10 +96,10 @@ def test_each_model_gets_its_scores_and_they_stand_beside_each_other(lm_eval, fi
 
 def test_answers_are_generated_with_the_chat_template_and_end_where_the_run_taught(lm_eval, finished, tasks):
     found = run_tasks(finished, tasks, "told", "learned", chat=True, limit=5)
-    assert list(found) == ["told (chat, first 5)", "learned (chat, first 5)"]
-    told = found["told (chat, first 5)"]
+    assert list(found) == ["told (chat, limit 5)", "learned (chat, limit 5)"]
+    told = found["told (chat, limit 5)"]
     assert told["metrics"]["exact_match"]["value"] == 1.0 and told["rows"] == 5
-    plain = run_tasks(finished, tasks, "told", limit=5)["told (first 5)"]
+    plain = run_tasks(finished, tasks, "told", limit=5)["told (limit 5)"]
     assert plain["metrics"]["exact_match"]["value"] < 1
 
 
