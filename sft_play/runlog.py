@@ -84,6 +84,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def scaling(self) -> Path:
+        """The plan for other numbers of processes."""
+        return self.path / "scaling.json"
+
+    @property
     def next_plan(self) -> Path:
         """The plan for the ranks to read; until they train, plan.json is that of the earlier run."""
         return self.path / ".plan.json"
@@ -151,6 +156,11 @@ class RunDir:
     def merged(self) -> Path:
         """Where `make merge` writes the merged model, unless it is told otherwise."""
         return self.path / "merged"
+
+    @property
+    def trackers(self) -> Path:
+        """The ids of the run at W&B, MLflow and trackio."""
+        return self.path / "trackers.json"
 
     @property
     def tensorboard(self) -> Path:

@@ -13,7 +13,6 @@ from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
-from sft_play.train.board import OWN
 from sft_play.units import MIB
 
 EVALUATIONS_PER_RUN = 10
@@ -87,7 +86,7 @@ def sft_config(
         use_cpu=plan.device == "cpu",
         logging_steps=config.train.logging_steps,
         logging_nan_inf_filter=False,  # never hide a NaN
-        report_to=[name for name in config.train.report_to if name not in OWN] or "none",
+        report_to="none",  # train/trackers.py adds the callbacks
         run_name=config.output.name,
         seed=config.train.seed,
         data_seed=config.train.seed,

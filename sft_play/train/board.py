@@ -1,74 +1,21 @@
-"""What trackers show of a run: curves in groups; for TensorBoard also plan, settings, lengths and answers."""
+"""What TensorBoard shows of a run beside its curves: plan, settings, lengths and answers."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.integrations import MLflowCallback, TensorBoardCallback, integration_utils
+from transformers import TrainerControl, TrainerState
+from transformers.integrations import TensorBoardCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.store import column_of
 from sft_play.plan import Plan
+from sft_play.report.card import public_name
 from sft_play.report.tables import METRICS
 from sft_play.runlog import RunDir
 from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
     from sft_play.job import Job
-
-# The library logs them once, at the end. Its samples are micro-batches, and its FLOPs are not counted here.
-NOT_SHOWN = {
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-    "train_loss",
-    "total_flos",
-}
-EVAL = "eval_"
-OWN = ("tensorboard", "mlflow")  # trackers with a callback of ours; the others have the library's
-
-
-def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The names under which a record of the trainer is shown: "train/loss", "eval/loss", "speed/mfu"."""
-    evaluated = any(name.startswith(EVAL) for name in logs)
-    found = {}
-    for name, value in logs.items():
-        if name in NOT_SHOWN or (evaluated and name == "epoch"):  # which the training record has, too
-            continue
-        if "/" in name:
-            found[name] = value
-        elif name.startswith(EVAL):
-            found[f"eval/{name.removeprefix(EVAL)}"] = value
-        else:
-            found[f"train/{name}"] = value
-    return found
-
-
-def use_groups() -> None:
-    """Gives the library's trackers our groups; its own are "eval", and "train" for all the rest."""
-    integration_utils.rewrite_logs = grouped
-
-
-def own_callbacks(job: "Job") -> list[TrainerCallback]:
-    """Callbacks of the trackers that a run reports to, as far as they are ours."""
-    makers = {"tensorboard": lambda: Board(job), "mlflow": GroupedMLflow}
-    return [makers[name]() for name in job.config.train.report_to if name in OWN]
-
-
-class GroupedMLflow(MLflowCallback):
-    """The library's callback, with the names that the other trackers have."""
-
-    def on_log(  # type: ignore[override]
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Any = None,
-        model: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Logs a record."""
-        super().on_log(args, state, control, grouped(logs), model, **kwargs)
 
 
 class Board(TensorBoardCallback):
@@ -107,7 +54,7 @@ def _describe(writer: Any, job: "Job", step: int) -> None:
 def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | str]:
     """What runs are compared by, as plain values."""
     found: dict[str, bool | int | float | str] = {
-        "model": config.model.name,
+        "model": public_name(config.model.name),
         "mode": config.tuning.mode,
         "learning_rate": plan.learning_rate,
         "lr_schedule": config.train.lr_schedule,

@@ -23,7 +23,6 @@ from sft_play.planning.devices import device_speed
 from sft_play.runlog import console
 from sft_play.train.adapter_trainer import AdapterTrainer, averaged
 from sft_play.train.arguments import sft_config
-from sft_play.train.board import own_callbacks, use_groups
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Reporter
 from sft_play.train.checkpoints import is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
@@ -40,6 +39,7 @@ from sft_play.train.nonfinite import (
 )
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.saving import CheckpointWriter
+from sft_play.train.trackers import trackers, use_groups
 
 if TYPE_CHECKING:
     from sft_play.train.redo import Redo
@@ -393,7 +393,7 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
         callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
-    callbacks += own_callbacks(job)
+    callbacks += trackers(job)
     patience = job.config.train.early_stopping_patience
     if patience:
         callbacks.append(EarlyStopping(patience))

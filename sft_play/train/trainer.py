@@ -179,6 +179,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
     evaluations = evaluations_by_step(job.run)  # also those from before an interruption
     summary = {
         "status": "interrupted" if stopped else "done",
+        "error": None,  # of an earlier attempt
         "device": plan.device,
         "world_size": plan.world_size,
         "packing": plan.packing,

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sft_play.runlog import read_metrics
-from sft_play.train.board import grouped, show_answers
+from sft_play.train.board import show_answers
 from sft_play.train.trainer import train
 from tests.conftest import token_rows
 from tests.integration.jobs import make_job
@@ -102,33 +102,3 @@ def test_answers_and_their_scores_are_shown(job):
     assert not {"eval/max_new_tokens", "eval/chrf"} & set(board.Tags()["scalars"])
     assert [(e.step, e.value) for e in board.Scalars("eval/exact_match")] == [(0, 0.0), (6, 0.5)]
     assert len(board.Scalars("train/loss")) == 6
-
-
-def test_mlflow_has_the_same_groups(tiny_model, tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="needs mlflow (pip install mlflow)")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    train(make_job(tiny_model, tmp_path, "mlflow", **{**SETTINGS, "max_steps": 2, "report_to": ["mlflow"]}))
-    found = {"/".join(path.parts[-2:]) for path in tmp_path.glob("mlruns/*/*/metrics/*/*")}
-    assert {"train/loss", "eval/loss", "speed/tokens_per_second", "memory/peak_gib"} <= found
-
-
-@pytest.mark.parametrize(
-    ("logs", "shown"),
-    [
-        (
-            {"loss": 1.0, "epoch": 0.5, "speed/mfu": 0.4},
-            {"train/loss": 1.0, "train/epoch": 0.5, "speed/mfu": 0.4},
-        ),
-        (
-            {"eval_loss": 1.0, "eval_token_accuracy": 0.5, "epoch": 0.5},
-            {"eval/loss": 1.0, "eval/token_accuracy": 0.5},
-        ),
-        (
-            {"train_runtime": 1.0, "train_samples_per_second": 3.0, "total_flos": 0.0, "epoch": 1.0},
-            {"train/epoch": 1.0},
-        ),
-    ],
-)
-def test_each_number_has_a_group(logs, shown):
-    assert grouped(logs) == shown
