@@ -1,0 +1,64 @@
+"""The numbers of the README are those that its commands print, or printed when their results were kept."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.cookbook import MACHINES, MODELS
+from sft_play.errors import SftPlayError
+from sft_play.planning.cards import CARDS
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = " ".join((ROOT / "README.md").read_text().split())
+WORDS = {9: "nine", 11: "eleven", 12: "twelve"}
+
+
+def results(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def test_models_cards_and_machines_are_counted_right():
+    models = yaml.safe_load((ROOT / "configs" / "models.yaml").read_text())["models"]
+    assert f"the architectures of {len(models)} models (`configs/models.yaml`" in TEXT
+    assert f"on each of {WORDS[len(CARDS)]} common GPUs" in TEXT
+    assert f"has {WORDS[len(MODELS)]} models on {WORDS[len(MACHINES)]} machines" in TEXT
+
+
+@pytest.mark.parametrize("kind", SftPlayError.__subclasses__())
+def test_exit_codes_are_explained(kind):
+    codes = TEXT.partition("Exit codes: 0 success, 1 internal error")[2].partition("##")[0]
+    assert re.search(rf", {kind.exit_code} [a-z]", codes)
+
+
+def test_the_planner_chose_as_well_as_it_says():
+    found = results("planner_cpu")
+    regrets = [one["regret"] for one in found["summary"]]
+    rounds = {one["rounds"] for one in found["summary"]}
+    assert rounds == {2, 3} and f"every plan of {len(regrets)} small workloads two or three times" in TEXT
+    assert f"off by {found['error_median']:.0%} (median)" in TEXT
+    assert f"the fastest in {regrets.count(0.0)} of them and {max(regrets):.0%} slower" in TEXT
+
+
+@pytest.mark.parametrize(
+    ("name", "contestants"),
+    [
+        ("**SFT-Play, its own plan**", ["sft-play"]),
+        ("SFT-Play, packed", ["sft-play packed"]),
+        ("bare PyTorch loop, batches of similar length", ["bare loop by length"]),
+        ("bare PyTorch loop, random batches", ["bare loop"]),
+        ("torchtune 0.6.1 / packed", ["torchtune", "torchtune packed"]),
+        ("LitGPT 0.5.13", ["litgpt"]),
+        ("LLaMA-Factory 0.9.5 / neat packing", ["llama-factory", "llama-factory packed"]),
+        ("TRL 1.16.0 / packed", ["trl", "trl packed"]),
+    ],
+)
+def test_the_speed_next_to_other_toolkits_is_what_was_measured(name, contestants):
+    measured = {one["contestant"]: one for one in results("peers_cpu")["results"]["gsm8k"]}
+    runs = [measured[one] for one in contestants]
+    formats = {"tokens_per_second": "{:,.0f}", "padding_share": "{:.0%}", "loss": "{:.3f}"}
+    cells = [" / ".join(form.format(run[key]) for run in runs) for key, form in formats.items()]
+    shown = TEXT.partition(f"| {name} | ")[2].split(" | ")[:3]
+    assert [cell.strip("*| ") for cell in shown] == cells
