@@ -6,6 +6,7 @@
 #? CONFIG=configs/demo.yaml         config of the run
 #? ARGS="train.learning_rate=1e-4"  overrides
 #? NGPU=2                           number of GPUs or processes
+#? MODEL=qwen3-8b GPU="RTX 4090"    what to plan, and on which GPU
 #? RUN=name                         name of the run directory
 #? RUNS="one two"                   runs to compare; elsewhere the folder of runs
 #? PROBE=search                     time several plans, use the fastest

@@ -26,8 +26,12 @@ def format_count(number: float) -> str:
 
 def counted(count: int, noun: str) -> str:
     """`counted(1, "row")` is "1 row", `counted(2000, "process")` is "2,000 processes"."""
-    plural = "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
+    return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """`plural("process")` is "processes"."""
+    return noun + ("es" if noun.endswith("s") else "s")
 
 
 def format_duration(seconds: float) -> str:

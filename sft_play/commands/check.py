@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from sft_play.config.inputs import DataInput, data_inputs, training_paths
-from sft_play.config.load import ResolvedConfig, load_config
+from sft_play.config.inputs import DataInput, data_inputs
+from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import SUFFIXES
 from sft_play.errors import ConfigError, DataError
@@ -25,6 +25,7 @@ from sft_play.machine.host import existing_folder, free_bytes, missing_packages
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards
 from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
+from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
 from sft_play.runlog import console
 from sft_play.screen import Facts
@@ -67,7 +68,7 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
     findings = []
     try:
         resolved = load_config(path, list(overrides))
-        findings.append(Finding(OK, "config", f"{path}: {_description(resolved)}"))
+        findings.append(Finding(OK, "config", f"{path}: {subject(resolved.config)}"))
     except ConfigError as error:
         findings.append(Finding(ERROR, "config", str(error)))
         resolved = None
@@ -99,11 +100,6 @@ def findings_table(findings: Sequence[Finding]) -> Any:
     summary = f"{ok} ok, {counted(warnings, 'warning')}, {counted(errors, 'error')}"
     worst = next((level for level in (ERROR, WARNING) if counts[level]), OK)
     return Group(Facts(rows), Text(summary, style=STYLES[worst]))
-
-
-def _description(resolved: ResolvedConfig) -> str:
-    config = resolved.config
-    return f"{config.tuning.mode} of {config.model.name} on {', '.join(training_paths(config.data))}"
 
 
 def data_findings(config: RunConfig) -> Iterator[Finding]:

@@ -36,12 +36,14 @@ def _data_folder(resolved: Any) -> Path:
     return folder
 
 
-def _report_counts(out: Path, counts: Mapping[str, int]) -> int:
+def _report_counts(args: argparse.Namespace, out: Path, counts: Mapping[str, int], target: str) -> int:
+    """Prints what was written where, and the make target to run next."""
     from sft_play.runlog import console
     from sft_play.screen import Facts
 
     rows = ", ".join(f"{count:,} {what}" for what, count in counts.items())
     console().print(Facts([("rows", rows), ("file", str(out))]))
+    say_next(args, target, apart=False)
     return 0
 
 
@@ -52,7 +54,7 @@ def process(args: argparse.Namespace) -> int:
     announce(args, "converts the training rows to conversations")
     resolved = load_resolved(args)
     out = _data_folder(resolved) / "processed.jsonl"
-    return _report_counts(out, show.process(resolved.config, out))
+    return _report_counts(args, out, show.process(resolved.config, out), "render")
 
 
 def style(args: argparse.Namespace) -> int:
@@ -63,7 +65,7 @@ def style(args: argparse.Namespace) -> int:
     folder = _data_folder(load_resolved(args))
     rows = _earlier_step(folder, "processed.jsonl", "process")
     out = folder / "styled.jsonl"
-    return _report_counts(out, show.style(rows, out, args.style))
+    return _report_counts(args, out, show.style(rows, out, args.style), "render")
 
 
 def render(args: argparse.Namespace) -> int:
@@ -79,13 +81,15 @@ def render(args: argparse.Namespace) -> int:
     rows = styled if styled.exists() else _earlier_step(folder, "processed.jsonl", "process")
     out = folder / "rendered.jsonl"
     tokenizer = load_tokenizer(resolved.config.model)
-    return _report_counts(out, show.render(resolved.config, tokenizer, rows, out))
+    return _report_counts(args, out, show.render(resolved.config, tokenizer, rows, out), "prepare")
 
 
 def dapt_docx(args: argparse.Namespace) -> int:
     """Convert a folder of .docx, .pdf, .txt and .md documents to raw text for data.task=cpt."""
     from sft_play.commands.documents import convert_documents
+    from sft_play.report.layout import ending, make_command
     from sft_play.runlog import console
+    from sft_play.units import counted
 
     output = Path(args.output)
     done = convert_documents(Path(args.input), output)
@@ -94,10 +98,9 @@ def dapt_docx(args: argparse.Namespace) -> int:
         return 0
     for name, reason in done.skipped.items():
         console().print(f"  left out: {name}: {reason}", markup=False, soft_wrap=True)
-    text = f"{output}: {done.counts['written']:,} documents, {len(done.skipped):,} left out"
-    console().print(text, markup=False, soft_wrap=True)
-    hint = f'next: make train ARGS="data.task=cpt data.train_path={output}" CONFIG=<your config>'
-    console().print(hint, markup=False, soft_wrap=True)
+    text = f"{counted(done.counts['written'], 'document')}, {len(done.skipped):,} left out"
+    command = make_command("train", "configs/run_lora.yaml", ["data.task=cpt", f"data.train_path={output}"])
+    console().print(text, ending({"file": output}, [command]))
     return 0
 
 

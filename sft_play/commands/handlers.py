@@ -114,12 +114,11 @@ def train(args: argparse.Namespace) -> int:
 
 def slurm(args: argparse.Namespace) -> int:
     """Submit a training run to SLURM, on one or more nodes."""
-    from sft_play.config.load import load_config
     from sft_play.launch.slurm import read_job, submission_summary, submit
     from sft_play.planning.batch import batch_choices
     from sft_play.runlog import console
 
-    config = load_config(args.config, args.overrides).config
+    config = announce(args, command="train-slurm").config
     options = {"partition": args.partition, "time": args.time, "account": args.account, "more": args.sbatch}
     job = read_job(args.nodes, args.gpus, config.output.name, **options)
     if job.processes and not config.train.packing:
@@ -231,7 +230,7 @@ def merge(args: argparse.Namespace) -> int:
     result = merge_run(resolved.config, run, _output(args), args.dtype)
     if args.json:
         print_json(result)
-    say_next(args, "merge-test", apart=False)
+    say_next(args, "merge-test", "export", apart=False)
     return 0
 
 
@@ -241,10 +240,11 @@ def _output(args: argparse.Namespace) -> Path | None:
 
 def export(args: argparse.Namespace) -> int:
     """Export the merged model as a GGUF file, with a Modelfile for Ollama."""
-    from sft_play.commands.export import export as export_run
-
+    run = finished_run(announce(args, "writes the merged model as a GGUF file, for llama.cpp and Ollama"))
+    with importing():
+        from sft_play.commands.export import export as export_run
     resolved = load_resolved(args)
-    result = export_run(resolved.config, finished_run(resolved), args.format, _output(args), args.dtype)
+    result = export_run(resolved.config, run, args.format, _output(args), args.dtype)
     if args.json:
         print_json(result)
     return 0
@@ -252,10 +252,12 @@ def export(args: argparse.Namespace) -> int:
 
 def push(args: argparse.Namespace) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
-    from sft_play.commands.push import push as push_run
-
+    what = "the merged model" if args.what == "merged" else "what was trained"
+    visible = "for everybody" if args.public else "in a private repository"
+    run = finished_run(announce(args, f"uploads {what} to {args.repo} on the Hugging Face Hub, {visible}"))
+    with importing():
+        from sft_play.commands.push import push as push_run
     resolved = load_resolved(args)
-    run = finished_run(resolved)
     result = push_run(resolved.config, run, args.repo, part=args.what, public=args.public)
     if args.json:
         print_json(result)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.commands.card import write_card
 from sft_play.commands.output import replacing_output, require_overwritable, require_space
+from sft_play.config.inputs import asked_name
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.model.adapters import load_adapter, require_fitting
@@ -188,7 +189,8 @@ def merge(
     files = len(list(output.glob("*.safetensors")))
     size_text = f"{dtype}, {format_bytes(size)} in {counted(files, 'file')}"
     console().print(f"merged: {size_text}", style="bold")
-    console().print(ending({"base": config.model.name, "adapter": adapter, "merged": output}, []))
+    base = asked_name(config.model.name)
+    console().print(ending({"base": base, "adapter": adapter, "merged": output}, []))
     return {**info, "output": str(output), "bytes": size, "files": files}
 
 

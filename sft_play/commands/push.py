@@ -17,7 +17,7 @@ from sft_play.report.card import public_name
 from sft_play.report.progress import spinner
 from sft_play.runlog import RunDir, console, quiet_libraries
 from sft_play.secrets import find_secret
-from sft_play.units import format_bytes
+from sft_play.units import counted, format_bytes
 
 PARTS = ("result", "merged")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -71,7 +71,7 @@ def push(
     with quiet_libraries(run.log), spinner(f"uploading {size} to {repository}"):
         url, private = _upload(repository, contents, token, public=public, title=config.output.name)
     kind = "private" if private else "public"
-    console().print(f"pushed {len(files)} files ({size}): {url} ({kind})", markup=False, soft_wrap=True)
+    console().print(f"pushed {counted(len(files), 'file')} ({size}): {url} ({kind})", markup=False)
     return {"url": url, "private": private, "files": sorted(contents)}
 
 

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 from sft_play.commands.card import write_card
+from sft_play.commands.failure import end_reported
 from sft_play.commands.probe import probe_here
 from sft_play.commands.train import final_places, next_commands, places, require_packages, train_here
 from sft_play.job import load_job_config, prepare_job
@@ -31,9 +32,10 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
         job = prepare_job(resolved, processes=ranks.world_size, ranks=ranks, progress=False)
         from sft_play.train.group import agree_on_files, agree_on_plan, process_group
 
-        with process_group(job):
-            job = agree_on_files(job if ranks.launched_by_us else agree_on_plan(job))
-            summary = probe_here(job) if probe_only else train_here(job)
-        if reports and not probe_only:
-            write_card(job.config, job.run, places(job)["weights"])
-            console().print(closing_screen(summary, None, final_places(job), next_commands(job)))
+        with end_reported(job.run, job.config, here=reports and not probe_only):
+            with process_group(job):
+                job = agree_on_files(job if ranks.launched_by_us else agree_on_plan(job))
+                summary = probe_here(job) if probe_only else train_here(job)
+            if reports and not probe_only:
+                write_card(job.config, job.run, places(job)["weights"])
+                console().print(closing_screen(summary, None, final_places(job), next_commands(job)))

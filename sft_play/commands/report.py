@@ -32,9 +32,9 @@ def write_report(path: Path) -> Path:
 
 
 def try_report(run: RunDir) -> dict[str, Path]:
-    """Writes the report of a run that is done, and returns its path by name; {} if that failed.
+    """Writes the report of a run that has ended, and returns its path by name; {} if that failed.
 
-    Whatever fails here, the run is done, so it is said in one line.
+    Whatever fails here, the run has ended, so it is said in one line.
     """
     try:
         return {"report": write_report(run.path)}

@@ -13,9 +13,10 @@ from rich.markup import escape
 
 from sft_play.builtin.demo import materialise
 from sft_play.commands.card import write_card
+from sft_play.commands.failure import end_reported
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFitError, Interrupted, OutOfMemory
+from sft_play.errors import ConfigError, DoesNotFitError, OutOfMemory
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.environment import PLAN_VARIABLE, RankEnvironment
@@ -24,8 +25,11 @@ from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
 from sft_play.multinode import agree_on_plan, connected_machines
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.scaling import scaling
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
+from sft_play.report.progress import PLANNING, spinner
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import (
     console,
@@ -55,13 +59,12 @@ def train_command(
     """
     overrides = [*overrides, *as_overrides(engine, resume)]
     load_config(path, overrides)  # reports mistakes before waiting for other machines
-    with connected_machines(nodes) as link, opened_job(path, overrides, processes, nodes) as job:
-        try:
-            summary = train_job(job, [path, *overrides], link)
-        except Interrupted:
-            if not nodes.rank:
-                final_places(job)  # the report; it may be a while until the run goes on
-            raise
+    with (
+        connected_machines(nodes) as link,
+        opened_job(path, overrides, processes, nodes) as job,
+        end_reported(job.run, job.config, here=not nodes.rank),
+    ):
+        summary = train_job(job, [path, *overrides], link)
         if nodes.rank:
             console().print("trained; the results are on machine 0")
             return 0
@@ -240,7 +243,24 @@ def final_places(job: Job) -> dict[str, Path]:
     """The outputs of a run that is done, and its report, which is made now."""
     from sft_play.commands.report import try_report  # with plots, which the ranks need not load
 
+    try:
+        keep_scaling(job)
+    except Exception as error:  # noqa: BLE001 - the run is done, and its report does without
+        reason = escape(f"no plans for other numbers of processes: {error}")
+        console().print(f"  [yellow]{reason}[/]")
     return places(job) | try_report(job.run)
+
+
+def keep_scaling(job: Job) -> None:
+    """Writes the plans for other numbers of processes into the run directory.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with spinner(PLANNING):
+        facts = DataFacts.of(job.data, job.config)
+        rows = scaling(job.config, job.architecture, facts, job.machine)
+    job.run.write_json(job.run.scaling, {"scaling": rows})
 
 
 def next_commands(job: Job) -> list[str]:

@@ -1,8 +1,13 @@
 """The data paths of a config, one by one, under the names that messages use."""
 
+import re
 from dataclasses import dataclass
 
 from sft_play.config.schema import DataConfig
+
+# Folders that builtin/demo.py makes in the cache, before a hash -> the names that people ask for them by.
+BUILTINS = {"demo-data": "builtin:demo", "demo-model": "builtin:demo", "tiny": "builtin:tiny"}
+BUILTIN_FOLDER = re.compile(rf"/builtin/({'|'.join(BUILTINS)})-[0-9a-f]{{24}}(?:/|$)")
 
 
 @dataclass(frozen=True)
@@ -46,3 +51,9 @@ def data_inputs(data: DataConfig) -> list[DataInput]:
 def training_paths(data: DataConfig) -> list[str]:
     """The paths of the training data."""
     return [given.path for given in data_inputs(data) if given.split == "train"]
+
+
+def asked_name(path: str) -> str:
+    """The name that a model or data was asked for by: "builtin:tiny" for its folder in the cache."""
+    found = BUILTIN_FOLDER.search(path)
+    return BUILTINS[found[1]] if found else path

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.inputs import training_paths
+from sft_play.config.inputs import asked_name, training_paths
 from sft_play.config.schema import RunConfig
 from sft_play.report.tables import METRICS, MISSING, memory_line, step_line, with_perplexity
 from sft_play.units import format_count, format_duration
 
+FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
 NOT_EVALUATED: Mapping[str, Mapping[str, Any]] = {}
@@ -52,7 +53,13 @@ def model_card(
 
 def public_name(name: str) -> str:
     """The name of a model or of data as it may be published: paths lose their folders."""
+    name = asked_name(name)
     return name if is_on_hub(name) or name.startswith("builtin:") else Path(name).name
+
+
+def without_folders(text: str) -> str:
+    """A message as it may be published: absolute paths in it lose their folders."""
+    return FOLDERS.sub("", text)
 
 
 def is_on_hub(name: str) -> bool:

@@ -35,9 +35,10 @@ def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableT
 
 def subject(config: "RunConfig") -> str:
     """What a run trains, on what, and where its results go."""
-    from sft_play.config.inputs import training_paths
+    from sft_play.config.inputs import asked_name, training_paths
 
-    what = f"{METHODS[config.tuning.mode]} of {config.model.name} on {', '.join(training_paths(config.data))}"
+    data = ", ".join(map(asked_name, training_paths(config.data)))
+    what = f"{METHODS[config.tuning.mode]} of {asked_name(config.model.name)} on {data}"
     return f"{what}, results in {config.output.dir}/{config.output.name}"
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.screen import Words
-from sft_play.units import GIB, counted, format_bytes, format_duration
+from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
 MODES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 SHOWN = 6  # micro-batches of the chosen kind
@@ -115,10 +115,15 @@ def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     return "n/a" if speed is None or relative is None else f"{speed * relative:,.0f}"
 
 
-def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The same run on other numbers of GPUs; fits in 80 columns."""
+def process_unit(device: str) -> str:
+    """What a process of a run is called where they are counted: the GPU that it has, or a process."""
+    return "GPU" if device == "cuda" else "process"
+
+
+def scaling_table(rows: Sequence[Mapping[str, Any]], unit: str = "GPU") -> RenderableType:
+    """The same run on other numbers of GPUs or processes (`process_unit`); fits in 80 columns."""
     rules = [f"lr {rule}" if rule == "none" else rule for rule in ("none", "sqrt", "linear")]
-    table = columns("GPUs", "micro", "accum", "batch", "steps", *rules, "GiB", "speed")
+    table = columns(plural(unit), "micro", "accum", "batch", "steps", *rules, "GiB", "speed")
     table.padding = (0, 1, 0, 0)  # type: ignore[assignment]
     planned = [row for row in rows if "problem" not in row]
     for row in planned:
@@ -130,34 +135,45 @@ def scaling_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             f"{row['steps_per_epoch']:,}",
             *(f"{rate:.2e}" for rate in row["learning_rates"].values()),
             "n/a" if row["process_bytes"] is None else f"{row['process_bytes'] / GIB:.2f}",
-            _speed_up(row),
+            speed_up(row),
         )
-    problems = [Words(f"{row['world_size']} GPUs: {row['problem']}") for row in rows if "problem" in row]
-    return Group(table, *problems, *(Words(Text(line, style="dim")) for line in _scaling_notes(planned)))
+    problems = [Words(problem) for problem in scaling_problems(rows, unit)]
+    notes = [*map(_rates_note, planned[-1:]), *speed_up_notes(planned, unit)]
+    return Group(table, *problems, *(Words(Text(note, style="dim"), hang=2) for note in notes))
 
 
-def _speed_up(row: Mapping[str, Any]) -> str:
+def scaling_problems(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
+    """Why some numbers of GPUs or processes cannot be."""
+    return [f"{counted(row['world_size'], unit)}: {row['problem']}" for row in rows if "problem" in row]
+
+
+def speed_up(row: Mapping[str, Any]) -> str:
+    """How much faster than the fewest; "<2.00x" if it is no more than that."""
     if row["speed_up"] is not None:
         return f"{row['speed_up']:.2f}x"
     return "n/a" if row["speed_up_at_most"] is None else f"<{row['speed_up_at_most']:.2f}x"
 
 
-def _scaling_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The assumptions behind the columns, in short lines."""
+def _rates_note(row: Mapping[str, Any]) -> str:
+    in_use = f"for each train.lr_scaling (in use: {row['lr_scaling']})"
+    return f"lr: relative to batch {row['reference_batch_size']:,}, {in_use}"
+
+
+def speed_up_notes(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
+    """What the speed-ups of planned rows assume; [] if they are unknown."""
     if not rows:
         return []
     last = rows[-1]
-    in_use = f"for each train.lr_scaling (in use: {last['lr_scaling']})"
-    notes = [f"lr: relative to batch {last['reference_batch_size']:,}, {in_use}"]
     if last["exchanged_bytes"] and last["link_bytes_per_second"]:
         sent, link = format_bytes(last["exchanged_bytes"]), f"{last['link_bytes_per_second'] / 1e9:g} GB/s"
-        notes += [
-            f"speed: lower bound; each of {last['world_size']} GPUs sends {sent} per step (ring) at {link},",
-            "       not overlapped with computation",
+        each = counted(last["world_size"], unit)
+        return [
+            f"speed: lower bound; each of {each} sends {sent} per step (ring) at {link}, "
+            "not overlapped with computation"
         ]
-    elif last["speed_up_at_most"]:
-        notes.append("speed: upper bound (<), without communication, because the link is unknown")
-    return notes
+    if last["speed_up_at_most"]:
+        return ["speed: upper bound (<), without communication, because the link is unknown"]
+    return []
 
 
 def plan_summary(tree: Mapping[str, Any]) -> RenderableType:
@@ -188,7 +204,7 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
             parts.append(candidates_table(plan, peak, tree["alternatives"]))
         parts.append(memory_tables(memory))
     if scaling:
-        parts.append(scaling_table(scaling))
+        parts.append(scaling_table(scaling, process_unit(plan["device"])))
     return apart(*parts)
 
 

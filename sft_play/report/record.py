@@ -23,6 +23,7 @@ class RunRecord:
     name: str
     settings: dict[str, Setting] = field(default_factory=dict)
     plan: Tree = field(default_factory=dict)
+    scaling: list[Tree] = field(default_factory=list)  # the plan for other numbers of processes
     data: Tree = field(default_factory=dict)
     environment: Tree = field(default_factory=dict)
     summary: Tree = field(default_factory=dict)
@@ -70,7 +71,7 @@ def read_run(path: Path) -> RunRecord:
         raise CheckpointError(f"{path} does not exist{_others(path.parent)}")
     if not any(file.exists() for file in known):
         raise CheckpointError(f"{path} is not the directory of a run{_others(path.parent)}")
-    files = (run.plan, run.data, run.environment, run.summary, run.harness)
+    files = (run.plan, run.scaling, run.data, run.environment, run.summary, run.harness)
     trees = {file: read_json(file) for file in files}
     evaluations = {split: run.evaluation(split) for split in SPLITS}
     trees |= {file: read_json(file) for file in evaluations.values()}
@@ -81,6 +82,7 @@ def read_run(path: Path) -> RunRecord:
         name=path.resolve().name,
         settings=settings,
         plan=trees[run.plan],
+        scaling=trees[run.scaling].get("scaling") or [],
         data=trees[run.data],
         environment=trees[run.environment],
         summary=trees[run.summary],

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.resolved import Setting
-from sft_play.report.card import METHODS, public_name
+from sft_play.report.card import METHODS, public_name, without_folders
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.harness import harness_rows
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
@@ -13,6 +13,7 @@ from sft_play.report.memory_section import memory_blocks
 from sft_play.report.plan import ENGINES
 from sft_play.report.plots import histogram
 from sft_play.report.record import RunRecord, Tree, scores_of_models
+from sft_play.report.scaling_section import scaling_blocks
 from sft_play.report.tables import (
     METRICS,
     MISSING,
@@ -57,6 +58,7 @@ def run_page(run: RunRecord) -> Page:
         ("memory", "Memory", memory_blocks),
         ("training", "Training", _training),
         ("speed", "Speed", _speed),
+        ("scaling", "Scaling", scaling_blocks),
         ("data", "Data", _data),
         ("scores", "Scores", _scores),
         ("answers", "Answers", _answers),
@@ -89,11 +91,21 @@ def status_line(run: RunRecord) -> str:
     )
     damaged = f" Damaged and left out: {', '.join(run.damaged)}." if run.damaged else ""
     status = run.summary.get("status")
+    if status == "done" and run.summary.get("error"):
+        return f"Trained, but what comes after training failed: {_reason(run)}{damaged}"
     if status == "done":
         return f"Done.{damaged}"
+    if status == "failed":
+        return f"Failed: {_reason(run)} After {steps}; log.txt says more.{damaged}"
     if status == "interrupted":
         return f"Interrupted with a checkpoint saved, {steps}; make resume continues it.{damaged}"
     return f"Not finished: it is still running, or it failed (log.txt says more); {steps}.{damaged}"
+
+
+def _reason(run: RunRecord) -> str:
+    """The first line of the error that ended the run, as a sentence."""
+    lines = str(run.summary.get("error") or "for an unknown reason").splitlines()
+    return f"{without_folders(lines[0]).rstrip('.')}."
 
 
 def _subtitle(run: RunRecord) -> str:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from sft_play.config.schema import RunConfig
-from sft_play.report.card import is_on_hub, model_card
+from sft_play.report.card import is_on_hub, model_card, public_name
 
 SUMMARY = {
     "device": "cpu",
@@ -66,6 +66,14 @@ def test_folders_of_the_machine_are_left_out():
     card = model_card(config("/home/ann/models/base"), SUMMARY)
     assert "/home" not in card and "`base`" in card and "`rows.jsonl`" in card
     assert "base_model" not in front_matter(card) and "datasets" not in front_matter(card)
+
+
+def test_built_in_models_and_data_have_the_names_that_they_are_asked_for_by():
+    cache, key = "/home/ann/.cache/sft-play/builtin", "0123456789abcdef01234567"
+    card = model_card(config(f"{cache}/tiny-{key}", path=f"{cache}/demo-data-{key}/train.jsonl"), SUMMARY)
+    assert "A LoRA adapter for `builtin:tiny`, trained on `builtin:demo`" in card and key not in card
+    assert public_name(f"{cache}/demo-model-{key}") == "builtin:demo"
+    assert public_name(f"/home/ann/tiny-{key}") == f"tiny-{key}"
 
 
 def test_scores_data_and_measurements_are_those_of_the_summary():

@@ -64,6 +64,14 @@ def test_an_unknown_link_gives_a_bound_and_says_so():
     assert nothing.count("n/a") == 2 and "speed:" not in nothing
 
 
+def test_a_machine_without_gpus_has_processes():
+    plan = PLAN["plan"] | {"device": "cpu"}
+    rows = [row(1), row(2), {"world_size": 4, "problem": "too many"}]
+    text = screen(plan_report(PLAN | {"plan": plan, "memory": MEMORY}, rows))
+    assert "processes" in text and "each of 2 processes sends" in text and "4 processes: too many" in text
+    assert "GPU" not in text
+
+
 def test_a_problem_takes_a_line_of_its_own():
     problem = "train.effective_batch_size=6 is not divisible by 4 processes; nearest: 4 or 8"
     text = " ".join(screen(scaling_table([row(1), {"world_size": 4, "problem": problem}])).split())
@@ -74,7 +82,7 @@ PLAN = {
     "plan": {
         "packing": False, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "world_size": 1,
         "effective_batch_size": 8, "steps_per_epoch": 1, "total_steps": 2, "engine": "none",
-        "gradient_checkpointing": False, "step_seconds": 0.5, "tokens_per_second": 1000.0,
+        "gradient_checkpointing": False, "step_seconds": 0.5, "tokens_per_second": 1000.0, "device": "cuda",
     },
     "why": ["what was chosen", "a reason"], "alternatives": [],
 }  # fmt: skip

@@ -50,6 +50,8 @@ def test_a_finished_run_fills_every_section(page):
         ("training", ["Last training loss: 1.0000; last held-out loss: 2.0000", "Learning rate"]),
         ("training", ["Gradient norm", "Tokens per second", "optimizer step", "nats per token"]),
         ("speed", ["predicted 500 ms, measured 600 ms (prediction 17 % too low)", "Seconds per step"]),
+        ("scaling", ["1 (this run) 4 x 2 8 10 0.001 one process 1.00 GiB 1.00x 2 4 x 1 8 10 0.001 DDP"]),
+        ("scaling", ["processes", "4 processes: fewer rows than", "each of 2 processes sends 3.00 GiB per step"]),
         ("data", ["train 100 5,000 50.0% 3 2 40 90 400", "2 rows dropped: empty", "few rows", "abc123"]),
         ("data", ["Length of the val rows", "Bins of 3 tokens; 100 rows", "1 longer"]),
         ("scores", ["metric before after make eval, val", "loss 2.0000 0.7500 0.7000", "answers to 10 rows of test"]),
@@ -121,6 +123,21 @@ def test_an_interrupted_run_names_the_command_that_continues_it(tmp_path):
     assert "Interrupted with a checkpoint saved, 7 of 20 steps recorded; make resume" in page_of(run)
 
 
+def test_a_run_that_failed_says_why_without_the_folders_of_the_machine(tmp_path):
+    run = train(begin(tmp_path / "one"), steps=7)
+    error = "cannot write /home/ann/runs/one/checkpoints: disk full. See https://a.b/c/d\nTraceback"
+    run.write_json(run.summary, {"status": "failed", "error": error})
+    page = page_of(run)
+    assert "Failed: cannot write checkpoints: disk full. See https://a.b/c/d. After 7 of 20 steps" in page
+    assert "Traceback" not in page and "/home" not in page
+
+
+def test_a_run_that_failed_after_training_was_trained(tmp_path):
+    run = finished(tmp_path / "one")
+    run.write_json(run.summary, {"status": "done", "error": "no answers"})
+    assert "Trained, but what comes after training failed: no answers." in page_of(run)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "\udcff", "null", "[" * 100_000])
 def test_a_damaged_summary_is_named_and_left_out(tmp_path, content):
     run = finished(tmp_path / "one")
@@ -138,6 +155,7 @@ def test_a_damaged_summary_is_named_and_left_out(tmp_path, content):
         ("data.json", {"train": {"rows": "many"}}, "data"),
         ("environment.json", {"gpus": 3}, "environment"),
         ("eval-lm.json", {"models": {"base": {"arc_easy": 3}}}, "scores"),
+        ("scaling.json", {"scaling": [{"world_size": 2}]}, "scaling"),
     ],
 )
 def test_json_of_another_form_costs_its_section_only(tmp_path, file, content, name):

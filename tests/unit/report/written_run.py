@@ -15,7 +15,9 @@ from sft_play.units import GIB, MIB
 
 STEPS = 20
 ATTACK = "<script>alert(1)</script>"
-SECTIONS = ("asked", "chosen", "memory", "training", "speed", "data", "scores", "answers", "environment")
+SECTIONS = (
+    "asked", "chosen", "memory", "training", "speed", "scaling", "data", "scores", "answers", "environment",
+)  # fmt: skip
 TERMS = {"weights": 300 * MIB, "adapters": 10 * MIB, "activations": 600 * MIB, "temporaries": 114 * MIB}
 SPLIT = {
     "rows": 100,
@@ -117,6 +119,27 @@ def make_summary(world_size: int = 1) -> dict[str, Any]:
     }
 
 
+def make_scaling() -> list[dict[str, Any]]:
+    row = {
+        "world_size": 1,
+        "engine": "none",
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "effective_batch_size": 8,
+        "steps_per_epoch": 10,
+        "learning_rate": 1e-3,
+        "peak_bytes": GIB,
+        "process_bytes": None,
+        "exchanged_bytes": 0,
+        "link_bytes_per_second": None,
+        "speed_up": 1.0,
+        "speed_up_at_most": 1.0,
+    }
+    two = {"world_size": 2, "engine": "ddp", "gradient_accumulation_steps": 1, "speed_up": 1.8}
+    sent = {"exchanged_bytes": 3 * GIB, "link_bytes_per_second": 25e9}
+    return [row, row | two | sent, {"world_size": 4, "problem": "fewer rows than processes"}]
+
+
 def begin(path: Path, *, world_size: int = 1, origin: str = "/home/ann/run.yaml", **train: Any) -> RunDir:
     """A run before its first step."""
     run = RunDir(path)
@@ -168,6 +191,7 @@ def train(run: RunDir, steps: int = STEPS) -> RunDir:
 def finish(run: RunDir, world_size: int = 1) -> RunDir:
     """What it leaves at its end, and after `make eval`."""
     run.write_json(run.summary, make_summary(world_size))
+    run.write_json(run.scaling, {"scaling": make_scaling()})
     run.write_json(
         run.path / "eval.val.json", {"split": "val", "loss": 0.7, "rouge_l": 0.9, "answered_rows": 9}
     )

@@ -1,0 +1,74 @@
+"""A run that does not get to its end leaves its error and a report, and its error stays what it was."""
+
+import pytest
+
+from sft_play.commands import report as command
+from sft_play.commands.failure import end_reported
+from sft_play.errors import Interrupted, StorageError
+from sft_play.runlog import RunDir, read_json
+from tests.unit.report.written_run import begin, finish, finished, make_settings, no_plots, train  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+def end(run: RunDir, error: Exception, work=lambda run: None, *, here: bool = True) -> None:
+    """A run that does some work and then fails."""
+    with pytest.raises(type(error)) as raised, end_reported(run, make_settings("one"), here=here):
+        work(run)
+        raise error
+    assert raised.value is error
+
+
+def test_a_run_that_fails_half_way_says_so_in_its_summary_and_report(tmp_path):
+    run = RunDir(tmp_path / "one")
+    end(run, StorageError("the disk is full"), lambda run: train(begin(run.path), steps=7))
+    assert read_json(run.summary) == {"status": "failed", "error": "the disk is full"}
+    assert "Failed: the disk is full. After 7 of 20 steps recorded" in run.report.read_text()
+
+
+def test_what_fails_before_the_run_begins_leaves_the_earlier_run_as_it_is(tmp_path):
+    run = finished(tmp_path / "one")
+    before = {path: path.read_bytes() for path in run.path.iterdir()}
+    end(run, StorageError("no room for a checkpoint"))
+    assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+
+
+def test_a_resumed_run_that_fails_is_not_done_any_more(tmp_path):
+    run = finished(tmp_path / "one")
+    end(run, ValueError(), lambda run: run.write_json(run.plan, read_json(run.plan)))
+    summary = read_json(run.summary)
+    assert (summary["status"], summary["error"]) == ("failed", "ValueError")
+
+
+def test_a_run_that_fails_after_training_stays_done(tmp_path):
+    run = RunDir(tmp_path / "one")
+    end(run, ValueError("no answers"), lambda run: finish(train(begin(run.path))))
+    assert read_json(run.summary)["status"] == "done"
+    assert "Trained, but what comes after training failed: no answers." in run.report.read_text()
+
+
+def test_an_interrupted_run_has_a_report_and_keeps_its_summary(tmp_path):
+    run = train(begin(tmp_path / "one"), steps=7)
+    run.write_json(run.summary, {"status": "interrupted"})
+    end(run, Interrupted("stopped"))
+    assert read_json(run.summary) == {"status": "interrupted"} and "make resume" in run.report.read_text()
+
+
+def test_another_machine_writes_nothing(tmp_path):
+    run = RunDir(tmp_path / "one")
+    end(run, ValueError("x"), lambda run: begin(run.path), here=False)
+    assert not run.summary.exists() and not run.report.exists()
+
+
+def test_a_report_that_fails_too_does_not_hide_the_error(tmp_path, monkeypatch, capsys):
+    def fail(page, path):
+        raise MemoryError("no memory")
+
+    def begin_badly(run):
+        begin(run.path)
+        run.summary.mkdir()  # so that it cannot be written
+
+    monkeypatch.setattr(command, "write_page", fail)
+    run = RunDir(tmp_path / "one")
+    end(run, StorageError("the disk is full"), begin_badly)
+    assert "the report could not be written: no memory" in " ".join(capsys.readouterr().out.split())
