@@ -55,9 +55,15 @@ class Words:
 
 
 class Command(Words):
-    """A shell command; where it is broken, it goes on after a backslash, so that it can be copied."""
+    """A shell command; where it is broken, it goes on after a backslash, so that it can be copied.
+
+    A shell does not continue lines in single quotes: a command with them is not broken.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if "'" in self.text.plain:
+            yield from whole_words(self.text, max(options.max_width, self.text.cell_len))
+            return
         *lines, last = whole_words(self.text, options.max_width - len(CONTINUED), self.hang)
         for line in lines:
             yield line.append(CONTINUED)

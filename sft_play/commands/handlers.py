@@ -184,7 +184,8 @@ def evaluate(args: argparse.Namespace) -> int:
     try_report(run)
     if args.json:
         print_json(result)
-    say_next(args, "infer", *(["merge"] if result["left_out"] else []), apart=False)
+    others = ["merge"] if result["left_out"] else []
+    say_next(args, "infer", *others, run=run, apart=False)
     return 0
 
 
@@ -230,7 +231,7 @@ def merge(args: argparse.Namespace) -> int:
     result = merge_run(resolved.config, run, _output(args), args.dtype)
     if args.json:
         print_json(result)
-    say_next(args, "merge-test", "export", apart=False)
+    say_next(args, "merge-test", "export", run=run, apart=False)
     return 0
 
 
@@ -252,9 +253,12 @@ def export(args: argparse.Namespace) -> int:
 
 def push(args: argparse.Namespace) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
+    from sft_play.commands.push_request import access_token
+
     what = "the merged model" if args.what == "merged" else "what was trained"
     visible = "for everybody" if args.public else "in a private repository"
     run = finished_run(announce(args, f"uploads {what} to {args.repo} on the Hugging Face Hub, {visible}"))
+    access_token(args.repo, args.what)  # reports mistakes before libraries are loaded
     with importing():
         from sft_play.commands.push import push as push_run
     resolved = load_resolved(args)
@@ -274,6 +278,7 @@ def merge_test(args: argparse.Namespace) -> int:
     result = test(resolved.config, run, _output(args))
     if args.json:
         print_json(result)
+    say_next(args, "export", run=run)
     return 0
 
 

@@ -39,13 +39,23 @@ def importing() -> Any:
     return spinner(LIBRARIES)
 
 
-def say_next(args: argparse.Namespace, *targets: str, apart: bool = True) -> None:
-    """Prints the commands to run next, for the same run; `apart` from what is above."""
+def say_next(args: argparse.Namespace, *targets: str, run: Any = None, apart: bool = True) -> None:
+    """Prints the commands to run next, for the same run.
+
+    Args:
+        args: of this command.
+        targets: make targets.
+        run: a run that has been trained: its own config has the overrides that were typed.
+        apart: from what is above.
+    """
     from sft_play.report.layout import ending, make_command
     from sft_play.runlog import console
 
     if not args.json:
-        commands = [make_command(target, args.config, args.overrides) for target in targets]
+        config, overrides = args.config, args.overrides
+        if run and overrides and run.config.exists():
+            config, overrides = run.config, ()
+        commands = [make_command(target, config, overrides) for target in targets]
         console().print(*([""] if apart else []), ending({}, commands))
 
 

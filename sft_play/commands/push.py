@@ -1,13 +1,13 @@
 """Publishes a finished run on the Hugging Face Hub: the files that loading it needs, and nothing else."""
 
 import json
-import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from sft_play.commands.card import write_card
 from sft_play.commands.merge import require_merged
+from sft_play.commands.push_request import access_token
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.hub import is_network_error, limit_network
@@ -19,8 +19,6 @@ from sft_play.runlog import RunDir, console, quiet_libraries
 from sft_play.secrets import find_secret
 from sft_play.units import counted, format_bytes
 
-PARTS = ("result", "merged")
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 ADAPTER_SETTINGS = "adapter_config.json"
 PUBLISHED = (
     CARD,
@@ -61,7 +59,7 @@ def push(
             has a secret in it, or the Hub cannot be reached; then nothing has been published.
         CheckpointError: the run has no complete weights, or they are damaged.
     """
-    token = _token(repository, part)
+    token = access_token(repository, part)
     folder = _verified_folder(config, run, part)
     if not (folder / CARD).exists():
         write_card(config, run, folder, merged=part == "merged")
@@ -73,23 +71,6 @@ def push(
     kind = "private" if private else "public"
     console().print(f"pushed {counted(len(files), 'file')} ({size}): {url} ({kind})", markup=False)
     return {"url": url, "private": private, "files": sorted(contents)}
-
-
-def _token(repository: str, part: str) -> str:
-    """The access token; first checks what was typed."""
-    from huggingface_hub import get_token
-
-    if part not in PARTS:
-        raise ConfigError(f"WHAT={part} is not supported; allowed: {', '.join(PARTS)}")
-    if not REPOSITORY.fullmatch(repository):
-        raise ConfigError(f"REPO={repository} is not the name of a repository; expected: REPO=user/name")
-    token = get_token()
-    if not token:
-        raise ConfigError(
-            "make push needs an access token of the Hugging Face Hub: make one that may write at "
-            "https://huggingface.co/settings/tokens, then run `hf auth login` or set HF_TOKEN"
-        )
-    return token
 
 
 def _verified_folder(config: RunConfig, run: RunDir, part: str) -> Path:

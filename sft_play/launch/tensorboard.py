@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from sft_play.launch.ports import LOOPBACK, free_port
 from sft_play.runlog import console
 
 PORT = 6006
+DEFAULT_RUNS = Path("runs")
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 CLOCK_SLACK_S = 2.0  # start times are relative to boot time, which moves when the clock is set
@@ -67,7 +69,8 @@ def start(runs: Path, port: int = PORT) -> Server:
         server = _start(runs, free_port(port))
         _wait_until_it_answers(server, runs)
     host = socket.gethostname()
-    console().print(f"TensorBoard: {server.url}   (stop it with `make tb-stop`)")
+    stop_command = "make tb-stop" if runs == DEFAULT_RUNS else f"make tb-stop RUNS={shlex.quote(str(runs))}"
+    console().print(f"TensorBoard: {server.url}   (stop it with `{stop_command}`)")
     console().print(
         f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False
     )

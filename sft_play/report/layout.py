@@ -91,5 +91,10 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
 
 def make_command(target: str, config: str | Path, overrides: Sequence[str] = ()) -> str:
     """The `make` command for a config and overrides, quoted for a shell."""
-    arguments = f" ARGS={shlex.quote(shlex.join(overrides))}" if overrides else ""
+    arguments = f" ARGS={_quoted(shlex.join(overrides))}" if overrides else ""
     return f"make {target} CONFIG={shlex.quote(str(config))}{arguments}"
+
+
+def _quoted(words: str) -> str:
+    """Words as one argument; in double quotes if they need no more, since a line can be continued there."""
+    return shlex.quote(words) if set(words) & set("'\"$`\\!") else f'"{words}"'

@@ -180,16 +180,16 @@ def plan_summary(tree: Mapping[str, Any]) -> RenderableType:
     """What was chosen, and why, from `Plan.to_json()`."""
     plan, why = tree["plan"], tree["why"]
     steps = f"{counted(plan['steps_per_epoch'], 'step')} per epoch, {plan['total_steps']:,} in total"
-    return Group(Words(Text(why[0], style="bold")), Words(f"{steps}{_time(plan)}"), bullets(why[1:]))
+    return Group(Words(Text(why[0], style="bold")), Words(steps), *_time(plan), bullets(why[1:]))
 
 
-def _time(plan: Mapping[str, Any]) -> str:
+def _time(plan: Mapping[str, Any]) -> list[Words]:
     seconds, speed = plan.get("step_seconds"), plan.get("tokens_per_second")
     if not seconds:
-        return ""
+        return []
     tokens = f", {speed:,.0f} tokens/s" if speed else ""
     total = format_duration(seconds * plan["total_steps"])
-    return f"; predicted: {format_duration(seconds)} each, {total}{tokens}"
+    return [Words(f"predicted: {format_duration(seconds)} a step, {total} in total{tokens}")]
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:

@@ -23,10 +23,10 @@ def scaling_blocks(run: RunRecord) -> list[Block]:
         "steps per epoch",
         "learning rate",
         "engine",
-        "predicted memory",
-        "predicted speed-up",
+        "memory",
+        "speed-up",
     )
-    caption = f"The same run on other numbers of {plural(unit)}"
+    caption = f"The same run on other numbers of {plural(unit)}, predicted"
     notes = [*scaling_problems(rows, unit), *speed_up_notes(planned, unit)]
     return [Table(caption, head, cells), *([Text(notes)] if notes else [])]
 

@@ -1,6 +1,8 @@
 """The console breaks lines between words alone, and writes no escape codes where nobody wants them."""
 
 import io
+import shlex
+import subprocess
 
 import pytest
 from rich.text import Text
@@ -47,11 +49,15 @@ def test_brackets_in_a_value_are_not_markup():
     assert shown(Facts([("log", "runs/a[bold]/log.txt")])) == ["log         runs/a[bold]/log.txt"]
 
 
-def test_a_broken_command_goes_on_after_a_backslash():
-    command = make_command("infer", f"{PATH}.yaml", ["eval.limit=2", "output.name=my run"])
+@pytest.mark.parametrize("name", ["mine", "my run", "$(touch x)", "it's", 'a "b" c'])
+def test_a_command_means_the_same_to_a_shell_where_it_is_broken(name):
+    overrides = ["eval.limit=2", "train.learning_rate=1e-4", f"output.name={name}"]
+    command = make_command("infer", f"{PATH}.yaml", overrides)
     lines = shown(ending({}, [command]))
-    assert all(line.endswith(" \\") for line in lines[:-1])
-    assert "".join(line.rstrip("\\") for line in lines).split()[1:] == command.split()
+    text = "\n".join(lines).replace("next ", "     ", 1).replace("make infer", "printf '%s|'", 1)
+    config, words, rest = subprocess.run(["sh", "-c", text], capture_output=True, text=True).stdout.split("|")
+    assert config == f"CONFIG={PATH}.yaml" and shlex.split(words.removeprefix("ARGS=")) == overrides
+    assert rest == "" and (len(lines) > 1) == (name == "mine")
 
 
 def test_a_command_is_quoted_for_a_shell():

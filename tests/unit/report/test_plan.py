@@ -136,9 +136,10 @@ def test_an_unknown_speed_has_no_bar():
 
 def test_a_plan_says_what_was_chosen_first_and_then_how_long_it_takes():
     lines = [line.rstrip() for line in screen(plan_report(PLAN | {"memory": MEMORY})).splitlines()]
-    assert lines[:3] == [
+    assert lines[:4] == [
         "what was chosen",
-        "1 step per epoch, 2 in total; predicted: 500 ms each, 1.0 s, 1,000 tokens/s",
+        "1 step per epoch, 2 in total",
+        "predicted: 500 ms a step, 1.0 s in total, 1,000 tokens/s",
         "  - a reason",
     ]
 

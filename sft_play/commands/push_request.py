@@ -1,0 +1,29 @@
+"""What `make push` needs before anything is loaded: sound settings, and an access token."""
+
+import re
+
+from sft_play.errors import ConfigError
+
+PARTS = ("result", "merged")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def access_token(repository: str, part: str) -> str:
+    """The access token of the Hub; first checks what was typed.
+
+    Raises:
+        ConfigError: REPO or WHAT is wrong, or there is no token.
+    """
+    from huggingface_hub import get_token
+
+    if part not in PARTS:
+        raise ConfigError(f"WHAT={part} is not supported; allowed: {', '.join(PARTS)}")
+    if not REPOSITORY.fullmatch(repository):
+        raise ConfigError(f"REPO={repository} is not the name of a repository; expected: REPO=user/name")
+    token = get_token()
+    if not token:
+        raise ConfigError(
+            "make push needs an access token of the Hugging Face Hub: make one that may write at "
+            "https://huggingface.co/settings/tokens, then run `hf auth login` or set HF_TOKEN"
+        )
+    return token
