@@ -1,6 +1,7 @@
 """Exports a finished run as a GGUF file with a Modelfile, for llama.cpp and Ollama."""
 
 import importlib.util
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sft_play.manifest import find_damage
 from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
 from sft_play.model.load import load_model_config, without_new_tokens
 from sft_play.model.weights import finished_weights
+from sft_play.report.layout import ending
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import format_bytes
 
@@ -59,7 +61,7 @@ def export(
         wanted = dtype if dtype != "auto" else OF_DTYPE[str(merged_config.dtype).removeprefix("torch.")]
         source = Source(folder, merged_config, tokenizer, config.output.name)
         result = _write_folder(config, run, source, output, wanted)
-    _report(output, result)
+    _report(config.output.name, output, result)
     return {"output": str(output), **result}
 
 
@@ -106,21 +108,22 @@ def _write_folder(
     return {**info, "file": name, "bytes": (output / name).stat().st_size}
 
 
-def _report(output: Path, result: dict[str, Any]) -> None:
+def _report(name: str, output: Path, result: dict[str, Any]) -> None:
     say = console().print
     usual = (result["dtype"].upper(), "F32")
     others = [
         f", {count} matrices in {kind}" for kind, count in result["tensors"].items() if kind not in usual
     ]
-    size = format_bytes(result["bytes"])
-    text = f"{output / result['file']} ({result['dtype']}, {size}{''.join(others)})"
-    say(text, markup=False, soft_wrap=True)
+    modelfile = output / MODELFILE
+    size = f"{result['dtype']}, {format_bytes(result['bytes'])}"
+    say(f"exported: {size}{''.join(others)}; llama.cpp loads the file as it is", style="bold", markup=False)
     if not result["template"]:
         say(
-            f"{output / MODELFILE} has no TEMPLATE: the chat template does more than can be written for "
+            f"{modelfile} has no TEMPLATE: the chat template does more than can be written for "
             "Ollama here, and Ollama recognizes only some of those inside GGUF files",
             style="yellow",
         )
     if result["system_left_out"]:
-        say(f'{output / MODELFILE} has no SYSTEM: data.system_prompt contains """', style="yellow")
-    say(f"run `ollama create <name> -f {output / MODELFILE}`, or load the file with llama.cpp", style="dim")
+        say(f'{modelfile} has no SYSTEM: data.system_prompt contains """', style="yellow")
+    command = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(modelfile))}"
+    say(ending({"gguf": output / result["file"], "Modelfile": modelfile}, [command]))

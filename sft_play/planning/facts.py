@@ -147,4 +147,5 @@ def assumptions(facts: DataFacts) -> list[str]:
     """What a plan assumes about the data."""
     if facts.seen:
         return []
-    return [f"no training rows found: planned for rows of {facts.longest_row} tokens, all of them supervised"]
+    rows = f"planned for rows of {facts.longest_row:,} tokens"
+    return [f"no training rows found: {rows}, all of them supervised"]

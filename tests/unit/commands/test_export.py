@@ -54,7 +54,7 @@ def test_an_export_merges_first_and_holds_the_merged_weights(finished, capsys):
     assert "FROM ./order-F32.gguf" in text and 'PARAMETER stop "<|im_end|>"' in text
     assert 'SYSTEM """Be brief."""' in text and '{{ "<|im_start|>system\\n" }}' in text
     said = " ".join(capsys.readouterr().out.split())
-    assert "order-F32.gguf (f32," in said and "ollama create" in said
+    assert "exported: f32, " in said and "order-F32.gguf" in said and "ollama create order -f" in said
 
 
 def test_a_merge_is_used_again_unless_the_adapter_has_changed(finished, monkeypatch):
