@@ -179,8 +179,7 @@ def evaluate(args: argparse.Namespace) -> int:
     with importing():
         from sft_play.commands.evaluate import evaluate_run
         from sft_play.commands.report import try_report
-    resolved = load_resolved(args)
-    result = evaluate_run(resolved.config, run, args.split, args.limit)
+    result = evaluate_run(load_resolved(args).config, run, args.split, args.limit)
     try_report(run)
     if args.json:
         print_json(result)
