@@ -26,11 +26,22 @@ class Memory:
     phase_terms: dict[str, dict[str, int]] = field(default_factory=dict)  # breakdown of each phase's peak
     guard_bytes: int = 0  # kept free in addition to the budget
     reserved_bytes: int | None = None  # with fragmentation; None on a CPU, and where it cannot decide
+    ran_out: bool = False  # memory ran out with as large a micro-batch in an earlier run, with as much free
 
     @property
     def process_bytes(self) -> int:
         """Free memory that the device must have: what is reserved, and context and communicator."""
         return max(self.peak_bytes, self.reserved_bytes or 0) + self.terms.get("context", 0)
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the process, with its context and fragmentation, is predicted to be within the budget."""
+        return self.process_bytes <= self.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is predicted to be within the budget, and no earlier run has shown otherwise."""
+        return self.within_budget and not self.ran_out
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and `process_bytes`: null on a CPU."""

@@ -92,7 +92,7 @@ def plan_run(
     assert plan.memory
     path = record(config, plan)
     correction = correction_sentence(read_ratios(path), plan.memory.peak_phase)
-    correction += ran_out_sentence(read_ran_out(path), plan)
+    correction += ran_out_sentence(read_ran_out(path), plan, plan.memory)
     kernel = attention_sentence(model_config, StepSpec.of(config, plan))
     methods = method_notes(config, plan, partial(_trained_elements, config, plan, model_config, facts))
     return replace(plan, why=(*plan.why, *([kernel] if kernel else []), *methods, *correction, *notes))

@@ -12,8 +12,10 @@ avoids it where the answer is known:
   sized for that plan only, to report what it would save.
 
 Among the plans that fit, the one with the shortest predicted step is chosen; plans within 1% of it (`TIE`)
-count as a tie, which the larger micro-batch wins. If no plan fits, the error lists single changes to the
-config that would make the smallest one fit.
+count as a tie, which the larger micro-batch wins. A plan with which memory ran out in an earlier run counts
+as one that does not fit, unless no other is left: then the prediction counts, and of several plans the one
+that needs least is chosen. If no plan fits, the error lists single changes to the config that would make the
+smallest one fit.
 
 Pure: memory and time are functions, so traced, measured and made-up numbers are interchangeable.
 """
@@ -25,17 +27,13 @@ from typing import Any
 from sft_play.config.methods import ELEMENTWISE, lighter_modes
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
-from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.units import counted, format_bytes
+from sft_play.plan import Clock, Estimator, Plan
+from sft_play.planning.sentences import batch_sentence, dealing_sentence
+from sft_play.units import format_bytes
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
 ENGINE_NAMES = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
-
-
-def fits(memory: Memory) -> bool:
-    """Whether the process, with its context and fragmentation, is within the budget."""
-    return memory.process_bytes <= memory.budget_bytes
 
 
 def choose_plan(
@@ -61,11 +59,12 @@ def choose_plan(
     if estimate is None:
         return _without_estimate(drafts)
     sized = _size_all(config, drafts, estimate, clock)
-    while fitting := _fitting(sized):
+    while fitting := _fitting(sized) or _least_of_those_that_ran_out(sized):
         fastest, seconds = _pick_fastest(config, fitting, clock)
-        chosen = replace(fastest, memory=estimate(config, fastest, complete=True))
+        memory = estimate(config, fastest, complete=True)
+        chosen = replace(fastest, memory=memory)
         sized[sized.index(fastest)] = chosen
-        if _fitting([chosen]):  # with its fragmentation, which the search leaves out where it is small
+        if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
     else:
         smallest = min(sized, key=_needed)
@@ -80,7 +79,12 @@ def choose_plan(
 
 
 def _fitting(sized: list[Plan]) -> list[Plan]:
-    return [plan for plan in sized if plan.memory and fits(plan.memory)]
+    return [plan for plan in sized if plan.memory and plan.memory.fits]
+
+
+def _least_of_those_that_ran_out(sized: list[Plan]) -> list[Plan]:
+    within = [plan for plan in sized if plan.memory and plan.memory.within_budget]
+    return [min(within, key=_needed)] if within else []
 
 
 def _needed(plan: Plan) -> int:
@@ -109,7 +113,7 @@ def _size_engine(config: RunConfig, drafts: list[Plan], estimate: Estimator) -> 
         if draft.gradient_checkpointing not in exhausted and not needless:
             memory = estimate(config, draft)
             sized.append(replace(draft, memory=memory))
-            if not fits(memory):
+            if not memory.fits:
                 exhausted.add(draft.gradient_checkpointing)
     return sized
 
@@ -187,23 +191,6 @@ def _needless_zero(plan: Plan, fitting: list[Plan]) -> bool:
     return plan.engine == "deepspeed_z2" and any(_same_split(plan, other) for other in others)
 
 
-def batch_sentence(plan: Plan) -> str:
-    """The equation of the effective batch for people."""
-    words = "tokens" if plan.packing else "sequences"
-    return (
-        f"effective batch {plan.effective_batch_size:,} {words} = micro-batch {plan.micro_batch_size:,} x "
-        f"accumulation {plan.gradient_accumulation_steps} x {counted(plan.world_size, 'process')}"
-    )
-
-
-def dealing_sentence(plan: Plan) -> str:
-    """What a micro-batch looks like, for people."""
-    tokens = f"at most {plan.micro_batch_tokens:,} tokens in a micro-batch"
-    if plan.padding_free:
-        return f"{tokens}: rows joined end to end, none padded"
-    return f"{tokens}: rows of similar length, padded to the longest"
-
-
 def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> tuple[str, ...]:
     fitting = _fitting(sized)
     return (
@@ -228,7 +215,10 @@ def _micro_batch_reason(chosen: Plan, sized: list[Plan], seconds: float | None) 
         return f"{name}: all rows of a step at once"
     reason = f"{name}: the largest that the config allows"
     if alike:
-        reason = f"{name}: {min(plan.micro_batch_size for plan in alike):,} would not fit"
+        next_larger = min(alike, key=lambda plan: plan.micro_batch_size)
+        seen = next_larger.memory and next_larger.memory.ran_out
+        shown = ", as an earlier run has shown" if seen else ""
+        reason = f"{name}: {next_larger.micro_batch_size:,} would not fit{shown}"
     if fitting := _fitting(larger):
         how = _difference(max(fitting, key=lambda plan: plan.micro_batch_size), chosen)
         reason += f"; {how}, up to {_most(fitting):,} would, which is {verdict}"
@@ -305,7 +295,8 @@ def _alternative_rows(
             "engine": plan.engine,
             "peak_bytes": plan.memory.peak_bytes,
             "process_bytes": plan.memory.process_bytes,
-            "fits": fits(plan.memory),
+            "fits": plan.memory.fits,
+            "ran_out": plan.memory.ran_out,
             "relative_speed": speed,
         }
         kinds.setdefault(_kind(plan), []).append(row)
@@ -388,7 +379,7 @@ def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> st
         needed = estimate(changed_config, changed_plan)
         change = format_bytes(needed.process_bytes - memory.process_bytes)
         line = f"  {what}: {change}, then {format_bytes(needed.process_bytes)}"
-        if fits(needed):
+        if needed.fits:
             sufficient.append(line)
         else:
             partial.append((needed.process_bytes, line))

@@ -111,7 +111,7 @@ def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
 def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     speed, relative = plan.get("tokens_per_second"), row["relative_speed"]
     if not row["fits"]:
-        return "does not fit"
+        return "ran out before" if row.get("ran_out") else "does not fit"
     return "n/a" if speed is None or relative is None else f"{speed * relative:,.0f}"
 
 

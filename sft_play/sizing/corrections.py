@@ -19,6 +19,9 @@ MENTIONED_FROM = 0.005  # a smaller correction is not listed among the reasons o
 LOAD = "load"
 RESERVED = "reserved"  # by the allocator; corrected as phases are
 ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
+# After memory ran out, the same is tried again once the budget is larger by this factor: the free memory of a
+# machine is never quite the same twice.
+CLEARLY_MORE = 1.1
 
 # Phase, or RESERVED -> measured / predicted memory above the weights
 Ratios = Mapping[str, float]
@@ -118,21 +121,25 @@ def read_ratios(path: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RanOut:
-    """Memory ran out: plans whose largest micro-batch has `micro_batch_tokens` need `needed_bytes`."""
+    """Memory ran out with `micro_batch_tokens` in the largest micro-batch, and `budget_bytes` to use.
+
+    How much more would have been needed is not known, so this is a verdict on such plans, not a size.
+    """
 
     micro_batch_tokens: int
-    needed_bytes: int
+    budget_bytes: int
 
-    def applies_to(self, plan: Plan) -> bool:
-        """Whether the plan's largest micro-batch has as many tokens: memory grows with them."""
-        return plan.micro_batch_tokens >= self.micro_batch_tokens
+    def applies_to(self, plan: Plan, memory: Memory) -> bool:
+        """Whether the plan has as large a micro-batch, and not clearly more memory to use."""
+        enough_now = memory.budget_bytes > CLEARLY_MORE * self.budget_bytes
+        return plan.micro_batch_tokens >= self.micro_batch_tokens and not enough_now
 
 
 def read_ran_out(path: Path) -> RanOut | None:
     """When memory ran out in an earlier run of this kind, from the file that `record_path` names."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))["ran_out"]
-        return RanOut(int(tree["micro_batch_tokens"]), int(tree["needed_bytes"]))
+        return RanOut(int(tree["micro_batch_tokens"]), int(tree["budget_bytes"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -147,10 +154,10 @@ def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
     """
     if plan.memory is None or plan.micro_batch_tokens <= 0:
         return
-    needed, earlier = max(plan.memory.budget_bytes, used_bytes) + 1, read_ran_out(path)
-    found = RanOut(plan.micro_batch_tokens, needed)
-    if earlier is not None and earlier.micro_batch_tokens < found.micro_batch_tokens:
-        found = earlier
+    earlier = read_ran_out(path)
+    if earlier is not None and earlier.applies_to(plan, plan.memory):
+        return  # nothing new
+    found = RanOut(plan.micro_batch_tokens, max(plan.memory.budget_bytes, used_bytes))
     record: dict[str, Any] = {"ran_out": asdict(found)}
     with contextlib.suppress(OSError, ValueError, TypeError):
         record = {**json.loads(path.read_text(encoding="utf-8")), **record}
@@ -344,25 +351,22 @@ def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan]
             known[path] = read_ratios(path), read_ran_out(path)
         ratios, ran_out = known[path]
         memory = corrected(estimate(config, plan, complete=complete), ratios)
-        return raised(memory, ran_out.needed_bytes) if ran_out and ran_out.applies_to(plan) else memory
+        return replace(memory, ran_out=ran_out is not None and ran_out.applies_to(plan, memory))
 
     return estimate_corrected
 
 
-def raised(memory: Memory, needed_bytes: int) -> Memory:
-    """The prediction for a process of at least `needed_bytes`; its phases, which probes correct, stay."""
-    needed = needed_bytes - memory.terms.get("context", 0)
-    return replace(memory, reserved_bytes=max(memory.reserved_bytes or 0, needed))
-
-
-def ran_out_sentence(ran_out: RanOut | None, plan: Plan) -> list[str]:
-    """What a plan does about memory that ran out before, as one of its reasons; empty if nothing."""
-    if ran_out is None or ran_out.applies_to(plan):
+def ran_out_sentence(ran_out: RanOut | None, plan: Plan, memory: Memory) -> list[str]:
+    """What a plan does about memory that ran out before, as one of its reasons; empty if it never did."""
+    if ran_out is None:
         return []
-    return [
-        "in an earlier run of this kind, memory ran out with "
-        f"{ran_out.micro_batch_tokens:,} tokens in a micro-batch"
-    ]
+    tokens = f"{ran_out.micro_batch_tokens:,} tokens in a micro-batch"
+    said = f"in an earlier run of this kind, memory ran out with {tokens}"
+    if memory.ran_out:
+        return [f"{said}; the config allows no smaller plan that fits, so this one is tried again"]
+    if plan.micro_batch_tokens >= ran_out.micro_batch_tokens:
+        return [f"{said}, when less of it was free"]
+    return [said]
 
 
 def correction_sentence(ratios: Ratios, phase: str) -> list[str]:

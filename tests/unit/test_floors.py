@@ -22,7 +22,7 @@ FLOORS = [
     ["data.show"],
     ["sizing.step", "sizing.work", "sizing.timeline", "sizing.allocator", "sizing.guard",
      "sizing.history", "sizing.memory"],
-    ["planning.batch", "planning.drafts", "planning.search", "planning.profile",
+    ["planning.batch", "planning.drafts", "planning.search", "planning.sentences", "planning.profile",
      "planning.clock"],
     ["launch"],
     ["data.collators", "model", "builtin.models", "builtin.world"],

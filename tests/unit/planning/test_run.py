@@ -21,7 +21,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
 from sft_play.sizing import memory
-from sft_play.sizing.corrections import write_overhead
+from sft_play.sizing.corrections import record_path, write_overhead, write_ran_out
 from sft_play.sizing.guard import guard
 from sft_play.sizing.step import StepSpec
 from sft_play.units import GIB, MIB
@@ -317,3 +317,21 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
     second = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
     assert second.micro_batch_tokens < largest
     assert not any(row["fits"] and row["process_bytes"] > budget for row in second.alternatives)
+
+
+def test_after_memory_ran_out_a_smaller_plan_is_made_and_a_prescribed_one_is_tried_again(
+    tmp_path, monkeypatch
+):
+    """Whatever is free then: the free memory of a machine is never the same twice."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    fixed = run(effective_batch_size=8, batch_size=4, gradient_checkpointing=False)
+    auto = run(effective_batch_size=8, gradient_checkpointing=False)
+    before = plan_run(fixed, MODEL, FACTS, CPU, 1)
+    write_ran_out(record_path(MODEL.to_json_string(use_diff=False), "the CPU", fixed, before), before)
+    for free_gib in (15, 16, 16.5):
+        later = replace(CPU, host=replace(HOST, ram_free_bytes=int(free_gib * GIB)))
+        again, smaller = plan_run(fixed, MODEL, FACTS, later, 1), plan_run(auto, MODEL, FACTS, later, 1)
+        assert (again.micro_batch_size, smaller.micro_batch_size) == (4, 2)
+        assert again.memory.phases == before.memory.phases
+        assert any("so this one is tried again" in reason for reason in again.why)
+        assert any("memory ran out with" in reason for reason in smaller.why)

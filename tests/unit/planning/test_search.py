@@ -236,3 +236,45 @@ def test_the_other_engine_is_searched_only_where_its_memory_could_help(budget, t
     plan = choose(config(**train), counting, clock(2.0), world_size=2)
     assert sum(other.engine == "deepspeed_z2" for other in asked) == looked_at
     assert any("ZeRO-2" in reason for reason in plan.why)
+
+
+def that_ran_out(rows: int, checkpointing: bool = True):
+    """Memory as in `memory_of(40)`; it ran out with so many rows in a micro-batch, or more."""
+
+    def estimate(run, plan, complete=False) -> Memory:
+        concerned = checkpointing or not plan.gradient_checkpointing
+        ran_out = concerned and plan.rows_per_micro_batch >= rows
+        return replace(memory_of(40)(run, plan), ran_out=ran_out)
+
+    return estimate
+
+
+def test_a_plan_with_which_memory_ran_out_is_left_for_a_smaller_one():
+    assert choose(config(), memory_of(40), clock(0.1)).micro_batch_size == 4
+    plan = choose(config(gradient_checkpointing=False), that_ran_out(4), clock(0.1))
+    assert plan.micro_batch_size == 2 and plan.memory.fits
+    assert any("micro-batch 2: 4 would not fit, as an earlier run has shown" in reason for reason in plan.why)
+    [larger] = [row for row in plan.alternatives if row["micro_batch_size"] == 4]
+    assert larger["ran_out"] and not larger["fits"] and larger["process_bytes"] < 40 * GIB
+
+
+def test_where_memory_ran_out_with_one_row_it_is_tried_with_activations_recomputed():
+    plan = choose(config(), that_ran_out(1, checkpointing=False), clock(0.1))
+    assert plan.gradient_checkpointing and plan.memory.fits
+
+
+def test_if_memory_ran_out_with_all_plans_the_one_that_needs_least_is_tried_again():
+    """The prediction says that it fits, and who asks again may have made room for it."""
+    plan = choose(config(), that_ran_out(1), clock(0.1))
+    assert (plan.micro_batch_size, plan.gradient_checkpointing) == (1, True)
+    fixed = choose(config(batch_size=4, gradient_checkpointing=False), that_ran_out(1), clock(0.1))
+    assert fixed.micro_batch_size == 4 and fixed.memory.ran_out and fixed.memory.within_budget
+
+
+def test_memory_that_ran_out_does_not_hide_that_a_plan_is_predicted_not_to_fit():
+    with pytest.raises(DoesNotFitError, match="needs 26.00 GiB in the backward phase, 2.00 GiB more than"):
+        choose(
+            config(batch_size=4, gradient_checkpointing=False),
+            lambda run, plan, complete=False: replace(memory_of(24)(run, plan), ran_out=True),
+            clock(0.1),
+        )

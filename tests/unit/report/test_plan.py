@@ -118,6 +118,10 @@ def test_what_else_was_possible_stands_by_size_beside_what_was_chosen():
     assert rows[1] == [">", "4", "x", "2", "kept", "1,000", "█" * 12, "2.00", "GiB", "███"]
     assert rows[2] == ["8", "x", "1", "kept", "does", "not", "fit", "8.00", "GiB", "█" * 12]
     assert rows[3][:5] == ["4", "x", "2", "recomputed", "750"]
+    text = screen(
+        plan_report(PLAN | {"memory": MEMORY, "alternatives": [other(8, 1.2, 8) | {"ran_out": True}]})
+    )
+    assert "ran out before" in text and "does not fit" not in text
 
 
 def test_of_many_micro_batches_those_closest_to_the_chosen_one_are_shown():

@@ -183,16 +183,25 @@ def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_and_by_whether_there_is_
     assert read_overhead("card", 2) == 900
 
 
-def test_a_micro_batch_that_ran_out_of_memory_is_not_planned_again_but_a_smaller_one_is(tmp_path):
+def with_budget(size: int):
+    return replace(MEMORY, budget_bytes=size)
+
+
+def test_memory_that_ran_out_is_a_verdict_on_such_plans_and_adds_nothing_to_what_they_need(tmp_path):
     path = tmp_path / "r.json"
     plan = timed(1000)
     write_ran_out(path, plan)
     ask = corrected_estimator(lambda run, p, complete=False: MEMORY, lambda run, p: path)
-    assert ask(CONFIG, plan).process_bytes == ask(CONFIG, timed(2000)).process_bytes == 1001
+    assert ask(CONFIG, plan) == ask(CONFIG, timed(2000)) == replace(MEMORY, ran_out=True)
+    assert MEMORY.fits and not ask(CONFIG, plan).fits and ask(CONFIG, plan).within_budget
     assert ask(CONFIG, timed(999)) == MEMORY
-    assert ask(CONFIG, plan).phases == MEMORY.phases  # what a probe measures corrects these
     write_record(path, timed(500), ProbeResult(phases=MEASURED), "card")
-    assert read_ran_out(path) == RanOut(1000, 1001) and read_ratios(path)
+    assert read_ran_out(path) == RanOut(1000, 1000) and read_ratios(path)
+
+
+@pytest.mark.parametrize(("budget", "applies"), [(500, True), (1000, True), (1050, True), (1200, False)])
+def test_the_verdict_holds_until_clearly_more_memory_is_free(budget, applies):
+    assert RanOut(1000, 1000).applies_to(timed(1000), with_budget(budget)) == applies
 
 
 def test_the_smallest_micro_batch_that_ran_out_counts(tmp_path):
@@ -200,9 +209,28 @@ def test_the_smallest_micro_batch_that_ran_out_counts(tmp_path):
     write_record(path, timed(500), ProbeResult(phases=MEASURED), "card")
     for tokens, used in ((1000, 0), (800, 1500), (900, 0)):
         write_ran_out(path, timed(tokens), used)
-    assert read_ran_out(path) == RanOut(800, 1501) and read_ratios(path)
-    assert "800 tokens" in ran_out_sentence(read_ran_out(path), timed(500))[0]
-    assert ran_out_sentence(read_ran_out(path), timed(800)) == ran_out_sentence(None, timed(500)) == []
+    assert read_ran_out(path) == RanOut(800, 1500) and read_ratios(path)
+
+
+def test_what_ran_out_with_clearly_more_memory_is_news_also_of_a_larger_micro_batch(tmp_path):
+    path = tmp_path / "r.json"
+    for tokens, budget in ((800, 1000), (900, 5000)):
+        write_ran_out(path, replace(timed(tokens), memory=with_budget(budget)))
+    assert read_ran_out(path) == RanOut(900, 5000)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "memory", "words"),
+    [
+        (500, MEMORY, "with 800 tokens in a micro-batch"),
+        (800, with_budget(5000), "when less of it was free"),
+        (800, replace(MEMORY, ran_out=True), "the config allows no smaller plan that fits"),
+    ],
+)
+def test_a_plan_says_what_it_makes_of_memory_that_ran_out(tokens, memory, words):
+    [said] = ran_out_sentence(RanOut(800, 1000), timed(tokens), memory)
+    assert said.startswith("in an earlier run of this kind, memory ran out") and words in said
+    assert ran_out_sentence(None, timed(tokens), memory) == []
 
 
 def test_without_a_budget_nothing_is_known_of_what_ran_out(tmp_path):
