@@ -1,8 +1,9 @@
 """Limits for the network: a Hub that is silent, or drips, is given up on, and what is cached is used instead.
 
 huggingface_hub limits the wait for single reads, which a server that sends a byte a second never exceeds, and
-not in all of its calls. A download that stalls is resumed by huggingface_hub, a few times. What `hf_xet`
-downloads does not pass through here.
+not in all of its calls. A download that stalls is resumed by huggingface_hub, a few times. A busy Hub may say
+when to ask again, and huggingface_hub would wait for as long as it says. `hf_xet` has its own client, which
+cannot be limited, so it is left out: files come by HTTP, as without that package.
 """
 
 import contextvars
@@ -14,18 +15,25 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rich.markup import escape
+
 from sft_play.runlog import console
 
 ANSWER_SECONDS = 15.0  # until the head of an answer is there
 COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it answers
 STALL_SECONDS, STALL_BYTES = 30.0, 1024  # an answer that brings less than this in that time has stalled
+LONGEST_WAIT = 60  # seconds, before each of the few further tries that huggingface_hub makes
+XET_SETTING = "HF_HUB_DISABLE_XET"  # huggingface_hub's variable; with 0, the user prefers speed to limits
 
 
 @functools.cache
 def limit_network() -> None:
     """Gives the HTTP client of huggingface_hub these limits; call it before anything may use the network."""
-    from huggingface_hub import set_client_factory
+    from huggingface_hub import constants, set_client_factory
     from huggingface_hub.utils._http import default_client_factory
+
+    if XET_SETTING not in os.environ:
+        constants.HF_HUB_DISABLE_XET = True
 
     def make_client() -> Any:
         client = default_client_factory()
@@ -39,7 +47,7 @@ def _limited(send: Callable[..., Any], library: Any) -> Callable[..., Any]:
     """`send` of an HTTP client of `library` (httpx), with limits on the whole call."""
 
     def limited(request: Any, *, stream: bool = False, **arguments: Any) -> Any:
-        url, asked = str(request.url), request.extensions.get("timeout", {})
+        url, asked = str(request.url).partition("?")[0], request.extensions.get("timeout", {})
         limits = {name: asked.get(name) or ANSWER_SECONDS for name in ("connect", "read", "write", "pool")}
         if "/commit/" in request.url.path:
             limits["read"] = COMMIT_SECONDS
@@ -49,6 +57,7 @@ def _limited(send: Callable[..., Any], library: Any) -> Callable[..., Any]:
         call = functools.partial(send, request, stream=True, **arguments)
         seconds = COMMIT_SECONDS if "/commit/" in request.url.path else ANSWER_SECONDS
         response = _within(call, url, library.TimeoutException, seconds)
+        _shorten_wait(response, url)
         response.stream = _limited_stream(response.stream, url, library)
         if not stream:
             try:
@@ -90,6 +99,23 @@ def _within(call: Callable[[], Any], url: str, timeouts: type[Exception], second
     return result
 
 
+def _shorten_wait(response: Any, url: str) -> None:
+    """Has huggingface_hub ask a busy Hub again after LONGEST_WAIT, if the Hub wants more than that."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    asked, limits = response.headers.get("retry-after", ""), parse_ratelimit_headers(response.headers)
+    seconds = limits.reset_in_seconds if limits and not limits.remaining else 0
+    seconds = max(seconds, int(asked[:9]) if asked.isdecimal() else 0)
+    if response.is_success or seconds <= LONGEST_WAIT:
+        return
+    _say(
+        f"{url}: the Hub is busy, and wants to be asked again in {seconds:,} s; it is asked after "
+        f"{LONGEST_WAIT} s, a few times"
+    )
+    response.headers.pop("ratelimit", None)
+    response.headers["retry-after"] = str(LONGEST_WAIT)
+
+
 def _limited_stream(stream: Any, url: str, library: Any) -> Any:
     """The stream of a response, which times out once it has stalled; huggingface_hub resumes downloads."""
 
@@ -107,6 +133,12 @@ def _limited_stream(stream: Any, url: str, library: Any) -> Any:
     return type("LimitedStream", (library.SyncByteStream,), methods)()
 
 
+@functools.cache
+def _say(text: str) -> None:
+    """Prints a line, once in this process."""
+    console().print(f"[yellow]{escape(text)}[/]", soft_wrap=True)
+
+
 def is_network_error(error: BaseException) -> bool:
     """Whether the HTTP client raised it."""
     return type(error).__module__.partition(".")[0] in ("httpx", "httpx2")
@@ -118,9 +150,7 @@ def _gave_up(what: str) -> Exception:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if not constants.HF_HUB_OFFLINE:
-        console().print(
-            f"[yellow]{what}: the Hub is not asked again, only what is cached is used[/]", soft_wrap=True
-        )
+        _say(f"{what}: the Hub is not asked again, only what is cached is used")
     constants.HF_HUB_OFFLINE = True
     os.environ["HF_HUB_OFFLINE"] = "1"
     return OfflineModeIsEnabled(what)

@@ -5,10 +5,15 @@ import functools
 import socket
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from huggingface_hub import constants, get_session, hf_hub_download, set_client_factory
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import _http as hub_http
 from huggingface_hub.utils._http import default_client_factory
 
 from sft_play import hub
@@ -72,6 +77,9 @@ def online(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(hub, "STALL_SECONDS", 0.5)
+    monkeypatch.delenv(hub.XET_SETTING, raising=False)
+    hub._say.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     hub.limit_network.cache_clear()
     hub.limit_network()
     yield
@@ -142,3 +150,90 @@ def test_what_is_cached_is_used_and_what_is_not_is_one_sentence(serve, tmp_path)
         open_source("org/rows", "train")
     with pytest.raises(LocalEntryNotFoundError):
         hf_hub_download("org/other", "config.json")
+
+
+BUSY = "HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n{}\r\n\r\n"
+
+
+@pytest.mark.parametrize("header", ["Retry-After: 86400", 'RateLimit: "api";r=0;t=86400'])
+def test_a_busy_hub_is_asked_a_few_times_and_not_waited_for_as_long_as_it_says(
+    serve, header, monkeypatch, capsys
+):
+    waits = []
+    monkeypatch.setattr(hub_http, "time", SimpleNamespace(sleep=waits.append))
+    calls = serve(lambda connection: connection.sendall(BUSY.format(header).encode()))
+    with pytest.raises(HfHubHTTPError, match="429"):
+        hub_http.http_backoff("GET", f"{constants.ENDPOINT}/api/models/a/b")
+    assert len(calls) == 6 and waits == [hub.LONGEST_WAIT + 1] * 5
+    assert " ".join(capsys.readouterr().out.split()).count("wants to be asked again in 86,400 s") == 1
+
+
+def test_a_hub_that_is_busy_for_a_moment_is_asked_again_when_it_says(serve, monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(hub_http, "time", SimpleNamespace(sleep=waits.append))
+    answers = iter([BUSY.format("Retry-After: 7").encode(), HEAD.replace(b"100000", b"2") + b"{}"])
+    serve(lambda connection: connection.sendall(next(answers)))
+    assert hub_http.http_backoff("GET", f"{constants.ENDPOINT}/api/models/a/b").json() == {}
+    assert waits == [8] and capsys.readouterr().out == ""
+
+
+class OfXet(BaseHTTPRequestHandler):
+    """A Hub whose file could be had by the protocol of hf_xet as well."""
+
+    asked: ClassVar[list[str]] = []
+    body = b"weights"
+
+    def do_HEAD(self):
+        self.asked.append(f"{self.command} {self.path}")
+        self.send_response(200)
+        token = f"http://{self.headers['Host']}/token"
+        headers = {
+            "Content-Length": str(len(self.body)), "ETag": '"' + "0" * 64 + '"', "X-Repo-Commit": "1" * 40,
+            "X-Xet-Hash": "2" * 64, "Link": f'<{token}>; rel="xet-auth"',
+        }  # fmt: skip
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def do_GET(self):
+        if "/resolve/" not in self.path:
+            self.asked.append(f"{self.command} {self.path}")
+            return self.send_error(404)
+        self.do_HEAD()
+        return self.wfile.write(self.body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub_of_xet(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OfXet)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(OfXet, "asked", [])
+    yield OfXet
+    server.shutdown()
+    server.server_close()
+
+
+def test_files_come_by_http_whose_time_is_limited_also_where_hf_xet_is_installed(hub_of_xet):
+    pytest.importorskip("hf_xet")
+    file = hf_hub_download("org/other", "model.safetensors")
+    assert Path(file).read_bytes() == OfXet.body
+    path = "/org/other/resolve/main/model.safetensors"
+    assert hub_of_xet.asked == [f"HEAD {path}", f"GET {path}"]
+
+
+def test_who_sets_the_variable_of_hf_xet_gets_it(hub_of_xet, monkeypatch):
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setenv(hub.XET_SETTING, "0")
+    hub.limit_network.cache_clear()
+    hub.limit_network()
+    with pytest.raises(HfHubHTTPError):
+        hf_hub_download("org/other", "model.safetensors")
+    assert "GET /token" in hub_of_xet.asked
