@@ -161,7 +161,7 @@ def test_dumped_config_loads_back_to_the_same_config(tmp_path):
     assert again.config == resolved.config
 
 
-@pytest.mark.parametrize("name", ["../x", "/abs", "-rf", "$(cmd)", "a b", "x" * 101, ""])
+@pytest.mark.parametrize("name", ["../x", "/abs", "-rf", "$(cmd)", "a b", "a\n", "x" * 101, ""])
 def test_run_names_that_could_leave_the_folder_are_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="output.name"):
         load_config(write(tmp_path, MINIMAL + f"output: {{name: {json.dumps(name)}}}\n"))
