@@ -11,7 +11,7 @@ from sft_play.errors import SftPlayError, StorageError
 from sft_play.runlog import RunDir
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-GONE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ESTALE}
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EXDEV}
 # In the messages of torch.save when a write fails; they do not give the reason.
 TORCH_SAVE = ("PytorchStreamWriter failed", "unexpected pos", "cannot be opened", "Parent directory")
 

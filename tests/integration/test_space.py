@@ -1,6 +1,9 @@
 """A disk that has no room for what a run is about to save."""
 
+import errno
+import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +111,22 @@ def test_a_save_that_fails_half_way_is_left_out_too(tiny_model, tmp_path, monkey
         with pytest.raises(StorageError, match="step 4: no checkpoint, since .*one cannot be written"):
             train(job)
     assert saved_steps(job) == saved and not list(job.run.checkpoints.glob("incomplete/*"))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [errno.EIO, errno.EXDEV])
+def test_a_checkpoint_that_cannot_be_renamed_is_left_out_and_the_run_goes_on(
+    tiny_model, tmp_path, monkeypatch, capsys, number
+):
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.parent.name == "incomplete" and self.name == "checkpoint-3":
+            raise OSError(number, os.strerror(number), str(self), None, str(target))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    job = make_job(tiny_model, tmp_path, "one", **SAVING)
+    train(job)
+    assert saved_steps(job) == {1, 2, 4, 5, 6} and not list(job.run.checkpoints.glob("incomplete/*"))
+    assert f"cannot be written: {os.strerror(number)}" in " ".join(capsys.readouterr().out.split())
