@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sft_play import cli
 from sft_play.manifest import MANIFEST
 from tests.integration.cli import TRAINED, Done, conversation, finish, sft, snapshot, start, write_rows
+from tests.unit.test_manifest import flip_bit
 
 pytestmark = pytest.mark.integration
 
@@ -409,12 +410,14 @@ def test_what_comes_after_training_says_so_when_nothing_was_trained(refuses, com
     refuses([*command, "output.name=never"], 8, "never", "make train")
 
 
-def test_a_finished_run_whose_weights_are_damaged_is_refused(finished, tmp_path):
+@pytest.mark.parametrize("command", ["eval", "infer", "merge"])
+def test_a_finished_run_whose_weights_are_damaged_is_refused(finished, tmp_path, command):
     folder = shutil.copytree(finished.run.path, tmp_path / "runs" / "one")
-    weights = folder / "adapter" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    done = sft("eval", "--config", finished.config, f"output.dir={tmp_path / 'runs'}")
-    assert_refused(done, 8, "is damaged: adapter_model.safetensors has", "make resume")
+    flip_bit(folder / "adapter" / "adapter_model.safetensors", 1000)
+    asked = write_rows(tmp_path / "in.jsonl", [{"question": "w1"}])
+    words = ["--input", asked, "--output", tmp_path / "out"] if command == "infer" else []
+    done = sft(command, "--config", finished.config, *words, f"output.dir={tmp_path / 'runs'}")
+    assert_refused(done, 8, "is damaged: adapter_model.safetensors has changed", "make resume")
 
 
 @pytest.mark.parametrize("command", ["eval", "infer", "merge"])
