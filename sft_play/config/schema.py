@@ -3,74 +3,28 @@
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
     model_validator,
 )
 
-from sft_play.config.methods import module_name, require_compatible
-
-Auto = Literal["auto"]
-Count = Annotated[int, Field(gt=0, lt=2**31)]
-LONGEST_NAME = 255  # bytes of the name of a file
-Workers = Annotated[int, Field(gt=0, le=1024)]
-PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
-Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
-
-
-def _reject_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("expected a number or 'auto', not true/false")
-    return value
-
-
-def _positive(value: object) -> object:
-    if isinstance(value, (int, float)) and not value > 0:
-        raise ValueError("expected a positive number or 'auto'")
-    return value
-
-
-def _yes_or_no(value: object) -> object:
-    return {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
-
-
-def _regular_expression(value: str) -> str:
-    import regex  # has a time limit for a search, which re has not
-
-    try:
-        regex.compile(value)
-    except (regex.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a regular expression: {error}") from None
-    return value
-
-
-def _distinct_words(values: tuple[str, ...]) -> tuple[str, ...]:
-    blank = next((value for value in values if not value.strip()), None)
-    if blank is not None:
-        raise ValueError(f"{blank!r} is empty or only whitespace; remove it")
-    twice = next((value for value in values if values.count(value) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice!r} is listed twice; list it once")
-    return values
-
-
-def _usable_path(value: str) -> str:
-    longest = max(len(part.encode()) for part in value.split("/"))
-    if "\0" in value or longest > LONGEST_NAME:
-        raise ValueError(f"not a usable path: a name in it has more than {LONGEST_NAME} bytes or a NUL byte")
-    return value
-
-
-PathText = Annotated[str, AfterValidator(_usable_path)]
-Expression = Annotated[str, AfterValidator(_regular_expression)]
-ModuleName = Annotated[str, AfterValidator(module_name)]
-Words = Annotated[tuple[str, ...], AfterValidator(_distinct_words)]
-AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
-AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
+from sft_play.config.methods import require_compatible
+from sft_play.config.values import (
+    Auto,
+    AutoOrAmount,
+    AutoOrCount,
+    AutoOrWorkers,
+    Count,
+    Expression,
+    Fraction,
+    ModuleName,
+    PathText,
+    PositiveFloat,
+    Precision,
+    Words,
+)
 
 
 class Section(BaseModel):
@@ -174,7 +128,7 @@ class DataConfig(Section):
     """Drop exact duplicates of earlier conversations."""
     limit: Count | None = None
     """Maximum number of rows to use from each file."""
-    num_workers: Annotated[Workers | Auto, BeforeValidator(_reject_bool)] = "auto"
+    num_workers: AutoOrWorkers = "auto"
     """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 
     @model_validator(mode="after")
@@ -294,7 +248,7 @@ class TrainConfig(Section):
     gradient_checkpointing: bool | Auto = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute. auto: chosen by
     the planner."""
-    mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(_yes_or_no)] = "auto"
+    mixed_precision: Precision = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
     optimizer: Literal[
         "adamw", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor",
