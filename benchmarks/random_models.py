@@ -10,7 +10,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import TuningConfig
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.load import attention, freeze_all_but_text, keep_differentiable, nf4
+from sft_play.model.load import attention, freeze_what_gets_no_gradient, keep_differentiable, nf4
 from sft_play.plan import Plan
 from sft_play.sizing.step import StepSpec
 
@@ -59,7 +59,7 @@ def random_model(
         quantize=tuning.mode == "qlora",
     )
     if tuning.mode == "full":
-        freeze_all_but_text(model)
+        freeze_what_gets_no_gradient(model)
         return model
     return attach_adapter(model, tuning.lora, autocast=spec.mixed_precision != "no")
 

@@ -22,7 +22,7 @@ def _reject_bool(value: object) -> object:
 
 def _positive(value: object) -> object:
     if isinstance(value, (int, float)) and not value > 0:
-        raise ValueError("expected a _positive number or 'auto'")
+        raise ValueError("expected a positive number or 'auto'")
     return value
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from sft_play.config.methods import ELEMENTWISE, lighter_modes
 from sft_play.config.schema import RunConfig
-from sft_play.errors import DoesNotFitError
+from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Plan
 from sft_play.planning.sentences import batch_sentence, dealing_sentence
 from sft_play.units import format_bytes
@@ -376,7 +376,10 @@ def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> st
     sufficient: list[str] = []
     partial: list[tuple[int, str]] = []
     for what, changed_config, changed_plan in possible_changes(config, smallest):
-        needed = estimate(changed_config, changed_plan)
+        try:
+            needed = estimate(changed_config, changed_plan)
+        except ConfigError:  # this model does not allow it
+            continue
         change = format_bytes(needed.process_bytes - memory.process_bytes)
         line = f"  {what}: {change}, then {format_bytes(needed.process_bytes)}"
         if needed.fits:

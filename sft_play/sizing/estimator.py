@@ -12,6 +12,7 @@ from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import read_deepspeed_config
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory
+from sft_play.sizing.four_bit import require_packable
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.traces import shared_traces
 from sft_play.sizing.work import Work
@@ -25,7 +26,7 @@ def estimator(
     device: memory.DeviceBudget,
     eval_shape: Callable[[Plan], tuple[int, int] | None] = lambda plan: None,
 ) -> Estimator:
-    """A function that predicts the memory of a plan.
+    """A function that predicts the memory of a plan; for QLoRA, it raises what `require_packable` does.
 
     Args:
         config: the architecture.
@@ -35,6 +36,8 @@ def estimator(
     traces = shared_traces(config)
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
+        if run.tuning.mode == "qlora":
+            require_packable(config)
         spec = StepSpec.of(run, plan, eval_shape(plan))
         engine = memory.Engine(
             name=plan.engine,

@@ -152,7 +152,7 @@ def test_what_is_cached_is_used_and_what_is_not_is_one_sentence(serve, tmp_path)
         hf_hub_download("org/other", "config.json")
 
 
-BUSY = "HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n{}\r\n\r\n"
+BUSY = "HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nContent-Length: 0\r\n{}\r\n\r\n"
 
 
 @pytest.mark.parametrize("header", ["Retry-After: 86400", 'RateLimit: "api";r=0;t=86400'])

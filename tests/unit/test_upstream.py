@@ -140,6 +140,7 @@ VALUES = {
     "torch:UntypedStorage.nbytes": ...,
     "transformers:AutoModelForCausalLM._model_mapping": ...,
     "transformers:PreTrainedModel._supports_sdpa": False,
+    "transformers:MixtralModel._can_record_outputs": ...,
     "transformers:PretrainedConfig._attn_implementation": ...,
     "deepspeed.checkpoint.constants:BASE_OPTIMIZER_STATE": "base_optimizer_state",
     "deepspeed.checkpoint.constants:OPTIMIZER_STATE_DICT": "optimizer_state_dict",

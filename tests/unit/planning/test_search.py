@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import DoesNotFitError
+from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Device, Memory
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
@@ -172,6 +172,20 @@ def test_a_misfit_says_by_how_much_and_what_would_fit():
 def test_a_hopeless_misfit_says_that_no_single_change_is_enough():
     with pytest.raises(DoesNotFitError, match="no single change is enough; these help most"):
         choose(config("qlora"), memory_of(1), clock(0.1))
+
+
+def test_what_the_model_does_not_allow_is_not_among_the_changes():
+    memory = memory_of(8)
+
+    def estimate(run, plan, complete=False) -> Memory:
+        if run.tuning.mode == "qlora":
+            raise ConfigError("most of its weights are fused experts")
+        return memory(run, plan, complete)
+
+    with pytest.raises(DoesNotFitError) as caught:
+        choose(config(), estimate, clock(0.1))
+
+    assert "qlora" not in str(caught.value) and "model.max_seq_len=" in str(caught.value)
 
 
 def test_alternatives_are_the_best_of_each_other_kind_with_their_cost():

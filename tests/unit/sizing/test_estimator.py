@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.sizing import step, trace, traces
 from sft_play.sizing.estimator import estimator, zero_buckets
@@ -126,3 +127,9 @@ def test_zero2_holds_fp32_states_for_16_bit_weights(estimate):
 
 def test_the_shipped_deepspeed_config_gives_the_buckets():
     assert zero_buckets().elements < 500_000_000
+
+
+def test_a_change_that_the_model_does_not_allow_has_no_memory():
+    estimate = estimator(small_config("mixtral", WIDE), device_budget("cuda", 10 * GIB))
+    with pytest.raises(ConfigError, match="fused experts"):
+        estimate(run("qlora"), PLAN)
