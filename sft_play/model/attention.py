@@ -120,6 +120,7 @@ def _attend_with_sinks(
     and the query has the score. The query at its position is dropped again.
     """
     head_dim, wider = query.shape[-1], (0, SINK_WIDTH, 1, 0)  # columns behind, one position in front
+    window = None if window is None or window >= query.shape[2] else window  # the sink is in none of them
     scale = options.pop("scale") or head_dim**-0.5
     scores = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
     query = torch.cat([query, pad(scores, (0, SINK_WIDTH - 1))], dim=-1)

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sft_play.errors import ConfigError, UntraceableModel
+from sft_play.model.attention_choice import has_sinks
 from sft_play.model.load import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 PREFETCHED_BATCHES = 1  # batches that the data loader holds besides the current one
 
 
@@ -125,7 +127,8 @@ def has_window(config: "PretrainedConfig", tokens: int) -> bool:
 def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
     """Whether attention over joined sequences takes memory with the square of their lengths.
 
-    So do the masks of windows, and on a CPU the scores where keys and values have different sizes (MLA).
+    So do the masks of windows. On a CPU also scores, where keys and values have different sizes (MLA) or
+    attention has dropout: its fused kernel does neither. There, sinks take a position of each sequence.
     """
     if takes_one_call(config, spec):
         return False
@@ -134,7 +137,9 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
     text = config.get_text_config()
     parts = [setting(text, f"qk_{part}_head_dim") or 0 for part in ("nope", "rope")]
     key_size = sum(parts) or setting(text, "head_dim")
-    return spec.device == "cpu" and (setting(text, "v_head_dim") or key_size) != key_size
+    uneven = (setting(text, "v_head_dim") or key_size) != key_size
+    slow = uneven or has_sinks(config) or any(setting(text, name) for name in ATTENTION_DROPOUT)
+    return spec.device == "cpu" and slow
 
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:
