@@ -34,9 +34,7 @@ REQUIREMENT = "lm_eval>=0.4.13,<0.4.14"
 BOOTSTRAPS = 1000  # for standard errors that have no formula
 REASON_CHARACTERS = 300  # of a library's error
 PARTS = ("result", BASE, MERGED)
-LOGIT_BYTES = (
-    12  # of each token and entry of the vocabulary: logits and their log_softmax, with room to spare
-)
+LOGIT_BYTES = 12  # for a token and an entry of the vocabulary: logits, their log_softmax, and room to spare
 LARGEST_SHARE = 0.5  # of the free memory for them; activations, keys and values need the rest
 
 
