@@ -34,7 +34,7 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
-from sft_play.errors import ConfigError, SftPlayError
+from sft_play.errors import SftPlayError, UntraceableModel
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
 from sft_play.model.load import build_model, load_model_config, load_tokenizer
@@ -113,8 +113,9 @@ class Outcome:
     crashed: bool = False  # with an error that is no refusal in words
     attention: str = ""
     joined: bool = False
-    predicted_bytes: int | None = None  # None: not traceable
+    predicted_bytes: int | None = None
     measured_bytes: int | None = None
+    traceable: bool = True  # as far as it was tried
 
     @property
     def error(self) -> float | None:
@@ -202,14 +203,14 @@ def step_of(job: Job) -> StepSpec:
     return replace(StepSpec.of(job.config, job.plan), eval_rows=None, eval_row_tokens=None, **shape)
 
 
-def peaks(job: Job) -> tuple[int | None, int]:
-    """Predicted and measured peak bytes of a step; the first is None if the model is not traceable."""
+def peaks(job: Job) -> tuple[int, int] | tuple[None, None]:
+    """Predicted and measured peak bytes of a step; nothing if the model is not traceable."""
     spec = step_of(job)
-    measured = measure_step(build_model(job.config, job.plan), replace(spec, cut_at_longest=spec.joined))
     try:
         traced = trace_step(job.architecture, spec).step.peaks()
-    except ConfigError:
-        return None, measured.peak
+    except UntraceableModel:
+        return None, None
+    measured = measure_step(build_model(job.config, job.plan), replace(spec, cut_at_longest=spec.joined))
     return max(peak.bytes for phase, peak in traced.items() if phase in measured.phases), measured.peak
 
 
@@ -219,7 +220,8 @@ def try_way(model_type: str, model: Path, output: Path, way: str, *, measure: bo
         job = make_job(model, output, way)
         with quiet_libraries(output / "log.txt"):
             run_two_steps(job)
-        predicted, measured = peaks(job) if measure and way != "packed" else (None, None)
+        sized = measure and way != "packed"
+        predicted, measured = peaks(job) if sized else (None, None)
     except SftPlayError as error:
         reason = str(error).splitlines()[0].replace(str(model), "the model")
         return Outcome(model_type, way, trained=False, refusal=reason)
@@ -228,7 +230,9 @@ def try_way(model_type: str, model: Path, output: Path, way: str, *, measure: bo
             model_type, way, trained=False, refusal=f"{type(error).__name__}: {error}", crashed=True
         )
     plan = job.plan
-    return Outcome(model_type, way, True, "", False, plan.attention, plan.padding_free, predicted, measured)
+    traceable = not sized or predicted is not None
+    found = (plan.attention, plan.padding_free, predicted, measured, traceable)
+    return Outcome(model_type, way, True, "", False, *found)
 
 
 def walk(names: list[str], *, measure: bool = True) -> Iterator[Outcome]:
@@ -314,9 +318,9 @@ def _cell(text: str) -> str:
 def _mark(outcome: Outcome) -> str:
     if not outcome.trained:
         return "**fails**" if outcome.crashed else _short(outcome.refusal) or "no"
-    if outcome.way == "packed" or outcome.measured_bytes is None:
-        return "yes"
-    return "yes, no forecast" if outcome.error is None else f"yes, {outcome.error:+.2%}"
+    if not outcome.traceable:
+        return "yes, no forecast"
+    return "yes" if outcome.error is None else f"yes, {outcome.error:+.2%}"
 
 
 def _short(refusal: str) -> str:

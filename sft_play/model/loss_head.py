@@ -43,7 +43,8 @@ def add_loss_head(model: Any) -> None:
 def _has_routers(model: Any) -> bool:
     """Whether any of its layers is one whose router logits transformers would record."""
     recorders = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
-    routers = [recorder["router_logits"] for recorder in recorders if "router_logits" in recorder]
+    found = [recorder["router_logits"] for recorder in recorders if "router_logits" in recorder]
+    routers = [router for each in found for router in (each if isinstance(each, list) else [each])]
     classes = tuple(getattr(router, "target_class", router) for router in routers)
     return not classes or any(isinstance(module, classes) for module in model.modules())
 

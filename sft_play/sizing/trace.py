@@ -49,18 +49,22 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
             trace = _trace(config, spec, all_layers)
             trace.step  # noqa: B018  raises LayersDiffer if the layers do not repeat
             return trace
-    except LayersDiffer:
-        if all_layers:
-            raise
-        return trace_step(config, spec, all_layers=True)
+    except LayersDiffer as error:
+        if not all_layers:
+            return trace_step(config, spec, all_layers=True)
+        raise _untraceable(config, str(error)) from error
     except ConfigError:
         raise
     except Exception as error:  # libraries can raise anything for an unusual architecture
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UntraceableModel(
-            f"the training step of {type(config).__name__} cannot be traced: {first_line}\n"
-            "Its memory can only be measured in real steps, not predicted; set train.batch_size to a number"
-        ) from error
+        raise _untraceable(config, first_line) from error
+
+
+def _untraceable(config: "PretrainedConfig", reason: str) -> UntraceableModel:
+    return UntraceableModel(
+        f"the training step of {type(config).__name__} cannot be traced: {reason}\n"
+        "Its memory can only be measured in real steps, not predicted; set train.batch_size to a number"
+    )
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def test_trl_keeps_its_own_kernel():
     assert model(input_ids=ids, labels=ids, fused_lm_head=True).entropy.shape == (1, 8)
 
 
-@pytest.mark.parametrize(("family", "balanced"), [("doge", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(("family", "balanced"), [("doge", False), ("qwen3_moe", True), ("jetmoe", True)])
 def test_only_a_model_with_routers_balances_them(family, balanced):
     model = AutoModelForCausalLM.from_config(miniature(family))
     model.config.output_router_logits = True  # as TRL sets it

@@ -147,6 +147,12 @@ def test_what_is_trained_beside_adapters_is_in_the_trace(tied, new_tokens, whole
         assert predicted[phase].bytes == pytest.approx(size, rel=1e-3), phase
 
 
+def test_layers_that_share_tensors_are_not_traceable():
+    spec = StepSpec(mode="full", joined=True, rows=4, row_tokens=32)
+    with pytest.raises(UntraceableModel, match="frees a block of layer"):
+        trace_step(miniature("gemma3n_text"), spec)
+
+
 def test_accumulation_keeps_the_gradients_alive_during_the_forward():
     config = small_config("llama", SMALL)
     once, again = (trace_step(config, on_gpu(mode="full", accumulates=a)).step.peaks() for a in (False, True))
