@@ -1,6 +1,7 @@
 """`make train-slurm` with the shipped batch file on two nodes: finished, interrupted, cancelled, broken."""
 
 import contextlib
+import re
 import shutil
 import time
 from pathlib import Path
@@ -50,7 +51,9 @@ def submit(slurm, config):
     def send(name: str, settings: str) -> str:
         run = (f"CONFIG={config}", f"ARGS={settings} output.name={name}", "ENGINE=ddp")
         done = slurm.run(*make_command("train-slurm", "NODES=2", "NGPU=0", "TIME=20", *run), cwd=REPOSITORY)
-        job_id = done.stdout.split()[1].rstrip(":")
+        found = re.search(r"squeue --job (\d+)", done.stdout)
+        assert found, done.stdout
+        job_id = found[1]
         written.extend(
             REPOSITORY / "logs" / file
             for file in (f"{name}.sbatch", f"train_{job_id}.out", f"train_{job_id}.err")
@@ -58,7 +61,6 @@ def submit(slurm, config):
         for said in (
             f"train_{job_id}.out",
             f"train_{job_id}.err",
-            f"squeue --job {job_id}",
             f"scancel {job_id}",
         ):
             assert said in done.stdout
