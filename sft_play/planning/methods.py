@@ -30,10 +30,8 @@ def _optimizer_note(optimizer: str, plan: Plan, trained_elements: Callable[[], i
     if not optimizer.startswith(PAGED):
         return [f"{optimizer}: {format_bytes(states)} of optimizer states in each process"]
     each = (1 if optimizer.endswith("8bit") else 4) * (1 if "lion" in optimizer else 2)
-    paged, found = (
-        each * trained_elements() - states,
-        f"{optimizer}: {format_bytes(states)} of optimizer states",
-    )
+    paged = each * trained_elements() - states
+    found = f"{optimizer}: {format_bytes(states)} of optimizer states"
     if paged <= 0:
         return [f"{found}, none of them paged: only those of large weights are"]
     return [

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FLASH3_WIDTHS = 64, 96, 128, 192, 256  # head sizes that FlashAttention 3 computes with
 FLASH_ROWS = 128  # the flash kernel rounds sequence lengths up to a multiple of this
 SPLITS = 200  # the memory-efficient kernel splits the keys of all heads into at most so many parts
+DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 LOCK = 4  # 32-bit words of a lock in front of each tile of its accumulator
 
 
@@ -309,13 +310,20 @@ def varlen_attention(spec: StepSpec) -> Callable:
     return attend
 
 
+def attention_dropout(config: "PretrainedConfig") -> float:
+    """The dropout of attention weights, which architectures call by several names."""
+    text = config.get_text_config()
+    return max(setting(text, name) or 0.0 for name in DROPOUT_NAMES)
+
+
 def takes_one_call(config: "PretrainedConfig", spec: StepSpec) -> bool:
     """Whether one call of attention serves all sequences that are joined."""
     text = config.get_text_config()
     head_dim = setting(text, "head_dim") or text.hidden_size // text.num_attention_heads
-    dropout = getattr(text, "attention_dropout", 0.0) or 0.0
     is_gpu = spec.joined and spec.device == "cuda" and not has_sinks(config)
-    return is_gpu and varlen_supports(spec.compute_capability, _dtype(spec), head_dim, dropout)
+    return is_gpu and varlen_supports(
+        spec.compute_capability, _dtype(spec), head_dim, attention_dropout(config)
+    )
 
 
 def _dtype(spec: StepSpec) -> torch.dtype:

@@ -16,7 +16,7 @@ from sft_play.model.load import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
 from sft_play.model.sizes import setting
-from sft_play.sizing.attention_kernels import takes_one_call, varlen_attention
+from sft_play.sizing.attention_kernels import attention_dropout, takes_one_call, varlen_attention
 from sft_play.sizing.fake import attach, decoder_layers, layer_of_modules, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
 from sft_play.sizing.optimizers import make_optimizer, optimizer_state
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 PREFETCHED_BATCHES = 1  # batches that the data loader holds besides the current one
 
 
@@ -142,8 +141,7 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
     parts = [setting(text, f"qk_{part}_head_dim") or 0 for part in ("nope", "rope")]
     key_size = sum(parts) or setting(text, "head_dim")
     uneven = (setting(text, "v_head_dim") or key_size) != key_size
-    slow = uneven or has_sinks(config) or any(setting(text, name) for name in ATTENTION_DROPOUT)
-    return spec.device == "cpu" and slow
+    return spec.device == "cpu" and (uneven or has_sinks(config) or attention_dropout(config) > 0)
 
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:

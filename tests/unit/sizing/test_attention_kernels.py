@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import MistralConfig
+from transformers import GPT2Config, MistralConfig
 
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
@@ -21,6 +21,7 @@ from sft_play.sizing.attention_kernels import (
     attention_sentence,
     choose_kernel,
     cuda_attention,
+    takes_one_call,
     varlen_attention,
 )
 from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
@@ -271,3 +272,12 @@ def test_each_sequence_more_costs_a_tile_in_the_traced_step():
         trace_step(config, joined_spec(A100, sequence_tokens=tokens)).sizes.sum() for tokens in (1000, 50)
     )
     assert many > few
+
+
+@pytest.mark.parametrize(("dropout", "one_call"), [(0.1, False), (0.0, True)])
+def test_joined_rows_take_one_call_unless_attention_has_dropout_by_any_name(dropout, one_call):
+    spec = StepSpec(
+        mode="full", dtype="bfloat16", mixed_precision="bf16", device="cuda", joined=True,
+        compute_capability=(9, 0), rows=2, row_tokens=64,
+    )  # fmt: skip
+    assert takes_one_call(GPT2Config(attn_pdrop=dropout), spec) is one_call
