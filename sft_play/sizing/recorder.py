@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -16,6 +17,19 @@ from sft_play.sizing.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 from sft_play.sizing.work import Work
 
 TEMPORARY = "temporaries"
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """A sum of two gradients that autograd has just formed: in a new tensor, since ours are fake.
+
+    Of real tensors it overwrites the first one, if nobody else holds it (`can_accumulate_inplace` in PyTorch's
+    input_buffer.cpp). Nobody does, if it is freed before anything else happens.
+    """
+
+    term: int  # the block of the first term
+    address: int  # of the sum's storage
+    peak: int  # bytes, before the sum
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -41,6 +55,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._rules: dict[Any, Any] = {}
         self._stops: list[int] = []  # operations recorded by the end of each segment
         self._open: dict[int, tuple[int, weakref.ref]] = {}
+        self._asked: set[int] = set()  # storages whose device was asked for since the last operation
+        self._sum: GradientSum | None = None  # the last event, if it was one
         self._phase, self._layer = "load", WHOLE_MODEL
         self._left_layer = False
 
@@ -74,7 +90,7 @@ class AllocationRecorder(TorchDispatchMode):
             return
         if self._left_layer:
             self.begin(self._phase)
-        block = len(self.sizes)
+        block, self._sum = len(self.sizes), None
         self.sizes.append(size)
         self.terms.append(term)
         self.owners.append(self._layer if owner is None else owner)
@@ -86,7 +102,19 @@ class AllocationRecorder(TorchDispatchMode):
     def _freed(self, address: int, _: Any) -> None:
         block, _ = self._open.pop(address)
         self.live -= self.sizes[block]
-        self.events.append(-(block + 1))
+        sum_, self._sum = self._sum, None
+        if sum_ and sum_.term == block:
+            self._add_in_place(sum_)
+        else:
+            self.events.append(-(block + 1))
+
+    def _add_in_place(self, found: GradientSum) -> None:
+        """Lets a sum of gradients live on in the block of its first term."""
+        _, storage = self._open[found.address]
+        self._open[found.address] = found.term, storage
+        for values in (self.events, self.sizes, self.terms, self.owners):
+            values.pop()
+        self.peak = max(found.peak, self.live)
 
     def blocks_alive(self) -> list[int]:
         """The blocks that are live now, oldest first."""
@@ -120,11 +148,33 @@ class AllocationRecorder(TorchDispatchMode):
             rule = self._rules[func] = rule_of(func)
         out = func(*args, **(kwargs or {}))
         if rule is asks:
+            if func is torch.ops.prim.device.default:
+                self._asked.add(args[0].untyped_storage()._cdata)
             return out
-        blocks = len(self.sizes)
+        blocks, peak = len(self.sizes), self.peak
         self.record(out)
         self.count(rule(args, out), sum(self.sizes[blocks:]))
+        if func is torch.ops.aten.add.Tensor and len(self.sizes) > blocks and self._adds_gradients(*args):
+            term, _ = self._open[args[0].untyped_storage()._cdata]
+            self._sum = GradientSum(term, out.untyped_storage()._cdata, peak)
+        else:
+            self._asked.clear()
         return out
+
+    def _adds_gradients(self, term: Any, other: Any, *_: Any) -> bool:
+        """Whether autograd itself adds these two, of any shape, and could leave the sum in the first one.
+
+        What a node of the graph returns, autograd asks for its device just before it adds it to another
+        gradient. No operation of the node itself comes after that.
+        """
+        if self._phase != "backward" or torch.is_grad_enabled() or not isinstance(other, torch.Tensor):
+            return False
+        return (
+            other.untyped_storage()._cdata in self._asked
+            and term.untyped_storage()._cdata in self._open
+            and term.dtype == other.dtype
+            and is_dense(term)
+        )
 
     def count(self, operation: Description, fresh: int = 0) -> None:
         """Records the work of an operation.
@@ -202,6 +252,12 @@ class AllocationRecorder(TorchDispatchMode):
                 stretch = list(consecutive)
                 ordered += sorted(stretch, reverse=True) if frees else stretch
         return ordered
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor of any shape lie side by side, in whatever order: no gaps, none twice."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 == tensor.numel()
 
 
 def counted(kind: int, like: torch.Tensor, m: float, n: float = 0, k: float = 0, moved: float = 0) -> None:
