@@ -23,6 +23,8 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sft_play.errors import ConfigError
+
 NAME = "varlen_sdpa"
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -191,7 +193,7 @@ def varlen_sdpa(
         query: [batch, heads, tokens, head_dim].
         key: [batch, key_value_heads, tokens, head_dim]; fewer heads than the query's with grouped queries.
         value: the shape of `key`.
-        attention_mask: unused; transformers builds none for this function.
+        attention_mask: None, since transformers builds none for this function.
         dropout: dropout probability during training.
         scaling: factor of the scores; default head_dim ** -0.5.
         sliding_window: how many tokens a token attends to, itself included.
@@ -202,7 +204,15 @@ def varlen_sdpa(
 
     Returns:
         The output, [batch, tokens, heads, head_dim], and no attention weights.
+
+    Raises:
+        ConfigError: the layer computes a mask of its own.
     """
+    if attention_mask is not None:
+        raise ConfigError(
+            f"model.attention={NAME}: {type(module).__name__} computes a mask of its own, which this attention "
+            "would ignore; set model.attention=sdpa or eager"
+        )
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     attend = _attend if s_aux is None else functools.partial(_attend_with_sinks, sinks=s_aux)
     if sequence_lengths is not None and s_aux is None and _takes_one_call(query, value, dropout):

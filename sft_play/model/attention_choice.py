@@ -45,8 +45,9 @@ def choose_attention(
             "attention (_supports_sdpa), so this version of transformers is not supported: run "
             "`make install`, or set model.attention"
         )
-    sinks = has_sinks(config)
-    if device == "cuda" and torch.cuda.is_available() and not sinks:  # the packages have none
+    sinks = has_sinks(config)  # the packages have none
+    flash = model_class is not None and model_class._supports_flash_attn and not sinks
+    if flash and device == "cuda" and torch.cuda.is_available():
         package = _flash_package(capability)
         if package:
             return package
@@ -77,7 +78,8 @@ def _require_supported(asked: str, config: PretrainedConfig) -> None:
         return
     lacks_ours = asked == attention.NAME and not calls_ours(config)
     lacks_sdpa = asked == "sdpa" and not model_class._supports_sdpa
-    if lacks_ours or lacks_sdpa:
+    lacks_flash = asked in FLASH_RUNS and not model_class._supports_flash_attn
+    if lacks_ours or lacks_sdpa or lacks_flash:
         raise ConfigError(
             f"model.attention={asked}: {model_class.__name__} does not support it; allowed for it: auto, "
             f"eager or {choose_attention('auto', config, 'cpu')}"
@@ -99,15 +101,24 @@ def calls_ours(config: PretrainedConfig) -> bool:
     """Whether the layers call the attention function that is registered, and leave the mask to it.
 
     Falcon's and others have classes of their own. Sparse and chunked attention (DeepSeek V3.2, Llama 4) read
-    a mask that the library makes for its own functions, whose names they know.
+    a mask that the library makes for its own functions, whose names they know. Doge's layers compute one.
     """
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if any(kind.endswith("_attention") for kind in kinds - ATTENTION_LAYERS - {"linear_attention"}):
         return False
     sources = [inspect.getsource(module) for module in _modeling_files(config)]
     return any("ALL_ATTENTION_FUNCTIONS" in source for source in sources) and not any(
-        "_attn_implementation in (" in source for source in sources
+        "_attn_implementation in (" in source or _passes_own_mask(source) for source in sources
     )
+
+
+def _passes_own_mask(source: str) -> bool:
+    """Whether a layer calls its attention with another mask than the one that it got."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func) == "attention_interface"]
+    masks = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "attention_mask"]
+    masks += [call.args[4] for call in calls if len(call.args) > 4]
+    return any(ast.unparse(mask) not in ("attention_mask", "None") for mask in masks)
 
 
 def has_sinks(config: PretrainedConfig) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DogeConfig,
     GemmaConfig,
     GptOssConfig,
     LlamaConfig,
@@ -11,6 +12,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from sft_play.errors import ConfigError
 from sft_play.model import attention
 
 SHAPE = dict(
@@ -43,6 +45,12 @@ def build(config, implementation: str):
         if name.endswith("sinks"):
             parameter.data.uniform_(-1, 3)
     return model
+
+
+def test_a_mask_that_a_layer_computes_is_not_ignored():
+    model = build(DogeConfig(**SHAPE), attention.NAME)
+    with pytest.raises(ConfigError, match="DogeAttention computes a mask of its own"):
+        model(input_ids=torch.randint(3, 64, (1, 9)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

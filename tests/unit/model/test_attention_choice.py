@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     DeepseekV32Config,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
     GptOssConfig,
@@ -26,8 +27,8 @@ def test_attention_is_chosen_by_what_the_model_can():
     assert choose_attention("auto", LlamaConfig(), "cpu") == attention.NAME
     assert choose_attention("auto", Gemma2Config(), "cpu") == "eager"  # soft-capped scores
     assert choose_attention("auto", GptOssConfig(), "cpu") == attention.NAME  # sinks
-    for config in (FalconConfig(), DeepseekV32Config(), Llama4TextConfig()):  # masks or classes of their own
-        assert choose_attention("auto", config, "cpu") == "sdpa"
+    for config in (FalconConfig(), DeepseekV32Config(), Llama4TextConfig(), DogeConfig()):
+        assert choose_attention("auto", config, "cpu") == "sdpa"  # masks or classes of their own
     assert choose_attention("sdpa", LlamaConfig(), "cpu") == "sdpa"
     assert choose_attention("auto", PretrainedConfig(), "cpu") == "eager"  # a class that is not known yet
 
@@ -49,6 +50,14 @@ def test_the_newest_package_that_is_made_for_the_gpu_is_taken(
     monkeypatch.setattr(attention_choice, "is_flash_attn_3_available", lambda kernels_fallback_ok: flash_3)
     monkeypatch.setattr(attention_choice, "is_flash_attn_2_available", lambda: flash_2)
     assert choose_attention("auto", LlamaConfig(), "cuda", capability) == expected
+
+
+def test_a_model_that_flash_attention_does_not_know_gets_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_choice, "is_flash_attn_2_available", lambda: True)
+    assert choose_attention("auto", DogeConfig(), "cuda", (8, 0)) == "sdpa"
+    with pytest.raises(ConfigError, match="model.attention=flash_attention_2: DogeForCausalLM does not support"):
+        choose_attention("flash_attention_2", DogeConfig(), "cuda", (8, 0))
 
 
 @pytest.mark.parametrize(
