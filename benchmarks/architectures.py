@@ -48,6 +48,9 @@ from sft_play.sizing.trace import trace_step
 from sft_play.train.trainer import prepare_session
 
 ROWS, LONGEST = 12, 40  # of the data
+STEP_TOKENS = 32  # in each of the 4 rows of the step whose memory is measured
+# Rows that are shorter than a block of its compressor leave weights without gradients.
+STEP_TOKENS_OF = {"deepseek_v4": 160}
 WAYS: dict[str, dict[str, Any]] = {
     "lora": {"tuning": {"mode": "lora", "lora": {"r": 4}}},
     "packed": {"tuning": {"mode": "lora", "lora": {"r": 4}}, "train": {"packing": True}},
@@ -199,7 +202,8 @@ def run_two_steps(job: Job) -> None:
 
 def step_of(job: Job) -> StepSpec:
     """A step as in the job, at a fixed shape."""
-    shape = {"rows": 4, "row_tokens": 32, "longest": None, "sequence_tokens": None, "supervised_share": 1.0}
+    tokens = STEP_TOKENS_OF.get(job.architecture.model_type, STEP_TOKENS)
+    shape = {"rows": 4, "row_tokens": tokens, "longest": None, "sequence_tokens": None, "supervised_share": 1.0}
     return replace(StepSpec.of(job.config, job.plan), eval_rows=None, eval_row_tokens=None, **shape)
 
 
