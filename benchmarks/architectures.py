@@ -203,7 +203,13 @@ def run_two_steps(job: Job) -> None:
 def step_of(job: Job) -> StepSpec:
     """A step as in the job, at a fixed shape."""
     tokens = STEP_TOKENS_OF.get(job.architecture.model_type, STEP_TOKENS)
-    shape = {"rows": 4, "row_tokens": tokens, "longest": None, "sequence_tokens": None, "supervised_share": 1.0}
+    shape = {
+        "rows": 4,
+        "row_tokens": tokens,
+        "longest": None,
+        "sequence_tokens": None,
+        "supervised_share": 1.0,
+    }
     return replace(StepSpec.of(job.config, job.plan), eval_rows=None, eval_row_tokens=None, **shape)
 
 

@@ -210,8 +210,8 @@ def varlen_sdpa(
     """
     if attention_mask is not None:
         raise ConfigError(
-            f"model.attention={NAME}: {type(module).__name__} computes a mask of its own, which this attention "
-            "would ignore; set model.attention=sdpa or eager"
+            f"model.attention={NAME}: {type(module).__name__} computes a mask of its own, which this "
+            "attention would ignore; set model.attention=sdpa or eager"
         )
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     attend = _attend if s_aux is None else functools.partial(_attend_with_sinks, sinks=s_aux)

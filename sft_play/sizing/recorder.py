@@ -23,8 +23,8 @@ TEMPORARY = "temporaries"
 class GradientSum:
     """A sum of two gradients that autograd has just formed: in a new tensor, since ours are fake.
 
-    Of real tensors it overwrites the first one, if nobody else holds it (`can_accumulate_inplace` in PyTorch's
-    input_buffer.cpp). Nobody does, if it is freed before anything else happens.
+    Of real tensors it overwrites the first one, if nobody else holds it (`can_accumulate_inplace` in
+    PyTorch's input_buffer.cpp). Nobody does, if it is freed before anything else happens.
     """
 
     term: int  # the block of the first term
@@ -255,7 +255,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor of any shape lie side by side, in whatever order: no gaps, none twice."""
+    """Whether the elements of a tensor of any shape lie side by side, in any order: no gaps, none twice."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 == tensor.numel()
 

@@ -56,7 +56,9 @@ def test_a_model_that_flash_attention_does_not_know_gets_another(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention_choice, "is_flash_attn_2_available", lambda: True)
     assert choose_attention("auto", DogeConfig(), "cuda", (8, 0)) == "sdpa"
-    with pytest.raises(ConfigError, match="model.attention=flash_attention_2: DogeForCausalLM does not support"):
+    with pytest.raises(
+        ConfigError, match="model.attention=flash_attention_2: DogeForCausalLM does not support"
+    ):
         choose_attention("flash_attention_2", DogeConfig(), "cuda", (8, 0))
 
 
