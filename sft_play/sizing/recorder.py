@@ -56,13 +56,14 @@ class AllocationRecorder(TorchDispatchMode):
         self._stops: list[int] = []  # operations recorded by the end of each segment
         self._open: dict[int, tuple[int, weakref.ref]] = {}
         self._asked: set[int] = set()  # storages whose device was asked for since the last operation
-        self._sum: GradientSum | None = None  # the last event, if it was one
+        self._sum: GradientSum | None = None  # if nothing has happened since
         self._phase, self._layer = "load", WHOLE_MODEL
         self._left_layer = False
 
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
         """Attributes the events that follow to this phase and layer."""
         self._close_segment()
+        self._sum = None
         self._phase, self._layer, self._left_layer = phase, layer, False
 
     def leave_layer(self) -> None:
@@ -143,6 +144,7 @@ class AllocationRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and records its results."""
+        self._sum = None
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = rule_of(func)

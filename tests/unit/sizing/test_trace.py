@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from benchmarks.cpu_meter import measure_step
@@ -14,6 +15,7 @@ from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UntraceableModel
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.load import attention, load_base
+from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.sizing.traces import Traces
@@ -145,6 +147,47 @@ def test_what_is_trained_beside_adapters_is_in_the_trace(tied, new_tokens, whole
     assert predicted["forward"].terms["weights"] + predicted["forward"].terms["adapters"] == measured.weights
     for phase, size in measured.phases.items():
         assert predicted[phase].bytes == pytest.approx(size, rel=1e-3), phase
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_are_summed_in_place_where_autograd_does_so(tied):
+    """A tied embedding has two, each as large as the logits' weight; an untied one has one."""
+    config = small_config("llama", WIDE | {"layers": 2, "vocabulary": 20_000}, tie_word_embeddings=tied)
+    spec = StepSpec(mode="full", row_tokens=16)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    measured, step = measure_step(model, spec), trace_step(config, spec).step
+    assert step.peaks()["backward"].bytes == pytest.approx(measured.phases["backward"], rel=1e-3)
+
+
+class Triple(torch.autograd.Function):
+    """Multiplies by three, and keeps the gradients that it returns if there is a place for them."""
+
+    kept: list | None = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        out = 3 * gradient
+        if Triple.kept is not None:
+            Triple.kept.append(out)
+        return out
+
+
+@pytest.mark.parametrize(("kept", "tensors"), [(None, 2), ([], 3)])
+def test_a_gradient_that_somebody_holds_is_not_overwritten(monkeypatch, kept, tensors):
+    monkeypatch.setattr(Triple, "kept", kept)
+    with FakeTensorMode():
+        x = torch.randn(10_000, requires_grad=True)
+        with AllocationRecorder() as recorder:
+            recorder.begin("forward")
+            loss = (x * 2).sum() + Triple.apply(x).sum()  # autograd begins with the last one
+            recorder.begin("backward")
+            before, recorder.peak = recorder.live, recorder.live
+            loss.backward()
+    assert recorder.peak - before == pytest.approx(tensors * 40_000, rel=1e-3)
 
 
 def test_layers_that_share_tensors_are_not_traceable():
