@@ -312,7 +312,7 @@ def build_model(
         autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
         adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids, start=start)
         if config.train.neftune_noise_alpha:
-            add_noise(adapted, config.train.neftune_noise_alpha)
+            add_noise(adapted, config.train.neftune_noise_alpha, config.train.seed)
         return adapted
     broken = first_not_finite(model.named_parameters())
     if broken:
@@ -322,7 +322,7 @@ def build_model(
         )
     freeze_what_gets_no_gradient(model)
     if config.train.neftune_noise_alpha:
-        add_noise(model, config.train.neftune_noise_alpha)
+        add_noise(model, config.train.neftune_noise_alpha, config.train.seed)
     return model
 
 

@@ -1,6 +1,7 @@
 """What the library's trainer has no argument for.
 
-LoRA+, adapters that start as a part of the weights, and optimizers whose result is an average.
+LoRA+, adapters that start as a part of the weights, noise that follows from the step, and optimizers whose
+result is an average.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from sft_play.model.decomposition import save_start
@@ -18,6 +20,10 @@ class AdapterTrainer(SFTTrainer):
     """TRL's trainer with LoRA+ if `plus_ratio` is set, and checkpoints with the start of the adapters."""
 
     plus_ratio: float | None = None  # learning rate of the B matrices / that of the A matrices
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(NoiseOfStep())
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of the arguments, for LoRA+ with PEFT's groups of parameters."""
@@ -57,6 +63,14 @@ class AdapterTrainer(SFTTrainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             save_start(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
+
+
+class NoiseOfStep(TrainerCallback):
+    """Tells the model which step its noise is for (model/noise.py)."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts as the trainer does, also in a resumed run."""
+        kwargs["model"].noise_step = state.global_step
 
 
 @contextmanager
