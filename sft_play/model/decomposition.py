@@ -5,9 +5,13 @@ the principal part of W is trained. What is learned, s * (B @ A - B0 @ A0), is s
 the rank for the W that everybody has.
 
 PEFT has both starts too, but rounds A0 and B0 to the type of the base after it has subtracted the exact ones,
-and OLoRA's A0 keeps the whole R in memory.
+and decomposes whole weights, which takes minutes for each large one. Here the cost grows with the rank.
+
+Ranks need not find the same start bit for bit: DDP and DeepSpeed send the weights of rank 0 to all, and rank
+0 saves its own start.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +23,9 @@ from torch import Tensor
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.report.progress import progress_bar
+from sft_play.runlog import console
+from sft_play.units import format_duration
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -26,6 +33,13 @@ if TYPE_CHECKING:
 START = "initial_adapter.safetensors"  # in a checkpoint: A0 and B0
 WEIGHTS = "adapter_model.safetensors"
 ADAPTER = "default"  # PEFT's name for the only one
+
+# Singular vectors of matrices with more rows and columns than this are found by iteration: PEFT's "fast SVD"
+# with 16 iterations, and a few more vectors than are kept, which makes these more exact (arXiv 0909.4061).
+EXACT_UP_TO = 256
+ITERATIONS, SPARE_VECTORS = 16, 8
+
+SAID_FROM = 10  # seconds of work, after which a line says how long it took
 
 
 def take_out_start(model: "PeftModel", lora: LoraSettings, saved: Path | None) -> None:
@@ -40,26 +54,36 @@ def take_out_start(model: "PeftModel", lora: LoraSettings, saved: Path | None) -
         ConfigError: a rank is larger than a weight, or a weight is NaN or infinite.
         CheckpointError: the file does not fit the model.
     """
+    layers = list(_adapted_layers(model))
+    for name, layer in layers:
+        _require_rank(name, layer, lora.init)
+    if any(layer.get_base_layer().weight.is_meta for _, layer in layers):
+        return
     starts = _read(saved) if saved else {}
     found: dict[str, Tensor] = {}
-    for name, layer in _adapted_layers(model):
-        rank, shape = layer.r[ADAPTER], tuple(layer.get_base_layer().weight.shape)
-        if rank > min(shape):
-            raise ConfigError(
-                f"tuning.lora.init={lora.init} decomposes weights, and that of {name}, {shape[0]} x "
-                f"{shape[1]}, has no rank {rank}; set tuning.lora.r, or the rank_pattern of that module, to "
-                f"{min(shape)} or less"
-            )
-        if layer.get_base_layer().weight.is_meta:
-            continue
-        keys = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-        if saved and not all(key in starts for key in keys):
-            raise CheckpointError(f"{saved} has no start of {name}; resume from another checkpoint")
-        start = tuple(starts[key] for key in keys) if saved else _start_of(name, layer, lora.init, rank)
-        a, b = (value.contiguous() for value in start)  # as in the file, so that products are the same
-        _take_out(layer, a, b)
-        found |= {keys[0]: a.cpu(), keys[1]: b.cpu()}
+    began = time.monotonic()
+    with progress_bar(f"{lora.init}: decomposing the weights", len(layers)) as advance:
+        for name, layer in layers:
+            keys = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+            if saved and not all(key in starts for key in keys):
+                raise CheckpointError(f"{saved} has no start of {name}; resume from another checkpoint")
+            start = tuple(starts[key] for key in keys) if saved else _start_of(name, layer, lora.init)
+            a, b = (value.contiguous() for value in start)  # as in the file, so that products are the same
+            _take_out(layer, a, b)
+            found |= {keys[0]: a.cpu(), keys[1]: b.cpu()}
+            advance(1)
     model.start_of_adapters = found  # type: ignore[assignment]  # in RAM, for whoever saves
+    if (seconds := time.monotonic() - began) > SAID_FROM:
+        console().print(f"  {lora.init}: decomposed {len(layers)} weights in {format_duration(seconds)}")
+
+
+def _require_rank(name: str, layer: Any, init: str) -> None:
+    rank, shape = layer.r[ADAPTER], tuple(layer.get_base_layer().weight.shape)
+    if rank > min(shape):
+        raise ConfigError(
+            f"tuning.lora.init={init} decomposes weights, and that of {name}, {shape[0]} x {shape[1]}, has "
+            f"no rank {rank}; set tuning.lora.r, or the rank_pattern of that module, to {min(shape)} or less"
+        )
 
 
 def _adapted_layers(model: "PeftModel") -> Iterator[tuple[str, Any]]:
@@ -77,19 +101,41 @@ def _weight(layer: Any) -> Tensor:
     return weight.T if layer.fan_in_fan_out else weight
 
 
-def _start_of(name: str, layer: Any, init: str, rank: int) -> tuple[Tensor, Tensor]:
+def _start_of(name: str, layer: Any, init: str) -> tuple[Tensor, Tensor]:
     """A0 [rank, in] and B0 [out, rank]."""
+    weight, rank = _weight(layer), layer.r[ADAPTER]
     try:
         if init == "olora":
-            q, r = torch.linalg.qr(_weight(layer))
-            return r[:rank].clone(), q[:, :rank].clone()  # not views, which would keep all of it
-        u, sizes, v = torch.linalg.svd(_weight(layer), full_matrices=False)
+            q = torch.linalg.qr(weight[:, :rank]).Q  # the first columns of the whole Q
+            return q.T @ weight, q
+        u, sizes, v = principal_part(weight, rank)
     except torch.linalg.LinAlgError as error:
         raise ConfigError(
             f"model.name: the weight of {name} cannot be decomposed, as if it were NaN or infinite: {error}"
         ) from error
-    roots = (sizes[:rank] / layer.scaling[ADAPTER]).sqrt()
-    return roots[:, None] * v[:rank], u[:, :rank] * roots
+    roots = (sizes / layer.scaling[ADAPTER]).sqrt()
+    return roots[:, None] * v.T, u * roots
+
+
+def principal_part(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest singular values of a matrix [out, in], and the vectors of each.
+
+    Large matrices are decomposed by iteration, which draws the same numbers in any process.
+
+    Returns:
+        [out, rank], [rank] and [in, rank].
+
+    Raises:
+        torch.linalg.LinAlgError: the weight is not finite.
+    """
+    columns = rank + SPARE_VECTORS
+    if min(weight.shape) <= max(EXACT_UP_TO, columns):
+        u, sizes, vt = torch.linalg.svd(weight, full_matrices=False)
+        return u[:, :rank], sizes[:rank], vt[:rank].T
+    with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+        torch.manual_seed(0)
+        u, sizes, v = torch.svd_lowrank(weight, q=columns, niter=ITERATIONS)
+    return u[:, :rank], sizes[:rank], v[:, :rank]
 
 
 def _take_out(layer: Any, a: Tensor, b: Tensor) -> None:

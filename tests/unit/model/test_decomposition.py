@@ -8,8 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.model import decomposition
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.decomposition import START, save_start, save_trained
+from sft_play.model.decomposition import EXACT_UP_TO, START, principal_part, save_start, save_trained
 
 IDS = torch.arange(7, 39)[None]
 
@@ -99,6 +100,41 @@ def test_a_rank_above_that_of_a_weight_is_refused_before_weights_are_loaded(tiny
             ConfigError, match=r"k_proj, 32 x 64, has no rank 33; set tuning.lora.r.* to 32 or less"
         ):
             attach_adapter(empty, LoraSettings(r=33, init="olora"))
+
+
+def test_a_large_weight_is_decomposed_quickly_and_almost_exactly_whatever_was_drawn_before():
+    size = EXACT_UP_TO + 40
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(length, size)).Q for length in (size, 2 * size))
+    sizes = torch.arange(1, size + 1) ** -0.25  # falls slowly, which is hard
+    weight = (u * sizes) @ v.T
+    state = torch.get_rng_state()
+    found = principal_part(weight, 16)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    assert all(map(torch.equal, found, principal_part(weight, 16)))
+    torch.testing.assert_close(found[1], sizes[:16], rtol=1e-3, atol=0)
+    for vectors, expected in ((found[0], u), (found[2], v)):
+        assert (expected[:, :16].T @ vectors).square().sum() > 0.999 * 16
+    rest = weight - (found[0] * found[1]) @ found[2].T
+    assert rest.norm() < 1.0001 * sizes[16:].norm()
+
+
+def test_olora_starts_with_the_beginning_of_the_whole_decomposition(tiny_model):
+    weight = base(tiny_model).model.layers[0].mlp.down_proj.weight.detach()
+    q, r = torch.linalg.qr(weight)
+    model = attach_adapter(base(tiny_model), LoraSettings(r=8, init="olora"))
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    torch.testing.assert_close(layer.lora_B["default"].weight.detach(), q[:, :8])
+    torch.testing.assert_close(layer.lora_A["default"].weight.detach(), r[:8])
+
+
+def test_decomposing_for_a_while_is_said(tiny_model, monkeypatch, capsys):
+    attach_adapter(base(tiny_model), LoraSettings(r=4, init="pissa"))
+    assert "decomposed" not in capsys.readouterr().out
+    monkeypatch.setattr(decomposition, "SAID_FROM", 0)
+    attach_adapter(base(tiny_model), LoraSettings(r=4, init="pissa"))
+    assert "  pissa: decomposed 14 weights in " in capsys.readouterr().out
 
 
 def test_a_weight_that_is_not_finite_is_named(tiny_model):
