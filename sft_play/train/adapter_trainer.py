@@ -26,27 +26,22 @@ class AdapterTrainer(SFTTrainer):
         self.add_callback(NoiseOfStep())
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The optimizer of the arguments, for LoRA+ with PEFT's groups of parameters."""
+        """The optimizer of the arguments; for LoRA+, the B matrices are in groups of their own.
+
+        PEFT's function for it gives their rate to vectors too, such as norms that are trained whole.
+        """
         if self.plus_ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)
-        from peft.optimizers import create_loraplus_optimizer
-
-        adapted: Any = self.model if model is None else model
-        kind, settings = self.get_optimizer_cls_and_kwargs(self.args, adapted)
-        rate = settings.pop("lr")
-        self.optimizer = create_loraplus_optimizer(
-            adapted,
-            kind,
-            lr=rate,
-            loraplus_lr_ratio=self.plus_ratio,
-            loraplus_lr_embedding=rate,
-            loraplus_weight_decay=self.args.weight_decay,
-            **settings,
-        )
+        optimizer = super().create_optimizer(model)
+        named = (self.model if model is None else model).named_parameters()  # type: ignore[union-attr]
+        b_matrices = {weight for name, weight in named if "lora_B" in name}
+        for group in list(optimizer.param_groups):
+            fast = [weight for weight in group["params"] if weight in b_matrices]
+            group["params"] = [weight for weight in group["params"] if weight not in b_matrices]
+            optimizer.add_param_group({**group, "params": fast, "lr": self.plus_ratio * group["lr"]})
         # DeepSpeed drops groups without parameters, after the schedule has got a rate for each
-        groups = self.optimizer.param_groups
-        groups[:] = [group for group in groups if group["params"]]
-        return self.optimizer
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)

@@ -1,5 +1,6 @@
 """A job on random tokenized rows, and its numbers: what the tests of the invariants start from."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from datasets import Dataset
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.batching import Share
+from sft_play.data.chat import IGNORED
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
 from sft_play.job import Job
@@ -20,9 +22,10 @@ from sft_play.planning.drafts import draft_plans
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
 from sft_play.runlog import open_run, read_metrics
-from tests.conftest import token_rows
+from tests.conftest import VOCABULARY, token_rows
 
 SEQ = 64
+NEW_TOKENS = ("<tool>", "w1 w2")
 
 
 def make_job(
@@ -108,3 +111,22 @@ def losses(job: Job) -> tuple[list[float], list[float]]:
     return [r["train/loss"] for r in records if "train/loss" in r], [
         r["eval/loss"] for r in records if "eval/loss" in r
     ]
+
+
+def new_token_rows(count: int, seed: int = 0) -> list[dict]:
+    """Rows as of `token_rows`, in which NEW_TOKENS of the tiny model stand, with loss and without."""
+    rows = []
+    for number, row in enumerate(token_rows(count, seed, longest=SEQ - 4)):
+        new, prompt = VOCABULARY + number % len(NEW_TOKENS), row["labels"].count(IGNORED)
+        ids = [new, *row["input_ids"], new]
+        rows.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:], "length": len(ids)})
+    return rows
+
+
+def tied_copy(model: Path, folder: Path) -> Path:
+    """The model with the weights of its embedding as its output head."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(model, folder)
+    AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True).save_pretrained(folder)
+    return folder

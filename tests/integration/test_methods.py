@@ -15,16 +15,38 @@ from sft_play.model.scoring import TokenScore, score_batch
 from sft_play.runlog import read_json
 from sft_play.train.trainer import prepare_session, train
 from tests.integration.cli import finish, make_workspace, sft, start
-from tests.integration.jobs import losses, make_job, seal
+from tests.integration.jobs import NEW_TOKENS, losses, make_job, new_token_rows, seal, tied_copy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MANY = {"mode": "lora", "lora": {"init": "pissa", "plus_ratio": 4, "rank_pattern": {"q_proj": 4}}}
 SETTINGS = dict(max_steps=6, save_steps=3, eval_steps=3, batch_size=4, learning_rate=1e-3)
+NEW = {"new_tokens": NEW_TOKENS, "rows": new_token_rows(100), "val": new_token_rows(21, seed=1)}
+OUTER = {"lora": {"modules_to_save": ("embed_tokens", "lm_head")}}
 KINDS = {
     "pissa, LoRA+, NEFTune, lion": MANY | {"optimizer": "lion_8bit", "neftune_noise_alpha": 5.0},
     "full, adafactor": {"mode": "full", "optimizer": "adafactor"},
+    "full, lion, NEFTune": {"mode": "full", "optimizer": "lion_32bit", "neftune_noise_alpha": 5.0},
     "schedule-free": {"optimizer": "schedule_free_adamw", "lr_schedule": "constant", "warmup_ratio": 0.3},
+    "olora, adafactor": {"lora": {"init": "olora", "use_rslora": True}, "optimizer": "adafactor"},
+    "norms": {"lora": {"modules_to_save": ("input_layernorm", "norm")}},
+    "embedding and head": OUTER,
+    "tied embedding and head": OUTER | {"tied": True},
+    "new tokens, pissa": NEW | {"lora": {"init": "pissa"}},
+    "tied new tokens, NEFTune": NEW | {"tied": True, "neftune_noise_alpha": 5.0},
+    "full, tied new tokens": NEW | {"tied": True, "mode": "full"},
 }
+
+
+@pytest.fixture
+def model_of(tiny_model, tmp_path):
+    """The model that a kind trains, and its other settings."""
+
+    def of(kind: dict):
+        settings = dict(kind)
+        tied = settings.pop("tied", False)
+        return tied_copy(tiny_model, tmp_path / "tied") if tied else tiny_model, settings
+
+    return of
 
 
 def weights(job):
@@ -43,28 +65,30 @@ def loss_of(model, rows) -> float:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, id=name, marks=[] if kind.get("lora") else pytest.mark.slow)
-        for name, kind in KINDS.items()
+        pytest.param(kind, id=name, marks=[] if number == 0 else pytest.mark.slow)
+        for number, (name, kind) in enumerate(KINDS.items())
     ],
 )
-def test_a_run_resumes_bit_for_bit_and_its_result_fits_the_original_base(tiny_model, tmp_path, kind):
+def test_a_run_resumes_bit_for_bit_and_its_result_fits_the_original_base(model_of, tmp_path, kind):
     if kind.get("optimizer") == SCHEDULE_FREE:
         pytest.importorskip("schedulefree", reason=EXTRAS["schedulefree"])
-    whole = make_job(tiny_model, tmp_path / "whole", "run", **SETTINGS, **kind)
+    model, kind = model_of(kind)
+    whole = make_job(model, tmp_path / "whole", "run", **SETTINGS, **kind)
     train(whole)
     shutil.copytree(whole.run.path, tmp_path / "again" / "run")
-    again = make_job(tiny_model, tmp_path / "again", "run", **SETTINGS, **kind, resume="auto")
+    again = make_job(model, tmp_path / "again", "run", **SETTINGS, **kind, resume="auto")
     shutil.rmtree(again.run.checkpoints / "checkpoint-6")
     train(again)
     expected = weights(whole)
     assert weights(again).keys() == expected.keys()
     for name, tensor in weights(again).items():
         assert torch.equal(tensor, expected[name]), name
+    assert losses(again) == losses(whole)
     assert abs(losses(whole)[1][-1] - losses(whole)[1][0]) > 1e-4
     folder = whole.run.model if kind.get("mode") == "full" else whole.run.adapter
-    model = load_for_inference(whole.config, folder)
-    add_loss_head(model)
-    assert loss_of(model, whole.data.val) == pytest.approx(min(losses(whole)[1][1:]), rel=1e-5)
+    found = load_for_inference(whole.config, folder)
+    add_loss_head(found)
+    assert loss_of(found, whole.data.val) == pytest.approx(min(losses(whole)[1][1:]), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -79,15 +103,16 @@ def test_without_the_start_of_its_adapters_a_checkpoint_is_not_resumed(tiny_mode
 
 
 def test_lora_plus_gives_b_its_own_rate_and_every_parameter_one_group(tiny_model, tmp_path):
-    job = make_job(tiny_model, tmp_path, "run", **MANY, weight_decay=0.1, learning_rate=1e-3)
+    kind = {"lora": MANY["lora"] | {"modules_to_save": ("norm",)}}
+    job = make_job(tiny_model, tmp_path, "run", **kind, weight_decay=0.1, learning_rate=1e-3)
     trainer = prepare_session(job).trainer
     trainer.create_optimizer_and_scheduler(10)
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     groups = trainer.optimizer.param_groups
-    assert [group["initial_lr"] for group in groups] == [1e-3, pytest.approx(4e-3)]
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.1]
-    for group, letter in zip(groups, "AB", strict=True):
-        assert group["params"] and all(f"lora_{letter}" in names[id(p)] for p in group["params"])
+    assert [group["initial_lr"] for group in groups] == [1e-3, 1e-3, pytest.approx(4e-3)]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0, 0.1]
+    for group, kind in zip(groups, ("lora_A", "model.norm", "lora_B"), strict=True):
+        assert group["params"] and all(kind in names[id(p)] for p in group["params"])
     trained = sum(parameter.requires_grad for parameter in trainer.model.parameters())
     assert sum(len(group["params"]) for group in groups) == trained
 
