@@ -5,7 +5,7 @@ the principal part of W is trained. What is learned, s * (B @ A - B0 @ A0), is s
 the rank for the W that everybody has.
 
 PEFT has both starts too, but rounds A0 and B0 to the type of the base after it has subtracted the exact ones,
-and decomposes whole weights, which takes minutes for each large one. Here the cost grows with the rank.
+and decomposes whole weights, which takes minutes for a large one. Here the cost grows with the rank.
 
 Ranks need not find the same start bit for bit: DDP and DeepSpeed send the weights of rank 0 to all, and rank
 0 saves its own start.

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.errors import CheckpointError
-from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.manifest import MANIFEST
 from sft_play.runlog import RunDir, read_metrics
 from sft_play.train.trainer import train
 from tests.conftest import token_rows
 from tests.integration.jobs import SEQ, make_job, seal
+from tests.integration.processes import assert_same_curve, launch_jobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
@@ -64,25 +64,13 @@ def launch(tiny_model, folder):
         specs = [
             {
                 "model": str(tiny_model),
-                "output": str(folder),
                 "name": name,
                 "only_look": settings.pop("only_look", False),
-                "settings": {**COMMON, "engine": engine, **settings},
+                "settings": {**COMMON, **settings},
             }
             for name, settings in jobs.items()
         ]
-        file = folder / f"{engine}-{processes}.json"
-        file.write_text(json.dumps(specs))
-        command = launch_command(
-            [str(Path(__file__).with_name("worker.py")), str(file)],
-            engine=engine,
-            device="cpu",
-            processes=processes,
-            cores=1,
-        )
-        result = run_launcher(command, RunDir(folder), processes=processes, timeout_s=500)
-        log = file.with_name(f"{file.stem}.0.log")
-        assert result.code == 0, f"{result.message}\n{log.read_text()[-3000:] if log.exists() else ''}"
+        launch_jobs(folder, engine, processes, specs)
 
     return run
 
@@ -143,25 +131,16 @@ def three(zero2, launch, folder):
     return folder
 
 
-def assert_same_curve(folder: Path, name: str, kind: str, after: int = 0) -> None:
+def assert_same_as_one(folder: Path, name: str, kind: str, after: int = 0) -> None:
     """Every loss, gradient norm and learning rate of a run is that of one process, from step `after` on."""
-    for key, tolerance in CLOSE.items():
-        theirs = {
-            r["step"]: r[key]
-            for r in read_metrics(RunDir(folder / f"one-{kind}"))
-            if key in r and r["step"] > after
-        }
-        ours = {
-            r["step"]: r[key] for r in read_metrics(RunDir(folder / name)) if key in r and r["step"] > after
-        }
-        assert ours.keys() == theirs.keys() and max(ours) == STEPS
-        assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=tolerance), key
+    assert_same_curve(folder / name, folder / f"one-{kind}", CLOSE, after)
+    assert read_metrics(RunDir(folder / name))[-1]["step"] == STEPS
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["zero2", "ddp"])
 def test_two_processes_learn_what_one_does(request, engine, kind):
-    assert_same_curve(request.getfixturevalue(engine), f"{engine}-{kind}", kind)
+    assert_same_as_one(request.getfixturevalue(engine), f"{engine}-{kind}", kind)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +154,7 @@ def test_two_processes_learn_what_one_does(request, engine, kind):
     ],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name, kind):
-    assert_same_curve(request.getfixturevalue(launched), f"{name}-{kind}", kind, after=SAVED)
+    assert_same_as_one(request.getfixturevalue(launched), f"{name}-{kind}", kind, after=SAVED)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +178,7 @@ def test_many_processes_go_on_as_one(request, tiny_model, launched, kind):
             **{**COMMON, **KINDS[kind], "resume": str(source)},
         )
     )
-    assert_same_curve(folder, f"{launched}-to-one-{kind}", kind, after=SAVED)
+    assert_same_as_one(folder, f"{launched}-to-one-{kind}", kind, after=SAVED)
     assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
 
 
@@ -244,7 +223,7 @@ def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp):
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_checkpointing_needs_no_static_graph(ddp, mode):
-    assert_same_curve(ddp, f"recomputed-{mode}-padded", f"{mode}-padded")
+    assert_same_as_one(ddp, f"recomputed-{mode}-padded", f"{mode}-padded")
 
 
 def test_ddp_looks_for_no_unused_parameters_and_keeps_gradients_once(ddp):

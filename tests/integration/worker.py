@@ -6,6 +6,8 @@ asked for
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds i
 from sft_play.job import Job  # noqa: E402
 from sft_play.launch.environment import RankEnvironment  # noqa: E402
 from sft_play.launch.ranks import finish_rank  # noqa: E402
+from sft_play.model import decomposition  # noqa: E402
 from sft_play.model.load import build_model  # noqa: E402
 from sft_play.runlog import quiet_libraries  # noqa: E402
 from sft_play.train import trainer  # noqa: E402
@@ -51,6 +54,22 @@ def look(job: Job) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def other_signs() -> Iterator[None]:
+    """In the block, this rank finds the singular vectors of weights with the other sign."""
+    principal_part = decomposition.principal_part
+
+    def negative(*args: Any) -> tuple[Any, ...]:
+        u, sizes, v = principal_part(*args)
+        return -u, sizes, -v
+
+    decomposition.principal_part = negative
+    try:
+        yield
+    finally:
+        decomposition.principal_part = principal_part
+
+
 def main(path: Path) -> int:
     specs = json.loads(path.read_text())
     ranks = RankEnvironment.read()
@@ -62,10 +81,11 @@ def main(path: Path) -> int:
             fault = spec.get("fault") or {"rank": None}
             if fault["rank"] == rank:
                 trainer.build_model = failing(build_model, fault["where"], set(fault["passes"]))
-            if spec.get("only_look"):
-                (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
-            else:
-                train(job)
+            with other_signs() if spec.get("other_signs_on") == rank else nullcontext():
+                if spec.get("only_look"):
+                    (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
+                else:
+                    train(job)
             trainer.build_model = build_model
     return finish_rank(ranks, 0)
 

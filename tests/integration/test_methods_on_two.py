@@ -1,0 +1,133 @@
+"""Every method learns on two processes what it does on one, and goes on there from what one has saved.
+
+fp32, no dropout, rows that no batch divides; one launch with DDP and one with ZeRO-2, for all methods.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.config.methods import ELEMENTWISE, SCHEDULE_FREE
+from sft_play.train.trainer import train
+from tests.conftest import token_rows
+from tests.integration.jobs import NEW_TOKENS, make_job, new_token_rows, tied_copy
+from tests.integration.processes import assert_same_curve, launch_jobs
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+STEPS, SAVED = 6, 3
+COMMON = {
+    "max_steps": STEPS, "save_steps": SAVED, "eval_steps": SAVED, "effective_batch_size": 12, "batch_size": 2,
+    "learning_rate": 1e-3, "weight_decay": 0.1,
+    "rows": token_rows(31), "val": token_rows(11, seed=1),
+}  # fmt: skip
+NEW = {"new_tokens": NEW_TOKENS, "rows": new_token_rows(31), "val": new_token_rows(11, seed=1)}
+OUTER = {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}}
+FREE = {"optimizer": SCHEDULE_FREE, "lr_schedule": "constant", "warmup_ratio": 0.3}
+KINDS = {
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "neftune-padded": {"neftune_noise_alpha": 5.0, "padding_free": False},
+    "lora-plus": {"lora": {"plus_ratio": 4}},
+    "lion": {"optimizer": "lion_32bit", "learning_rate": 1e-4},
+    "lion-8bit": {"optimizer": "lion_8bit", "learning_rate": 1e-4},
+    "adafactor": {"optimizer": "adafactor"},
+    "full-adafactor": {"mode": "full", "optimizer": "adafactor"},
+    "schedule-free": FREE,
+    "pissa": {"lora": {"init": "pissa"}},
+    "olora": {"lora": {"init": "olora"}},
+    "norms": {"lora": {"modules_to_save": ["input_layernorm", "norm"]}},
+    "outer": OUTER,
+    "tied-outer": OUTER | {"tied": True},
+    "new-tokens": NEW,
+    "tied-new-tokens": NEW | {"tied": True},
+    "qlora-new-tokens": NEW | {"mode": "qlora"},
+    "full-tied-new-tokens": NEW | {"tied": True, "mode": "full"},
+}  # fmt: skip
+if not find_spec("schedulefree"):
+    del KINDS["schedule-free"]
+WITH_ZERO2 = [kind for kind, settings in KINDS.items() if settings.get("optimizer", "adamw") in ELEMENTWISE]
+
+# Relative; sums in another order.
+CLOSE = {"train/loss": 1e-6, "eval/loss": 1e-6, "train/grad_norm": 2e-6, "train/learning_rate": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("methods")
+
+
+@pytest.fixture(scope="module")
+def settings_of(tiny_model, folder):
+    """The model of a kind, and the settings of its runs."""
+    tied = tied_copy(tiny_model, folder / "tied-model")
+
+    def of(kind: str, **more):
+        settings = {**COMMON, **KINDS[kind], **more}
+        return (tied if settings.pop("tied", False) else tiny_model), settings
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one(settings_of, folder):
+    """The runs of one process, by kind."""
+    for kind in KINDS:
+        model, settings = settings_of(kind)
+        train(make_job(model, folder, f"one-{kind}", **settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launch(one, settings_of, folder):
+    """Trains kinds on two processes, from the start and from the checkpoint of one process."""
+
+    def run(engine: str, kinds: list[str]) -> Path:
+        specs = []
+        for kind in kinds:
+            checkpoint = folder / f"one-{kind}" / "checkpoints" / f"checkpoint-{SAVED}"
+            for name, more in ((engine, {}), (f"{engine}-resumed", {"resume": str(checkpoint)})):
+                model, settings = settings_of(kind, **more)
+                specs.append({"model": str(model), "name": f"{name}-{kind}", "settings": settings})
+        if engine == "ddp":
+            model, settings = settings_of("pissa")
+            specs.append({"model": str(model), "name": "signs", "settings": settings, "other_signs_on": 1})
+        launch_jobs(folder, engine, 2, specs)
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ddp(launch):
+    return launch("ddp", list(KINDS))
+
+
+@pytest.fixture(scope="module")
+def deepspeed_z2(launch):
+    return launch("deepspeed_z2", WITH_ZERO2)
+
+
+RUNS = [("ddp", kind) for kind in KINDS] + [("deepspeed_z2", kind) for kind in WITH_ZERO2]
+
+
+@pytest.mark.parametrize(("engine", "kind"), RUNS)
+def test_two_processes_learn_what_one_does(request, engine, kind):
+    folder = request.getfixturevalue(engine)
+    assert_same_curve(folder / f"{engine}-{kind}", folder / f"one-{kind}", CLOSE)
+
+
+@pytest.mark.parametrize(("engine", "kind"), RUNS)
+def test_two_processes_go_on_as_one_would(request, engine, kind):
+    folder = request.getfixturevalue(engine)
+    assert_same_curve(folder / f"{engine}-resumed-{kind}", folder / f"one-{kind}", CLOSE, after=SAVED)
+
+
+def test_processes_that_find_other_singular_vectors_train_those_of_the_first(ddp):
+    assert_same_curve(ddp / "signs", ddp / "one-pissa", CLOSE)
+    found, expected = (
+        load_file(ddp / name / "adapter/adapter_model.safetensors") for name in ("signs", "one-pissa")
+    )
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
