@@ -77,7 +77,7 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         # PEFT's own treatment of autocast, as these runs had it
         stack.enter_context(patched(adapters, "leave_types_to_autocast", lambda model: None))
         model: Any = fake.attach(base, spec)
-        layers: Any = fake.decoder_layers(base)[2]
+        layers: Any = fake.layers_told_apart(base, stand_ins)
         _prepare(model, layers, run)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, flash=False))

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,8 @@ def skeleton(
     For QLoRA, linear layers are replaced as bitsandbytes replaces them.
 
     Returns:
-        The model, and for each layer of the full-depth model the layer that represents it.
+        The model, and for each layer of the full-depth model the layer that represents it; none if all layers
+        are there, which then need not be told apart.
     """
     attention.register()
     dtype = getattr(torch, spec.dtype)
@@ -51,10 +52,8 @@ def skeleton(
             dtype=dtype,
             attn_implementation=_attention_to_trace(config, spec),
         )
-        if all_layers or names_layers(spec.lora):
-            stand_ins = tuple(range(model.config.get_text_config().num_hidden_layers))
-        else:
-            stand_ins = keep_one_of_each_kind(model)
+        cut = not (all_layers or names_layers(spec.lora))
+        stand_ins = keep_one_of_each_kind(model) if cut else ()
         if spec.mode == "qlora":
             quantizer = AutoHfQuantizer.from_config(nf4(dtype))
             quantizer._process_model_before_weight_loading(model, device_map=None)
@@ -92,15 +91,30 @@ def _attention_to_trace(config: "PretrainedConfig", spec: StepSpec) -> str:
 def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
     """The module that holds the list of decoder layers, the list's attribute name, and the list itself.
 
+    It is as long as the config says, or of what transformers never splits over devices: some configs count
+    attention (LongCat Flash), or how often layers run (HRM).
+
     Raises:
-        LookupError: there is no module list as long as the config's number of layers.
+        LookupError: there is no such list.
     """
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():
-        for name, child in module.named_children():
-            if isinstance(child, torch.nn.ModuleList) and len(child) == count:
-                return module, name, child
-    raise LookupError(f"no list of {count} layers in {type(model).__name__}")
+    count, unsplit = model.config.get_text_config().num_hidden_layers, model._no_split_modules or ()
+    lists = [
+        (module, name, child)
+        for module in model.get_decoder().modules()
+        for name, child in module.named_children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) > 0
+    ]
+    as_long = (found for found in lists if len(found[2]) == count)
+    of_layers = (found for found in lists if all(type(each).__name__ in unsplit for each in found[2]))
+    found = next(as_long, None) or next(of_layers, None)
+    if found is None:
+        raise LookupError(f"no list of {count} layers in {type(model).__name__}")
+    return found
+
+
+def layers_told_apart(model: "PreTrainedModel", stand_ins: Sequence[int]) -> torch.nn.ModuleList:
+    """The decoder layers that a trace tells apart because they stand for others; none if all are traced."""
+    return decoder_layers(model)[2] if stand_ins else torch.nn.ModuleList()
 
 
 def layer_kinds(layers: torch.nn.ModuleList) -> list[int]:

@@ -44,7 +44,7 @@ class StepTrace:
     terms: np.ndarray  # [B] index into TERMS
     owners: np.ndarray  # [B] traced layer that the block belongs to, or WHOLE_MODEL
     segments: tuple[Segment, ...]
-    stand_ins: tuple[int, ...]  # for each layer of the model, the traced layer that represents it
+    stand_ins: tuple[int, ...]  # for each layer, the traced layer that represents it; () if all are traced
     work: Work = NO_WORK  # what the step computes
 
     def same_structure(self, other: "StepTrace") -> bool:
@@ -56,6 +56,11 @@ class StepTrace:
             and np.array_equal(self.terms, other.terms)
             and self.work.same_operations(other.work)
         )
+
+    @property
+    def traced_layers(self) -> int:
+        """How many layers the trace tells apart."""
+        return max(self.stand_ins, default=-1) + 1
 
     def born_in(self, phase: str) -> np.ndarray:
         """Whether each block is allocated in this phase, [blocks]."""
@@ -179,7 +184,7 @@ class _Expansion:
         self.trace = trace
         self.owners: list[int] = trace.owners.tolist()  # a list is faster than an array to index one by one
         self.lifetimes = _lifetimes(trace)
-        self.copies: list[list[int]] = [[] for _ in range(max(trace.stand_ins) + 1)]
+        self.copies: list[list[int]] = [[] for _ in range(trace.traced_layers)]
         for layer, stand_in in enumerate(trace.stand_ins):
             self.copies[stand_in].append(layer)
         self.crossing = self._crossing_blocks()
@@ -294,14 +299,14 @@ def expand(trace: StepTrace) -> Timeline:
         LayersDiffer: the blocks that traced layers pass to each other do not match when layers are repeated.
     """
     expansion = _Expansion(trace)
-    traced = max(trace.stand_ins) + 1
+    upwards = list(range(trace.traced_layers))
     for sweep in sweeps(trace.segments):
         if sweep[0].layer == WHOLE_MODEL:
             expansion.whole_model_segment(sweep[0])
             continue
         segment_of = {segment.layer: segment for segment in sweep}
         order = [segment.layer for segment in sweep]
-        if order not in (list(range(traced)), list(range(traced - 1, -1, -1))):
+        if order not in (upwards, upwards[::-1]):
             raise LayersDiffer(f"layers ran in the order {order}")
         layers = range(len(trace.stand_ins))
         for layer in layers if order[0] == 0 else reversed(layers):

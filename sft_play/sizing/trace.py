@@ -17,12 +17,12 @@ from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
 from sft_play.model.sizes import setting
 from sft_play.sizing.attention_kernels import attention_dropout, takes_one_call, varlen_attention
-from sft_play.sizing.fake import attach, decoder_layers, layer_of_modules, materialise, skeleton
+from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
 from sft_play.sizing.optimizers import make_optimizer, optimizer_state
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
+from sft_play.sizing.timeline import WHOLE_MODEL, StepTrace
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,10 +37,10 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
     Args:
         config: the architecture.
         spec: the step.
-        all_layers: trace every decoder layer instead of one of each kind.
+        all_layers: trace every decoder layer instead of one of each kind, where this works.
 
     Raises:
-        UntraceableModel: an operation depends on data, or the architecture has no list of decoder layers.
+        UntraceableModel: an operation depends on data.
     """
     try:
         with warnings.catch_warnings(), _garbage_collector_off():
@@ -48,13 +48,11 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
             trace = _trace(config, spec, all_layers)
             trace.step  # noqa: B018  raises LayersDiffer if the layers do not repeat
             return trace
-    except LayersDiffer as error:
-        if not all_layers:
-            return trace_step(config, spec, all_layers=True)
-        raise _untraceable(config, str(error)) from error
     except ConfigError:
         raise
     except Exception as error:  # libraries can raise anything for an unusual architecture
+        if not all_layers:  # the layers differ, or the model works with all of them only (Gemma 3n)
+            return trace_step(config, spec, all_layers=True)
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _untraceable(config, first_line) from error
 
@@ -87,7 +85,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     if spec.neftune:
         add_noise(model, 1.0)
     prepare_for_training(model, spec)
-    layers = decoder_layers(base)[2]
+    layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
         recorder = SymbolicRecorder(

@@ -139,6 +139,8 @@ VALUES = {
     "torch:UntypedStorage._cdata": ...,
     "torch:UntypedStorage.nbytes": ...,
     "transformers:AutoModelForCausalLM._model_mapping": ...,
+    "transformers:AutoModelForImageTextToText._model_mapping": ...,
+    "transformers:LlamaPreTrainedModel._no_split_modules": ["LlamaDecoderLayer"],
     "transformers:PreTrainedModel._supports_sdpa": False,
     "transformers:MixtralModel._can_record_outputs": ...,
     "transformers:PretrainedConfig._attn_implementation": ...,
