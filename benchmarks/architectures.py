@@ -8,6 +8,7 @@ its peak memory is predicted by a trace and measured by the allocator's own even
 """
 
 import argparse
+import copy
 import json
 import random
 import re
@@ -15,7 +16,8 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from rich.markup import escape
-from transformers import AutoModelForCausalLM, IntervalStrategy
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    IntervalStrategy,
+    PretrainedConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.cpu_meter import measure_step
@@ -34,10 +42,11 @@ from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
-from sft_play.errors import SftPlayError, UntraceableModel
+from sft_play.errors import ConfigError, SftPlayError, UntraceableModel
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
 from sft_play.model.load import build_model, load_model_config, load_tokenizer
+from sft_play.model.support import know_multimodal, require_decoder
 from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import allowed_plans
@@ -135,9 +144,20 @@ def save_miniature(model_type: str, folder: Path) -> None:
         Exception: transformers cannot build it from this config, or not without a further package.
     """
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(miniature(model_type)).save_pretrained(folder)
-    miniature(model_type).save_pretrained(folder)  # as published, also if the model is only a part of it
+    config = miniature(model_type)
+    config.save_pretrained(folder)  # also if there is no model
     byte_level_tokenizer([], VOCABULARY, POSITIONS).save_pretrained(folder)
+    random_model(config).save_pretrained(folder)
+    config.save_pretrained(folder)  # as published, also if the model is only a part of it
+
+
+def random_model(config: PretrainedConfig) -> Any:
+    """The model as it is published: with its vision tower, if this can be built here."""
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        with suppress(Exception):  # a further package, or more settings than those of the text
+            return AutoModelForImageTextToText.from_config(copy.deepcopy(config))
+        know_multimodal(config)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
 def random_rows(count: int, seed: int) -> Dataset:
@@ -245,7 +265,7 @@ def try_way(model_type: str, model: Path, output: Path, way: str, *, measure: bo
     return Outcome(model_type, way, True, "", False, *found)
 
 
-def walk(names: list[str], *, measure: bool = True) -> Iterator[Outcome]:
+def walk(names: list[str], ways: Iterable[str] = tuple(WAYS), *, measure: bool = True) -> Iterator[Outcome]:
     """The outcome of each way of each architecture; one with the way "build" if it cannot be built here."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
@@ -253,11 +273,21 @@ def walk(names: list[str], *, measure: bool = True) -> Iterator[Outcome]:
             try:
                 save_miniature(name, model)
             except Exception as error:  # of transformers, about a config that it made itself
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                yield Outcome(name, "build", trained=False, refusal=reason)
+                yield _not_built(name, model, error)
                 continue
-            for way in WAYS:
+            for way in ways:
                 yield try_way(name, model, output, way, measure=measure)
+
+
+def _not_built(name: str, folder: Path, error: Exception) -> Outcome:
+    """The outcome of an architecture that is refused for its config alone, or could not be built."""
+    reason, way = (str(error).strip() or type(error).__name__).splitlines()[0], "build"
+    if (folder / "config.json").is_file():
+        try:
+            require_decoder(AutoConfig.from_pretrained(folder))
+        except ConfigError as refusal:
+            reason, way = str(refusal).splitlines()[0], "lora"
+    return Outcome(name, way, trained=False, refusal=reason)
 
 
 def read_outcomes() -> list[Outcome]:

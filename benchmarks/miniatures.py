@@ -4,7 +4,10 @@ import re
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, INNER, VOCABULARY, POSITIONS = 64, 4, 2, 16, 128, 320, 512
 MOST = 64  # of any other number above SMALL: a width that nobody has heard of
@@ -12,6 +15,11 @@ SMALL = 128
 SPREAD = 0.15  # of the random weights: with so few channels, tokens would hardly see each other with less
 FEWEST_LAYERS = 2
 LEFT_OUT = ("id2label", "label2id", "per_layer_config")
+# Multimodal models that people fine-tune on text, besides those that are in the mapping of causal models.
+MULTIMODAL = (
+    "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next", "mistral3", "ovis2", "paligemma",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+)  # fmt: skip
 
 # The first pattern that matches the whole name of a setting gives its value.
 SIZES: tuple[tuple[str, int], ...] = (
@@ -31,20 +39,37 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|\w*max_sequence_length", POSITIONS),
     (r"\w*lora_rank", 16),
     (r"\w*sliding_window|\w*window_size|attention_chunk_size", 32),
-    (r"\w*(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers)", FEWEST_LAYERS),
+    (r"\w*(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_blocks)", FEWEST_LAYERS),
 )
 
 MLA = {"num_key_value_heads": HEADS}  # multi-head latent attention: all heads have keys and values
-# What some architectures need besides; their defaults leave it out, or sizes depend on each other.
+# What a config is refused without.
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size": HIDDEN, "num_hidden_layers": FEWEST_LAYERS,
+            "vocab_size": VOCABULARY, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        },
+    },
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}  # time, height, width
+# What some architectures need besides, also as a part of others; their defaults leave it out, or sizes depend
+# on each other.
 CHANGES: dict[str, dict[str, Any]] = {
     "axk1": MLA,
     "axk2": MLA,
     "bailing_hybrid": MLA | {"num_expert_group": 2},
     "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": {"rope_parameters": None},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE}},
+    "dbrx": {"attn_config": {"kv_n_heads": GROUPS, "rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": MLA | {"num_experts_per_tok": 2},
     "deepseek_v3": MLA,
     "deepseek_v32": MLA,
+    "dots3_note_text": MLA | {
+        "use_dsa": True, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS,
+        "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 2 * HEAD_DIM,
+        "swa_qk_nope_head_dim": HEAD_DIM, "swa_v_head_dim": HEAD_DIM,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 128},
     "flint": {"mlp_only_layers": [0]},
@@ -57,6 +82,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": MLA,
     "glm_moe_dsa": MLA,
     "gptj": {"rotary_dim": 8},
+    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "kimi_linear": MLA,
@@ -66,11 +92,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minicpm3": MLA,
     "ministral": {"head_dim": HEAD_DIM},
     "nemotron": {"num_key_value_heads": GROUPS},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "qwen3_vl_text": {"rope_parameters": MROPE},
     "qwen4_exp_text": {
-        "indexer_n_heads": HEADS, "indexer_kv_heads": GROUPS, "indexer_head_dim": HEAD_DIM,
+        "indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM,
         "indexer_budget": 32, "indexer_compress_ratio": 4,
     },
-    "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "youtu": MLA,
     "zamba": {
@@ -86,13 +114,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def architectures() -> dict[str, str]:
-    """The class of each `model_type` that `AutoModelForCausalLM` can build."""
-    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """The class of each `model_type` that `AutoModelForCausalLM` can build, and of multimodal ones."""
+    multimodal = {name: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name in MULTIMODAL}
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | multimodal
 
 
 def miniature(model_type: str) -> PretrainedConfig:
     """A small config of an architecture, with one layer of each kind that it has, and at least two."""
-    tree = _shrunk(AutoConfig.for_model(model_type).to_dict()) | CHANGES.get(model_type, {})
+    needed = NEEDED.get(model_type, {})
+    tree = _shrunk(AutoConfig.for_model(model_type, **needed).to_dict()) | needed
     return AutoConfig.for_model(**tree | {"model_type": model_type})
 
 
@@ -111,7 +141,7 @@ def _shrunk(tree: dict[str, Any]) -> dict[str, Any]:
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
         if isinstance(small.get(name), int):
             small[name] = len(kept)
-    return small
+    return small | CHANGES.get(tree.get("model_type", ""), {})
 
 
 def _layers_to_keep(tree: dict[str, Any], count: int) -> list[int]:

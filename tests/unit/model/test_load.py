@@ -5,6 +5,7 @@ import bitsandbytes
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
@@ -81,6 +82,24 @@ def test_under_autocast_the_adapter_keeps_fewer_bytes_and_has_the_same_gradients
 def test_dora_computes_its_norms_in_fp32_under_autocast_too(tiny_model):
     model = attach_adapter(base(tiny_model), LoraSettings(r=4, use_dora=True), autocast=True)
     assert all(getattr(module, "cast_input_dtype_enabled", True) for module in model.modules())
+
+
+def test_of_gemma_3n_the_text_part_is_loaded_without_the_package_of_its_vision_tower(tmp_path):
+    config, inside = miniature("gemma3n"), "model.language_model."
+    text = AutoModelForCausalLM.from_config(config.text_config)
+    weights = {
+        name.replace("model.", inside, 1): each for name, each in text.model.named_parameters(prefix="model")
+    }
+    save_file(weights | {"model.vision_tower.conv.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    load_model_config(ModelConfig(name=str(tmp_path)))
+
+    loaded = base(tmp_path)
+
+    assert type(loaded) is type(text)
+    assert all(
+        torch.equal(one, other) for one, other in zip(loaded.parameters(), text.parameters(), strict=True)
+    )
 
 
 def test_qlora_holds_the_base_in_four_bits(tiny_model):

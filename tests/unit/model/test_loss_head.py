@@ -124,3 +124,22 @@ def test_only_a_model_with_routers_balances_them(family, balanced):
     plain, weighted = (token_loss(model, batch, router_weight=weight) for weight in (0.0, 1.0))
 
     assert (plain != weighted) == balanced
+
+
+def test_logits_that_are_capped_by_another_name_are_capped():
+    config = miniature("xlstm")
+    config.output_logit_soft_cap = 0.5
+    model = AutoModelForCausalLM.from_config(config).eval()
+    add_loss_head(model)
+    ids = torch.arange(7, 23)[None]
+
+    with torch.no_grad():
+        own = (
+            model(input_ids=ids, use_cache=False)
+            .logits[:, :-1]
+            .log_softmax(-1)
+            .gather(-1, ids[:, 1:, None])[..., 0]
+        )
+        tiled = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).log_probs
+
+    torch.testing.assert_close(tiled, own)

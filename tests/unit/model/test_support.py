@@ -1,12 +1,25 @@
 """Architectures that are refused before anything is loaded."""
 
 import pytest
-from transformers import BartConfig, BertConfig, BltConfig, GitConfig, LlamaConfig, XLNetConfig
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    BltConfig,
+    CLIPTextConfig,
+    Gemma4UnifiedAssistantConfig,
+    GitConfig,
+    LlamaConfig,
+    XLNetConfig,
+)
 
+from benchmarks.miniatures import miniature
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model.load import load_model_config
 from sft_play.model.support import require_decoder
+from sft_play.model.targets import text_prefix
 
 
 @pytest.mark.parametrize(
@@ -17,6 +30,8 @@ from sft_play.model.support import require_decoder
         (XLNetConfig(), "xlnet reads texts in both directions"),
         (GitConfig(), "git describes images"),
         (BltConfig(), "blt has no single width"),
+        (Gemma4UnifiedAssistantConfig(), "gemma4_unified_assistant drafts tokens for another model"),
+        (CLIPTextConfig(), "clip_text_model is no language model, as far as transformers 5"),
     ],
 )
 def test_what_is_no_decoder_is_refused_with_what_can_be_trained(config, said):
@@ -27,6 +42,17 @@ def test_what_is_no_decoder_is_refused_with_what_can_be_trained(config, said):
 def test_decoders_pass():
     require_decoder(LlamaConfig())
     require_decoder(BertConfig(is_decoder=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "mistral3"])
+def test_the_text_part_of_a_multimodal_model_passes_and_can_be_built(kind):
+    config = miniature(kind)
+
+    require_decoder(config)
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert text_prefix(model) == "model.language_model"
 
 
 def test_what_a_model_is_comes_before_the_sizes_in_its_config(tmp_path):
