@@ -50,7 +50,7 @@ from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
 from sft_play.planning.batch import batch_choices
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.profiling import ensure_profile
+from sft_play.planning.profiles import ensure_profile
 from sft_play.planning.run import plan_run
 from sft_play.runlog import console, open_run, quiet_libraries
 from sft_play.train.memory_meter import MemoryMeter

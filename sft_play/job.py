@@ -22,7 +22,7 @@ from sft_play.machine.gpus import Machine, detect
 from sft_play.model.data import load_data
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.profiling import ensure_profile
+from sft_play.planning.profiles import ensure_profile
 from sft_play.planning.run import plan_run
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import RunDir, cache_dir, console, open_run, set_aside_earlier_run

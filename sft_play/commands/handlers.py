@@ -29,7 +29,7 @@ def device_profile(args: argparse.Namespace) -> int:
     from sft_play.runlog import console
 
     with importing():
-        from sft_play.planning.profiling import saved_profile
+        from sft_play.planning.profiles import saved_profile
     tree = json.loads(saved_profile(detect(), 1, again=args.again).to_json())
     if args.json:
         print_json(tree)

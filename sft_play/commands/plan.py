@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -11,18 +11,16 @@ from sft_play.builtin.demo import materialise
 from sft_play.config.load import ResolvedConfig, config_from, load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import detect, what_if
-from sft_play.model.published import hub_name, planning_config
+from sft_play.model.published import hub_name
 from sft_play.planning.cards import MODES, plans_by_card, tokens_per_second
 from sft_play.planning.facts import DataFacts, data_facts
-from sft_play.planning.profiling import ensure_profile
+from sft_play.planning.profiles import ensure_profile
 from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
 from sft_play.report.plan import cards_report, plan_report
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import cache_dir, quiet_libraries
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from sft_play.sizing.architecture import Architecture, planning_architecture
 
 NO_DATA = "data/train.jsonl"  # stands for the rows in a config that is made from --model
 
@@ -37,22 +35,22 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
     with quiet_libraries(cache_dir() / "plan.log"):
         resolved = _config(args)
         config = resolved.config
-        model_config, notes = planning_config(config.model)
-        facts = DataFacts.unseen(config, model_config)
+        architecture, notes = planning_architecture(config.model)
+        facts = DataFacts.unseen(config, architecture)
         if config.data.sources or resolved.origins["data.train_path"] != "default":
-            facts = data_facts(config, model_config, progress=not args.json)
+            facts = data_facts(config, architecture, progress=not args.json)
         if args.model and not args.gpu:
             with spinner(PLANNING):
-                tree = _on_each_card(resolved, model_config, facts, args.gpus or 1) | {"why": notes}
+                tree = _on_each_card(resolved, architecture, facts, args.gpus or 1) | {"why": notes}
             return tree, cards_report(tree)
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
         processes = args.gpus or len(machine.gpus) or 1
         if not args.gpu:
             ensure_profile(machine, processes)
         with spinner(PLANNING):
-            chosen = plan_run(config, model_config, facts, machine, processes)
+            chosen = plan_run(config, architecture, facts, machine, processes)
             chosen = replace(chosen, why=(*chosen.why, *notes))
-            scales = scaling(config, model_config, facts, machine)
+            scales = scaling(config, architecture, facts, machine)
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
     return tree | {"scaling": scales}, plan_report(tree, scales)
@@ -81,7 +79,7 @@ def _config(args: argparse.Namespace) -> ResolvedConfig:
 
 
 def _on_each_card(
-    resolved: ResolvedConfig, model_config: "PretrainedConfig", facts: DataFacts, gpus: int
+    resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts, gpus: int
 ) -> dict[str, Any]:
     """The plans for the common GPUs, in the tuning mode that was asked for or in each."""
     config = resolved.config
@@ -90,5 +88,5 @@ def _on_each_card(
         "model": config.model.name,
         "gpus": gpus,
         "row_tokens": facts.longest_row,
-        "cards": plans_by_card(config, model_config, facts, gpus, modes),
+        "cards": plans_by_card(config, architecture, facts, gpus, modes),
     }

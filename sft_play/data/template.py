@@ -57,21 +57,37 @@ def use_template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
         if tokenizer.chat_template:
             return "the tokenizer's own"
         setting = "plain"
-    if setting in {file.stem for file in SHIPPED.glob("*.jinja")}:
+    if setting in shipped_templates():
         if setting == "chatml" and not set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
             raise ConfigError(
                 f"data.chat_template=chatml needs the tokens {' and '.join(CHATML_TOKENS)}, which this "
                 f"tokenizer does not have. Add them with model.new_tokens={json.dumps(CHATML_TOKENS)}, or "
                 "use data.chat_template=plain"
             )
-        tokenizer.chat_template = (SHIPPED / f"{setting}.jinja").read_text(encoding="utf-8")
+        tokenizer.chat_template = template_text(setting)
         return f"the shipped {setting}.jinja"
-    tokenizer.chat_template = _read_template(Path(setting).expanduser())
+    tokenizer.chat_template = template_text(setting)
     return setting
 
 
+def shipped_templates() -> list[str]:
+    """The names of the templates that come with this package."""
+    return sorted(file.stem for file in SHIPPED.glob("*.jinja"))
+
+
+def template_text(setting: str) -> str:
+    """The chat template of a setting other than "auto": a shipped one, or a file.
+
+    Raises:
+        ConfigError: there is no such template.
+    """
+    if setting in shipped_templates():
+        return (SHIPPED / f"{setting}.jinja").read_text(encoding="utf-8")
+    return _read_template(Path(setting).expanduser())
+
+
 def _read_template(path: Path) -> str:
-    shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.jinja")))
+    shipped = ", ".join(shipped_templates())
     if not path.is_file():
         raise ConfigError(
             f"data.chat_template: {path} is not a file; allowed: auto, {shipped}, or the path of a Jinja file"

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.model import attention
 
@@ -163,7 +162,7 @@ def _require_runnable(asked: str, device: str, capability: attention.Capability 
 
 
 def joins_rows(
-    config: RunConfig, architecture: PretrainedConfig, attention_name: str
+    packing: bool, padding_free: bool | str, architecture: PretrainedConfig, attention_name: str
 ) -> tuple[bool, list[str]]:
     """Whether rows can be joined end to end without seeing each other, and if not, the reason.
 
@@ -171,18 +170,22 @@ def joins_rows(
     of all tokens. Layers that carry a state from token to token (Mamba, linear attention, convolutions) would
     carry it into the next row.
 
+    Args:
+        packing: train.packing.
+        padding_free: train.padding_free.
+        architecture: of the model.
+        attention_name: the attention implementation.
+
     Raises:
         ConfigError: train.packing or train.padding_free asks for what the layers cannot do.
     """
-    asked = (
-        "train.packing=true" if config.train.packing else f"train.padding_free={config.train.padding_free}"
-    )
+    asked = "train.packing=true" if packing else f"train.padding_free={padding_free}"
     if asked == "train.padding_free=False":
         return False, ["rows are padded because train.padding_free=false"]
     mixes = _why_rows_mix(architecture)
     if asked != "train.padding_free=auto":
         if mixes:
-            remedy = "train.packing=false" if config.train.packing else "train.padding_free=auto"
+            remedy = "train.packing=false" if packing else "train.padding_free=auto"
             raise ConfigError(
                 f"{asked.lower()} joins rows end to end, but {mixes}; set {remedy}, which pads them"
             )

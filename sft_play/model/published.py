@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model.load import load_model_config, load_tokenizer, without_new_tokens
-from sft_play.model.new_tokens import add_new_tokens, rows_for, with_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,6 +91,14 @@ def hub_name(typed: str) -> str:
     )
 
 
+def asked_before_the_hub(model: ModelConfig) -> PublishedModel | None:
+    """The published model that serves for a plan, since nothing of this model is on this machine."""
+    if model.revision or Path(model.name).is_dir():
+        return None
+    known = published_models().get(model.name.lower())
+    return known if known and not _is_downloaded(model) else None
+
+
 def _is_downloaded(model: ModelConfig) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
@@ -109,6 +115,9 @@ def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
     Raises:
         ConfigError: as in `load_model_config`.
     """
+    from sft_play.model.load import load_tokenizer, without_new_tokens
+    from sft_play.model.new_tokens import add_new_tokens, rows_for, with_rows
+
     plain = without_new_tokens(model)
     config, notes = _known_config(plain)
     if not model.new_tokens:
@@ -124,11 +133,13 @@ def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
 
 
 def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
-    known = published_models().get(model.name.lower())
-    if known is None or model.revision or Path(model.name).is_dir() or _is_downloaded(model):
-        return load_model_config(model), []
     from transformers import AutoConfig
 
+    from sft_play.model.load import load_model_config
+
+    known = asked_before_the_hub(model)
+    if known is None:
+        return load_model_config(model), []
     settings = {name: value for name, value in known.config.items() if name != "model_type"}
     note = f"architecture of {known.name} as of {known.date}, from {MODELS_FILE.name}; the Hub was not asked"
     access = f"to train it, {known.access}"

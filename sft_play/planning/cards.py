@@ -1,6 +1,6 @@
 """What a run would be like on common GPUs: a plan for each of them and each tuning mode."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
@@ -8,9 +8,7 @@ from sft_play.machine.gpus import Machine, what_if
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from sft_play.sizing.architecture import AnyArchitecture
 
 # Names in configs/hardware.yaml, by memory.
 CARDS = (
@@ -37,7 +35,7 @@ def with_mode(config: RunConfig, mode: str) -> RunConfig:
 
 def plans_by_card(
     config: RunConfig,
-    model_config: "PretrainedConfig",
+    model_config: AnyArchitecture,
     facts: DataFacts,
     gpus: int = 1,
     modes: tuple[str, ...] = MODES,
@@ -61,7 +59,7 @@ def plans_by_card(
 
 def plans_by_mode(
     config: RunConfig,
-    model_config: "PretrainedConfig",
+    model_config: AnyArchitecture,
     facts: DataFacts,
     machine: Machine,
     modes: tuple[str, ...] = MODES,

@@ -1,7 +1,7 @@
 """What a plan needs to know about the training rows."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -9,21 +9,65 @@ from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.batching import Share, make_schedule, padded_length, row_weights, rows_per_epoch
 from sft_play.data.packing import pack_shares
-from sft_play.data.prepare import PreparedData
-from sft_play.data.reading import open_source
-from sft_play.data.store import column_of, count_supervised
+from sft_play.data.reading import fingerprint, open_source
+from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError
-from sft_play.model.data import load_data
-from sft_play.model.load import position_limit
+from sft_play.memo import recall, remember
+from sft_play.model.key import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.runlog import console
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from sft_play.data.prepare import PreparedData
 
 UNSEEN_SEQ_LEN = 2048  # length of rows in a plan without data, unless model.max_seq_len is set
 UNSEEN_ROWS = 10_000
+SIZES = "row sizes"  # the question how long the rows are
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """The sizes of tokenized rows, [rows]."""
+
+    lengths: np.ndarray  # tokens
+    supervised: np.ndarray  # of these
+    eval_lengths: np.ndarray | None  # of the validation rows
+    max_seq_len: int
+    shares: tuple[Share, ...]
+
+    @classmethod
+    def of(cls, data: "PreparedData") -> "RowSizes":
+        """The sizes of prepared rows."""
+        from sft_play.data.store import column_of, count_supervised
+
+        lengths = None if data.val is None else column_of(data.val, "length")
+        train = column_of(data.train, "length"), count_supervised(data.train)
+        return cls(*train, lengths, data.max_seq_len, data.shares)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "lengths": self.lengths.tolist(),
+            "supervised": self.supervised.tolist(),
+            "eval_lengths": None if self.eval_lengths is None else self.eval_lengths.tolist(),
+            "max_seq_len": self.max_seq_len,
+            "shares": [astuple(share) for share in self.shares],
+        }
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "RowSizes":
+        """What `to_json` gave."""
+        lengths = tree["eval_lengths"]
+        return cls(
+            lengths=np.array(tree["lengths"]),
+            supervised=np.array(tree["supervised"]),
+            eval_lengths=None if lengths is None else np.array(lengths),
+            max_seq_len=tree["max_seq_len"],
+            shares=tuple(Share(*share) for share in tree["shares"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -45,9 +89,14 @@ class DataFacts:
     shares: tuple[Share, ...] = ()  # how often the entries are seen per epoch; () for once
 
     @classmethod
-    def of(cls, data: PreparedData, config: RunConfig) -> "DataFacts":
+    def of(cls, data: "PreparedData", config: RunConfig) -> "DataFacts":
         """The facts of tokenized rows."""
-        lengths, supervised = column_of(data.train, "length"), count_supervised(data.train)
+        return cls.of_sizes(RowSizes.of(data), config)
+
+    @classmethod
+    def of_sizes(cls, data: RowSizes, config: RunConfig) -> "DataFacts":
+        """The facts of rows of these sizes."""
+        lengths, supervised = data.lengths, data.supervised
         shares = data.shares or (Share(len(lengths)),)
         weights = row_weights(shares)
         longest, mean = int(lengths.max()), float(np.average(lengths, weights=weights))
@@ -56,7 +105,6 @@ class DataFacts:
             groups, packed = pack_shares(lengths.tolist(), data.max_seq_len, shares)
             longest, shares = data.max_seq_len, tuple(packed)
             lengths, supervised = _sums(lengths, groups), _sums(supervised, groups)
-        eval_lengths = None if data.val is None else column_of(data.val, "length")
         eval_rows = None if config.eval.batch_size == "auto" else config.eval.batch_size
         return cls(
             lengths,
@@ -65,18 +113,19 @@ class DataFacts:
             mean,
             mean_squared,
             config.train.seed,
-            eval_lengths,
+            data.eval_lengths,
             eval_rows,
             shares=shares,
         )
 
     @classmethod
-    def unseen(cls, config: RunConfig, model_config: "PretrainedConfig") -> "DataFacts":
+    def unseen(cls, config: RunConfig, model_config: AnyArchitecture) -> "DataFacts":
         """Assumptions if there is no data yet: full rows, every token supervised."""
         asked = config.model.max_seq_len
         length = UNSEEN_SEQ_LEN if asked == "auto" else asked
         if asked == "auto":
-            length = min(length, position_limit(model_config) or length)
+            limit = Architecture.of(model_config).ask(questions.position_limit)
+            length = min(length, limit or length)
         lengths = np.full(UNSEEN_ROWS, length)
         return cls(lengths, lengths, length, length, length**2, config.train.seed, seen=False)
 
@@ -129,18 +178,51 @@ def _sums(values: np.ndarray, groups: list[list[int]]) -> np.ndarray:
     return np.array([int(values[group].sum()) for group in groups])
 
 
-def data_facts(config: RunConfig, model_config: "PretrainedConfig", *, progress: bool) -> DataFacts:
+def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool) -> DataFacts:
     """The facts of the tokenized rows, or assumptions if there is no data or no tokenizer yet.
 
     So config.json alone is enough for a plan.
     """
     try:
-        for given in data_inputs(config.data):  # before anything is downloaded for nothing
-            open_source(given.path, given.split, given.key, given.hub_split)
-        return DataFacts.of(load_data(config, model_config, progress=progress).rows, config)
+        return DataFacts.of_sizes(_row_sizes(config, architecture, progress), config)
     except (ConfigError, DataError) as error:
         console().print(f"  [yellow]planned without data:[/] {str(error).splitlines()[0]}")
-        return DataFacts.unseen(config, model_config)
+        return DataFacts.unseen(config, architecture)
+
+
+def _row_sizes(config: RunConfig, architecture: Architecture, progress: bool) -> RowSizes:
+    """The sizes of the rows, which are tokenized unless their sizes are kept.
+
+    Raises:
+        ConfigError, DataError: as in `load_data`.
+    """
+    key = _data_key(config)
+    known = recall(SIZES, *key) if key else None
+    if known:
+        return RowSizes.from_json(known)
+    from sft_play.model.data import load_data
+
+    sizes = RowSizes.of(load_data(config, architecture.config, progress=progress).rows)
+    if key and key == _data_key(config):  # no file came or changed meanwhile
+        remember(sizes.to_json(), SIZES, *key)
+    return sizes
+
+
+def _data_key(config: RunConfig) -> tuple[str, ...] | None:
+    """All that the tokenized rows depend on; None if that cannot be told without libraries.
+
+    Raises:
+        DataError: as in `open_source`, before anything is downloaded for nothing.
+    """
+    inputs = data_inputs(config.data)
+    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in inputs]
+    model = model_key(config.model)
+    if model is None or any(source.hub is not None for source in sources):
+        return None
+    digests = [fingerprint(source)[0] for source in sources]
+    asked = config.data.chat_template
+    template = template_text("plain" if asked == "auto" else asked)  # plain if the tokenizer has none
+    return model, config.data.model_dump_json(), str(config.train.seed), template, *digests
 
 
 def assumptions(facts: DataFacts) -> list[str]:

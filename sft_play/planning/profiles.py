@@ -1,4 +1,4 @@
-"""Chooses the device profile that a plan is timed with: measured, shipped, or derived from a data sheet."""
+"""The device profile that a plan is timed with: measured, now or before, shipped, or from a data sheet."""
 
 import hashlib
 import json
@@ -6,12 +6,14 @@ import os
 import re
 from pathlib import Path
 
+from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import SPECS_FILE
 from sft_play.machine.gpus import Machine
 from sft_play.planning.clock import Speed
 from sft_play.planning.profile import DeviceProfile, derived_from_data_sheet
-from sft_play.runlog import cache_dir
+from sft_play.report.progress import spinner
+from sft_play.runlog import cache_dir, console
 
 SHIPPED = SPECS_FILE.parent / "profiles"  # <device>.json for devices that have been measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
@@ -48,6 +50,44 @@ def training_threads(machine: Machine, processes: int) -> int | None:
         return None
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() else max(1, (machine.host.cpu_cores or 1) // processes)
+
+
+def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> DeviceProfile:
+    """The profile of this machine's device, measured now unless it has been measured before.
+
+    Args:
+        machine: this machine.
+        processes: number of processes that will train on it; they share a CPU's cores.
+        again: measure in any case.
+
+    Raises:
+        LaunchError: the measurement failed.
+    """
+    name, threads = device_name(machine), training_threads(machine, processes)
+    path = profile_path(name, threads)
+    found = None if again else read_profile(path)
+    if found is not None:
+        return found
+    from sft_play.planning import profiling  # imports torch
+
+    with spinner("measuring what operations cost here, once"):
+        profile = profiling.measure(name, threads) if threads else profiling.measure_in_child(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(profile.to_json(), encoding="utf-8")
+    temporary.replace(path)
+    return profile
+
+
+def ensure_profile(machine: Machine, processes: int) -> None:
+    """Measures this machine's device unless it has been measured before.
+
+    If that fails, plans are based on the data sheet.
+    """
+    try:
+        saved_profile(machine, processes)
+    except LaunchError as error:
+        console().print(f"  [yellow]{error}[/]")
 
 
 def profile_of(machine: Machine, speed: Speed, processes: int) -> DeviceProfile | None:

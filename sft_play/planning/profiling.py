@@ -6,7 +6,6 @@ affects least.
 
 import itertools
 import math
-import os
 import subprocess
 import sys
 import time
@@ -21,12 +20,9 @@ import torch
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import LaunchError
-from sft_play.machine.gpus import Machine
 from sft_play.model import attention
 from sft_play.planning.profile import LENGTHS, SIDES, STRETCHES, Curve, DeviceProfile, MicroBatch, ProductGrid
-from sft_play.planning.profiles import PACKAGES, device_name, profile_path, read_profile, training_threads
-from sft_play.report.progress import spinner
-from sft_play.runlog import console
+from sft_play.planning.profiles import PACKAGES
 from sft_play.sizing.corrections import installed_versions
 from sft_play.sizing.recorder import AllocationRecorder
 
@@ -48,31 +44,6 @@ TINY_TOKENS = 16
 MANY, LARGE = 100, 1 << 22  # trained tensors of 64 elements, and elements of one tensor
 
 
-def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> DeviceProfile:
-    """The profile of this machine's device, measured now unless it has been measured before.
-
-    Args:
-        machine: this machine.
-        processes: number of processes that will train on it; they share a CPU's cores.
-        again: measure in any case.
-
-    Raises:
-        LaunchError: the measurement failed.
-    """
-    name, threads = device_name(machine), training_threads(machine, processes)
-    path = profile_path(name, threads)
-    found = None if again else read_profile(path)
-    if found is not None:
-        return found
-    with spinner("measuring what operations cost here, once"):
-        profile = measure(name, threads) if threads else measure_in_child(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(profile.to_json(), encoding="utf-8")
-    temporary.replace(path)
-    return profile
-
-
 def measure_in_child(name: str) -> DeviceProfile:
     """Measures the GPU in a child process, which frees the GPU's context and all memory when it exits.
 
@@ -85,17 +56,6 @@ def measure_in_child(name: str) -> DeviceProfile:
         last = (done.stderr.strip() or "no reason given").splitlines()[-1]
         raise LaunchError(f"{name} could not be measured: {last}")
     return DeviceProfile.from_json(done.stdout.strip().splitlines()[-1])
-
-
-def ensure_profile(machine: Machine, processes: int) -> None:
-    """Measures this machine's device unless it has been measured before.
-
-    If that fails, plans are based on the data sheet.
-    """
-    try:
-        saved_profile(machine, processes)
-    except LaunchError as error:
-        console().print(f"  [yellow]{error}[/]")
 
 
 def measure(name: str, threads: int | None) -> DeviceProfile:

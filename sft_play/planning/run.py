@@ -4,12 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
-from sft_play.model.attention_choice import choose_attention, joins_rows
 from sft_play.plan import Device, Plan
 from sft_play.planning.devices import memory_device, memory_notes, training_device
 from sft_play.planning.drafts import draft_plans
@@ -17,7 +15,8 @@ from sft_play.planning.facts import DataFacts, assumptions
 from sft_play.planning.methods import method_notes
 from sft_play.planning.search import choose_plan
 from sft_play.planning.timing import plan_clock, profile_notes
-from sft_play.sizing.attention_kernels import attention_sentence
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.corrections import (
     corrected_clock,
     corrected_estimator,
@@ -28,17 +27,12 @@ from sft_play.sizing.corrections import (
     record_path,
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
-from sft_play.sizing.four_bit import require_packable
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.trained import trained_besides
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 def plan_run(
     config: RunConfig,
-    model_config: "PretrainedConfig",
+    model_config: AnyArchitecture,
     facts: DataFacts,
     machine: Machine,
     processes: int,
@@ -57,18 +51,18 @@ def plan_run(
         processes: number of processes.
         accept: which of the plans that the config allows are considered.
         budget_bytes: of each process; default: from the machine's free memory.
-        explain: look for changes that would help if nothing fits.
+        explain: as in `choose_plan`.
 
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
         DoesNotFitError: nothing fits.
     """
-    device = training_device(machine)
-    drafts, padding = allowed_plans(config, model_config, facts, device, processes)
+    device, architecture = training_device(machine), Architecture.of(model_config)
+    drafts, padding = allowed_plans(config, architecture, facts, device, processes)
     drafts = [draft for draft in drafts if accept(draft)]
     if not drafts:
         raise DoesNotFitError("the config allows no other plan")
-    notes = [*trained_besides(model_config, config), *padding, *assumptions(facts)]
+    notes = [*_trained_besides(config, architecture), *padding, *assumptions(facts)]
     budget = memory_device(config, machine, processes)
     if budget is None:
         plan = choose_plan(config, drafts, None, None)
@@ -79,11 +73,11 @@ def plan_run(
     notes += profile_notes(machine, processes)
 
     def record(run: RunConfig, plan: Plan) -> Path:
-        return record_path(model_config.to_json_string(use_diff=False), device.name, run, plan)
+        return record_path(architecture.text, device.name, run, plan)
 
     try:
-        memory_of = corrected_estimator(estimator(model_config, budget, facts.eval_shape), record)
-        predicted = plan_clock(model_config, facts, machine, processes)
+        memory_of = corrected_estimator(estimator(architecture, budget, facts.eval_shape), record)
+        predicted = plan_clock(architecture, facts, machine, processes)
         time_of = corrected_clock(predicted, record, facts.tokens_per_process)
         plan = choose_plan(config, drafts, memory_of, time_of, explain=explain)
     except UntraceableModel as error:
@@ -93,30 +87,44 @@ def plan_run(
     path = record(config, plan)
     correction = correction_sentence(read_ratios(path), plan.memory.peak_phase)
     correction += ran_out_sentence(read_ran_out(path), plan, plan.memory)
-    kernel = attention_sentence(model_config, StepSpec.of(config, plan))
-    methods = method_notes(config, plan, partial(_trained_elements, config, plan, model_config, facts))
+    kernel = architecture.ask(questions.attention_kernel, StepSpec.of(config, plan))
+    methods = method_notes(config, plan, partial(_trained_elements, config, plan, architecture, facts))
     return replace(plan, why=(*plan.why, *([kernel] if kernel else []), *methods, *correction, *notes))
 
 
-def _trained_elements(
-    config: RunConfig, plan: Plan, model_config: "PretrainedConfig", facts: DataFacts
-) -> int:
+def _trained_elements(config: RunConfig, plan: Plan, model_config: AnyArchitecture, facts: DataFacts) -> int:
     work = work_of_plans(model_config, facts.eval_shape)
     return work(config, plan, plan.micro_batch_tokens).trained_elements
 
 
+def _trained_besides(config: RunConfig, architecture: Architecture) -> list[str]:
+    tokens = len(config.model.new_tokens)
+    modules = config.tuning.lora.modules_to_save if config.tuning.mode != "full" else ()
+    return architecture.ask(questions.trained_besides, tokens, modules) if tokens or modules else []
+
+
+def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:
+    asked, kind, capability = config.model.attention, device.kind, device.compute_capability
+    if kind == "cuda" and questions.has_flash_packages():  # depends on more than what it is asked about
+        return questions.attention(architecture.config, asked, kind, capability)
+    return architecture.ask(questions.attention, asked, kind, capability)
+
+
 def allowed_plans(
-    config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, device: Device, processes: int
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, device: Device, processes: int
 ) -> tuple[list[Plan], list[str]]:
     """Every plan that the config allows, before memory is estimated, and notes, as on padded rows.
 
     Raises:
         ConfigError: settings contradict each other, the model or the device.
     """
-    packed = [require_packable(model_config)] if config.tuning.mode == "qlora" else []
-    attention = choose_attention(config.model.attention, model_config, device.kind, device.compute_capability)
-    padding_free, reason = joins_rows(config, model_config, attention)
-    hidden_size = model_config.get_text_config().hidden_size
+    architecture, train = Architecture.of(model_config), config.train
+    packed = [architecture.ask(questions.packable)] if config.tuning.mode == "qlora" else []
+    attention = _attention(config, architecture, device)
+    padding_free, reason = architecture.ask(
+        questions.joined_rows, train.packing, train.padding_free, attention
+    )
+    hidden_size = architecture.ask(questions.hidden_size)
     drafts = draft_plans(
         config,
         device=device,

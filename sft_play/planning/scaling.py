@@ -1,6 +1,6 @@
 """Plans the same run for other numbers of processes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
@@ -12,16 +12,14 @@ from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.timing import plan_clock
+from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.estimator import work_of_plans
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 SCALES = (1, 2, 4, 8)
 
 
 def _plan_at_scale(
-    config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine, world: int
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine, world: int
 ) -> Plan:
     """The plan for `world` processes.
 
@@ -30,14 +28,14 @@ def _plan_at_scale(
     if config.parallel.engine == "auto" and config.tuning.mode != "full":
         ddp = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "ddp"})})
         try:
-            return plan_run(ddp, model_config, facts, machine, world)
+            return plan_run(ddp, model_config, facts, machine, world, explain=False)
         except DoesNotFitError:
             pass
-    return plan_run(config, model_config, facts, machine, world)
+    return plan_run(config, model_config, facts, machine, world, explain=False)
 
 
 def scaling(
-    config: RunConfig, model_config: "PretrainedConfig", facts: DataFacts, machine: Machine
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine
 ) -> list[dict[str, Any]]:
     """The plan for 1, 2, 4 and 8 processes on devices like this machine's; `problem` if there is none.
 
@@ -91,9 +89,7 @@ def _seconds_per_sequence(time: Clock, config: RunConfig, plan: Plan) -> float |
     return seconds / plan.effective_batch_size if seconds else None
 
 
-def _exchanged(
-    model_config: "PretrainedConfig", facts: DataFacts, config: RunConfig, plan: Plan
-) -> int | None:
+def _exchanged(model_config: AnyArchitecture, facts: DataFacts, config: RunConfig, plan: Plan) -> int | None:
     """Bytes that each process sends per step; None for an architecture that cannot be traced."""
     try:
         work = work_of_plans(model_config, facts.eval_shape)(config, plan, facts.mean_tokens)

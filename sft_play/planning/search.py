@@ -51,7 +51,8 @@ def choose_plan(
         drafts: the plans that the config allows, in preferred order (`drafts.draft_plans`).
         estimate: predicts the memory of a plan; None if the model cannot be traced.
         clock: predicts the time of a step; None if unknown.
-        explain: look for changes that would help if no draft fits, which may take several traces.
+        explain: also size what is only reported: the chosen plan with activations recomputed, and changes
+            that would help if no draft fits.
 
     Raises:
         DoesNotFitError: no draft fits; the message says by how much, and which changes would help.
@@ -69,7 +70,8 @@ def choose_plan(
     else:
         smallest = min(sized, key=_needed)
         raise DoesNotFitError(explain_misfit(config, smallest, estimate) if explain else _misfit(smallest))
-    sized += _recomputed(config, chosen, drafts, sized, estimate)
+    if explain:
+        sized += _recomputed(config, chosen, drafts, sized, estimate)
     return replace(
         chosen,
         step_seconds=seconds,

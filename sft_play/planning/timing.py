@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
@@ -11,10 +10,8 @@ from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import MicroBatch
 from sft_play.planning.profiles import profile_of
+from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.estimator import work_of_plans
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
@@ -31,7 +28,7 @@ def profile_notes(machine: Machine, processes: int) -> list[str]:
 
 
 def plan_clock(
-    config: "PretrainedConfig", facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
+    config: AnyArchitecture, facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
 ) -> Clock:
     """A clock that predicts the seconds of an optimizer step of a plan on this machine.
 

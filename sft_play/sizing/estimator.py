@@ -5,24 +5,20 @@ mode); all other sizes follow exactly.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import read_deepspeed_config
 from sft_play.plan import Estimator, Memory, Plan
-from sft_play.sizing import memory
-from sft_play.sizing.four_bit import require_packable
+from sft_play.sizing import memory, questions
+from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.traces import shared_traces
 from sft_play.sizing.work import Work
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 
 def estimator(
-    config: "PretrainedConfig",
+    config: AnyArchitecture,
     device: memory.DeviceBudget,
     eval_shape: Callable[[Plan], tuple[int, int] | None] = lambda plan: None,
 ) -> Estimator:
@@ -37,7 +33,7 @@ def estimator(
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
-            require_packable(config)
+            traces.architecture.ask(questions.packable)
         spec = StepSpec.of(run, plan, eval_shape(plan))
         engine = memory.Engine(
             name=plan.engine,
@@ -53,7 +49,7 @@ def estimator(
 
 
 def work_of_plans(
-    config: "PretrainedConfig",
+    config: AnyArchitecture,
     eval_shape: Callable[[Plan], tuple[int, int] | None] = lambda plan: None,
 ) -> Callable[[RunConfig, Plan, float], Work]:
     """A function that gives what a micro-batch of a plan computes and moves at a number of tokens.

@@ -8,20 +8,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sft_play.errors import UntraceableModel
 from sft_play.runlog import cache_dir
+from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code
 from sft_play.sizing.timeline import Step, StepTrace
 from sft_play.sizing.trace_files import load_trace, save_trace
 from sft_play.sizing.work import TIMES, Work, WorkLine
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 ATTEMPTS = 3  # traces of a kind of step, two of which are likely to have the same structure
 SMALLEST = 2  # rows; a single row takes shortcuts (nothing to expand or copy), so it is not on the line
@@ -29,11 +26,10 @@ SMALLEST = 2  # rows; a single row takes shortcuts (nothing to expand or copy), 
 _SHARED: dict[str, "Traces"] = {}
 
 
-def shared_traces(config: "PretrainedConfig") -> "Traces":
+def shared_traces(config: AnyArchitecture) -> "Traces":
     """The traces of this architecture, shared by all of this process and kept in the project's cache."""
-    folder = cache_dir() / "sizing"
-    key = f"{folder} {config.to_json_string(use_diff=False)}"
-    return _SHARED.setdefault(key, Traces(config, folder))
+    folder, architecture = cache_dir() / "sizing", Architecture.of(config)
+    return _SHARED.setdefault(f"{folder} {architecture.text}", Traces(architecture, folder))
 
 
 Size = tuple[int, float]  # of a micro-batch: its rows and supervised share
@@ -92,9 +88,9 @@ def _in_proportion(work: Work, tokens: int) -> WorkLine:
 class Traces:
     """Traces steps on demand, until a few traces of a kind of step give all others of that kind."""
 
-    def __init__(self, config: "PretrainedConfig", cache: Path | None = None):
+    def __init__(self, config: AnyArchitecture, cache: Path | None = None):
         """`cache`: folder of earlier traces; None keeps them in memory alone."""
-        self.config, self._cache = config, cache
+        self.architecture, self._cache = Architecture.of(config), cache
         self.count = 0  # of steps that were traced, not read
         self._traces: dict[str, dict[Size, StepTrace]] = {}  # by kind
         # The sizes that others of a kind are derived from: those of one share, or of any share (None).
@@ -177,16 +173,16 @@ class Traces:
 
     def _folder(self, spec: StepSpec) -> Path:
         assert self._cache
-        text = "\n".join([self.config.to_json_string(use_diff=False), kind_of(spec), step_code()])
+        text = "\n".join([self.architecture.text, kind_of(spec), step_code()])
         return self._cache / hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _traced(self, spec: StepSpec) -> StepTrace:
-        from sft_play.sizing.trace import trace_step  # takes half a second, and most plans need no new trace
-
         traces = self._known(spec)
         if size_of(spec) not in traces:
+            from sft_play.sizing.trace import trace_step  # imports torch, and most plans need no new trace
+
             try:
-                trace = trace_step(self.config, spec)
+                trace = trace_step(self.architecture.config, spec)
             except UntraceableModel as error:
                 self._untraceable = error
                 raise

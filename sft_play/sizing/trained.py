@@ -1,12 +1,12 @@
 """What is trained beside adapters, for the plan."""
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from sft_play.config.schema import RunConfig
 from sft_play.model.targets import modules_to_save
 from sft_play.sizing.fake import skip_weight_init
 from sft_play.units import counted
@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def trained_besides(config: "PretrainedConfig", run: RunConfig) -> list[str]:
+def trained_besides(config: "PretrainedConfig", tokens: int, names: Sequence[str]) -> list[str]:
     """A sentence on the rows of new tokens, and one on modules that are trained whole.
+
+    Args:
+        config: the architecture.
+        tokens: number of new tokens.
+        names: tuning.lora.modules_to_save, if there is an adapter.
 
     Raises:
         ConfigError: this model has no such module.
     """
-    tokens = len(run.model.new_tokens)
-    names = run.tuning.lora.modules_to_save if run.tuning.mode != "full" else ()
     if not tokens and not names:
         return []
     with torch.device("meta"), skip_weight_init():

@@ -26,6 +26,7 @@ from sft_play.model.loss_head import token_loss
 from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
 from sft_play.report.progress import spinner
+from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import (
     ProbeResult,
     record_path,
@@ -74,7 +75,7 @@ def probe(session: Session) -> ProbeResult:
 
 def correction_path(job: Job, plan: Plan) -> Path:
     """The file with the corrections for a plan's kind of step."""
-    architecture = job.architecture.to_json_string(use_diff=False)
+    architecture = text_of(job.architecture)
     return record_path(architecture, training_device(job.machine).name, job.config, plan)
 
 

@@ -14,7 +14,7 @@ FLOORS = [
     ["__init__", "errors", "fingerprints", "manifest", "screen", "secrets", "units"],
     ["config"],
     ["plan", "runlog"],
-    ["machine", "model.files", "hub", "libraries", "report.progress"],
+    ["machine", "memo", "model.files", "hub", "libraries", "report.progress"],
     ["data.nesting", "data.limits", "data.chat", "data.formats", "data.packing", "data.batching", "data.reading", "data.splits",
      "data.store", "data.template", "data.workers", "data.json_rows", "data.raw_text", "data.row", "data.sections",
      "data.warnings"],
@@ -115,10 +115,12 @@ def test_modules_above_the_torch_line_do_not_reach_heavy_libraries(module):
 
 
 def test_the_torch_line_is_followed_through_other_modules():
-    assert (
-        path_to_heavy("planning.run", {"planning.run"})[-1] in HEAVY
-    )  # it imports torch through others alone
-    assert "torch" not in {name.split(".")[0] for name in imports_of(NAMES["planning.run"])}
+    assert path_to_heavy("job", {"job"})[-1] in HEAVY  # it imports torch through others alone
+    assert "torch" not in {name.split(".")[0] for name in imports_of(NAMES["job"])}
+
+
+def test_a_plan_imports_heavy_libraries_only_where_it_needs_them():
+    assert path_to_heavy("commands.plan", {"commands.plan"}) == []
 
 
 def test_packages_do_nothing_when_they_are_imported():

@@ -112,10 +112,10 @@ def run_config(**train) -> RunConfig:
 )
 def test_rows_that_would_mix_are_padded_and_not_packed(config, reason):
     name = choose_attention("auto", config, "cpu")
-    assert joins_rows(run_config(), config, name) == (False, [f"rows are padded: {joins_reason(reason)}"])
-    for asked in ({"packing": True}, {"padding_free": True}):
+    assert joins_rows(False, "auto", config, name) == (False, [f"rows are padded: {joins_reason(reason)}"])
+    for asked in ((True, "auto"), (False, True)):
         with pytest.raises(ConfigError, match=f"train.*=true joins rows .* {reason}.*; set train"):
-            joins_rows(run_config(**asked), config, name)
+            joins_rows(*asked, config, name)
 
 
 def joins_reason(reason: str) -> str:
@@ -123,5 +123,5 @@ def joins_reason(reason: str) -> str:
 
 
 def test_rows_of_gpt_oss_can_be_packed():
-    assert joins_rows(run_config(packing=True), GptOssConfig(), attention.NAME) == (True, [])
-    assert joins_rows(run_config(), GptOssConfig(), attention.NAME) == (True, [])
+    assert joins_rows(True, "auto", GptOssConfig(), attention.NAME) == (True, [])
+    assert joins_rows(False, "auto", GptOssConfig(), attention.NAME) == (True, [])

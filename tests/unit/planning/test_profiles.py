@@ -36,11 +36,11 @@ def made(name, threads=None):
 def test_the_second_time_the_cache_answers(monkeypatch):
     calls = []
     monkeypatch.setattr(profiling, "measure", lambda *args: calls.append(args) or made(*args))
-    first, second = (profiling.saved_profile(CPU, 1) for _ in range(2))
+    first, second = (profiles.saved_profile(CPU, 1) for _ in range(2))
     assert first == second and calls == [("Some CPU @ 2 GHz", 2)]
     assert profiles.profile_of(CPU, SPEED, 1) == first
-    profiling.saved_profile(CPU, 2)  # other threads are another device
-    profiling.saved_profile(CPU, 1, again=True)
+    profiles.saved_profile(CPU, 2)  # other threads are another device
+    profiles.saved_profile(CPU, 1, again=True)
     assert len(calls) == 3
 
 

@@ -21,6 +21,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
 from sft_play.sizing import memory
+from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import record_path, write_overhead, write_ran_out
 from sft_play.sizing.guard import guard
 from sft_play.sizing.step import StepSpec
@@ -327,7 +328,7 @@ def test_after_memory_ran_out_a_smaller_plan_is_made_and_a_prescribed_one_is_tri
     fixed = run(effective_batch_size=8, batch_size=4, gradient_checkpointing=False)
     auto = run(effective_batch_size=8, gradient_checkpointing=False)
     before = plan_run(fixed, MODEL, FACTS, CPU, 1)
-    write_ran_out(record_path(MODEL.to_json_string(use_diff=False), "the CPU", fixed, before), before)
+    write_ran_out(record_path(text_of(MODEL), "the CPU", fixed, before), before)
     for free_gib in (15, 16, 16.5):
         later = replace(CPU, host=replace(HOST, ram_free_bytes=int(free_gib * GIB)))
         again, smaller = plan_run(fixed, MODEL, FACTS, later, 1), plan_run(auto, MODEL, FACTS, later, 1)

@@ -1,0 +1,51 @@
+"""A second plan of the same run is arithmetic over what the first one left on disk."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sft_play.cli import build_parser
+from sft_play.commands.plan import plan_command
+from sft_play.machine.gpus import detect
+from sft_play.planning.profile import derived_from_data_sheet
+from sft_play.planning.profiles import device_name, profile_path, training_threads
+from tests.unit.test_floors import HEAVY
+
+SECOND = """\
+import sys
+from sft_play.cli import main
+code = main({words!r})
+heavy = sorted({heavy!r} & set(sys.modules))
+assert code == 0 and not heavy, heavy
+"""
+
+
+@pytest.fixture
+def words(tiny_model, tmp_path, monkeypatch) -> list[str]:
+    """The command line of a plan on this machine, whose speed is known."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    machine = detect()
+    path = profile_path(device_name(machine), training_threads(machine, 1))
+    path.parent.mkdir(parents=True)
+    path.write_text(derived_from_data_sheet("this one", "cpu", 1e11, 1e10).to_json())
+    rows = ({"prompt": f"w{row} w1", "completion": "w2 " * (row + 1)} for row in range(12))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tree = {
+        "model": {"name": str(tiny_model)},
+        "data": {"train_path": str(tmp_path / "rows.jsonl")},
+        "train": {"effective_batch_size": 1, "gradient_checkpointing": False},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    return ["plan", "--config", str(tmp_path / "run.yaml"), "--json"]
+
+
+def test_a_second_plan_imports_neither_torch_nor_transformers(words):
+    first, _ = plan_command(build_parser().parse_args(words))
+    script = SECOND.format(words=words, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    second = json.loads(done.stdout)
+    assert second["plan"] == json.loads(json.dumps(first["plan"]))
+    assert second["memory"]["phases"] == first["memory"]["phases"]

@@ -1,0 +1,61 @@
+"""The key of a model is another one whenever its config or its tokenizer may be."""
+
+import shutil
+
+import pytest
+from huggingface_hub import constants
+
+from sft_play.config.schema import ModelConfig
+from sft_play.model.key import files_digest, model_key
+
+COMMIT = "c" * 40
+
+
+@pytest.fixture
+def folder(tiny_model, tmp_path):
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+def test_every_file_that_is_no_weight_counts(folder):
+    seen = {files_digest(folder)}
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+        seen.add(files_digest(folder))
+    for name in ("chat_template.jinja", "vocab.bpe", "additional_chat_templates/tools.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("new")
+        seen.add(files_digest(folder))
+    (folder / "vocab.bpe").unlink()
+    seen.add(files_digest(folder))
+    assert len(seen) == 8
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    (folder / "checkpoints").mkdir()
+    assert files_digest(folder) in seen
+
+
+def test_settings_of_the_model_count(folder):
+    settings = [{}, {"max_seq_len": 64}, {"new_tokens": ["<a>"]}, {"revision": "main"}]
+    keys = {model_key(ModelConfig(name=str(folder), **changes)) for changes in settings}
+    assert len(keys) == 4 and None not in keys
+
+
+def test_code_of_its_own_has_no_key(folder):
+    assert model_key(ModelConfig(name=str(folder), trust_remote_code=True)) is None
+
+
+def test_a_model_that_is_not_here_has_no_key():
+    assert model_key(ModelConfig(name="org/not-downloaded")) is None
+    assert model_key(ModelConfig(name="Qwen/Qwen3-8B")) is None  # its config alone is known
+
+
+def test_a_commit_in_the_cache_of_the_hub_has_a_key_of_its_own(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, keys = tmp_path / "models--org--tiny", set()
+    (repository / "refs").mkdir(parents=True)
+    for commit in (COMMIT, "d" * 40):
+        shutil.copytree(tiny_model, repository / "snapshots" / commit)
+        (repository / "refs" / "main").write_text(commit)
+        keys.add(model_key(ModelConfig(name="org/tiny")))
+    assert len(keys) == 2 and None not in keys
+    assert model_key(ModelConfig(name="org/tiny", revision=COMMIT)) not in keys  # as it is asked for

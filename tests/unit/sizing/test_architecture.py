@@ -1,0 +1,108 @@
+"""An architecture is loaded once; what the planner asks about it is then known without a library."""
+
+import json
+import shutil
+
+import pytest
+from transformers import MixtralConfig
+
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import ConfigError
+from sft_play.sizing import architecture, questions
+from sft_play.sizing.architecture import Architecture, planning_architecture, text_of
+from sft_play.sizing.step import StepSpec
+
+ASKED = [
+    (questions.hidden_size,),
+    (questions.position_limit,),
+    (questions.attention, "auto", "cuda", (8, 0)),
+    (questions.joined_rows, True, "auto", "varlen_sdpa"),
+    (questions.attention_kernel, StepSpec(mode="lora", device="cuda", joined=True, row_tokens=1)),
+    (questions.attention_kernel, StepSpec(mode="lora")),
+    (questions.packable,),
+    (questions.trained_besides, 2, ("embed_tokens",)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _empty(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tiny_model, tmp_path):
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+def refuse(*_):
+    raise AssertionError("the config was loaded")
+
+
+def test_every_answer_is_kept_and_the_same_the_second_time():
+    config = small_config("llama", WIDE)
+    first = [Architecture.of(config).ask(*asked) for asked in ASKED]
+    again = Architecture(text_of(config), refuse)
+    assert json.dumps([again.ask(*asked) for asked in ASKED]) == json.dumps(first)
+    for other in (
+        (questions.attention, "auto", "cuda", (7, 5)),
+        (questions.trained_besides, 3, ("embed_tokens",)),
+        (questions.joined_rows, False, "auto", "varlen_sdpa"),
+        (questions.attention_kernel, StepSpec(mode="full")),
+    ):
+        with pytest.raises(AssertionError, match="loaded"):
+            again.ask(*other)
+
+
+def test_another_architecture_is_asked_anew():
+    config = small_config("llama", WIDE)
+    width = Architecture.of(config).ask(questions.hidden_size)
+    wider = small_config("llama", WIDE)
+    wider.hidden_size = 2 * width
+    assert Architecture.of(wider).ask(questions.hidden_size) == 2 * width
+
+
+def test_an_error_is_not_kept():
+    experts = MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="fused experts"):
+            Architecture.of(experts).ask(questions.packable)
+
+
+def test_code_of_a_models_own_is_asked_every_time():
+    class OwnConfig(type(small_config("llama", WIDE))):
+        pass
+
+    own = OwnConfig(hidden_size=64)
+    assert Architecture.of(own).ask(questions.hidden_size) == 64
+    with pytest.raises(AssertionError, match="loaded"):
+        Architecture(text_of(own), refuse).ask(questions.hidden_size)
+
+
+def test_the_same_model_in_two_folders_is_one_architecture(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    texts = {planning_architecture(ModelConfig(name=str(place)))[0].text for place in (folder, copy)}
+    assert len(texts) == 1 and str(folder) not in texts.pop()
+
+
+@pytest.mark.parametrize("named", ["folder", "Qwen/Qwen3-8B"])
+def test_an_architecture_is_known_the_second_time(folder, named, monkeypatch):
+    model = ModelConfig(name=str(folder) if named == "folder" else named)
+    first, notes = planning_architecture(model)
+    width = first.ask(questions.hidden_size)
+    monkeypatch.setattr(architecture, "planning_config", refuse)
+    again, same_notes = planning_architecture(model)
+    assert (again.text, same_notes, again.ask(questions.hidden_size)) == (first.text, notes, width)
+
+
+def test_a_changed_model_is_loaded_again(folder, monkeypatch):
+    model = ModelConfig(name=str(folder))
+    first, _ = planning_architecture(model)
+    known, _ = planning_architecture(model)
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"num_hidden_layers": 3}))
+    assert planning_architecture(model)[0].config.num_hidden_layers == 3
+    with pytest.raises(ConfigError, match="changed while the run was planned"):
+        _ = known.config  # found before the change, needed after it
