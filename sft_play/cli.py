@@ -310,12 +310,14 @@ def run_rank(argv: list[str]) -> int:
     args = parse(parser, argv)
     from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
     from sft_play.launch.ranks import finish_rank, says_lost_peer
+    from sft_play.machine.collector import importing_libraries
 
     ranks = SINGLE_PROCESS
     try:
         ranks = RankEnvironment.read()
         ranks.require_whole_world()
-        from sft_play.commands.rank import run_rank as train_rank
+        with importing_libraries():
+            from sft_play.commands.rank import run_rank as train_rank
 
         train_rank(args.config, args.overrides, ranks, probe_only=args.probe)
     except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - every error becomes an exit code here

@@ -1,8 +1,10 @@
 """What the functions of all commands share: the config, the header, JSON, the commands to run next."""
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,14 @@ def announce(args: argparse.Namespace, *lines: str, command: str = "") -> Any:
     return resolved
 
 
-def importing() -> Any:
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
     """A live line while libraries are imported, which takes seconds."""
+    from sft_play.machine.collector import importing_libraries
     from sft_play.report.progress import LIBRARIES, spinner
 
-    return spinner(LIBRARIES)
+    with spinner(LIBRARIES), importing_libraries():
+        yield
 
 
 def say_next(args: argparse.Namespace, *targets: str, run: Any = None, apart: bool = True) -> None:

@@ -22,6 +22,7 @@ from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.environment import PLAN_VARIABLE, RankEnvironment
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes
+from sft_play.machine.collector import collector_off
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
 from sft_play.multinode import agree_on_plan, connected_machines
@@ -171,8 +172,8 @@ def _train_once(job: Job, argv: list[str], link: Link | None) -> dict[str, Any]:
 
 def train_here(job: Job) -> dict[str, Any]:
     """Trains in this process."""
-    from sft_play.train.trainer import train
-
+    with collector_off():
+        from sft_play.train.trainer import train
     return train(job)
 
 

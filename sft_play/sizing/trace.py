@@ -1,6 +1,5 @@
 """The trace: one training step on fake tensors, with every allocation recorded. No weights, no GPU."""
 
-import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sft_play.errors import ConfigError, UntraceableModel
+from sft_play.machine.collector import collector_off
 from sft_play.model.attention_choice import has_sinks
 from sft_play.model.load import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
@@ -43,7 +43,7 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
         UntraceableModel: an operation depends on data.
     """
     try:
-        with warnings.catch_warnings(), _garbage_collector_off():
+        with warnings.catch_warnings(), collector_off():
             warnings.simplefilter("ignore")
             trace = _trace(config, spec, all_layers)
             trace.step  # noqa: B018  raises LayersDiffer if the layers do not repeat
@@ -62,18 +62,6 @@ def _untraceable(config: "PretrainedConfig", reason: str) -> UntraceableModel:
         f"the training step of {type(config).__name__} cannot be traced: {reason}\n"
         "Its memory can only be measured in real steps, not predicted; set train.batch_size to a number"
     )
-
-
-@contextmanager
-def _garbage_collector_off() -> Iterator[None]:
-    """Turns the garbage collector off: it takes a third of the time and frees cycles at random moments."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
