@@ -29,8 +29,12 @@ def device_profile(args: argparse.Namespace) -> int:
     from sft_play.runlog import console
 
     with importing():
-        from sft_play.planning.profiles import saved_profile
-    tree = json.loads(saved_profile(detect(), 1, again=args.again).to_json())
+        from sft_play.planning.profiles import collectives_trees, forget_collectives, saved_profile
+    machine = detect()
+    tree = json.loads(saved_profile(machine, 1, again=args.again).to_json())
+    if args.again:
+        forget_collectives(machine)
+    tree["collectives"] = collectives_trees(machine)
     if args.json:
         print_json(tree)
     else:

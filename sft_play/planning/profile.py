@@ -43,7 +43,6 @@ SIDES = {"cpu": (8, 64, 512, 2048), "cuda": (16, 128, 1024, 8192)}  # of measure
 FRESH_FROM = 32 << 20  # bytes; glibc keeps smaller blocks for reuse
 LENGTHS = (64, 256, 1024, 4096)  # tokens of measured sequences
 STRETCHES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # bytes of measured element-wise operations
-LINK_LATENCY_S = 20e-6  # of a collective
 
 
 def _never_less_for_more(seconds: np.ndarray, axis: int) -> np.ndarray:
@@ -145,8 +144,6 @@ class DeviceProfile:
     update_tensor_s: float  # of clipping and AdamW, per trained tensor
     micro_batch_s: float = 0.0  # of trainer and data per micro-batch, besides forward and backward
     step_s: float = 0.0  # of the trainer per optimizer step
-    link_s: float = LINK_LATENCY_S
-    link_bytes_per_s: float | None = None  # from one device to another, one way; None: unknown
 
     def seconds(self, work: Work, batch: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of dispatch and of execution, both [operations] in the order of `work.order`."""
@@ -192,16 +189,6 @@ class DeviceProfile:
     def update_seconds(self, elements: float, tensors: float) -> float:
         """Seconds of clipping and AdamW over `elements` trained elements in `tensors` tensors."""
         return self.update_element_s * elements + self.update_tensor_s * tensors
-
-    def exchange_seconds(self, sent_bytes: float, collectives: float = 1) -> float:
-        """Seconds to send `sent_bytes`; none over an unknown link."""
-        if not sent_bytes or self.link_bytes_per_s is None:
-            return 0.0
-        return collectives * self.link_s + sent_bytes / self.link_bytes_per_s
-
-    def with_link(self, bytes_per_s: float | None) -> "DeviceProfile":
-        """The profile with the link of a machine."""
-        return replace(self, link_bytes_per_s=bytes_per_s)
 
     def shared_by(self, processes: int) -> "DeviceProfile":
         """The profile of a CPU shared by some processes: each gets its share of the cores and the bandwidth.
@@ -253,9 +240,7 @@ def _queue(dispatch: np.ndarray, spent: np.ndarray) -> float:
     return float((np.cumsum(dispatch) + np.cumsum(spent[::-1])[::-1]).max())
 
 
-def derived_from_data_sheet(
-    device: str, kind: str, flops: float, bandwidth: float, link_bytes_per_s: float | None = None
-) -> DeviceProfile:
+def derived_from_data_sheet(device: str, kind: str, flops: float, bandwidth: float) -> DeviceProfile:
     """The profile of a device that has not been measured.
 
     It assumes a share of the data sheet's figures, and a minimum time per kernel.
@@ -265,7 +250,6 @@ def derived_from_data_sheet(
         kind: cpu or cuda.
         flops: dense, per second, in the dtype of training.
         bandwidth: of its memory, in bytes per second.
-        link_bytes_per_s: to another device, one way.
     """
     rate, stream, least = MATRIX_SHARE * flops, BANDWIDTH_SHARE * bandwidth, KERNEL_S[kind]
 
@@ -302,5 +286,4 @@ def derived_from_data_sheet(
         call_backward_s=backward,
         update_element_s=UPDATE_BYTES / stream,
         update_tensor_s=2 * least,
-        link_bytes_per_s=link_bytes_per_s,
     )

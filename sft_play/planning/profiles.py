@@ -1,16 +1,24 @@
-"""The device profile that a plan is timed with: measured, now or before, shipped, or from a data sheet."""
+"""The device profile that a plan is timed with: measured, now or before, shipped, or from a data sheet.
+
+Likewise for the collective operations of several processes, which are measured by the ranks of a run
+(train/exchange.py).
+"""
 
 import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import SPECS_FILE
 from sft_play.machine.gpus import Machine
 from sft_play.planning.clock import Speed
+from sft_play.planning.collectives import Collectives
 from sft_play.planning.profile import DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
 from sft_play.runlog import cache_dir, console
@@ -29,6 +37,14 @@ def profile_path(device: str, threads: int | None) -> Path:
     """The file of a device's measured profile, for the installed versions and a CPU's number of threads."""
     key = json.dumps([device, threads, FORMAT, installed_versions(PACKAGES)])
     return cache_dir() / "profiles" / f"{slug(device)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def keep(path: Path, text: str) -> None:
+    """Writes a file of the cache, as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def read_profile(path: Path) -> DeviceProfile | None:
@@ -72,10 +88,7 @@ def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> D
 
     with spinner("measuring what operations cost here, once"):
         profile = profiling.measure(name, threads) if threads else profiling.measure_in_child(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(profile.to_json(), encoding="utf-8")
-    temporary.replace(path)
+    keep(path, profile.to_json())
     return profile
 
 
@@ -108,8 +121,63 @@ def profile_of(machine: Machine, speed: Speed, processes: int) -> DeviceProfile 
         found = whole.shared_by(processes) if whole else None
     found = found or read_profile(SHIPPED / f"{slug(name)}.json")
     if found is not None:
-        return found.with_link(speed.link_bandwidth)
+        return found
     if not speed.flops or not speed.bandwidth:
         return None
     kind = "cuda" if machine.gpus else "cpu"
-    return derived_from_data_sheet(name, kind, speed.flops, speed.bandwidth, speed.link_bandwidth)
+    return derived_from_data_sheet(name, kind, speed.flops, speed.bandwidth)
+
+
+def collectives_path(device: str) -> Path:
+    """The file of what was measured between processes on such devices, for the installed version of torch."""
+    key = json.dumps([device, FORMAT, installed_versions(("torch",))])
+    name = f"{slug(device)}-collectives-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    return cache_dir() / "profiles" / name
+
+
+def read_collectives(device: str) -> dict[int, Collectives]:
+    """Number of processes -> what was measured between them; empty if there is no readable file."""
+    try:
+        trees = json.loads(collectives_path(device).read_text(encoding="utf-8"))
+        return {int(processes): Collectives.from_tree(tree) for processes, tree in trees.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def write_collectives(device: str, processes: int, measured: Collectives) -> None:
+    """Adds what was measured between so many processes."""
+    known = read_collectives(device) | {processes: measured}
+    keep(collectives_path(device), json.dumps(_trees(known)))
+
+
+def _trees(known: Mapping[int, Collectives]) -> dict[str, Any]:
+    return {str(processes): asdict(found) for processes, found in sorted(known.items())}
+
+
+def forget_collectives(machine: Machine) -> None:
+    """Removes what was measured between processes, so that the next run of several measures it again."""
+    collectives_path(device_name(machine)).unlink(missing_ok=True)
+
+
+def collectives_trees(machine: Machine) -> dict[str, Any]:
+    """What was measured between processes on this machine's devices, for JSON."""
+    return _trees(read_collectives(device_name(machine)))
+
+
+def collectives_of(machine: Machine, speed: Speed, processes: int) -> Collectives | None:
+    """What communication between processes costs; nothing is measured here.
+
+    Args:
+        machine: to plan for.
+        speed: from its data sheet.
+        processes: number of processes.
+
+    Returns:
+        None for one process, and if neither a measurement nor the data sheet is known.
+    """
+    if processes == 1:
+        return None
+    measured = {} if machine.what_if else read_collectives(device_name(machine))
+    if processes in measured:
+        return measured[processes]
+    return Collectives.over_link(speed.link_bandwidth, processes) if speed.link_bandwidth else None

@@ -7,9 +7,10 @@ from sft_play.errors import ConfigError, DataError, DoesNotFitError, Untraceable
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
 from sft_play.planning.batch import learning_rates
-from sft_play.planning.clock import exchanged_bytes
+from sft_play.planning.collectives import messages_of, sent_bytes
 from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.profiles import collectives_of
 from sft_play.planning.run import plan_run
 from sft_play.planning.timing import plan_clock
 from sft_play.sizing.architecture import AnyArchitecture
@@ -51,12 +52,13 @@ def scaling(
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue
         reference = reference or plan.effective_batch_size
-        on = 1 if machine.gpus else world
-        link_known = world == 1 or device_speed(machine, on).link_bandwidth is not None
-        alone = _seconds_per_sequence(plan_clock(model_config, facts, machine, on, link=False), config, plan)
+        link = device_speed(machine, world).link_bandwidth
+        collectives = collectives_of(machine, device_speed(machine, world), world)
+        unlinked = plan_clock(model_config, facts, machine, world, link=False)
+        alone = _seconds_per_sequence(unlinked, config, plan)
         whole = None
-        if link_known:
-            whole = _seconds_per_sequence(plan_clock(model_config, facts, machine, on), config, plan)
+        if world == 1 or collectives:
+            whole = _seconds_per_sequence(plan_clock(model_config, facts, machine, world), config, plan)
         base = base or whole or alone
         rows.append(
             {
@@ -73,7 +75,8 @@ def scaling(
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
                 "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": _exchanged(model_config, facts, config, plan),
-                "link_bytes_per_second": device_speed(machine, on).link_bandwidth,
+                "link_bytes_per_second": link,
+                "exchange_measured": collectives is not None and collectives.measured,
                 "speed_up": base / whole if base and whole else None,
                 "speed_up_at_most": base / alone if base and alone else None,
             }
@@ -95,4 +98,4 @@ def _exchanged(model_config: AnyArchitecture, facts: DataFacts, config: RunConfi
         work = work_of_plans(model_config, facts.eval_shape)(config, plan, facts.mean_tokens)
     except UntraceableModel:
         return None
-    return exchanged_bytes(work.trained_elements, config, plan)
+    return sent_bytes(messages_of(work.trained_elements, config, plan), plan.world_size)

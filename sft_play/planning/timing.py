@@ -1,6 +1,5 @@
 """Predicts the time of a plan from the operations of a trace and their cost in the device's profile."""
 
-from dataclasses import replace
 from functools import partial
 
 from sft_play.machine.gpus import Machine
@@ -9,7 +8,7 @@ from sft_play.planning.clock import clock
 from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import MicroBatch
-from sft_play.planning.profiles import profile_of
+from sft_play.planning.profiles import collectives_of, profile_of
 from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.estimator import work_of_plans
 
@@ -22,9 +21,25 @@ def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
 
 
 def profile_notes(machine: Machine, processes: int) -> list[str]:
-    """A sentence about where predicted seconds come from."""
+    """Sentences about where predicted seconds come from."""
     profile = profile_of(machine, device_speed(machine, processes), processes)
-    return [f"seconds from the profile of {profile.device}, {profile.source}"] if profile else []
+    if profile is None:
+        return []
+    notes = [f"seconds from the profile of {profile.device}, {profile.source}"]
+    return notes + ([_exchange_note(machine, processes)] if processes > 1 else [])
+
+
+def _exchange_note(machine: Machine, processes: int) -> str:
+    """Where the seconds of communication between processes come from."""
+    speed = device_speed(machine, processes)
+    found = collectives_of(machine, speed, processes)
+    if found and found.measured:
+        return f"communication: as measured between {processes} processes here"
+    later = "" if machine.what_if else f"; the first run of {processes} processes measures it"
+    if found and speed.link_bandwidth:
+        rate = f"{speed.link_bandwidth / 1e9:g} GB/s"
+        return f"communication: derived from the data sheet ({rate} between devices), not measured{later}"
+    return f"communication: not counted, since the link between processes is unknown{later}"
 
 
 def plan_clock(
@@ -39,7 +54,10 @@ def plan_clock(
         processes: number of processes that share it.
         link: whether communication between processes takes time.
     """
-    profile = profile_of(machine, device_speed(machine, processes), processes)
-    if profile is not None and not link:
-        profile = replace(profile, link_bytes_per_s=None)
-    return clock(work_of_plans(config, facts.eval_shape), profile, partial(mean_micro_batch, facts))
+    speed = device_speed(machine, processes)
+    return clock(
+        work_of_plans(config, facts.eval_shape),
+        profile_of(machine, speed, processes),
+        partial(mean_micro_batch, facts),
+        collectives_of(machine, speed, processes) if link else None,
+    )

@@ -161,19 +161,27 @@ def _rates_note(row: Mapping[str, Any]) -> str:
 
 def speed_up_notes(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
     """What the speed-ups of planned rows assume; [] if they are unknown."""
-    if not rows:
-        return []
-    last = rows[-1]
-    if last["exchanged_bytes"] and last["link_bytes_per_second"]:
-        sent, link = format_bytes(last["exchanged_bytes"]), f"{last['link_bytes_per_second'] / 1e9:g} GB/s"
-        each = counted(last["world_size"], unit)
-        return [
-            f"speed: lower bound; each of {each} sends {sent} per step (ring) at {link}, "
-            "not overlapped with computation"
-        ]
-    if last["speed_up_at_most"]:
-        return ["speed: upper bound (<), without communication, because the link is unknown"]
-    return []
+    notes, several = [], [row for row in rows if row["exchanged_bytes"]]
+    measured = [row for row in several if row.get("exchange_measured")]
+    derived = [row for row in several if row not in measured and row["link_bytes_per_second"]]
+    unknown = [row for row in rows if row["speed_up"] is None and row["speed_up_at_most"]]
+    for row in measured[-1:]:
+        counts = ", ".join(str(one["world_size"]) for one in measured)
+        notes.append(
+            f"speed on {counts} {plural(unit)}: lower bound; communication as measured here "
+            f"({_sent(row, unit)}), not overlapped with computation"
+        )
+    for row in derived[-1:]:
+        link = f"{row['link_bytes_per_second'] / 1e9:g} GB/s"
+        notes.append(f"speed: lower bound; {_sent(row, unit)} at {link}, not overlapped with computation")
+    if unknown:
+        notes.append("speed: upper bound (<), without communication, because the link is unknown")
+    return notes
+
+
+def _sent(row: Mapping[str, Any], unit: str) -> str:
+    each = counted(row["world_size"], unit)
+    return f"each of {each} sends {format_bytes(row['exchanged_bytes'])} per step (ring)"
 
 
 def plan_summary(tree: Mapping[str, Any]) -> RenderableType:

@@ -39,8 +39,24 @@ def curve_tables(tree: Mapping[str, Any]) -> list[Table]:
     return [attention, moving]
 
 
+def collectives_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Milliseconds of collective operations by number of processes and size of the tensor."""
+    sizes = max((curve["sizes"] for one in found.values() for curve in _curves(one)), key=len)
+    table = columns("communication, ms", *(format_bytes(size) for size in sizes))
+    for processes, one in found.items():
+        for name, curve in zip(("all-reduce", "all-gather"), _curves(one), strict=True):
+            cells = [f"{1e3 * seconds:,.2f}" for seconds in curve["seconds"]]
+            unmeasured = ["n/a"] * (len(sizes) - len(cells))
+            table.add_row(f"{name} between {processes} processes", *cells, *unmeasured)
+    return table
+
+
+def _curves(collectives: Mapping[str, Any]) -> tuple[Any, Any]:
+    return collectives["all_reduce"], collectives["all_gather"]
+
+
 def profile_report(tree: Mapping[str, Any]) -> RenderableType:
-    """The whole profile, from its JSON."""
+    """The whole profile, from its JSON, with what was measured between several processes."""
     single = columns("per", "time")
     for name, key, factor, unit in (
         ("call of an operation by Python", "call_forward_s", 1e6, "µs"),
@@ -54,4 +70,8 @@ def profile_report(tree: Mapping[str, Any]) -> RenderableType:
     threads = f", {tree['threads']} threads" if tree["threads"] else ""
     title = Text.assemble(("device profile  ", "bold"), f"{tree['device']}{threads}: {tree['source']}")
     tables = [product_table(tree["products"]), *curve_tables(tree), single]
-    return apart(Words(title), *tables)
+    if tree["collectives"]:
+        return apart(Words(title), *tables, collectives_table(tree["collectives"]))
+    return apart(
+        Words(title), *tables, Words("communication: measured by the first run of several processes")
+    )

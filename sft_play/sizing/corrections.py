@@ -35,7 +35,7 @@ class ProbeResult:
     reserved_bytes: int | None = None
     overhead_bytes: int | None = None  # GPU memory outside the allocator: context, kernels, communicator
     step_seconds: float | None = None  # of an optimizer step of average size
-    seconds_per_token: float | None = None  # per process, at the largest micro-batch
+    seconds_per_token: float | None = None  # per process, in such a step, padding not counted
     ran_out: bool = False  # out of memory, or the device was full and the allocator had to free cached blocks
 
     @property

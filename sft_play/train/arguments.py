@@ -11,15 +11,13 @@ from sft_play.errors import ConfigError
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.plan import Plan
+from sft_play.planning.collectives import ddp_bucket_mib
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
-from sft_play.units import MIB
 
 EVALUATIONS_PER_RUN = 10
 # At most, by default: a forward pass is a third of a step, so evaluation stays below a tenth of the time.
 EVALUATED_PER_TRAINED_ROW = 0.25
-
-BUCKETS = 16  # per backward pass
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # others have the names that transformers gives them
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -127,15 +125,6 @@ def _evaluation_and_saving(
         greater_is_better=False,
         **saving,
     )
-
-
-def ddp_bucket_mib(gradient_bytes: int) -> int:
-    """The size of DDP's gradient buckets in MiB.
-
-    No computation is left to overlap with the last bucket of a backward pass, so buckets hold a sixteenth of
-    the gradients. Below 1 MiB latency dominates, above 100 MiB nothing is gained.
-    """
-    return min(100, max(1, gradient_bytes // BUCKETS // MIB))
 
 
 def _deepspeed(

@@ -117,11 +117,12 @@ def all_agree(trainer: PlannedTrainer, fine: bool) -> bool:
 
 
 class _Clock(TrainerCallback):
-    """Marks the optimizer phase and times the last step."""
+    """Marks the optimizer phase and times the last step, and its first micro-batch if it has another one."""
 
     def __init__(self, begin_phase: Callable[[str], None], device: torch.device) -> None:
         self.begin_phase, self.device = begin_phase, device
         self.seconds: float | None = None
+        self.first: float | None = None
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -130,6 +131,9 @@ class _Clock(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.began = self._now()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.first = self._now() - self.began
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begin_phase("optimizer")
@@ -150,6 +154,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
             overhead = overhead_bytes(trainer.args.device)
         except torch.OutOfMemoryError as error:
             if plan.world_size > 1:
+                write_ran_out(correction_path(session.job, plan), plan)  # the next run plans without it
                 raise DoesNotFitError(
                     f"memory ran out in the probe of micro-batch {plan.micro_batch_size}: "
                     f"{str(error).splitlines()[0]}\n"
@@ -158,24 +163,32 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
             ran_out = True
         finally:
             _let_go(trainer)
-    tokens = rows["tokens"][0] * _accumulation(plan)
+    step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"][0])
     return ProbeResult(
         phases={} if ran_out else meter.peaks or {},
         reserved_bytes=meter.reserved_bytes,
         overhead_bytes=overhead,
-        step_seconds=_average_step(session, clock.seconds, tokens),
-        seconds_per_token=None if clock.seconds is None else clock.seconds / tokens,
+        step_seconds=step,
+        seconds_per_token=None if step is None else step / _tokens_per_step(session),
         ran_out=ran_out or meter.retries > 0,
     )
 
 
-def _average_step(session: Session, seconds: float | None, tokens: int) -> float | None:
-    """Seconds of an average step, scaled from those that `tokens` tokens took at the largest micro-batch."""
-    if seconds is None:
-        return None
-    rows, plan = session.rows, session.job.plan
-    mean = sum(rows.tokens_per_step) / len(rows.tokens_per_step) / plan.world_size
-    return seconds * mean / (1 - rows.padding_share) / tokens
+def _tokens_per_step(session: Session) -> float:
+    """Tokens of this process in an average step, padding not counted."""
+    tokens = session.rows.tokens_per_step
+    return sum(tokens) / len(tokens) / session.job.plan.world_size
+
+
+def _average_step(session: Session, clock: _Clock, largest: int) -> float:
+    """Seconds of an average step, from a step that has fewer micro-batches, each of `largest` tokens.
+
+    What comes once per step, such as the update and DDP's exchange, is not multiplied with the micro-batches.
+    """
+    assert clock.seconds is not None
+    first = clock.seconds if clock.first is None else clock.first
+    once = max(0.0, clock.seconds - first * _accumulation(session.job.plan))
+    return once + first * _tokens_per_step(session) / (1 - session.rows.padding_share) / largest
 
 
 def _accumulation(plan: Plan) -> int:

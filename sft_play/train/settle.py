@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from accelerate.utils import broadcast_object_list
 from rich.padding import Padding
 
 from sft_play.errors import DoesNotFitError
@@ -17,6 +16,7 @@ from sft_play.planning.run import plan_run
 from sft_play.report.probe import probe_line
 from sft_play.runlog import console
 from sft_play.sizing.corrections import ProbeResult, read_speed
+from sft_play.train.group import from_all
 from sft_play.train.probe import all_agree, correction_path, memory_advice, probe
 from sft_play.train.session import Session, close_session
 from sft_play.units import format_bytes, format_duration
@@ -123,7 +123,7 @@ def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
         DoesNotFitError: the config allows none.
     """
     job, plan = session.job, session.job.plan
-    found = _from_main(job, lambda: [plan_again(job, takes_less(plan))])
+    found = from_main(job, lambda: [plan_again(job, takes_less(plan))])
     if not found:
         raise DoesNotFitError(
             f"{_too_much(plan, result)}, and the config allows no smaller plan\n{memory_advice(plan)}"
@@ -133,14 +133,13 @@ def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
     return replace(found[0], why=(*found[0].why, reason))
 
 
-def _from_main(job: Job, make: Callable[[], list[Plan]]) -> list[Plan]:
+def from_main(job: Job, make: Callable[[], list[Plan]]) -> list[Plan]:
     """Plans that the main rank makes for all; none if nothing fits."""
-    trees: list[Any] = [[]]
+    trees: list[Any] = []
     if job.ranks.is_main:
         with contextlib.suppress(DoesNotFitError):
-            trees = [[plan.to_json() for plan in make()]]
-    broadcast_object_list(trees)
-    return [Plan.from_json(tree) for tree in trees[0]]
+            trees = [plan.to_json() for plan in make()]
+    return [Plan.from_json(tree) for tree in from_all(trees)[0]]
 
 
 def _fastest_by_measurement(
@@ -158,7 +157,7 @@ def _fastest_by_measurement(
     job, began, spent = session.job, time.monotonic(), 0.0
     best = job.plan, result
     worth_it = all_agree(session.trainer, result.step_seconds is not None and cost <= allowance)
-    rivals = _from_main(job, lambda: _plans_to_time(job)) if worth_it else []
+    rivals = from_main(job, lambda: _plans_to_time(job)) if worth_it else []
     for number, other in enumerate(rivals):
         if not all_agree(session.trainer, spent + cost <= allowance):
             break

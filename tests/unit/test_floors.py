@@ -23,7 +23,7 @@ FLOORS = [
     ["sizing.step", "sizing.work", "sizing.timeline", "sizing.allocator", "sizing.guard",
      "sizing.history", "sizing.memory"],
     ["planning.batch", "planning.drafts", "planning.search", "planning.sentences", "planning.profile",
-     "planning.clock"],
+     "planning.collectives", "planning.clock"],
     ["launch"],
     ["data.collators", "model", "builtin.models", "builtin.world"],
     ["builtin.demo", "export"],

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.small_models import small_config
-from sft_play.planning.clock import exchange, step_seconds
+from sft_play.planning.clock import step_seconds
 from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.traces import shared_traces
@@ -19,7 +19,7 @@ SPEC = StepSpec(mode="lora", dtype="bfloat16", mixed_precision="bf16", device="c
 
 
 def step(profile=H100, tokens=8192, **changes):
-    names = ("accumulation", "sent_bytes")
+    names = ("accumulation", "exchange")
     values = {name: changes.pop(name) for name in names if name in changes}
     work = shared_traces(LARGE).work(replace(SPEC, **changes)).at(tokens)
     return step_seconds(work, profile, MicroBatch(tokens, tokens * 1024), **values)
@@ -42,24 +42,5 @@ def test_more_work_takes_longer():
     assert step(accumulation=3).forward == pytest.approx(3 * step().forward)
 
 
-def test_what_is_exchanged_comes_on_top_where_the_link_is_known():
-    known = replace(H100, link_bytes_per_s=10e9, link_s=0.0)
-    assert step(known, sent_bytes=10**9).total - step(known).total == pytest.approx(0.1)
-    assert step(sent_bytes=10**9) == step()
-
-
-@pytest.mark.parametrize(
-    ("engine", "world", "accumulation", "expected"),
-    [
-        ("none", 1, 8, 0),
-        ("ddp", 2, 1, 4000),  # 2 (n - 1) / n of 4000 bytes of gradients
-        ("ddp", 2, 8, 4000),  # once a step, however many micro-batches
-        ("ddp", 8, 1, 7000),
-        # half is sent while gradients are reduced, half while weights are collected
-        ("deepspeed_z2", 2, 1, 4000),
-        ("deepspeed_z2", 2, 8, 18000),
-        ("deepspeed_z2", 1, 8, 0),
-    ],
-)
-def test_each_engine_exchanges_what_its_algorithm_says(engine, world, accumulation, expected):
-    assert exchange(engine, world, 1000, 4, accumulation) == expected
+def test_what_is_exchanged_comes_on_top():
+    assert step(exchange=0.1).total - step().total == pytest.approx(0.1)

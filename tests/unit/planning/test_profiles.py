@@ -9,9 +9,10 @@ from rich.console import Console
 
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
-from sft_play.planning import profiles, profiling
+from sft_play.planning import profiles, profiling, timing
 from sft_play.planning.clock import Speed
-from sft_play.planning.profile import derived_from_data_sheet
+from sft_play.planning.collectives import Collectives
+from sft_play.planning.profile import Curve, derived_from_data_sheet
 
 HOST = Host(
     cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False
@@ -61,11 +62,47 @@ def test_processes_share_what_was_measured_for_one():
 def test_a_shipped_profile_serves_a_gpu_that_is_not_here(tmp_path):
     machine = what_if("A100 80GB", 1)
     name = machine.gpus[0].name
-    assert not profiles.profile_of(machine, replace(SPEED, link_bandwidth=1e9), 1).measured
+    assert not profiles.profile_of(machine, SPEED, 1).measured
     (tmp_path / "shipped").mkdir()
     (tmp_path / "shipped" / f"{profiles.slug(name)}.json").write_text(made(name).to_json())
-    found = profiles.profile_of(machine, replace(SPEED, link_bandwidth=1e9), 1)
-    assert found.measured and found.link_bytes_per_s == 1e9
+    assert profiles.profile_of(machine, SPEED, 1).measured
+
+
+def measured(seconds):
+    curve = Curve((1e4, 1e6), (seconds, seconds))
+    return Collectives(curve, curve)
+
+
+def test_communication_is_as_measured_for_that_many_processes_else_as_the_data_sheet_says():
+    name, linked = profiles.device_name(CPU), replace(SPEED, link_bandwidth=1e9)
+    assert profiles.collectives_of(CPU, SPEED, 2) is None
+    assert not profiles.collectives_of(CPU, linked, 2).measured
+    profiles.write_collectives(name, 4, measured(0.4))
+    profiles.write_collectives(name, 2, measured(0.2))
+    assert profiles.collectives_of(CPU, linked, 2) == measured(0.2)
+    assert profiles.collectives_of(CPU, SPEED, 4) == measured(0.4)
+    assert profiles.collectives_of(CPU, SPEED, 8) is None and profiles.collectives_of(CPU, linked, 1) is None
+    assert list(profiles.collectives_trees(CPU)) == ["2", "4"]
+    profiles.forget_collectives(CPU)
+    assert profiles.collectives_trees(CPU) == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"2": 1}', '{"two": {}}', "[]", '{"2": {"all_reduce": {"sizes": 1}}}']
+)
+def test_a_damaged_file_of_communication_is_none(text):
+    profiles.keep(profiles.collectives_path("x"), text)
+    assert profiles.read_collectives("x") == {}
+
+
+def test_the_plan_says_where_the_seconds_of_communication_come_from():
+    alone, pair = timing.profile_notes(CPU, 1), timing.profile_notes(CPU, 2)
+    assert len(alone) == 1
+    assert "not counted" in pair[1] and "the first run of 2 processes measures it" in pair[1]
+    profiles.write_collectives(profiles.device_name(CPU), 2, measured(0.2))
+    assert timing.profile_notes(CPU, 2)[1] == "communication: as measured between 2 processes here"
+    sheet = timing.profile_notes(what_if("H100 80GB", 8), 8)[1]
+    assert "data sheet" in sheet and "GB/s" in sheet and "first run" not in sheet
 
 
 def test_a_damaged_file_is_no_profile(tmp_path):
@@ -84,8 +121,11 @@ def test_this_cpu_is_measured(monkeypatch):
     from sft_play.report.profile import profile_report
 
     console = Console(width=100, record=True)
-    console.print(profile_report(json.loads(found.to_json())))
-    assert "this one" in console.export_text()
+    curve = {"sizes": [1 << 14, 1 << 18], "seconds": [0.001, 0.0125]}
+    pairs = {"2": {"all_reduce": curve, "all_gather": curve}}
+    console.print(profile_report(json.loads(found.to_json()) | {"collectives": pairs}))
+    said = console.export_text()
+    assert "this one" in said and "all-reduce between 2 processes" in said and "12.50" in said
 
 
 @pytest.mark.parametrize(("kind", "free"), [("cpu", 1 << 30), ("cpu", 1 << 40), ("cuda", None)])
