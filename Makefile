@@ -20,6 +20,9 @@
 TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
         OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+# Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
+UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
+$(if $(UNKNOWN),$(error no such setting: $(UNKNOWN); `make help` lists the settings, e.g. NGPU=4))
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -6,15 +6,16 @@ import os
 import shlex
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rich.text import Text
 
 from sft_play import __version__
 from sft_play.commands import data_handlers, handlers
-from sft_play.errors import Interrupted, SftPlayError
+from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.runlog import console_on_stderr
-from sft_play.screen import Screen
+from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
@@ -71,6 +72,20 @@ class _Commands:
         return command
 
 
+def _number_from(least: int, setting: str) -> Callable[[str], int]:
+    """Reads a whole number of at least `least`, which was typed as this setting of make."""
+
+    def read(text: str) -> int:
+        from sft_play.launch.nodes import whole_number
+
+        try:
+            return whole_number(setting, text, least)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
     commands = _Commands()
@@ -98,7 +113,9 @@ def _add_data_commands(commands: _Commands) -> None:
     command.add_argument("--style", required=True, metavar="TEXT", help="system prompt to add")
     commands.add("render", data_handlers.render)
     command = commands.add("prepare", data_handlers.prepare, as_json=True)
-    command.add_argument("--show", type=int, default=0, metavar="N", help="print the first N training rows")
+    command.add_argument(
+        "--show", type=_number_from(0, "SHOW"), default=0, metavar="N", help="print the first N training rows"
+    )
     command = commands.add("dapt-docx", data_handlers.dapt_docx, config=False, as_json=True)
     command.add_argument("--input", required=True, metavar="FOLDER", help="folder of documents")
     command.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write")
@@ -110,7 +127,7 @@ def _add_training_commands(commands: _Commands) -> None:
     command.add_argument("--model", metavar="NAME", help=model_help)
     command.add_argument("--gpu", metavar="NAME", help='plan for this GPU instead, e.g. "RTX 4090"')
     gpus_help = "number of GPUs (default: all visible GPUs, or one with --gpu)"
-    command.add_argument("--gpus", type=int, metavar="N", help=gpus_help)
+    command.add_argument("--gpus", type=_number_from(1, "NGPU"), metavar="N", help=gpus_help)
     _add_processes(commands.add("probe", handlers.probe, as_json=True))
     _add_training_flags(commands.add("train", handlers.train))
     _add_slurm_flags(commands.add("slurm", handlers.slurm))
@@ -123,7 +140,7 @@ def _add_model_commands(commands: _Commands) -> None:
     command = commands.add("eval", handlers.evaluate, as_json=True)
     command.add_argument("--split", choices=["val", "test"], default="val", help="(default: val)")
     limit_help = "number of rows to generate answers for (default: eval.limit)"
-    command.add_argument("--limit", type=int, metavar="N", help=limit_help)
+    command.add_argument("--limit", type=_number_from(1, "LIMIT"), metavar="N", help=limit_help)
     _add_harness_flags(commands.add("eval-lm", handlers.evaluate_tasks, as_json=True))
     command = commands.add("infer", handlers.infer, as_json=True)
     command.add_argument("--input", help="file with prompts; without it, start a chat")
@@ -158,16 +175,25 @@ def _add_harness_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tasks", required=True, metavar="A,B", help="tasks of lm-eval, e.g. hellaswag")
     command.add_argument("--what", default="result", help="result, base or merged (default: result)")
     command.add_argument("--input", metavar="FOLDER", help="folder with more task definitions (*.yaml)")
-    command.add_argument("--limit", type=int, metavar="N", help="rows of each task (default: all)")
     command.add_argument(
-        "--shots", type=int, metavar="N", help="examples in the prompt (default: the task's)"
+        "--limit", type=_number_from(1, "LIMIT"), metavar="N", help="rows of each task (default: all)"
+    )
+    command.add_argument(
+        "--shots",
+        type=_number_from(0, "SHOTS"),
+        metavar="N",
+        help="examples in the prompt (default: the task's)",
     )
     command.add_argument("--chat", action="store_true", help="put prompts into the chat template of the run")
 
 
 def _add_processes(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--processes", type=int, default=1, help="number of processes; 0: one per visible GPU (default: 1)"
+        "--processes",
+        type=_number_from(0, "NGPU"),
+        default=1,
+        metavar="N",
+        help="number of processes; 0: one per visible GPU (default: 1)",
     )
     _add_engine(command)
 
@@ -235,9 +261,11 @@ def report_error(error: BaseException) -> int:
 
 
 def _write_error(text: str, label: str = "error: ") -> None:
-    """Writes to stderr; on a terminal, with breaks between words alone."""
+    """Writes to stderr; on a terminal, with breaks between words alone, and commands that can be copied."""
     if sys.stderr.isatty():
-        Screen(stderr=True).print(Text.assemble((label, "bold red"), text))
+        first, *rest = text.split("\n")
+        lines = (Command(line, hang=2) if line.lstrip().startswith("make ") else Text(line) for line in rest)
+        Screen(stderr=True).print(Text.assemble((label, "bold red"), first), *lines)
     else:
         sys.stderr.write(f"{label}{text}\n")
 

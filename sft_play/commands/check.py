@@ -247,7 +247,7 @@ def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: st
             ERROR,
             topic,
             f"{key}: {name} is gated",
-            "accept its license on the Hub, then run: hf auth login",
+            "accept its license on the Hub, then run: .venv/bin/hf auth login",
         )
     except RevisionNotFoundError:
         return Finding(
@@ -261,7 +261,7 @@ def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: st
             ERROR,
             topic,
             f"{key}: {name} does not exist locally or on the Hub",
-            "check the name; if it is private, run: hf auth login",
+            "check the name; if it is private, run: .venv/bin/hf auth login",
         )
     except Exception as error:  # noqa: BLE001 - HTTP clients raise unrelated classes of network errors
         return _offline_finding(topic, key, name, kind, error)
@@ -306,8 +306,8 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         require_possible(config, device)
     except ConfigError as error:
         yield Finding(ERROR, "method", str(error), "change one of these settings")
-    for text in missing_packages(config):
-        yield Finding(ERROR, "method", text, "run `make install`")
+    for text, fix in missing_packages(config).items():
+        yield Finding(ERROR, "method", text, fix)
 
 
 def disk_findings(output: Path) -> list[Finding]:

@@ -71,7 +71,7 @@ def _require_known(form: str, dtype: str) -> None:
     if dtype not in ("auto", *TYPES):
         raise ConfigError(f"DTYPE={dtype} is not supported; allowed: auto, {', '.join(TYPES)}")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("FORMAT=gguf needs gguf, which is not installed (pip install gguf)")
+        raise ConfigError("FORMAT=gguf needs gguf, which is not installed; run `make install`")
 
 
 def _merged(config: RunConfig, run: RunDir) -> Path:

@@ -150,7 +150,8 @@ def _manager(options: Options) -> Any:
     unknown = [task for task in options.tasks if task not in manager.all_tasks]
     if unknown:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks)
-        hint = f"nearest: {', '.join(near)}" if near else "`lm-eval ls tasks` lists all"
+        everything = f"`{Path(sys.executable).parent}/lm-eval ls tasks` lists all"
+        hint = f"nearest: {', '.join(near)}" if near else everything
         where = f", nor in IN={folder}" if folder else "; IN=<folder> adds tasks of your own"
         raise ConfigError(f"TASKS={unknown[0]} is not a task of lm-eval{where}; {hint}")
     return manager

@@ -49,7 +49,7 @@ class Tolerance:
 
 
 # About ten times the error of rounding the merged weights, to allow for deeper models. Measured on 8 layers
-# (mean, top-1): float32 2e-7, 100 %; float16 3e-4, 99.8 %; bfloat16 2e-3, 99.5 %. With the adapter missing,
+# (mean, top-1): float32 2e-7, 100%; float16 3e-4, 99.8%; bfloat16 2e-3, 99.5%. With the adapter missing,
 # the mean is 2e-2 to 5e-1.
 TOLERANCES = {
     "float32": Tolerance(1e-4, 0.999),
@@ -240,9 +240,7 @@ def require_merged(output: Path, adapter: Path) -> str:
     """
     info = read_json(output / MERGE_INFO)
     if not info:
-        raise CheckpointError(
-            f"{output} has no merged model ({MERGE_INFO} is missing); run `make merge` first"
-        )
+        raise CheckpointError(f"{output} has no merged model yet; run `make merge` first")
     if info.get("adapter_sha256") != digest(adapter):
         origin = info.get("adapter", str(adapter))
         source = (

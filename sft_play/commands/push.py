@@ -147,7 +147,7 @@ def _refusal(repository: str, error: Any) -> str:
     status = error.response.status_code
     said = (error.server_message or str(error).splitlines()[0])[:MESSAGE_CHARACTERS]
     reasons = {
-        401: "the Hub does not accept the access token; run `hf auth login` again, or set HF_TOKEN",
+        401: "the Hub does not accept the access token; run `.venv/bin/hf auth login` again, or set HF_TOKEN",
         403: "the access token may not write there; make one that may at https://huggingface.co/settings/tokens",
     }
     reason = reasons.get(status, f"the Hub answered {status}: {said}")

@@ -24,6 +24,6 @@ def access_token(repository: str, part: str) -> str:
     if not token:
         raise ConfigError(
             "make push needs an access token of the Hugging Face Hub: make one that may write at "
-            "https://huggingface.co/settings/tokens, then run `hf auth login` or set HF_TOKEN"
+            "https://huggingface.co/settings/tokens, then run `.venv/bin/hf auth login` or set HF_TOKEN"
         )
     return token

@@ -109,9 +109,9 @@ def require_packages(config: RunConfig) -> None:
     Raises:
         ConfigError: a package is not installed.
     """
-    missing = missing_packages(config)
+    missing = [f"{text}; {fix}" for text, fix in missing_packages(config).items()]
     if missing:
-        raise ConfigError("\n".join([*missing, "run `make install`, or change the setting"]))
+        raise ConfigError("\n".join(missing) + ", or change the setting")
 
 
 def default_processes() -> int:

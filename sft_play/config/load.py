@@ -17,6 +17,7 @@ from sft_play.units import counted
 
 MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
+CATALOGUES = {"hardware.yaml", "models.yaml"}  # in the folder of the configs, but no runs
 MAX_DEPTH = 20  # of YAML collections inside each other; a config has three
 OPENING = (
     yaml.FlowSequenceStartToken,
@@ -136,15 +137,22 @@ def _refuse_secret(text: str, where: str) -> None:
     if what := find_secret(text):
         raise ConfigError(
             f"{where}: contains {what}; remove it and set it in the environment instead (HF_TOKEN, "
-            "WANDB_API_KEY), or run `hf auth login`"
+            "WANDB_API_KEY), or run `.venv/bin/hf auth login`"
         )
+
+
+def _shipped(path: Path) -> str:
+    """The configs that come with SFT-Play, the one that may have been meant first."""
+    files = (file for file in Path("configs").glob("*.yaml") if file.name not in CATALOGUES)
+    found = sorted(map(str, files))
+    near = difflib.get_close_matches(str(path), found, n=1)
+    meant = f"; did you mean {near[0]}?" if near else "."
+    return f"{meant} Shipped configs: {', '.join(found)}" if found else ""
 
 
 def _read_file(path: Path) -> dict:
     if not _is_file(path):
-        found = sorted(map(str, Path("configs").glob("*.yaml")))
-        hint = f" Shipped configs: {', '.join(found)}." if found else ""
-        raise ConfigError(f"config file {path} does not exist.{hint} Set CONFIG=<file>")
+        raise ConfigError(f"config file {path} does not exist{_shipped(path)}. Set CONFIG=<file>")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(
             f"config file {path} has {path.stat().st_size} bytes; the limit is {MAX_FILE_BYTES}"
@@ -348,9 +356,7 @@ def config_from(tree: dict, origins: dict[str, str], overrides: list[str], path:
     except ValidationError as error:
         problems = _problems(error)
         head = f"{path}: {counted(len(problems), 'problem')} in the config"
-        raise ConfigError(
-            "\n  ".join([head, *problems]) + "\nRun `sft-play config-schema` to list all keys"
-        ) from None
+        raise ConfigError("\n  ".join([head, *problems]) + "\ndocs/config.md lists all settings") from None
     for name in _leaves(config.model_dump()):
         origins.setdefault(name, "default")
     return ResolvedConfig(config, origins, path)

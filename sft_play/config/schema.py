@@ -50,9 +50,8 @@ class ModelConfig(Section):
     attention: Literal["auto", "varlen_sdpa", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = (
         "auto"
     )
-    """Attention kernel. auto: FlashAttention 2 if it is installed and the device supports it, else
-    varlen_sdpa (PyTorch's SDPA, called once per sequence, so that neither padding nor packing needs a
-    mask)."""
+    """Attention kernel. auto: FlashAttention 3 (Hopper GPUs) or 2 if it is installed and the device supports
+    it, else varlen_sdpa (PyTorch's own kernels, called so that neither padding nor packing needs a mask)."""
     trust_remote_code: bool = False
     """Whether to run Python code from the model repository on this machine; needs a commit as revision."""
     revision: str | None = None

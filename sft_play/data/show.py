@@ -60,7 +60,7 @@ def _sources_table(sources: list[dict[str, Any]]) -> "Table":
     for source in sources:
         shares: list[str] = []
         for name, total in totals.items():
-            shares += [f"{source[name]:,}", f"{100 * source[name] / total:.1f} %"]
+            shares += [f"{source[name]:,}", f"{100 * source[name] / total:.1f}%"]
         shown.add_row(Path(source["path"]).name, f"{source['weight']:g}", f"{source['rows']:,}", *shares)
     return shown
 
@@ -72,8 +72,8 @@ def _counts(split: dict[str, Any]) -> dict[str, str]:
         "conversations": f"{split['conversations']:,}",
         "rows": f"{split['rows']:,}",
         "tokens": f"{split['tokens']:,}",
-        "supervised": f"{100 * split['supervised_tokens'] / split['tokens']:.1f} %",
-        "truncated": f"{100 * split['truncated'] / split['rows']:.1f} %",
+        "supervised": f"{100 * split['supervised_tokens'] / split['tokens']:.1f}%",
+        "truncated": f"{100 * split['truncated'] / split['rows']:.1f}%",
         "dropped": "\n".join(reasons) or "0",
         "tokens per row, median": f"{lengths['p50']:,}",
         "90th percentile": f"{lengths['p90']:,}",

@@ -60,7 +60,7 @@ def read_nodes(flags: NodeFlags, settings: Sequence[str]) -> Nodes:
     if missing and count > 1:
         commands = "\n".join(commands_for(count, flags.address or ADDRESS_PLACEHOLDER, port, settings))
         raise ConfigError(
-            f"{' and '.join(missing)} not set. Run one command on each of the {count} machines:\n{commands}"
+            f"not set: {', '.join(missing)}. Run one command on each of the {count} machines:\n{commands}"
         )
     rank = whole_number("RANK", flags.rank or "0", 0, count - 1)
     return Nodes(count, rank, flags.address or LOOPBACK, port)

@@ -154,18 +154,18 @@ def _package_of(optimizer: str) -> tuple[str, bool]:
     return "bitsandbytes", optimizer.endswith("bit")
 
 
-def missing_packages(config: "RunConfig") -> list[str]:
-    """One message per package that the config needs but that is not installed."""
+def missing_packages(config: "RunConfig") -> dict[str, str]:
+    """Which packages the config needs and are not installed, a sentence for each -> what to do about it."""
     needs = {
         "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
         f"train.optimizer={config.train.optimizer}": _package_of(config.train.optimizer),
         "parallel.engine=deepspeed_z2": ("deepspeed", config.parallel.engine == "deepspeed_z2"),
         **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }
-    optional: set[str] = {*config.train.report_to, *EXTRAS}
-    return [
-        f"{key} needs {package}, which is not installed"
-        + (f" (pip install {package})" if package in optional else "")
+    install = f"install it: {sys.executable} -m pip install"
+    how = {name: f"{install} {name}" for name in config.train.report_to} | EXTRAS
+    return {
+        f"{key} needs {package}, which is not installed": how.get(package, "run `make install`")
         for key, (package, needed) in needs.items()
         if needed and importlib.util.find_spec(package) is None
-    ]
+    }

@@ -65,7 +65,7 @@ def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigErro
     hint = "run `make check` to check the model folder or the hub"
     if "gated repo" in str(error):
         page = f"https://huggingface.co/{model.name}"
-        hint = f"accept the license at {page}, then run `hf auth login` or set HF_TOKEN"
+        hint = f"accept the license at {page}, then run `.venv/bin/hf auth login` or set HF_TOKEN"
     if "trust_remote_code" in str(error):
         hint = (
             "the model has Python code of its own: read it, then set model.trust_remote_code=true to run it; "

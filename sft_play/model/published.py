@@ -36,7 +36,7 @@ class PublishedModel:
         if not self.gated:
             return ""
         page = f"https://huggingface.co/{self.name}"
-        return f"accept its license at {page}, then run `hf auth login` or set HF_TOKEN"
+        return f"accept its license at {page}, then run `.venv/bin/hf auth login` or set HF_TOKEN"
 
 
 @functools.cache

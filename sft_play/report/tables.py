@@ -22,7 +22,7 @@ Format = Callable[[Any], str]
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return f"{100 * value:.1f}%"
 
 
 # Key of a result -> label and number format.
@@ -175,22 +175,22 @@ def step_line(predicted: float | None, measured: float | None) -> str:
     if not predicted or not measured:
         return line
     direction = "low" if measured > predicted else "high"
-    return f"{line} (prediction {100 * abs(measured - predicted) / measured:.0f} % too {direction})"
+    return f"{line} (prediction {100 * abs(measured - predicted) / measured:.0f}% too {direction})"
 
 
 def memory_line(predicted: int | None, measured: int | None) -> str:
     """Predicted and measured memory in one line.
 
     Example: `memory_line(100 * GIB, 101 * GIB)` is
-    "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0 % too low)".
+    "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0% too low)".
     """
     line = f"predicted {_number(predicted, format_bytes)}, measured {_number(measured, format_bytes)}"
     if not predicted or not measured:
         return line
     error = 100 * (measured - predicted) / measured
     if abs(error) < 0.05:
-        return f"{line} (prediction accurate to 0.05 %)"
-    return f"{line} (prediction {abs(error):.1f} % too {'low' if error > 0 else 'high'})"
+        return f"{line} (prediction accurate to 0.05%)"
+    return f"{line} (prediction {abs(error):.1f}% too {'low' if error > 0 else 'high'})"
 
 
 def with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
-from sft_play.units import GIB, counted, format_duration
+from sft_play.units import GIB, counted, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from sft_play.train.redo import Redo
@@ -179,11 +179,13 @@ class Reporter(TrainerCallback):
             }
             append_metrics(self.run, record)
         width = len(str(state.max_steps))
+        # what a process on the CPU takes is not what is predicted, so it would only confuse
+        memory = f"  {format_bytes(peak)}" if self.plan.device == "cuda" else ""
         self._free_since = time.perf_counter()
         self._print(
             f"  step {step:>{width}}/{state.max_steps}  loss [bold]{logs['loss']:.4f}[/]  lr "
             f"{logs['learning_rate']:.2e}  "
-            f"{speed:>7,.0f} tok/s  {peak / GIB:.2f} GiB  epoch {epoch:.2f}"
+            f"{speed:>7,.0f} tokens/s{memory}  epoch {epoch:.2f}"
         )
 
     def on_evaluate(
@@ -211,7 +213,7 @@ class Reporter(TrainerCallback):
         if scores["loss"] is not None:
             self._print(
                 f"  step {state.global_step}  validation loss [bold]{scores['loss']:.4f}[/]  "
-                f"next-token accuracy {scores['token_accuracy']:.1%}"
+                f"token accuracy {scores['token_accuracy']:.1%}"
             )
         self._free_since = time.perf_counter()
 

@@ -271,6 +271,16 @@ def test_a_setting_of_two_lines_is_refused(ready):
     assert done.returncode != 0 and "more than one line: output.name=one" in done.stderr
 
 
+@pytest.mark.parametrize("settings", [{"GPUS": "4"}, {"config": "configs/x.yaml"}, {"MODELS": "qwen3-8b"}])
+def test_a_setting_that_does_not_exist_is_refused(ready, settings):
+    done = make("plan", VENV=ready, **settings)
+    assert done.returncode != 0 and f"no such setting: {next(iter(settings))}" in done.stderr
+
+
+def test_variables_of_the_environment_can_be_given_to_make(ready):
+    assert recipe("train", VENV=ready, CUDA_VISIBLE_DEVICES="0", HF_HOME="/data", SHELL="/bin/bash")
+
+
 def test_every_command_is_one_visible_line():
     for line in re.findall(r"^\t(.*)$", TEXT, re.MULTILINE):
         assert not line.startswith("@") or line.startswith(("@awk", "@echo")), line

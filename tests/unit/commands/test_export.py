@@ -113,7 +113,7 @@ def test_other_formats_and_types_are_refused(finished, settings, words):
 
 def test_without_the_package_the_command_that_installs_it_is_named(finished, monkeypatch):
     monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs gguf, which is not installed \(pip install gguf\)"):
+    with pytest.raises(ConfigError, match=r"needs gguf, which is not installed; run `make install`"):
         export(finished.config, finished.run)
 
 

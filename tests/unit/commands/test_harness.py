@@ -221,7 +221,7 @@ def test_what_was_typed_is_checked_first(finished, options, said):
 
 
 def test_only_the_merged_model_of_this_run_is_taken_and_only_a_finished_run(pretended, finished):
-    with pytest.raises(CheckpointError, match="has no merged model .*run `make merge` first"):
+    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge` first"):
         evaluate_tasks(finished.config, finished.run, Options(("a",), part="merged"))
     merge(finished.config, finished.run)
     weights = finished.run.merged / "model.safetensors"

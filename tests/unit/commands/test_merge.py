@@ -114,7 +114,7 @@ def test_the_test_refuses_a_model_that_was_merged_from_an_earlier_adapter(finish
 
 
 def test_the_test_without_a_merged_model_names_the_command(finished):
-    with pytest.raises(CheckpointError, match="has no merged model .*run `make merge` first"):
+    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge` first"):
         merge_test(finished.config, finished.run)
 
 

@@ -89,7 +89,7 @@ def test_neither_the_state_of_training_nor_folders_of_this_machine_are_published
 
 
 def test_the_merged_model_goes_with_its_own_files(finished, hub):
-    with pytest.raises(CheckpointError, match="has no merged model .*run `make merge` first"):
+    with pytest.raises(CheckpointError, match="has no merged model yet; run `make merge` first"):
         push(finished.config, finished.run, REPO, part="merged")
     assert not hub.asked
     merge(finished.config, finished.run)
@@ -127,7 +127,9 @@ def test_a_public_repository_needs_public(finished, hub):
 
 def test_without_a_token_the_next_command_is_named(finished, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(ConfigError, match="needs an access token .*run `hf auth login` or set HF_TOKEN"):
+    with pytest.raises(
+        ConfigError, match="needs an access token .*run `.venv/bin/hf auth login` or set HF_TOKEN"
+    ):
         push(finished.config, finished.run, REPO)
     assert not hub.asked
 
@@ -151,7 +153,7 @@ def test_another_part_is_refused(finished, hub):
     [
         (
             lambda hub: setattr(hub, "token", "hf_another"),
-            "does not accept the access token; run `hf auth login`",
+            "does not accept the access token; run `.venv/bin/hf auth login`",
         ),
         (lambda hub: setattr(hub, "may_write", False), "the access token may not write there"),
         (lambda hub: setattr(hub, "fails_at", "/commit/"), "the Hub answered 500: .*out of order"),

@@ -201,6 +201,16 @@ def test_missing_config_file_names_the_shipped_ones():
         load_config("configs/nowhere.yaml")
 
 
+def test_a_misspelt_config_file_is_recognized_and_files_that_are_no_runs_are_not_listed():
+    with pytest.raises(
+        ConfigError, match=r"configs/dmeo.yaml does not exist; did you mean configs/demo.yaml"
+    ):
+        load_config("configs/dmeo.yaml")
+    with pytest.raises(ConfigError) as error:
+        load_config("nowhere.yaml")
+    assert "configs/run_lora.yaml" in str(error.value) and "hardware" not in str(error.value)
+
+
 def test_every_setting_is_described_in_the_schema():
     schema = json_schema()
     for section in schema["$defs"].values():

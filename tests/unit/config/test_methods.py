@@ -1,5 +1,7 @@
 """Methods that exclude each other are refused in one sentence, and patterns are settings like all others."""
 
+import sys
+
 import pytest
 from pydantic import ValidationError
 
@@ -77,6 +79,15 @@ def test_bitsandbytes_is_needed_by_its_optimizers_only(monkeypatch):
 
     assert missing("lion_32bit") == ["train.optimizer=lion_32bit needs bitsandbytes, which is not installed"]
     assert missing("adafactor") == missing("adamw") == []
+
+
+def test_each_missing_package_comes_with_a_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = RunConfig.model_validate(tree(optimizer="lion_32bit", report_to=["wandb"]))
+    assert list(missing_packages(config).values()) == [
+        "run `make install`",
+        f"install it: {sys.executable} -m pip install wandb",
+    ]
 
 
 def test_a_pattern_keeps_its_origin_and_its_names(tmp_path):

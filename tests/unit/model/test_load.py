@@ -280,4 +280,6 @@ def test_code_from_elsewhere_is_asked_for_at_the_pinned_commit():
 def test_a_gated_model_says_how_to_get_access():
     error = OSError("You are trying to access a gated repo.\nMake sure to have access to it at ...")
     said = str(_not_loadable("config", ModelConfig(name="org/gated"), error))
-    assert "accept the license at https://huggingface.co/org/gated, then run `hf auth login`" in said
+    assert (
+        "accept the license at https://huggingface.co/org/gated, then run `.venv/bin/hf auth login`" in said
+    )

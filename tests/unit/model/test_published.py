@@ -60,7 +60,10 @@ def test_no_name_is_there_twice_also_without_its_organization():
 def test_the_access_to_a_gated_model_is_explained(no_network):
     _, notes = planning_config(ModelConfig(name="meta-llama/Llama-3.1-8B-Instruct"))
     page = "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct"
-    assert notes[1] == f"to train it, accept its license at {page}, then run `hf auth login` or set HF_TOKEN"
+    assert (
+        notes[1]
+        == f"to train it, accept its license at {page}, then run `.venv/bin/hf auth login` or set HF_TOKEN"
+    )
     assert len(planning_config(ModelConfig(name="Qwen/Qwen3-8B"))[1]) == 1
 
 

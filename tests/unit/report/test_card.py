@@ -81,10 +81,10 @@ def test_scores_data_and_measurements_are_those_of_the_summary():
     for line in (
         "| loss | 2.0000 | 1.0000 |",
         "| perplexity | 7.39 | 2.72 |",
-        "| exact match | n/a | 50.0 % |",
+        "| exact match | n/a | 50.0% |",
         "| train | 1,000 | 50,000 | 20,000 |",
         "| effective batch size | 16 sequences |",
-        "| optimizer step | predicted 2.0 s, measured 2.5 s (prediction 20 % too low) |",
+        "| optimizer step | predicted 2.0 s, measured 2.5 s (prediction 20% too low) |",
     ):
         assert line in card.splitlines()
     assert "torch 2.13.0" in card and "abc123" in card
@@ -94,7 +94,7 @@ def test_the_scores_of_each_model_on_each_evaluated_split_are_in_a_table_of_thei
     models = {"base": {"loss": 2.0}, "adapter": {"loss": 1.0, "exact_match": 0.5}}
     card = model_card(config(), {}, {"val": {}, "test": models})
     assert "`make eval` on the test split:\n\n| metric | base | adapter |" in card
-    assert "| loss | 2.0000 | 1.0000 |\n| exact match | n/a | 50.0 % |" in card and "val split" not in card
+    assert "| loss | 2.0000 | 1.0000 |\n| exact match | n/a | 50.0% |" in card and "val split" not in card
 
 
 def test_without_results_their_sections_are_left_out():

@@ -83,7 +83,7 @@ def test_evaluation_table_has_a_column_for_each_model_and_the_rows_it_was_comput
         "loss 2.5000 0.5000 0.5100",
         "perplexity 1.65 1.65 1.65",
     ]
-    assert "exact match 42.0 % 42.0 % 42.0 %" in lines
+    assert "exact match 42.0% 42.0% 42.0%" in lines
     assert "rows 1,319 1,319 1,319" in lines and "answered rows 100 100 100" in lines
     assert "time 1 min 40 s 1 min 40 s 1 min 40 s" in lines
 
@@ -107,9 +107,9 @@ def test_a_metric_that_was_not_measured_reads_as_not_available():
 
 
 def test_memory_line_says_in_which_direction_the_prediction_was_off():
-    assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0 % too low)")
-    assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0 % too high)")
-    assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction accurate to 0.05 %)")
+    assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0% too low)")
+    assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0% too high)")
+    assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction accurate to 0.05%)")
     assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
 
 
@@ -168,7 +168,7 @@ def test_closing_screen_has_the_plan_the_scores_the_samples_the_places_and_the_n
     assert "speed 4,321 tokens/s, no padding" in lines
     assert "held-out rows (answers to 50 rows of test) before after" in lines
     assert "loss 2.0000 0.1000" in lines
-    assert "exact match 2.0 % 96.0 %" in lines
+    assert "exact match 2.0% 96.0%" in lines
     assert "adapter runs/demo/adapter" in lines
     assert "next make infer" in lines
     assert "make merge" in lines
@@ -202,7 +202,7 @@ def test_logits_table_states_the_tolerance_and_the_verdict():
     text = shown(logits_table(LOGITS))
     assert "passed: compared with the adapter on the unquantized base, 8 rows, 1,024 positions" in text
     assert "tolerance for bfloat16" in text
-    assert ">= 95.0 %" in text
+    assert ">= 95.0%" in text
     assert "4-bit" not in text
     assert "failed: compared" in shown(logits_table({**LOGITS, "passed": False}))
 

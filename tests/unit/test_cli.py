@@ -1,0 +1,35 @@
+"""What is typed on the command line is checked before anything is done."""
+
+import shlex
+
+import pytest
+
+from sft_play.cli import build_parser, parse, report_error
+from sft_play.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train", "--processes", "-1"], "NGPU=-1: expected a whole number of at least 0"),
+        (["probe", "--processes", "two"], "NGPU=two: expected a whole number of at least 0"),
+        (["plan", "--gpus", "0"], "NGPU=0: expected a whole number of at least 1"),
+        (["eval", "--limit", "0"], "LIMIT=0: expected a whole number of at least 1"),
+        (["prepare", "--show", "-1"], "SHOW=-1: expected a whole number of at least 0"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_by_its_setting(words, problem, capsys):
+    with pytest.raises(SystemExit) as error:
+        parse(build_parser(), [*words, "--config", "configs/demo.yaml"])
+    assert error.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_a_command_in_an_error_can_be_copied_from_a_narrow_terminal(monkeypatch, capsys):
+    command = "make train-multinode NODES=2 RANK=0 MASTER_ADDR=10.0.0.1 CONFIG=configs/run_distributed.yaml"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert report_error(ConfigError(f"not set: RANK. Run:\n  {command}")) == 2
+    said, *lines = capsys.readouterr().err.splitlines()
+    assert said == "error: not set: RANK. Run:" and len(lines) > 1
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == command.split()
