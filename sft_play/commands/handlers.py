@@ -195,7 +195,9 @@ def evaluate(args: argparse.Namespace) -> int:
 def evaluate_tasks(args: argparse.Namespace) -> int:
     """Run tasks of lm-eval on the trained model, its base or the merged model."""
     tasks = tuple(filter(None, (task.strip() for task in args.tasks.split(","))))
-    run = finished_run(announce(args, f"lm-eval on the {args.what}: {', '.join(tasks)}"))
+    whom = {"result": "what was trained", "base": "the base model", "merged": "the merged model"}
+    what = f"runs lm-eval on {whom.get(args.what, args.what)}: {', '.join(tasks)}"
+    run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.harness import Options, evaluate_tasks
         from sft_play.commands.report import try_report

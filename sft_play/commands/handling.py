@@ -74,5 +74,7 @@ def finished_run(resolved: Any) -> Any:
 
     run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
     if not run.path.is_dir():
-        raise CheckpointError(f"{run.path} does not exist; run `make train CONFIG={resolved.path}` first")
+        named = resolved.origins["output.name"] == "override"
+        command = f"make train CONFIG={resolved.path}{f' RUN={run.path.name}' if named else ''}"
+        raise CheckpointError(f"{run.path} does not exist; run `{command}` first")
     return run

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # --- chat ---
 
-HELP = "/reset: new conversation   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
+HELP = "/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
 
 
@@ -60,7 +60,7 @@ def run_chat_command(chat: Dialogue, line: str) -> str | None:
     if command == "/system":
         chat.system, chat.turns = text.strip() or None, []
         return f"system prompt: {chat.system or '(none)'}; started a new conversation"
-    return HELP if command == "/help" else f"unknown command {command}; available: {HELP}"
+    return HELP if command == "/help" else f"unknown command {command}; there are:\n{HELP}"
 
 
 def fit_history(

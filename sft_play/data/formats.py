@@ -274,14 +274,21 @@ def detect_format(row: Row) -> str:
     Raises:
         DataError: the keys match no format; lists the known ones.
     """
-    for name, (keys, _) in FORMATS.items():
-        if all(key in row.data for key in keys):
-            return name
-    formats = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
+    name = _format_of(set(row.data))
+    if name:
+        return name
+    meant = _format_of({key.strip().lower() for key in row.data})
+    hint = f"write them as {', '.join(FORMATS[meant][0])}" if meant else "rename them to those of a format"
+    formats = "\n".join(f"  {name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
     raise DataError(
-        f"{row.where}: no known format has the keys {', '.join(row.data) or '(none)'}.\n"
-        f"Known formats: {formats}"
+        f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}.\n"
+        f"The formats and their keys:\n{formats}"
     )
+
+
+def _format_of(found: set[str]) -> str | None:
+    """The first format whose keys are all there."""
+    return next((name for name, (keys, _) in FORMATS.items() if found.issuperset(keys)), None)
 
 
 def _unusable(messages: list[Message]) -> str | None:

@@ -58,8 +58,9 @@ def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
                 value = require_shallow(decoder.decode(text), text)
             except json.JSONDecodeError as error:
                 cut = "" if raw.endswith(b"\n") else " The line has no final newline: is the file truncated?"
+                said = error.msg.removesuffix(" at")
                 raise DataError(
-                    f"{where}: not valid JSON: {error.msg} at character {error.pos + 1}.{cut}"
+                    f"{where}: not valid JSON: {said} at character {error.pos + 1}.{cut}"
                 ) from None
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: {error}") from None

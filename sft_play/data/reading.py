@@ -21,6 +21,7 @@ from sft_play.data.row import Row, utf8
 from sft_play.data.sections import sections
 from sft_play.errors import DataError
 from sft_play.hub import limit_network
+from sft_play.units import counted
 
 if TYPE_CHECKING:
     import datasets
@@ -209,10 +210,7 @@ def _read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
             line = reader.line_num + 1
             for record in reader:
                 if "" in record or None in record.values():
-                    raise DataError(
-                        f"{file}:{line}: expected {len(header)} fields ({', '.join(header)}), found a "
-                        "different number"
-                    )
+                    raise DataError(f"{file}:{line}: {_wrong_fields(header)}")
                 yield Row(_parsed_cells(record, f"{file}:{line}"), str(file), line)
                 line = reader.line_num + 1
         except csv.Error as error:
@@ -220,6 +218,13 @@ def _read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
         except UnicodeDecodeError:
             _first_bad_line(file)
             raise
+
+
+def _wrong_fields(header: Sequence[str]) -> str:
+    """What is wrong with a line of a CSV file that has another number of fields than the header."""
+    expected = f"expected {counted(len(header), 'field')} ({', '.join(header)}), found another number"
+    other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), None)
+    return expected if other is None else f"{expected}; separate them by commas and not by {other!r}"
 
 
 def _first_bad_line(file: Path) -> None:

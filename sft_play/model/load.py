@@ -58,11 +58,18 @@ def _hub_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError:
+    from sft_play.model.published import similar_name
+
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reason = lines[0]
     if reason.endswith(":") and lines[1:]:  # the strict configs of transformers say on the next what is wrong
         reason += f" {lines[1].strip()}"
-    hint = "run `make check` to check the model folder or the hub"
+    if "Repo id must be" in reason:
+        reason = "it is neither a folder here nor a name on the Hub, such as Qwen/Qwen3-0.6B"
+    hint = "run `make check` to check the model folder or the Hub"
+    similar = similar_name(model.name)
+    if similar and not Path(model.name).exists():
+        hint = f"did you mean model.name={similar}?"
     if "gated repo" in str(error):
         page = f"https://huggingface.co/{model.name}"
         hint = f"accept the license at {page}, then run `.venv/bin/hf auth login` or set HF_TOKEN"
@@ -84,7 +91,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     folder = Path(model.name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.name: {folder} has no config.json; use a folder from save_pretrained(), or a hub name"
+            f"model.name: {folder} has no config.json; use a folder from save_pretrained(), or a Hub name"
         )
     try:
         tree, _ = PretrainedConfig.get_config_dict(model.name, **_hub_arguments(model))

@@ -99,6 +99,16 @@ def asked_before_the_hub(model: ModelConfig) -> PublishedModel | None:
     return known if known and not _is_downloaded(model) else None
 
 
+def similar_name(typed: str) -> str | None:
+    """The published model whose name, with or without its organization, is closest to another name."""
+    names = {}
+    for name, model in published_models().items():
+        names[name] = names[name.rpartition("/")[2]] = model.name
+    close = difflib.get_close_matches(typed.lower(), names, n=1, cutoff=0.85)
+    found = names[close[0]] if close else None
+    return found if found != typed else None
+
+
 def _is_downloaded(model: ModelConfig) -> bool:
     from huggingface_hub import try_to_load_from_cache
 

@@ -230,4 +230,4 @@ def assumptions(facts: DataFacts) -> list[str]:
     if facts.seen:
         return []
     rows = f"planned for rows of {facts.longest_row:,} tokens"
-    return [f"no training rows found: {rows}, all of them supervised"]
+    return [f"no training rows found: {rows}, with loss on every token"]

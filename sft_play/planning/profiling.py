@@ -20,10 +20,10 @@ import torch
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import LaunchError
+from sft_play.fingerprints import installed_versions
 from sft_play.model import attention
 from sft_play.planning.profile import LENGTHS, SIDES, STRETCHES, Curve, DeviceProfile, MicroBatch, ProductGrid
 from sft_play.planning.profiles import PACKAGES
-from sft_play.sizing.corrections import installed_versions
 from sft_play.sizing.recorder import AllocationRecorder
 
 GRID_S = 1.2  # time limit for a grid of products; the products that remain are scaled from smaller ones

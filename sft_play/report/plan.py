@@ -18,7 +18,7 @@ ENGINES = {"none": "one process", "ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 def _process_table(memory: Mapping[str, Any]) -> RenderableType:
     """What tensors take, what the allocator reserves for them, and what the driver counts."""
-    table = columns("one process on the GPU", "bytes", "of the budget", "")
+    table = columns("one process on the GPU", "memory", "of the budget", "")
     table.columns[3].justify = "left"
     context = format_bytes(memory["terms"]["context"])
     notes = {
@@ -40,7 +40,7 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
     for name, size in memory["phases"].items():
         style = "bold" if name == memory["peak_phase"] else ""
         phases.add_row(name, format_bytes(size), f"{size / memory['budget_bytes']:.0%}", style=style)
-    terms = columns(f"in the {memory['peak_phase']} peak", "bytes")
+    terms = columns(f"in the {memory['peak_phase']} peak", "memory")
     for name, size in sorted(memory["terms"].items(), key=lambda item: -item[1]):
         if size and name != "context":
             terms.add_row(name, format_bytes(size))

@@ -219,6 +219,11 @@ def test_an_unknown_format_lists_the_known_ones():
     assert all(name in str(error.value) for name in FORMATS)
 
 
+def test_keys_in_capitals_are_told_how_they_are_written():
+    with pytest.raises(DataError, match=r"keys Question, Answer; write them as question, answer\."):
+        detect_format(Row({"Question": "q", "Answer": "a"}, "f", 1))
+
+
 def test_a_row_as_written_by_process_reads_back_the_same():
     for data in (
         {"text": "once"},

@@ -283,3 +283,14 @@ def test_a_gated_model_says_how_to_get_access():
     assert (
         "accept the license at https://huggingface.co/org/gated, then run `.venv/bin/hf auth login`" in said
     )
+
+
+@pytest.mark.parametrize("typed", ["qwen3-8b", "Qwen/Qwen3-8", "qwen/qwen3-8b"])
+def test_a_misspelt_model_is_recognized(typed):
+    said = str(_not_loadable("config", ModelConfig(name=typed), OSError("not found")))
+    assert said.endswith("did you mean model.name=Qwen/Qwen3-8B?")
+
+
+def test_a_folder_that_is_not_there_is_no_matter_of_repo_ids():
+    with pytest.raises(ConfigError, match="neither a folder here nor a name on the Hub"):
+        load_model_config(ModelConfig(name="./nowhere/model"))
