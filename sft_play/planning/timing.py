@@ -25,7 +25,7 @@ def profile_notes(machine: Machine, processes: int) -> list[str]:
     profile = profile_of(machine, device_speed(machine, processes), processes)
     if profile is None:
         return []
-    notes = [f"seconds predicted from the device profile of {profile.device}, {profile.source}"]
+    notes = [f"seconds from the profile of {profile.device}, {profile.source}"]
     return notes + ([_exchange_note(machine, processes)] if processes > 1 else [])
 
 

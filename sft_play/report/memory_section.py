@@ -66,7 +66,7 @@ def _phase_table(memory: Tree, measured: dict[str, int]) -> Table:
     rows = []
     for name, size in memory["phases"].items():
         found = measured.get(name)
-        difference = f"{100 * (found - size) / size:+.1f}%" if found is not None and size else MISSING
+        difference = f"{100 * (found - size) / size:+z.1f}%" if found is not None and size else MISSING
         actual = MISSING if found is None else format_bytes(found)
         rows.append((name, format_bytes(size), actual, difference, f"{size / memory['budget_bytes']:.1%}"))
     head = ("phase", "predicted", "measured", "difference", "of the budget")

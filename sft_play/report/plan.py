@@ -151,7 +151,9 @@ def speed_up(row: Mapping[str, Any]) -> str:
     """How much faster than the fewest; "<2.00x" if it is no more than that."""
     if row["speed_up"] is not None:
         return f"{row['speed_up']:.2f}x"
-    return "n/a" if row["speed_up_at_most"] is None else f"<{row['speed_up_at_most']:.2f}x"
+    bound = row["speed_up_at_most"]
+    # predictions for several CPU processes are rough: no bound is above the number of processes
+    return "n/a" if bound is None else f"<{min(bound, row['world_size']):.2f}x"
 
 
 def _rates_note(row: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> Renderab
         expected_text = difference = MISSING
         if expected is not None:
             expected_text = format_bytes(expected)
-            difference = f"{100 * (measured - expected) / expected:+.2f}%"
+            difference = f"{100 * (measured - expected) / expected:+z.2f}%"
         style = "bold" if phase == top else ""
         table.add_row(phase, expected_text, format_bytes(measured), difference, style=style)
     lines: list[RenderableType] = [table, ""] if result["phases"] else []

@@ -124,7 +124,7 @@ def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
 
 def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
-    micro, accumulated, effective = (summary.get(key, MISSING) for key in keys)
+    micro, accumulated, effective = (_number(summary.get(key), "{:,}".format) for key in keys)
     world = summary.get("world_size")
     unit = "tokens" if summary.get("packing") else "sequences"
     processes = _number(world, lambda count: counted(count, "process"))

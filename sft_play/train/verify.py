@@ -47,8 +47,10 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             "launch with another file from configs/accelerate/"
         )
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
-    name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else "CPU"
-    members = gather_object([(accelerator.process_index, f"{accelerator.device} ({name})", digest)])
+    device = str(accelerator.device)
+    if accelerator.device.type == "cuda":
+        device += f" ({torch.cuda.get_device_name(accelerator.device)})"
+    members = gather_object([(accelerator.process_index, device, digest)])
     if len({member[2] for member in members}) > 1:
         raise LaunchError(
             "the processes made different plans; are config, data and GPUs the same on every machine?"
@@ -71,7 +73,7 @@ def print_banner(accelerator: Any, plan: Plan, members: list[tuple[int, str]]) -
         f"Number of processes: {accelerator.num_processes}",
         f"Mixed precision: {plan.mixed_precision}",
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
-        f"Effective batch: {plan.effective_batch_size} {words} = {plan.micro_batch_size} x "
+        f"Effective batch: {plan.effective_batch_size:,} {words} = {plan.micro_batch_size:,} x "
         f"{plan.gradient_accumulation_steps} x {plan.world_size}",
     ]
     console().print("\n".join(f"  [dim]{line}[/]" for line in lines))

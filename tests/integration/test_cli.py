@@ -105,7 +105,7 @@ def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_lo
     out, log = finished.done.out, finished.run.log.read_text()
     for text in (
         "Distributed type: NO", "Number of processes: 1", "Mixed precision: no",
-        "Process 0 using device: cpu (CPU)", "Effective batch: 8 sequences = 4 x 2 x 1", "step 8/8  loss",
+        "Process 0 using device: cpu", "Effective batch: 8 sequences = 4 x 2 x 1", "step 8/8  loss",
         "done: trained for", "held-out rows", "exact match",
         f"make infer CONFIG={finished.config}", str(finished.run.adapter),
     ):  # fmt: skip
