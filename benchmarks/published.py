@@ -27,7 +27,7 @@ from benchmarks.geometries import (
     QWEN3_600M,
 )
 from sft_play.config.schema import LoraSettings
-from sft_play.model import adapters
+from sft_play.model import adapter_forward
 from sft_play.runlog import console
 from sft_play.sizing.kernels import SymbolicRecorder, patched
 from sft_play.sizing.memory import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE, ZeroBuckets
@@ -64,7 +64,7 @@ class Figure:
 
 def peak(config: PretrainedConfig, *, workspace: int = HOPPER_WORKSPACE, **spec: object) -> int:
     """The predicted peak of a run on a GPU, with adapters as PEFT leaves them."""
-    with patched(adapters, "leave_types_to_autocast", lambda model: None):
+    with patched(adapter_forward, "speed_up", lambda model, autocast: None):
         step = trace_step(config, StepSpec(device="cuda", **spec)).step  # type: ignore[arg-type]
     return max(found.bytes for found in step.peaks(512).values()) + HANDLES * workspace
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.evidence.runs import Head, Run
 from sft_play.config.schema import LoraSettings
-from sft_play.model import adapters, attention
+from sft_play.model import adapter_forward, attention
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
 from sft_play.sizing.optimizers import optimizer_state
@@ -74,8 +74,8 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         if not run.double_quantization:
             stack.enter_context(patched(fake, "four_bit_tensors", _single_quantized))
         base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers)
-        # PEFT's own treatment of autocast, as these runs had it
-        stack.enter_context(patched(adapters, "leave_types_to_autocast", lambda model: None))
+        # PEFT's own forward passes, as these runs had them
+        stack.enter_context(patched(adapter_forward, "speed_up", lambda model, autocast: None))
         model: Any = fake.attach(base, spec)
         layers: Any = fake.layers_told_apart(base, stand_ins)
         _prepare(model, layers, run)

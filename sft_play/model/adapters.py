@@ -133,6 +133,8 @@ def attach_adapter(
     """
     from peft import get_peft_model
 
+    from sft_play.model import adapter_forward
+
     outer = [model.get_input_embeddings(), model.get_output_embeddings()]
     config = lora_config(lora, model, new_ids)
     try:
@@ -160,8 +162,8 @@ def attach_adapter(
         _train_whole(adapted, tied=config.ensure_weight_tying, fp32=autocast)  # type: ignore[arg-type]
     # "auto" would save a whole embedding that has grown, of which only single rows are trained
     adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)  # type: ignore
-    if autocast and not lora.use_dora:  # DoRA computes the norms of weights in the type of its input
-        leave_types_to_autocast(adapted)
+    if not lora.use_dora:  # which computes the norms of weights in the type of its input
+        adapter_forward.speed_up(adapted, autocast=autocast)  # type: ignore[arg-type]
     return adapted  # type: ignore[return-value]
 
 
@@ -224,19 +226,6 @@ def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
                 f"tuning.lora.{setting}: {', '.join(unused)} matches no module that has an adapter; these "
                 f"have: {', '.join(ends)}, as in {adapted[0]}"
             )
-
-
-def leave_types_to_autocast(model: "PeftModel") -> None:
-    """Gives adapters the inputs of their layers as they are, for forward passes under autocast.
-
-    PEFT converts an input to the type of the adapter, fp32, and autocast converts it back: one more 16-bit
-    copy of each layer's input that is kept for the backward pass. The values are the same.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
 
 
 def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:

@@ -1,0 +1,73 @@
+"""LoRA layers compute what PEFT's do."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from sft_play.config.schema import LoraSettings
+from sft_play.model import adapter_forward
+from sft_play.model.adapters import attach_adapter
+from sft_play.sizing.kernels import patched
+from sft_play.sizing.recorder import AllocationRecorder
+
+SHAPE = dict(
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+LORA = LoraSettings(r=4, alpha=12, dropout=0.1)
+
+
+def one_step(base, *, autocast: bool, checkpointing: bool, stock: bool):
+    """Loss and gradients of a step, as PEFT computes them or as we do."""
+    torch.manual_seed(0)
+    with patched(adapter_forward, "speed_up", lambda *_, **__: None) if stock else contextlib.nullcontext():
+        model = attach_adapter(copy.deepcopy(base), LORA, autocast=autocast)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    ids = torch.randint(0, 100, (2, 9))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 2 * 2 * 7
+    return loss.detach(), torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])  # Qwen2's layers have biases
+@pytest.mark.parametrize(("autocast", "checkpointing"), [(False, False), (False, True), (True, False)])
+def test_a_step_is_that_of_peft(family, autocast, checkpointing):
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_config(family(**SHAPE))
+    how = {"autocast": autocast, "checkpointing": checkpointing}
+
+    (loss, theirs), (our_loss, ours) = (one_step(base, stock=stock, **how) for stock in (True, False))
+
+    near = 0.05 if autocast else 1e-6  # bf16 has three digits, and PEFT rounds twice more
+    assert our_loss == pytest.approx(float(loss), rel=near)
+    assert (ours - theirs).norm() < near * theirs.norm()
+
+
+def test_a_layer_without_a_bias_writes_its_output_once():
+    model = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(8, 500, bias=False)), LoraConfig(target_modules=["0"])
+    )
+    written = {}
+    for name in ("PEFT", "ours"):
+        if name == "ours":
+            adapter_forward.speed_up(model, autocast=False)
+        with AllocationRecorder() as recorder:
+            model(torch.randn(1, 100, 8))
+        written[name] = recorder.sizes.count(4 * 100 * 500)
+    assert written == {"PEFT": 4, "ours": 1}
