@@ -197,10 +197,10 @@ def _folder_findings(folder: Path) -> Iterator[Finding]:
 def token_findings(config: RunConfig) -> Iterator[Finding]:
     """The pieces of model.new_tokens, and markers of the chat template that the tokenizer splits.
 
-    Nothing is downloaded for the template alone.
+    Nothing is downloaded for the template alone, and a built-in model is not made.
     """
     model = config.model
-    if not model.new_tokens and not has_tokenizer(Path(model.name)):
+    if model.name.startswith(BUILTIN) or not (model.new_tokens or has_tokenizer(Path(model.name))):
         return
     from sft_play.data.template import split_markers, split_warning, use_template
     from sft_play.model.load import load_tokenizer, without_new_tokens

@@ -45,9 +45,10 @@ def add_new_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -
     pieces = {text: _pieces(tokenizer, text) for text in texts}
     there = [text for text in texts if text in known or len(pieces[text]) == 1]
     if there:
+        are, them = ("is already a token", "it") if len(there) == 1 else ("are already tokens", "them")
         raise ConfigError(
-            f"model.new_tokens: {', '.join(map(repr, there))} is already a token of this tokenizer; remove "
-            "it from model.new_tokens"
+            f"model.new_tokens: {', '.join(map(repr, there))} {are} of this tokenizer; remove {them} from "
+            "model.new_tokens"
         )
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts])
     id_of: Any = tokenizer.convert_tokens_to_ids

@@ -33,6 +33,7 @@ KINDS = {
     "tied embedding and head": OUTER | {"tied": True},
     "new tokens, pissa": NEW | {"lora": {"init": "pissa"}},
     "tied new tokens, NEFTune": NEW | {"tied": True, "neftune_noise_alpha": 5.0},
+    "qlora, new tokens": NEW | {"mode": "qlora"},
     "full, tied new tokens": NEW | {"tied": True, "mode": "full"},
 }
 

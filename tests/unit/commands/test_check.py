@@ -265,6 +265,8 @@ def test_new_tokens_are_shown_with_their_pieces_or_refused(config, tiny_model):
     ]
     path = config(model__name=str(tiny_model), model__new_tokens=["w7"])
     assert "tokens: model.new_tokens: 'w7' is already a token" in errors(check.check(path, machine=CPU_ONLY))
+    path = config(model__name="builtin:tiny", model__new_tokens=["<tool>"])  # whose tokenizer is not made yet
+    assert not [finding for finding in check.check(path, machine=CPU_ONLY) if finding.topic == "tokens"]
 
 
 def test_a_cpu_build_of_torch_beside_a_gpu_is_an_error(monkeypatch):
