@@ -62,7 +62,7 @@ def take_out_start(model: "PeftModel", lora: LoraSettings, saved: Path | None) -
     starts = _read(saved) if saved else {}
     found: dict[str, Tensor] = {}
     began = time.monotonic()
-    with progress_bar(f"{lora.init}: decomposing the weights", len(layers)) as advance:
+    with progress_bar(f"{lora.init}: preparing the adapters", len(layers)) as advance:
         for name, layer in layers:
             keys = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
             if saved and not all(key in starts for key in keys):
@@ -74,7 +74,7 @@ def take_out_start(model: "PeftModel", lora: LoraSettings, saved: Path | None) -
             advance(1)
     model.start_of_adapters = found  # type: ignore[assignment]  # in RAM, for whoever saves
     if (seconds := time.monotonic() - began) > SAID_FROM:
-        console().print(f"  {lora.init}: decomposed {len(layers)} weights in {format_duration(seconds)}")
+        console().print(f"  {lora.init}: prepared {len(layers)} adapters in {format_duration(seconds)}")
 
 
 def _require_rank(name: str, layer: Any, init: str) -> None:

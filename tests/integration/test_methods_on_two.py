@@ -131,3 +131,7 @@ def test_processes_that_find_other_singular_vectors_train_those_of_the_first(ddp
         load_file(ddp / name / "adapter/adapter_model.safetensors") for name in ("signs", "one-pissa")
     )
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+
+
+def test_noise_is_the_same_where_rows_are_padded(one):
+    assert_same_curve(one / "one-neftune-padded", one / "one-neftune", CLOSE)

@@ -129,12 +129,12 @@ def test_olora_starts_with_the_beginning_of_the_whole_decomposition(tiny_model):
     torch.testing.assert_close(layer.lora_A["default"].weight.detach(), r[:8])
 
 
-def test_decomposing_for_a_while_is_said(tiny_model, monkeypatch, capsys):
+def test_preparing_adapters_for_a_while_is_said(tiny_model, monkeypatch, capsys):
     attach_adapter(base(tiny_model), LoraSettings(r=4, init="pissa"))
-    assert "decomposed" not in capsys.readouterr().out
+    assert "prepared" not in capsys.readouterr().out
     monkeypatch.setattr(decomposition, "SAID_FROM", 0)
     attach_adapter(base(tiny_model), LoraSettings(r=4, init="pissa"))
-    assert "  pissa: decomposed 14 weights in " in capsys.readouterr().out
+    assert "  pissa: prepared 14 adapters in " in capsys.readouterr().out
 
 
 def test_a_weight_that_is_not_finite_is_named(tiny_model):
