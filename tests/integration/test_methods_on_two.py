@@ -52,6 +52,8 @@ WITH_ZERO2 = [kind for kind, settings in KINDS.items() if settings.get("optimize
 
 # Relative; sums in another order.
 CLOSE = {"train/loss": 1e-6, "eval/loss": 1e-6, "train/grad_norm": 2e-6, "train/learning_rate": 0}
+# The 4-bit kernel may round by the shape of its input.
+CLOSE_IN_4_BITS = {"train/loss": 2e-4, "eval/loss": 2e-4, "train/grad_norm": 2e-3, "train/learning_rate": 0}
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +112,26 @@ def deepspeed_z2(launch):
     return launch("deepspeed_z2", WITH_ZERO2)
 
 
+def close_for(kind: str) -> dict[str, float]:
+    """Relative tolerances of the curves of a kind."""
+    return CLOSE_IN_4_BITS if kind.startswith("qlora") else CLOSE
+
+
 RUNS = [("ddp", kind) for kind in KINDS] + [("deepspeed_z2", kind) for kind in WITH_ZERO2]
 
 
 @pytest.mark.parametrize(("engine", "kind"), RUNS)
 def test_two_processes_learn_what_one_does(request, engine, kind):
     folder = request.getfixturevalue(engine)
-    assert_same_curve(folder / f"{engine}-{kind}", folder / f"one-{kind}", CLOSE)
+    assert_same_curve(folder / f"{engine}-{kind}", folder / f"one-{kind}", close_for(kind))
 
 
 @pytest.mark.parametrize(("engine", "kind"), RUNS)
 def test_two_processes_go_on_as_one_would(request, engine, kind):
     folder = request.getfixturevalue(engine)
-    assert_same_curve(folder / f"{engine}-resumed-{kind}", folder / f"one-{kind}", CLOSE, after=SAVED)
+    assert_same_curve(
+        folder / f"{engine}-resumed-{kind}", folder / f"one-{kind}", close_for(kind), after=SAVED
+    )
 
 
 def test_processes_that_find_other_singular_vectors_train_those_of_the_first(ddp):
