@@ -1,9 +1,12 @@
 """Which architectures cannot be trained here, found out from config.json alone."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, __version__
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from sft_play.errors import ConfigError
 
@@ -77,3 +80,10 @@ def know_multimodal(config: "PretrainedConfig") -> None:
         known.register(kind, known[type(config.get_text_config())], exist_ok=True)
     elif kind in multimodal and kind not in known:
         known.register(kind, multimodal[kind], exist_ok=True)  # otherwise it ignores its own configs
+
+
+def class_to_name(config: "PretrainedConfig") -> str | None:
+    """The class that loads the model as it is trained here; None if `AutoModelForCausalLM` takes it."""
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return None if found is None or found.__name__ == usual else found.__name__

@@ -41,7 +41,7 @@ def model_card(
         f"# {config.output.name}",
         f"{_what(is_adapter, merged)} {_link(base)}, trained on {_data_name(config)} with SFT-Play.",
         "## Use",
-        _usage(config, is_adapter),
+        _usage(config, is_adapter, summary.get("model_class")),
         *_section("## Scores on held-out rows", _scores(summary, evaluations)),
         *_section("## Data", _data(summary.get("data") or {})),
         *_section("## Settings", _table(("setting", "value"), _settings(config, summary))),
@@ -96,15 +96,30 @@ def _data_name(config: RunConfig) -> str:
     return ", ".join(f"`{public_name(path)}`" for path in training_paths(config.data))
 
 
-def _usage(config: RunConfig, is_adapter: bool) -> str:
-    library, name = "transformers", "AutoModelForCausalLM"
+def _loading(config: RunConfig, is_adapter: bool, model_class: str | None) -> tuple[str, str]:
+    """What is imported, and how the weights are loaded; `model_class` if it is not what Auto classes take."""
+    if is_adapter and model_class:
+        base = public_name(config.model.name)
+        return (
+            f"from peft import PeftModel\nfrom transformers import AutoTokenizer, {model_class}",
+            f'base = {model_class}.from_pretrained("{base}", dtype="auto")\n'
+            "model = PeftModel.from_pretrained(base, folder)",
+        )
+    library, name = "transformers", model_class or "AutoModelForCausalLM"
     if is_adapter:
         library, name = "peft", "AutoPeftModelForCausalLM"
     return (
-        "```python\n"
-        f"from {library} import {name}\nfrom transformers import AutoTokenizer\n\n"
+        f"from {library} import {name}\nfrom transformers import AutoTokenizer",
+        f'model = {name}.from_pretrained(folder, dtype="auto")',
+    )
+
+
+def _usage(config: RunConfig, is_adapter: bool, model_class: str | None) -> str:
+    imports, loading = _loading(config, is_adapter, model_class)
+    return (
+        f"```python\n{imports}\n\n"
         'folder = "."  # this folder, or its name on the hub\n'
-        f'model = {name}.from_pretrained(folder, dtype="auto")\n'
+        f"{loading}\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
         'messages = [{"role": "user", "content": "..."}]\n'
         'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '

@@ -95,6 +95,7 @@ class Traces:
         self._traces: dict[str, dict[Size, StepTrace]] = {}  # by kind
         # The sizes that others of a kind are derived from: those of one share, or of any share (None).
         self._bases: dict[tuple[str, float | None], tuple[Size, ...]] = {}
+        self._all_layers = False  # whether fewer did not do, which takes a while to find out
         self._untraceable: UntraceableModel | None = None  # kept, since finding out may take a while
 
     def step(self, spec: StepSpec) -> Step:
@@ -182,7 +183,7 @@ class Traces:
             from sft_play.sizing.trace import trace_step  # imports torch, and most plans need no new trace
 
             try:
-                trace = trace_step(self.architecture.config, spec)
+                trace = trace_step(self.architecture.config, spec, all_layers=self._all_layers)
             except UntraceableModel as error:
                 self._untraceable = error
                 raise
@@ -194,6 +195,7 @@ class Traces:
 
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._traces[kind_of(spec)][size_of(spec)] = trace
+        self._all_layers = not trace.stand_ins
         self._find_bases(spec)
 
     def work(self, spec: StepSpec) -> WorkLine:

@@ -17,6 +17,7 @@ from sft_play.job import Job, begin_run
 from sft_play.manifest import CARD, replacing
 from sft_play.model.decomposition import save_trained
 from sft_play.model.load import build_model
+from sft_play.model.support import class_to_name
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult
@@ -204,6 +205,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "probe": asdict(probed) if probed else None,
         "train_loss": losses[-1] if losses else None,
         "data": data_counts(job.data),
+        "model_class": class_to_name(job.architecture),
         "versions": installed_versions(),
         "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
         "best_checkpoint": state.best_model_checkpoint,

@@ -18,7 +18,7 @@ from benchmarks.miniatures import miniature
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model.load import load_model_config
-from sft_play.model.support import require_decoder
+from sft_play.model.support import class_to_name, require_decoder
 from sft_play.model.targets import text_prefix
 
 
@@ -53,6 +53,11 @@ def test_the_text_part_of_a_multimodal_model_passes_and_can_be_built(kind):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert text_prefix(model) == "model.language_model"
+    assert class_to_name(config) == type(model).__name__
+
+
+def test_a_class_that_transformers_takes_anyway_is_not_named():
+    assert class_to_name(LlamaConfig()) is None
 
 
 def test_what_a_model_is_comes_before_the_sizes_in_its_config(tmp_path):

@@ -62,6 +62,26 @@ def test_it_is_loaded_with_the_library_that_can(mode, merged, library, loader):
     assert front_matter(card)["library_name"] == library and f"from {library} import {loader}" in card
 
 
+@pytest.mark.parametrize(
+    ("mode", "lines"),
+    [
+        (
+            "lora",
+            [
+                "from transformers import AutoTokenizer, Gemma3nForCausalLM",
+                'base = Gemma3nForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype="auto")',
+                "model = PeftModel.from_pretrained(base, folder)",
+            ],
+        ),
+        ("full", ['model = Gemma3nForCausalLM.from_pretrained(folder, dtype="auto")']),
+    ],
+)
+def test_a_model_that_auto_classes_would_load_otherwise_is_loaded_with_its_class(mode, lines):
+    card = model_card(config(mode=mode), SUMMARY | {"model_class": "Gemma3nForCausalLM"})
+    assert set(lines) <= set(card.splitlines()) and "AutoModelForCausalLM" not in card
+    assert "AutoPeftModel" not in card
+
+
 def test_folders_of_the_machine_are_left_out():
     card = model_card(config("/home/ann/models/base"), SUMMARY)
     assert "/home" not in card and "`base`" in card and "`rows.jsonl`" in card
