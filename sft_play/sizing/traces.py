@@ -61,10 +61,12 @@ def _another(spec: StepSpec) -> StepSpec:
     In steps of SHARES rows, supervised tokens and halves of sequences are whole numbers, so slopes are exact.
     """
     distance = max(SHARES, spec.rows // 2 // SHARES * SHARES)
-    for rows in (spec.rows + distance, spec.rows - distance):
-        other = replace(spec, rows=rows)
-        if rows >= SMALLEST and kind_of(other) == kind_of(spec):
-            return other
+    while distance:
+        for rows in (spec.rows + distance, spec.rows - distance):
+            other = replace(spec, rows=rows)
+            if rows >= SMALLEST and kind_of(other) == kind_of(spec):
+                return other
+        distance = distance // 2 // SHARES * SHARES
     return replace(spec, rows=spec.rows + max(SMALLEST, spec.rows // 2))
 
 

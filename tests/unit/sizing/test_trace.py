@@ -288,7 +288,7 @@ def test_few_traces_give_every_micro_batch():
     assert traces.count == 4  # two with less than a tile of the loss, two with more
     for rows in (16, 400):
         spec = on_gpu(mode="lora", rows=rows, row_tokens=64)
-        assert traces.step(spec).peaks(512) == trace_step(traces.config, spec).step.peaks(512)
+        assert traces.step(spec).peaks(512) == trace_step(traces.architecture.config, spec).step.peaks(512)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -298,12 +298,35 @@ def test_three_traces_give_every_micro_batch_with_any_supervised_share(device, m
     kind = replace(on_gpu(mode=mode), device=device, joined=True, row_tokens=1, longest=100)
     for rows, share in ((2903, 0.6), (1511, 0.65), (1207, 0.7), (2405, 0.55)):
         spec = replace(kind, rows=rows, supervised_share=share)
-        alone = trace_step(traces.config, spec)
+        alone = trace_step(traces.architecture.config, spec)
         assert traces.step(spec).peaks(512) == alone.step.peaks(512)
         np.testing.assert_allclose(
             traces.work(spec).at(rows).flop().sum(), alone.work.flop().sum(), rtol=2e-4
         )
     assert traces.count == 3
+
+
+def test_the_work_of_a_step_with_two_tiles_of_the_loss_needs_no_trace_of_another_kind():
+    """A step with half as many rows more has three tiles; one a little smaller has two."""
+    traces = Traces(small_config("llama", SMALL))
+    spec = replace(
+        on_gpu(mode="lora"),
+        device="cpu",
+        joined=True,
+        row_tokens=1,
+        longest=60,
+        rows=606,
+        supervised_share=0.7,
+    )
+    assert spec.loss_tiles == (2, 2)
+    traces.step(spec)
+    traces.work(spec)
+    smaller = replace(spec, rows=520)
+    found = traces.step(smaller).peaks()
+    assert traces.count == 2
+    alone = trace_step(traces.architecture.config, smaller).step.peaks()
+    # two traces of one share: the supervised tokens of other sizes are rounded
+    assert all(found[phase].bytes == pytest.approx(alone[phase].bytes, rel=2e-4) for phase in alone)
 
 
 def test_what_this_process_does_on_real_tensors_is_not_changed_by_tracing():
