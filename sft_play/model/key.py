@@ -16,13 +16,16 @@ TEMPLATES = "additional_chat_templates"  # the only folder in a model's folder t
 def model_key(model: ModelConfig) -> str | None:
     """Equal keys mean equal configs and tokenizers; None if that cannot be told.
 
-    It cannot for code of the model's own, nor while the model is not on this machine. The Hub is asked for a
-    newer config.json, as transformers would.
+    It cannot for code of the model's own, nor while the model is not on this machine, or cannot be read. The
+    Hub is asked for a newer config.json, as transformers would.
     """
     if model.trust_remote_code or asked_before_the_hub(model):
         return None
     folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model)
-    return f"{model.model_dump_json()} {folder.name} {files_digest(folder)}" if folder else None
+    try:
+        return f"{model.model_dump_json()} {folder.name} {files_digest(folder)}" if folder else None
+    except OSError:
+        return None
 
 
 def files_digest(folder: Path) -> str:
@@ -30,7 +33,9 @@ def files_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*")]):
         if file.suffix not in WEIGHTS and file.is_file():
-            digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode() + file.read_bytes())
+            with file.open("rb") as opened:
+                content = hashlib.file_digest(opened, "sha256").hexdigest()
+            digest.update(f"{file.relative_to(folder)} {content}\n".encode())
     return digest.hexdigest()
 
 

@@ -6,6 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from sft_play.config.schema import ModelConfig
+from sft_play.model import key
 from sft_play.model.key import files_digest, model_key
 
 COMMIT = "c" * 40
@@ -41,6 +42,15 @@ def test_settings_of_the_model_count(folder):
 
 def test_code_of_its_own_has_no_key(folder):
     assert model_key(ModelConfig(name=str(folder), trust_remote_code=True)) is None
+
+
+def test_a_folder_that_cannot_be_read_has_no_key(folder, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    assert model_key(ModelConfig(name=str(folder)))
+    monkeypatch.setattr(key.hashlib, "file_digest", fail)
+    assert model_key(ModelConfig(name=str(folder))) is None
 
 
 def test_a_model_that_is_not_here_has_no_key():
