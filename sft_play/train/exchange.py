@@ -80,7 +80,7 @@ def _measure(job: Job) -> Collectives:
         RuntimeError: a rank has no memory left for it, or an operation failed.
     """
     device = local_device(job.plan.device, job.ranks.local_rank)
-    tensors = _tensors(device, job.plan.world_size)
+    tensors = _tensors(device, distributed.get_world_size())
     if not all(from_all(tensors is not None)) or tensors is None:
         raise RuntimeError("too little memory is free for it")
     limit_s = job.config.parallel.timeout_s

@@ -192,13 +192,19 @@ def _plans_to_time(job: Job) -> list[Plan]:
 
 
 def _worth_timing(job: Job) -> list[tuple[int, bool]]:
-    """Accumulation and checkpointing of plans that may be faster than predicted; best first."""
+    """Accumulation and checkpointing of plans that may be faster than predicted; best first.
+
+    Recomputing activations where they fit only costs time, so such plans are left out.
+    """
     plan, slowest = job.plan, 0.0 if job.config.train.probe == "search" else RIVAL
     close = [
         (row["gradient_accumulation_steps"], row["gradient_checkpointing"])
         for row in plan.alternatives
         if row["fits"] and row["engine"] == plan.engine and (row["relative_speed"] or 1) >= slowest
     ]
+    chosen = plan.gradient_accumulation_steps, plan.gradient_checkpointing
+    fitting = {accumulation for accumulation, checkpointing in [*close, chosen] if not checkpointing}
+    close = [split for split in close if not (split[1] and split[0] in fitting)]
     alike = [split for split in close if split[1] == plan.gradient_checkpointing]
     return [split for split in close if split not in alike[RIVALS:]]
 
