@@ -25,12 +25,7 @@ def padded_collator(pad_id: int, multiple: int = PAD_TO_MULTIPLE_OF) -> Collator
     """
 
     def collate(rows: Sequence[dict[str, Any]]) -> Batch:
-        ids = pad_sequence(_column(rows, "input_ids"), batch_first=True, padding_value=pad_id)
-        labels = pad_sequence(_column(rows, "labels"), batch_first=True, padding_value=IGNORED)
-        extra = -ids.shape[1] % multiple
-        ids, labels = pad(ids, (0, extra), value=pad_id), pad(labels, (0, extra), value=IGNORED)
-        positions = torch.arange(ids.shape[1]).expand(len(rows), -1).contiguous()
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return _padded(_column(rows, "input_ids"), _column(rows, "labels"), pad_id, multiple)
 
     return collate
 
@@ -40,10 +35,35 @@ def _column(rows: Sequence[dict[str, Any]], name: str) -> list[torch.Tensor]:
     return [torch.tensor(row[name]) for row in rows]
 
 
+def _padded(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], pad_id: int, multiple: int) -> Batch:
+    """The batch of rows that are a tensor of [tokens] each."""
+    wide_ids = pad_sequence(list(ids), batch_first=True, padding_value=pad_id)
+    wide_labels = pad_sequence(list(labels), batch_first=True, padding_value=IGNORED)
+    extra = -wide_ids.shape[1] % multiple
+    positions = torch.arange(wide_ids.shape[1] + extra).expand(len(ids), -1).contiguous()
+    return {
+        "input_ids": pad(wide_ids, (0, extra), value=pad_id),
+        "labels": pad(wide_labels, (0, extra), value=IGNORED),
+        "position_ids": positions,
+    }
+
+
 def padded_micro_batches(rows: "Dataset", pad_id: int) -> Collator:
     """Makes the padded tensors of a micro-batch, which lists its `rows` by index."""
-    collate = padded_collator(pad_id)
-    return lambda batches: collate([rows[number] for number in batches[0]["rows"]])
+    table = rows.with_format("arrow")  # its values need not become Python's numbers
+
+    def collate(batches: Sequence[dict[str, Any]]) -> Batch:
+        taken = table[batches[0]["rows"]]
+        lengths = taken["length"].to_numpy().tolist()
+        ids, labels = (_flat_tensor(taken[name]).split(lengths) for name in ("input_ids", "labels"))
+        return _padded(ids, labels, pad_id, PAD_TO_MULTIPLE_OF)
+
+    return collate
+
+
+def _flat_tensor(column: Any) -> torch.Tensor:
+    """All values of an Arrow column of lists, one after the other."""
+    return torch.from_numpy(column.combine_chunks().flatten().to_numpy().astype(np.int64))
 
 
 def joined_micro_batches(rows: "Dataset", *, flash: bool) -> Collator:
@@ -60,13 +80,10 @@ def joined_micro_batches(rows: "Dataset", *, flash: bool) -> Collator:
 
     def collate(batches: Sequence[dict[str, Any]]) -> Batch:
         taken = table[batches[0]["rows"]]
-        flat = {name: taken[name].combine_chunks() for name in ("input_ids", "labels", column)}
-        lengths = (flat[column].flatten() if column == "sequence_lengths" else flat[column]).to_numpy()
+        counts = taken[column].combine_chunks()
+        lengths = (counts.flatten() if column == "sequence_lengths" else counts).to_numpy()
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-        batch: Batch = {
-            name: torch.tensor(flat[name].flatten().to_numpy().astype(np.int64))[None]
-            for name in ("input_ids", "labels")
-        }
+        batch: Batch = {name: _flat_tensor(taken[name])[None] for name in ("input_ids", "labels")}
         batch["position_ids"] = torch.from_numpy(np.arange(len(starts)) - starts)[None]
         return batch | (flash_boundaries(lengths) if flash else {"sequence_lengths": lengths.tolist()})
 

@@ -4,7 +4,7 @@ from datasets import Dataset
 
 from sft_play.data.batching import Share, rows_per_epoch
 from sft_play.data.chat import IGNORED
-from sft_play.data.collators import joined_micro_batches, padded_collator
+from sft_play.data.collators import joined_micro_batches, padded_collator, padded_micro_batches
 from sft_play.data.store import count_supervised
 from sft_play.plan import Plan
 from sft_play.train.rows import cut, evaluation_rows, pack_rows, training_rows
@@ -152,6 +152,13 @@ def test_padded_batch_is_right_padded_without_a_mask():
         length = ROWS[i]["length"]
         assert batch["input_ids"][i, :length].tolist() == ROWS[i]["input_ids"]
         assert (batch["labels"][i, length:] == IGNORED).all()
+
+
+def test_a_padded_micro_batch_is_the_padded_batch_of_its_rows():
+    found = padded_micro_batches(DATASET, PAD)([{"rows": [7, 3, 0]}])
+    expected = padded_collator(PAD)([ROWS[7], ROWS[3], ROWS[0]])
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("flash", [False, True])
