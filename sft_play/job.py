@@ -67,6 +67,13 @@ class Job:
         """
         return self.ranks.is_main or (not self.run.shared and self.ranks.local_rank == 0)
 
+    @property
+    def resume_command(self) -> str:
+        """What continues from the latest checkpoint, on as many processes of this machine."""
+        if self.ranks.spans_machines:
+            return 'the same command on each machine, with ARGS="train.resume=auto"'
+        return self.run.resume_command(self.ranks.local_world_size)
+
 
 def load_job_config(path: str | Path, overrides: list[str]) -> ResolvedConfig:
     """The config with built-in models and data generated and replaced by their paths."""

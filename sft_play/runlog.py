@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -102,6 +103,11 @@ class RunDir:
     def config(self) -> Path:
         """The resolved config, with origins."""
         return self.path / "config.resolved.yaml"
+
+    def resume_command(self, processes: int = 1) -> str:
+        """What continues from the latest checkpoint; the resolved config has all overrides."""
+        count = f" NGPU={processes}" if processes > 1 else ""
+        return f"make resume CONFIG={shlex.quote(str(self.config))}{count}"
 
     @property
     def summary(self) -> Path:

@@ -41,6 +41,9 @@ def table(prepared: PreparedData) -> Group:
     splits = [split for split in SPLITS if stats[split]]
     notes = Text(f"  chat template: {stats['chat_template']}; max_seq_len {prepared.max_seq_len:,}\n")
     notes.append(f"  cached in {prepared.cache_path}")
+    for split in splits:
+        for reason, count in sorted(stats[split]["dropped"].items(), key=lambda item: -item[1]):
+            notes.append(f"\n  dropped from {split}: {count:,} {reason}")
     for warning in stats["warnings"]:
         notes.append(f"\n  warning: {warning}", style="yellow")
     shown = columns("data", *splits)
@@ -66,15 +69,14 @@ def _sources_table(sources: list[dict[str, Any]]) -> "Table":
 
 
 def _counts(split: dict[str, Any]) -> dict[str, str]:
-    dropped, lengths = split["dropped"], split["lengths"]
-    reasons = [f"{count:,} {reason}" for reason, count in sorted(dropped.items(), key=lambda item: -item[1])]
+    lengths = split["lengths"]
     return {
         "conversations": f"{split['conversations']:,}",
         "rows": f"{split['rows']:,}",
         "tokens": f"{split['tokens']:,}",
         "supervised": f"{100 * split['supervised_tokens'] / split['tokens']:.1f}%",
         "truncated": f"{100 * split['truncated'] / split['rows']:.1f}%",
-        "dropped": "\n".join(reasons) or "0",
+        "dropped": f"{sum(split['dropped'].values()):,}",
         "tokens per row, median": f"{lengths['p50']:,}",
         "90th percentile": f"{lengths['p90']:,}",
         "99th percentile": f"{lengths['p99']:,}",

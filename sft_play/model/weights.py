@@ -42,13 +42,10 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
     """
     full = config.tuning.mode == "full"
     folder, settings = (run.model, "config.json") if full else (run.adapter, "adapter_config.json")
-    next_command = (
-        f'finish the run with `make resume`, or train it with `make train ARGS="output.name={run.path.name}"`'
-    )
+    next_command = f"finish the run with `{run.resume_command()}`, or train it again"
     if not run.path.is_dir():
         raise CheckpointError(
-            f"there is no run {run.path}. Pass the CONFIG (and output.name) that it was trained with, or "
-            f"{next_command}"
+            f"there is no run {run.path}. Use the CONFIG and RUN that it was trained with, or `make train` it"
         )
     if not (folder / settings).is_file():
         kind = "model" if full else "adapter"

@@ -37,8 +37,8 @@ def disk_errors_explained(run: RunDir) -> Iterator[None]:
         if reason is None:
             raise
         raise StorageError(
-            f"cannot write to {run.path}: {reason}. Free space there, or make it writable, and run "
-            "`make resume` to continue from the last checkpoint; or choose another output.dir"
+            f"cannot write to {run.path}: {reason}. Free space there, or make it writable, and continue from "
+            f"the last checkpoint: {run.resume_command()}; or choose another output.dir"
         ) from error
 
 

@@ -74,7 +74,8 @@ def remembered(session: Session) -> Iterator[None]:
         remember(session.job, plan, session.reporter.meter)
         step = session.trainer.state.global_step + 1
         raise OutOfMemory(
-            f"in step {step}, {_explained(plan, error)}. Run `make resume` to go on from the last checkpoint"
+            f"in step {step}, {_explained(plan, error)}. Go on from the last checkpoint: "
+            f"{session.job.resume_command}"
         ) from error
 
 

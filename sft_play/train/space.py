@@ -106,9 +106,8 @@ class SpaceForSaves(TrainerCallback):
         last = trainer.state.global_step >= trainer.state.max_steps
         needed = self._left_out or not by_step(self._session.job.run) or trainer.control.should_training_stop
         if needed and not last:
-            raise StorageError(
-                f"{text}. Free space, and run `make resume` to continue from the last checkpoint"
-            )
+            then = self._session.job.resume_command
+            raise StorageError(f"{text}. Free space, and continue from the last checkpoint: {then}")
         self._left_out = True
         then = "the result follows" if last else "free space before the next one, or the run ends there"
         console().print(f"  [yellow]{text}; {then}[/]")

@@ -215,6 +215,6 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
     if stopped:
         raise Interrupted(
             f"stopped at step {state.global_step} with a checkpoint in {job.run.checkpoints}; "
-            "run `make resume` to continue"
+            f"continue with: {job.resume_command}"
         )
     return summary

@@ -153,7 +153,10 @@ def test_every_mode_learns(workspace, mode, packing):
 
 def assert_interrupted(done, run, step):
     assert done.code == 75, done.err
-    assert "make resume" in done.err and "Traceback" not in done.err + done.out
+    assert (
+        f"continue with: make resume CONFIG={run.config}" in done.err
+        and "Traceback" not in done.err + done.out
+    )
     summary = read_json(run.summary)
     assert summary["status"] == "interrupted" and step <= summary["optimizer_steps"] < 30
     assert (

@@ -228,7 +228,7 @@ def test_only_the_merged_model_of_this_run_is_taken_and_only_a_finished_run(pret
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(CheckpointError, match="model.safetensors has changed .*\nrun `make merge` again"):
         evaluate_tasks(finished.config, finished.run, Options(("a",), part="merged"))
-    with pytest.raises(CheckpointError, match="there is no run .*make train"):
+    with pytest.raises(CheckpointError, match="there is no run .*`make train`"):
         evaluate_tasks(finished.config, RunDir(finished.run.path / "never"), Options(("a",)))
 
 

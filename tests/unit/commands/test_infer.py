@@ -207,7 +207,7 @@ def test_answers_to_other_rows_or_of_earlier_weights_are_not_mixed_in(finished, 
 def test_without_finished_weights_the_next_command_is_named(tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path)
     run = RunDir(tmp_path / "runs" / "lora")
-    with pytest.raises(CheckpointError, match="there is no run .*make train"):
+    with pytest.raises(CheckpointError, match="there is no run .*`make train`"):
         infer_batch(config, run, tmp_path / "rows.jsonl", tmp_path / "out.jsonl")
     run.path.mkdir(parents=True)
     with pytest.raises(
