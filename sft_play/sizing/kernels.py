@@ -21,7 +21,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from sft_play.errors import ConfigError
@@ -39,7 +38,6 @@ FP32_INPUT = frozenset([
     "softplus", "cross_entropy", "nll_loss", "logsumexp", "cosine_similarity", "cdist", "dist", "mse_loss",
     "l1_loss",
 ])  # fmt: skip
-DEVICE_OF = torch.ops.prim.device.default
 FP32_RESULT = frozenset(["softmax", "log_softmax", "sum", "cumsum", "prod", "cumprod"])
 
 
@@ -87,8 +85,6 @@ class SymbolicRecorder(AllocationRecorder):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation, or the model of its kernel, and records the results."""
-        if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # two of three calls, slow if passed on
-            return args[0].fake_device
         kernel_model = self.kernel_models.get(func)
         if kernel_model is not None:
             with self:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from sft_play.sizing.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
@@ -17,6 +18,7 @@ from sft_play.sizing.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 from sft_play.sizing.work import Work
 
 TEMPORARY = "temporaries"
+DEVICE_OF = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,14 @@ class AllocationRecorder(TorchDispatchMode):
     ) -> Any:
         """Runs the operation and records its results."""
         self._sum = None
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # two of three calls, slow if passed on
+            self._asked.add(args[0].untyped_storage()._cdata)
+            return args[0].fake_device
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = rule_of(func)
         out = func(*args, **(kwargs or {}))
         if rule is asks:
-            if func is torch.ops.prim.device.default:
-                self._asked.add(args[0].untyped_storage()._cdata)
             return out
         blocks, peak = len(self.sizes), self.peak
         self.record(out)
