@@ -229,5 +229,5 @@ def assumptions(facts: DataFacts) -> list[str]:
     """What a plan assumes about the data."""
     if facts.seen:
         return []
-    rows = f"planned for rows of {facts.longest_row:,} tokens"
+    rows = f"planned for {len(facts.lengths):,} rows of {facts.longest_row:,} tokens"
     return [f"no training rows found: {rows}, with loss on every token"]

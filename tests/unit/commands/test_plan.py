@@ -47,7 +47,7 @@ def test_a_model_and_a_gpu_are_enough_for_a_plan():
     tree, report = plan("--model", "tiny-1", "--gpu", "RTX 4090")
     assert tree["plan"]["world_size"] == 1 and tree["memory"]["peak_bytes"] < tree["memory"]["budget_bytes"]
     text = " ".join(screen(report).split())
-    assert "no training rows found: planned for rows of 512 tokens" in text
+    assert "no training rows found: planned for 10,000 rows of 512 tokens" in text
     assert "architecture of org/Tiny-1 as of 2026-11-22, from models.yaml; the Hub was not asked" in text
     assert "to train it, accept its license at https://huggingface.co/org/Tiny-1" in text
 
