@@ -14,7 +14,7 @@ from sft_play.planning.profile import (
 )
 from sft_play.sizing.work import ATTENTION, ELEMENTWISE, NO_WORK, PRODUCT, Work
 
-H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12, 450e9)
+H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12)
 CPU = derived_from_data_sheet("CPU", "cpu", 60e9, 10e9)
 
 

@@ -64,6 +64,20 @@ def test_an_unknown_link_gives_a_bound_and_says_so():
     assert nothing.count("n/a") == 2 and "speed:" not in nothing
 
 
+def test_what_was_measured_between_processes_is_told_apart_from_data_sheets_and_unknown_links():
+    rows = [
+        row(2, exchange_measured=True, link_bytes_per_second=None),
+        row(4, speed_up=None, link_bytes_per_second=None),
+    ]
+    said = " ".join(screen(scaling_table(rows, "process")).split())
+    assert (
+        "speed on 2 processes: lower bound; communication as measured here (each of 2 processes sends" in said
+    )
+    assert "the link is unknown" in said and "GB/s" not in said
+    said = " ".join(screen(scaling_table([rows[0], row(8)])).split())
+    assert "as measured here" in said and "at 450 GB/s" in said and "unknown" not in said
+
+
 def test_a_machine_without_gpus_has_processes():
     plan = PLAN["plan"] | {"device": "cpu"}
     rows = [row(1), row(2), {"world_size": 4, "problem": "too many"}]
