@@ -130,7 +130,8 @@ def _first_row(config: RunConfig, given: DataInput) -> Finding:
     except ConfigError as error:
         return Finding(ERROR, "config", str(error))
     except DataError as error:
-        return Finding(ERROR, "data", str(error), f'fix the row, or use another file: ARGS="{key}=<file>"')
+        where = f"{key} in the config" if "[" in key else f'ARGS="{key}=<file>"'
+        return Finding(ERROR, "data", str(error), f"correct the file, or use another one: {where}")
     if isinstance(converted, str):
         return Finding(
             WARNING,

@@ -64,7 +64,7 @@ def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigErro
     reason = lines[0]
     if reason.endswith(":") and lines[1:]:  # the strict configs of transformers say on the next what is wrong
         reason += f" {lines[1].strip()}"
-    if "Repo id must be" in reason:
+    if reason.startswith("Repo id must"):
         reason = "it is neither a folder here nor a name on the Hub, such as Qwen/Qwen3-0.6B"
     hint = "run `make check` to check the model folder or the Hub"
     similar = similar_name(model.name)

@@ -66,6 +66,14 @@ def test_a_run_that_can_start_has_no_errors(config):
     }
 
 
+def test_the_fix_of_a_wrong_source_is_one_that_can_be_typed(config, tmp_path):
+    wrong = str(tmp_path / "nowhere.jsonl")
+    said = errors(check.check(config(data__train_path=wrong), machine=CPU_ONLY))
+    assert 'correct the file, or use another one: ARGS="data.train_path=<file>"' in said
+    several = config(data__train_path=None, data__sources=[{"path": wrong}])
+    assert "data.sources[0] in the config" in errors(check.check(several, machine=CPU_ONLY))
+
+
 def test_a_misspelt_key_is_an_error_and_the_machine_is_still_looked_at(config):
     findings = check.check(config(train__learning_rat=1), machine=CPU_ONLY)
     assert "did you mean train.learning_rate" in errors(findings) and exit_code(findings) == 2
