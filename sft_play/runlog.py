@@ -224,8 +224,7 @@ def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
             lock.seek(0)
             holder = lock.read().strip() or "another process"
             raise RunInUseError(
-                f"{run.path} is in use by {holder}. Wait for it, or give this run another name: "
-                'ARGS="output.name=<name>"'
+                f"{run.path} is in use by {holder}. Wait for it, or give this run another name: RUN=<name>"
             ) from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}")

@@ -226,9 +226,9 @@ def apply_override(tree: dict, override: str) -> str:
     """Applies `section.key=value` to `tree` and returns the dotted name."""
     name, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name):
-        raise ConfigError(
-            f"override '{override}' does not have the form section.key=value, e.g. train.learning_rate=1e-4"
-        )
+        owners = (section for section in RunConfig.model_fields if name in _keys_of((section,)))
+        example = next((f"{section}.{override}" for section in owners), "train.learning_rate=1e-4")
+        raise ConfigError(f"override '{override}' does not have the form section.key=value, e.g. {example}")
     *sections, key = name.split(".")
     for section in sections:
         child = tree.setdefault(section, {})

@@ -211,6 +211,11 @@ def test_a_misspelt_config_file_is_recognized_and_files_that_are_no_runs_are_not
     assert "configs/run_lora.yaml" in str(error.value) and "hardware" not in str(error.value)
 
 
+def test_an_override_without_its_section_is_told_where_it_belongs():
+    with pytest.raises(ConfigError, match=r"the form section.key=value, e.g. tuning.mode=qlora$"):
+        load_config("configs/demo.yaml", ["mode=qlora"])
+
+
 def test_every_setting_is_described_in_the_schema():
     schema = json_schema()
     for section in schema["$defs"].values():
