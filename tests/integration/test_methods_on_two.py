@@ -30,7 +30,7 @@ FREE = {"optimizer": SCHEDULE_FREE, "lr_schedule": "constant", "warmup_ratio": 0
 KINDS = {
     "neftune": {"neftune_noise_alpha": 5.0},
     "neftune-padded": {"neftune_noise_alpha": 5.0, "padding_free": False},
-    "lora-plus": {"lora": {"plus_ratio": 4}},
+    "lora-plus": {"lora": {"plus_ratio": 4, "modules_to_save": ["norm"]}},
     "lion": {"optimizer": "lion_32bit", "learning_rate": 1e-4},
     "lion-8bit": {"optimizer": "lion_8bit", "learning_rate": 1e-4},
     "adafactor": {"optimizer": "adafactor"},
