@@ -187,10 +187,16 @@ def with_engine(
     """
     gradients = trained_parameters * element_bytes
     if engine.name == "ddp":
-        # Gradients are views into buckets (gradient_as_bucket_view), which live from the first step on.
-        load = _with(peaks["load"], engine=min(DDP_BROADCAST, peaks["load"].bytes))
-        evaluation = _with(peaks["evaluation"], engine=gradients)
-        return {**peaks, "load": load, "evaluation": evaluation}
+        # Gradients are views into buckets (gradient_as_bucket_view), which live from the first step on. Those
+        # of earlier micro-batches are beside them, until the last backward pass of the step copies them.
+        accumulated = gradients if engine.accumulates else 0
+        return {
+            **peaks,
+            "load": _with(peaks["load"], engine=min(DDP_BROADCAST, peaks["load"].bytes)),
+            "forward": _with(peaks["forward"], engine=accumulated),
+            "backward": _with(peaks["backward"], engine=accumulated),
+            "evaluation": _with(peaks["evaluation"], engine=gradients),
+        }
     if engine.name == "deepspeed_z2":
         return _with_zero2(peaks, engine, trained_parameters, element_bytes)
     return peaks

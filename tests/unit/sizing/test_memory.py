@@ -88,7 +88,20 @@ def test_ddp_keeps_its_gradient_buckets_during_evaluation():
     alone = peaks(weights=100, gradients=0)
     shared = with_engine(alone, Engine(name="ddp", world_size=2), 10, 4)
     assert shared["evaluation"].bytes == alone["evaluation"].bytes + 40
-    assert shared["backward"] == alone["backward"]
+    assert shared["backward"].bytes == alone["backward"].bytes
+
+
+def test_gradients_that_ddp_has_not_exchanged_yet_are_beside_its_buckets():
+    alone = peaks(weights=100, gradients=40)
+    shared = with_engine(alone, Engine(name="ddp", world_size=2, accumulates=True), 10, 4)
+    more = {phase: shared[phase].bytes - alone[phase].bytes for phase in alone}
+    assert more == {
+        "load": alone["load"].bytes,
+        "forward": 40,
+        "backward": 40,
+        "optimizer": 0,
+        "evaluation": 40,
+    }
 
 
 def test_the_budget_is_for_the_process_with_its_context_and_communicator():
