@@ -206,8 +206,8 @@ def _check_shown(conversation: Conversation, turn: int, text: str) -> None:
             "Use a template that does (data.chat_template=plain), or do not learn them: "
             "data.learn_tool_calls=false"
         )
-    words = WORD.findall(answer[-200:])
-    if words and words[-1] not in text:
+    last_word = WORD.search(answer[:-201:-1])  # backwards
+    if last_word and last_word[0][::-1] not in text:
         raise DataError(
             f"{conversation.source}: the chat template does not render the text of messages[{turn}] "
             f"({answer[:60]!r}); it renders {text[-60:]!r}.\n"
@@ -327,16 +327,17 @@ def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
     batch = chat.tokenizer(
         texts,
         add_special_tokens=False,  # the template writes them
-        return_offsets_mapping=True,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
     )
     rows = []
-    columns = zip(rendered, texts, batch["input_ids"], batch["offset_mapping"], strict=True)
-    for row, text, ids, offsets in columns:
+    columns = zip(rendered, texts, batch["input_ids"], batch.encodings or (), strict=True)
+    for row, text, ids, encoding in columns:
         add_eos = row.add_eos and len(text) == len(row.text)
-        mask = label_mask(np.array(offsets), row.supervised)
+        # numpy is slow on pairs, and the garbage collector on those of many rows
+        offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids))
+        mask = label_mask(offsets, row.supervised)
         rows.append(_with_labels(np.array(ids, np.int32), mask, chat, add_eos))
     return rows
 
@@ -350,7 +351,7 @@ def label_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     Example: tokens "Hi", " there", "!" of "Hi there!" with span (3, 9) give [False, True, True].
 
     Args:
-        offsets: start and end character of each token, [tokens, 2].
+        offsets: start and end character of each token, [tokens, 2] or flat.
         spans: character spans that carry loss.
     """
     begins, ends = offsets.reshape(-1, 2).T
@@ -378,4 +379,4 @@ def _with_labels(ids: np.ndarray, mask: np.ndarray, chat: Chat, add_eos: bool) -
         mask = np.append(mask, True)
     labels = np.where(mask, ids, np.int32(IGNORED))
     labels[:1] = IGNORED  # no context precedes the first token, so it cannot be predicted
-    return Tokens(ids, labels.astype(np.int32))
+    return Tokens(ids, labels)

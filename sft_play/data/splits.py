@@ -190,6 +190,8 @@ def write_splits(
 
 def _batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
     """The rows of the chosen conversations; raw text is joined and cut."""
+    if not chosen.mask.any():
+        return iter(())
     batches = (
         batch.filter(pa.array(chosen.mask[batch["owner"].to_numpy()], pa.bool_()))
         for batch in store.batches(chosen.part.rows)

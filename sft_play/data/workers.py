@@ -1,5 +1,6 @@
 """Raw rows -> token arrays, chunk by chunk and in order, in this process or in several."""
 
+import gc
 import hashlib
 import itertools
 import json
@@ -25,6 +26,10 @@ from sft_play.machine.parent_death import die_with_parent
 CHUNK_ROWS = 256
 MAX_WORKERS = 8
 SMALL_BYTES = 2 << 20  # below this, starting processes costs more than they save
+
+# `json.dumps` makes an encoder at each call
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
+_to_sorted_json = json.JSONEncoder(sort_keys=True).encode
 
 NO_ANSWER = "no answer to train on"
 ANSWER_TRUNCATED = "no answer left after truncation"
@@ -144,15 +149,14 @@ def conversation_to_json(conversation: Conversation) -> str:
     """A conversation as JSON for the cache; "" for plain text."""
     if conversation.text is not None:
         return ""
-    return json.dumps(
+    return _to_json(
         {
             "messages": conversation.messages,
             "tools": conversation.tools,
             "source": conversation.source,
             "context": conversation.context,
             "untrained": conversation.untrained,
-        },
-        ensure_ascii=False,
+        }
     )
 
 
@@ -165,8 +169,8 @@ def conversation_from_json(text: str) -> Conversation:
 
 
 def _digest(conversation: Conversation) -> bytes:
-    content = json.dumps(
-        [conversation.messages, conversation.text, conversation.tools, conversation.untrained], sort_keys=True
+    content = _to_sorted_json(
+        [conversation.messages, conversation.text, conversation.tools, conversation.untrained]
     )
     return hashlib.blake2b(content.encode(), digest_size=8).digest()
 
@@ -190,6 +194,7 @@ def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterato
     if workers == 1:
         yield from (encode_chunk(task, chunk) for chunk in chunks)
         return
+    gc.freeze()  # or a worker's garbage collector writes to, and so copies, all memory that it shares with us
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("fork"),
@@ -210,6 +215,7 @@ def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterato
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+        gc.unfreeze()
 
 
 _task: EncodingTask | None = None

@@ -1,3 +1,4 @@
+import gc
 import json
 import multiprocessing
 import os
@@ -243,6 +244,11 @@ def test_processes_that_prepare_at_once_do_the_work_once(write_rows, make_tokeni
     assert sum(calls for _, calls in results) == 1
 
 
+def _task(tokenizer):
+    use_template(tokenizer, "plain")
+    return workers.EncodingTask(make_chat(tokenizer, "assistant"), "question_answer", None, "drop")
+
+
 def test_rows_are_read_only_a_little_ahead_of_the_workers(make_tokenizer):
     read = []
 
@@ -251,14 +257,20 @@ def test_rows_are_read_only_a_little_ahead_of_the_workers(make_tokenizer):
             read.append(number)
             yield Row(data, "f", number)
 
-    tokenizer = make_tokenizer()
-    use_template(tokenizer, "plain")
-    job = workers.EncodingTask(make_chat(tokenizer, "assistant"), "question_answer", None, "drop")
-    chunks = workers.encode_all(job, source(), 2)
+    chunks = workers.encode_all(_task(make_tokenizer()), source(), 2)
     first = next(chunks)
     assert len(first.digests) == workers.CHUNK_ROWS
     assert len(read) <= 6 * workers.CHUNK_ROWS
     chunks.close()
+
+
+def test_objects_are_kept_from_the_garbage_collector_only_while_workers_run(make_tokenizer):
+    raw = [Row(data, "f", number) for number, data in enumerate(rows(3))]
+    chunks = workers.encode_all(_task(make_tokenizer()), raw, 2)
+    next(chunks)
+    assert gc.get_freeze_count() > 0
+    chunks.close()
+    assert gc.get_freeze_count() == 0
 
 
 def test_dropped_rows_are_counted_with_their_reason(run):
