@@ -82,6 +82,7 @@ and trained for two steps on a CPU by `make bench-models`, which writes this pag
   are refused with it: "boundaries" do not tell their attention where a row ends; a name is that of the
   layers that would mix them. Without it, rows of these models are padded.
 - **experts 46%**: QLoRA is refused, since so much of the model is in fused experts, which stay in 16 bit.
+- **no**: refused for the reason in the notes.
 
 {errors}
 
@@ -360,7 +361,12 @@ def _mark(outcome: Outcome) -> str:
         return "**fails**" if outcome.crashed else _short(outcome.refusal) or "no"
     if not outcome.traceable:
         return "yes, no forecast"
-    return "yes" if outcome.error is None else f"yes, {outcome.error:+.2%}"
+    return "yes" if outcome.error is None else f"yes, {percent(outcome.error)}"
+
+
+def percent(error: float) -> str:
+    """An error with its sign, but zero without one."""
+    return "0.00%" if abs(error) < 5e-5 else f"{error:+.2%}"
 
 
 def _short(refusal: str) -> str:
