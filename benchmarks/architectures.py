@@ -72,8 +72,9 @@ RESULT = RESULTS / "models_cpu.json"
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 GUIDE_TEXT = """# Which models train
 
-All causal language models that `transformers` knows, built small with random weights, then planned, loaded
-and trained for two steps on a CPU by `make bench-models`, which writes this page: {found}.
+All causal language models that `transformers` knows, and multimodal ones that people train on text, built
+small with random weights, then planned, loaded and trained for two steps on a CPU by `make bench-models`,
+which writes this page: {found}. Other multimodal models go the same way, or are refused.
 
 - **yes**: it trained. The percentage is the error of the predicted peak memory against the measured one;
   "no forecast": the step cannot be traced. Such small models have peaks of a few megabytes, so that a few
@@ -98,14 +99,15 @@ well (gpt-oss, Qwen3.5 MoE). For others, and to be sure, serve the merged model:
 | reason | `model_type` |
 |---|---|
 {refused}
-
+{unbuilt}"""
+UNBUILT_TEXT = """
 ## Not built
 
 Their default config cannot be made small, or needs further packages. They may train.
 
 | `model_type` | what transformers said |
 |---|---|
-{unbuilt}
+{rows}
 """
 # Refusals that many models have in common, and what stands for them in the table.
 SHORT = (
@@ -335,7 +337,7 @@ def guide(outcomes: list[Outcome]) -> str:
         errors=_errors(outcomes),
         rows="\n".join(rows),
         refused="\n".join(reasons),
-        unbuilt="\n".join(unbuilt),
+        unbuilt=UNBUILT_TEXT.format(rows="\n".join(unbuilt)) if unbuilt else "",
     )
 
 

@@ -11,6 +11,7 @@ from transformers import (
     Gemma4UnifiedAssistantConfig,
     GitConfig,
     LlamaConfig,
+    ReformerConfig,
     XLNetConfig,
 )
 
@@ -31,6 +32,7 @@ from sft_play.model.targets import text_prefix
         (GitConfig(), "git describes images"),
         (BltConfig(), "blt has no single width"),
         (Gemma4UnifiedAssistantConfig(), "gemma4_unified_assistant drafts tokens for another model"),
+        (ReformerConfig(is_decoder=True), "reformer computes its gradients by itself"),
         (CLIPTextConfig(), "clip_text_model is no language model, as far as transformers 5"),
     ],
 )
