@@ -13,7 +13,7 @@ only, peaks on any.
 The speed of `prepare` is that of all it does, from the rows on the disk to tokens on the disk: it also checks
 rows, marks what is learned, looks for duplicates, and splits. Beside it are load_dataset and map together,
 and map alone, which render and tokenize. A worker has one thread on both sides (TOKENIZERS_PARALLELISM=false,
-as `make prepare` sets it).
+as `make prepare` sets it). CPU seconds, of all processes, are less disturbed by a busy machine.
 """
 
 import argparse
@@ -37,14 +37,21 @@ GSM8K = (Path("data/gsm8k/train.jsonl"), Path("../shared/data/gsm8k/train.jsonl"
 FACTORS = "1,10,100"
 MOST_GROWTH = 1.25  # of the peak, from the fewest rows to the most
 
+TOKENIZER = """
+import json, sys
+from sft_play.builtin.demo import tiny_model
+print(json.dumps(str(tiny_model(sys.argv[1:]))))
+"""
 PREPARE = """
-import json, sys, time
+import json, os, sys, time
+import datasets  # imports do not count, here and below
 from sft_play.config.load import load_config
 from sft_play.model.data import load_data
 config = load_config(sys.argv[1], sys.argv[2:]).config
-began = time.perf_counter()
+began, used = time.perf_counter(), sum(os.times()[:4])
 stats = load_data(config, progress=False).rows.stats
-print(json.dumps(stats | {"seconds": time.perf_counter() - began}))
+ended, cpu_seconds = time.perf_counter(), sum(os.times()[:4]) - used
+print(json.dumps(stats | {"seconds": ended - began, "cpu_seconds": cpu_seconds}))
 """
 FACTS = """
 import sys
@@ -55,11 +62,11 @@ config = load_config(sys.argv[1], sys.argv[2:]).config
 print(DataFacts.of(load_data(config, progress=False).rows, config).rows)
 """
 MAP = """
-import json, sys, time
+import json, os, sys, time
 from datasets import load_dataset
 from transformers import AutoTokenizer
 model, data, workers = sys.argv[1:]
-began = time.perf_counter()
+began, used = time.perf_counter(), sum(os.times()[:4])
 tokenizer = AutoTokenizer.from_pretrained(model)
 rows = load_dataset("json", data_files=data, split="train")
 
@@ -72,9 +79,10 @@ def encode(batch):
 loaded = time.perf_counter()
 processes = int(workers) if int(workers) > 1 else None  # 1 would start one, too
 done = rows.map(encode, batched=True, num_proc=processes, remove_columns=rows.column_names)
-ended = time.perf_counter()
+ended, cpu_seconds = time.perf_counter(), sum(os.times()[:4]) - used
 tokens = sum(map(len, done["input_ids"]))
-print(json.dumps({"seconds": ended - began, "map_seconds": ended - loaded, "tokens": tokens}))
+seconds = {"seconds": ended - began, "map_seconds": ended - loaded, "cpu_seconds": cpu_seconds}
+print(json.dumps(seconds | {"tokens": tokens}))
 """
 
 
@@ -118,10 +126,8 @@ def config_file(folder: Path, model: Path, data: Path) -> Path:
 
 
 def tokenizer_folder(data: Path) -> Path:
-    """builtin:tiny for these rows."""
-    from sft_play.builtin.demo import tiny_model
-
-    return tiny_model([str(data)])
+    """builtin:tiny for these rows, made elsewhere: a process begins with the memory of ours as its peak."""
+    return Path(run(TOKENIZER, [str(data)], cache_dir())["printed"])
 
 
 def measure_memory(source: Path, factors: list[int], place: Path) -> Iterator[dict[str, Any]]:
@@ -156,6 +162,7 @@ def measure_speed(source: Path, factor: int, rounds: int, workers: int, place: P
     """Seconds of `prepare` and of datasets in turn, each from an empty cache."""
     model = tokenizer_folder(source)
     seconds: dict[str, list[float]] = {"prepare": [], "load_dataset and map": [], "map alone": []}
+    cpu_seconds: dict[str, list[float]] = {"prepare": [], "load_dataset and map": []}
     tokens: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=place) as name:
         data = write_rows(source, factor, Path(name))
@@ -167,9 +174,12 @@ def measure_speed(source: Path, factor: int, rounds: int, workers: int, place: P
             seconds["prepare"].append(round(ours["seconds"], 2))
             seconds["load_dataset and map"].append(round(theirs["seconds"], 2))
             seconds["map alone"].append(round(theirs["map_seconds"], 2))
+            cpu_seconds["prepare"].append(round(ours["cpu_seconds"], 2))
+            cpu_seconds["load_dataset and map"].append(round(theirs["cpu_seconds"], 2))
             own = sum(ours[split]["tokens"] for split in ("train", "val"))
             tokens = dict.fromkeys(seconds, theirs["tokens"]) | {"prepare": own}
-    return {"workers": workers, "factor": factor, "seconds": seconds, "tokens": tokens}
+    sizes = {"workers": workers, "factor": factor, "tokens": tokens}
+    return sizes | {"seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
 def main() -> int:
@@ -193,6 +203,8 @@ def main() -> int:
     record = {"what": (__doc__ or "").splitlines()[0], "made_on": cpu, "versions": software}
     if args.what == "speed":
         found = measure_speed(source, min(factors), args.rounds, args.workers, place)
+        for name, times in found["cpu_seconds"].items():
+            sys.stdout.write(f"{name:>20}: {statistics.median(times):.2f} s of CPU time, all processes\n")
         for name, times in found["seconds"].items():
             rate = found["tokens"][name] / statistics.median(times)
             sys.stdout.write(f"{name:>20}: {statistics.median(times):.2f} s, {rate:,.0f} tokens/s\n")
