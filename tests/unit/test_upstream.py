@@ -33,6 +33,7 @@ CALLED = {
     "bitsandbytes.functional:QuantState": "absmax shape code blocksize quant_type dtype offset state2",
     "huggingface_hub.utils._http:default_client_factory": "",
     "peft:PeftModel.get_base_model": "",
+    "peft.tuners.lora.layer:LoraVariant.forward": "module active_adapter x result",
     "torch:get_rng_state": "",
     "torch:set_rng_state": "",
     "torch:is_autocast_enabled": "",
@@ -136,11 +137,13 @@ VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
     "sft_play.model.loss_head:TILE": LOSS_TILES["cpu"],
     "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
+    "torch:Tensor._is_view": ...,
     "torch:UntypedStorage._cdata": ...,
     "torch:UntypedStorage.nbytes": ...,
     "transformers:AutoModelForCausalLM._model_mapping": ...,
     "transformers:AutoModelForImageTextToText._model_mapping": ...,
     "transformers:LlamaPreTrainedModel._no_split_modules": ["LlamaDecoderLayer"],
+    "transformers:PreTrainedModel._supports_flash_attn": False,
     "transformers:PreTrainedModel._supports_sdpa": False,
     "transformers:MixtralModel._can_record_outputs": ...,
     "transformers:PretrainedConfig._attn_implementation": ...,
@@ -166,7 +169,7 @@ CONFIG_FIELDS = [
 # Only a CUDA build has it; the benchmark that calls it runs on a GPU alone.
 ON_A_GPU = {"_cuda_clearCublasWorkspaces"}
 # Words that only look like private names of libraries: Python's own, keys of a file, parts of our file names.
-NOT_PRIVATE = {"_asdict", "_component_", "_cpu", "_multi_node", "_quick", "_sleep"}
+NOT_PRIVATE = {"_asdict", "_component_", "_cpu", "_multi_node", "_name_or_path", "_quick", "_sleep"}
 # Operations of torch.ops.aten that a device's own attention or loss is dispatched to: work.py has a rule for each, and one
 # that is gone is counted by the general rule.
 ATEN = {

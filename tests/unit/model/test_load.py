@@ -250,7 +250,8 @@ def own_code(folder, reference, name="config.json"):
 
 
 def test_code_in_a_folder_runs_if_it_is_trusted(tiny_model, tmp_path):
-    folder = own_code(shutil.copytree(tiny_model, tmp_path / "model"), {"AutoConfig": "own.OwnConfig"})
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    folder = own_code(shutil.copytree(tiny_model, tmp_path / "model"), names)
     with pytest.raises(ConfigError, match="trust_remote_code=true"):
         load_model_config(ModelConfig(name=str(folder)))
     assert not (folder / "ran").exists()

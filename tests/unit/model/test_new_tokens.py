@@ -115,7 +115,7 @@ def test_only_rows_of_new_tokens_are_trained_and_saved_and_merged(models, tmp_pa
 
     require_fitting(empty_base(model), tmp_path)
     loaded = load_adapter(load(model, quantize), tmp_path)
-    assert torch.equal(logits(loaded), expected)
+    torch.testing.assert_close(logits(loaded), expected)
     merged = load_adapter(load(model), tmp_path).merge_and_unload(safe_merge=True)
     base = load(model)
     for layer, ours, theirs in (

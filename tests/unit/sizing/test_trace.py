@@ -40,10 +40,10 @@ def on_gpu(**changes) -> StepSpec:
 
 def assert_alike(few, full):
     few, full = few.step.peaks(), full.step.peaks()
-    # The optimizer's gradient norms are stacked into one tensor, which has only the traced layers' norms. What is
-    # loaded after the layers, such as the last norm, is loaded before them if they are told apart.
-    for phase in ("load", "optimizer"):
-        assert few.pop(phase).bytes == pytest.approx(full.pop(phase).bytes, abs=1000)
+    # What is loaded after the layers, such as the last norm and GPT-2's embeddings, is loaded before them if they
+    # are told apart. The norms of gradients are stacked into one tensor, which has only the traced layers' norms.
+    for phase, less in (("load", 120_000), ("optimizer", 1000)):
+        assert few.pop(phase).bytes == pytest.approx(full.pop(phase).bytes, abs=less)
     assert few == full
 
 
