@@ -6,22 +6,16 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM
 
+from benchmarks.small_models import TALL, small_config
 from sft_play.config.schema import LoraSettings
 from sft_play.model import adapter_forward
 from sft_play.model.adapters import attach_adapter
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
 
-SHAPE = dict(
-    vocab_size=100,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+SHAPE = TALL | {"layers": 2, "vocabulary": 100}
 LORA = LoraSettings(r=4, alpha=12, dropout=0.1)
 
 
@@ -45,11 +39,11 @@ def one_step(base, *, autocast: bool, checkpointing: bool, stock: bool):
     return loss.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])  # Qwen2's layers have biases
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # Qwen2's layers have biases
 @pytest.mark.parametrize(("autocast", "checkpointing"), [(False, False), (False, True), (True, False)])
 def test_a_step_is_that_of_peft(family, autocast, checkpointing):
     torch.manual_seed(1)
-    base = AutoModelForCausalLM.from_config(family(**SHAPE))
+    base = AutoModelForCausalLM.from_config(small_config(family, SHAPE))
     how = {"autocast": autocast, "checkpointing": checkpointing}
 
     (loss, theirs), (our_loss, ours) = (one_step(base, stock=stock, **how) for stock in (True, False))
