@@ -76,9 +76,8 @@ All causal language models that `transformers` knows, and multimodal ones that p
 small with random weights, then planned, loaded and trained for two steps on a CPU by `make bench-models`,
 which writes this page: {found}. Other multimodal models go the same way, or are refused.
 
-- **yes**: it trained. The percentage is the error of the predicted peak memory against the measured one;
-  "no forecast": the step cannot be traced. Such small models have peaks of a few megabytes, so that a few
-  kilobytes are a large share.
+- **yes**: it trained. The percentage is the error of the predicted peak memory against the measured one. Such
+  small models have peaks of a few megabytes, so that a few kilobytes are a large share.
 - **packed**: LoRA with `train.packing=true`, which joins rows end to end. Models that would mix joined rows
   are refused with it: "boundaries" do not tell their attention where a row ends; a name is that of the
   layers that would mix them. Without it, rows of these models are padded.

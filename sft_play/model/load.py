@@ -23,6 +23,7 @@ from sft_play.model.adapters import attach_adapter, load_adapter, require_fittin
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
+from sft_play.model.fixed_shapes import fix_shapes
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.new_tokens import NewToken, add_new_tokens, add_rows, rows_for, with_rows
 from sft_play.model.noise import add_noise
@@ -220,7 +221,9 @@ def load_base(
     if checks_files and not folder.is_dir():
         require_as_published(model)  # what has just been downloaded
     _require_all_weights(model, info)
+    _release_what_was_split(loaded)
     keep_differentiable(loaded)
+    fix_shapes(loaded)
     add_rows(loaded, new_tokens(model))
     return loaded
 
@@ -267,6 +270,16 @@ def _require_all_weights(model: ModelConfig, info: dict[str, Any]) -> None:
             f"model.name: the weights of '{model.name}' do not match its config.json: {listed}"
             f"{' and more' if len(missing) + len(wrong) > 3 else ''}\ndownload or save the model again"
         )
+
+
+def _release_what_was_split(model: torch.nn.Module) -> None:
+    """Copies weights that are views of a larger tensor, which stays in memory for them.
+
+    transformers splits some fused tensors while loading, as those of Kimi K2.5's vision tower.
+    """
+    for parameter in model.parameters():
+        if parameter.untyped_storage().nbytes() > parameter.nbytes:
+            parameter.data = parameter.data.clone()
 
 
 def keep_differentiable(model: torch.nn.Module) -> None:

@@ -72,15 +72,20 @@ def auto_targets(model: "PreTrainedModel") -> Targets:
     return Targets(modules, experts)
 
 
-def expert_parameters(model: torch.nn.Module) -> tuple[str, ...]:
-    """Names of the weights of fused experts, each [experts, rows, columns]."""
-    found = []
+def fused_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Name and weights of fused experts: matrices that are parameters and no layers."""
     for path, module in model.named_modules():
-        if not isinstance(module, CONVOLUTIONS) and "expert" in f"{path} {type(module).__name__}".lower():
+        is_layer = isinstance(module, (torch.nn.Linear, Conv1D, *CONVOLUTIONS))
+        if not is_layer and "expert" in f"{path} {type(module).__name__}".lower():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() == 3 and parameter.shape[0] > 1:
-                    found.append(f"{path}.{name}")
-    return tuple(found)
+                if parameter.dim() > 1:
+                    yield f"{path}.{name}", parameter
+
+
+def expert_parameters(model: torch.nn.Module) -> tuple[str, ...]:
+    """Names of the weights of fused experts that can get an adapter, each [experts, rows, columns]."""
+    weights = fused_experts(model)
+    return tuple(name for name, weight in weights if weight.dim() == 3 and weight.shape[0] > 1)
 
 
 def _is_linear(module: Any) -> bool:

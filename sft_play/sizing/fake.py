@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from sft_play.config.schema import LoraSettings
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.attention_choice import calls_ours
+from sft_play.model.fixed_shapes import fix_shapes
 from sft_play.model.load import attention, keep_differentiable, nf4
 from sft_play.model.sizes import setting
 from sft_play.sizing.kernels import patched
@@ -57,8 +58,9 @@ def skeleton(
         if spec.mode == "qlora":
             quantizer = AutoHfQuantizer.from_config(nf4(dtype))
             quantizer._process_model_before_weight_loading(model, device_map=None)
-            model.is_loaded_in_4bit = True
+            model.is_loaded_in_4bit = model.config._is_quantized = True
             keep_differentiable(model)
+    fix_shapes(model)
     model.config.use_cache = False
     return model, stand_ins
 

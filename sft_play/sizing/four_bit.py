@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ConfigError
-from sft_play.model.targets import expert_parameters
+from sft_play.model.targets import fused_experts
 from sft_play.sizing.fake import skip_weight_init
 from sft_play.units import format_bytes
 
@@ -56,7 +56,7 @@ def _counted(config: "PretrainedConfig") -> FourBit:
         model=type(model).__name__,
         weights=sum(sizes.values()),
         packed=sum(module.weight.numel() for module in packed),
-        experts=sum(sizes[name] for name in expert_parameters(model)),
+        experts=sum(weight.numel() for _, weight in fused_experts(model)),
     )
 
 

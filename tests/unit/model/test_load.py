@@ -8,6 +8,7 @@ from bitsandbytes.nn import Linear4bit
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
 )
@@ -139,6 +140,14 @@ def test_variants_of_lora_attach(tiny_model, setting, kind):
 def test_target_modules_that_match_nothing_list_those_that_exist(tiny_model):
     with pytest.raises(ConfigError, match=r"(?s)nonsense.*down_proj, gate_proj, k_proj"):
         attach_adapter(base(tiny_model), LoraSettings(target_modules=["nonsense"]))
+
+
+def test_a_weight_that_was_split_while_loading_does_not_keep_the_whole(tmp_path):
+    """The vision tower of Kimi K2.5 is saved with query, key and value in one tensor."""
+    AutoModelForImageTextToText.from_config(miniature("kimi_k25")).save_pretrained(tmp_path)
+    load_model_config(ModelConfig(name=str(tmp_path)))
+    loaded = base(tmp_path)
+    assert {each.untyped_storage().nbytes() - each.nbytes for each in loaded.parameters()} == {0}
 
 
 def test_a_model_that_also_sees_trains_only_the_part_that_reads(tmp_path):

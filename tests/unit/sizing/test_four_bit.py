@@ -1,7 +1,7 @@
 """How much of a base is really 4-bit."""
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig
+from transformers import DbrxConfig, LlamaConfig, MixtralConfig
 
 from sft_play.errors import ConfigError
 from sft_play.sizing.four_bit import four_bit, require_packable
@@ -30,3 +30,12 @@ def test_qlora_of_fused_experts_is_refused_with_the_numbers():
         ConfigError, match=r"79% of the weights of MixtralForCausalLM are fused .*tuning.mode=lora"
     ):
         require_packable(MixtralConfig(**SIZES, num_local_experts=4))
+
+
+def test_qlora_is_refused_where_all_experts_are_one_matrix():
+    """DBRX keeps each weight of its experts as [experts * rows, columns]."""
+    sizes = dict(d_model=64, n_heads=4, n_layers=2, vocab_size=100, max_seq_len=64)
+    experts = {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4}
+    config = DbrxConfig(**sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}, ffn_config=experts)
+    with pytest.raises(ConfigError, match="of the weights of DbrxForCausalLM are fused experts"):
+        require_packable(config)
