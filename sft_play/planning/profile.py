@@ -144,6 +144,7 @@ class DeviceProfile:
     update_tensor_s: float  # of clipping and AdamW, per trained tensor
     micro_batch_s: float = 0.0  # of trainer and data per micro-batch, besides forward and backward
     step_s: float = 0.0  # of the trainer per optimizer step
+    busy: float = 0.0  # share of the CPU that other programs used during the measurement
 
     def seconds(self, work: Work, batch: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of dispatch and of execution, both [operations] in the order of `work.order`."""

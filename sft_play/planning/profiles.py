@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import SPECS_FILE
@@ -26,6 +28,8 @@ from sft_play.runlog import cache_dir, console
 SHIPPED = SPECS_FILE.parent / "profiles"  # <device>.json for devices that have been measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
 FORMAT = 2  # increase it when devices must be measured again
+# Share of the CPU. With more of it in use by other programs, figures can be several times too long.
+BUSY = 0.1
 
 
 def slug(device: str) -> str:
@@ -71,6 +75,8 @@ def training_threads(machine: Machine, processes: int) -> int | None:
 def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> DeviceProfile:
     """The profile of this machine's device, measured now unless it has been measured before.
 
+    What was measured on a busy machine is measured again once it is idle.
+
     Args:
         machine: this machine.
         processes: number of processes that will train on it; they share a CPU's cores.
@@ -82,7 +88,7 @@ def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> D
     name, threads = device_name(machine), training_threads(machine, processes)
     path = profile_path(name, threads)
     found = None if again else read_profile(path)
-    if found is not None:
+    if found is not None and (found.busy < BUSY or not _is_idle()):
         return found
     from sft_play.planning import profiling  # imports torch
 
@@ -90,6 +96,11 @@ def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> D
         profile = profiling.measure(name, threads) if threads else profiling.measure_in_child(name)
     keep(path, profile.to_json())
     return profile
+
+
+def _is_idle() -> bool:
+    """Whether other programs leave the CPU alone for a moment."""
+    return psutil.cpu_percent(interval=0.2) < 100 * BUSY
 
 
 def ensure_profile(machine: Machine, processes: int) -> None:

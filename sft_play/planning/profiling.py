@@ -23,7 +23,7 @@ from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.model import attention
 from sft_play.planning.profile import LENGTHS, SIDES, STRETCHES, Curve, DeviceProfile, MicroBatch, ProductGrid
-from sft_play.planning.profiles import PACKAGES
+from sft_play.planning.profiles import BUSY, PACKAGES
 from sft_play.sizing.recorder import AllocationRecorder
 
 GRID_S = 1.2  # time limit for a grid of products; the products that remain are scaled from smaller ones
@@ -66,7 +66,8 @@ def measure(name: str, threads: int | None) -> DeviceProfile:
         threads: number of CPU threads; None for the GPU.
     """
     device = torch.device("cpu" if threads else "cuda")
-    began = time.perf_counter()
+    began = now()
+    psutil.cpu_percent()  # the next call is about the time since this one
     with _threads(threads), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         clock, operands = Stopwatch(device), Operands(device)
@@ -94,8 +95,9 @@ def measure(name: str, threads: int | None) -> DeviceProfile:
             update_tensor_s=update_tensor,
         )
         profile = _with_calls(profile, clock)
-    seconds = time.perf_counter() - began
-    return replace(profile, source=f"measured in {seconds:.1f} s")
+    seconds, busy = time.perf_counter() - began[0], used_by_others(began)
+    beside = f" while other programs used {busy:.0%} of the CPU" if busy >= BUSY else ""
+    return replace(profile, source=f"measured in {seconds:.1f} s{beside}", busy=busy)
 
 
 @contextmanager
@@ -116,6 +118,15 @@ def now() -> tuple[float, float]:
 def since(began: tuple[float, float]) -> float:
     """Seconds since `now()` returned `began`; CPU time if it is less, because the process had to wait."""
     return min(late - early for early, late in zip(began, now(), strict=True))
+
+
+def used_by_others(began: tuple[float, float]) -> float:
+    """Share of the CPU that other programs used since `now()` returned `began`.
+
+    `psutil.cpu_percent()` must have been called then.
+    """
+    seconds, own = (late - early for early, late in zip(began, now(), strict=True))
+    return max(0.0, psutil.cpu_percent() / 100 - own / seconds / (psutil.cpu_count() or 1))
 
 
 class Stopwatch:

@@ -1,8 +1,12 @@
 """Which profile a device has: measured once, then from the cache; shipped; else from the data sheet."""
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -43,6 +47,32 @@ def test_the_second_time_the_cache_answers(monkeypatch):
     profiles.saved_profile(CPU, 2)  # other threads are another device
     profiles.saved_profile(CPU, 1, again=True)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("percent", "measurements"), [(60.0, 1), (2.0, 2)])
+def test_what_was_measured_on_a_busy_machine_is_measured_again_once_it_is_idle(
+    monkeypatch, percent, measurements
+):
+    shares = iter([0.4, 0.0])
+    monkeypatch.setattr(profiling, "measure", lambda *args: replace(made(*args), busy=next(shares)))
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
+    for _ in range(3):
+        found = profiles.saved_profile(CPU, 1)
+    assert found.busy == (0.4 if measurements == 1 else 0.0)
+
+
+def test_a_program_beside_the_measurement_is_noticed():
+    count = max(1, (psutil.cpu_count() or 1) // 2)
+    other = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        psutil.cpu_percent()
+        began = profiling.now()
+        time.sleep(0.5)
+        assert profiling.used_by_others(began) > profiles.BUSY
+    finally:
+        for each in other:
+            each.kill()
+            each.wait()
 
 
 def test_without_a_measurement_the_data_sheet_counts_and_says_so():
@@ -114,8 +144,10 @@ def test_this_cpu_is_measured(monkeypatch):
     monkeypatch.setattr(profiling, "GRID_S", 0.2)
     monkeypatch.setattr(profiling, "STRETCHES", (1 << 14, 1 << 20))
     monkeypatch.setattr(profiling, "LENGTHS", (64, 128, 256))
+    monkeypatch.setattr(profiling, "used_by_others", lambda began: 0.43)
     found = profiling.measure("this one", 1)
     assert found.measured and found.threads == 1 and found.source.startswith("measured in")
+    assert found.source.endswith("while other programs used 43% of the CPU") and found.busy == 0.43
     assert found.call_forward_s > 0 and found.update_element_s > 0 and found.unpack_s > 0
     assert set(found.products) == {"float32", "bfloat16"}
     from sft_play.report.profile import profile_report
