@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.builtin import world
-from sft_play.config.inputs import training_paths
+from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
@@ -61,8 +61,9 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     if config.model.name == "builtin:demo":
         made["model.name"] = str(demo_model())
     elif config.model.name == "builtin:tiny":
-        paths = training_paths(config.data)
-        made["model.name"] = str(tiny_model([made.get("data.train_path", path) for path in paths]))
+        inputs = [given for given in data_inputs(config.data) if given.split == "train"]
+        here = [replace(given, path=made.get("data.train_path", given.path)) for given in inputs]
+        made["model.name"] = str(tiny_model(here))
     return _replaced(resolved, named, made)
 
 
@@ -130,14 +131,14 @@ def demo_model() -> Path:
     return _build_once(_folder("demo-model"), make)
 
 
-def tiny_model(paths: Sequence[str]) -> Path:
-    """The folder of a small random model with a tokenizer trained on the rows in `paths`, in equal parts."""
-    sources = [open_source(path, "train") for path in paths]
+def tiny_model(inputs: Sequence[DataInput]) -> Path:
+    """The folder of a small random model with a tokenizer trained on the rows of `inputs`, in equal parts."""
+    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in inputs]
 
     def make(folder: Path) -> dict[str, Any]:
         console().print(
             f"Creating builtin:tiny (first use only): random weights, tokenizer trained on "
-            f"{', '.join(paths)}",
+            f"{', '.join(given.path for given in inputs)}",
             markup=False,
         )
         from sft_play.builtin import models

@@ -92,8 +92,11 @@ def test_the_tiny_model_is_build_once_for_its_rows_and_found_again_without_torch
 
 
 def test_the_tiny_model_without_readable_rows_says_what_is_wrong(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        demo.materialise(resolved("builtin:tiny", train_path=str(tmp_path / "nothing.jsonl")))
+    missing = str(tmp_path / "nothing.jsonl")
+    with pytest.raises(DataError, match=r"^data\.train_path: .* does not exist"):
+        demo.materialise(resolved("builtin:tiny", train_path=missing))
+    with pytest.raises(DataError, match=r"^data\.sources\[0\]: .* does not exist"):
+        demo.materialise(resolved("builtin:tiny", train_path=None, sources=[{"path": missing}]))
 
 
 def test_what_fails_while_it_is_made_leaves_nothing_that_looks_finished(tmp_path):
