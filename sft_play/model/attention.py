@@ -220,8 +220,9 @@ def varlen_sdpa(
     elif sequence_lengths is None:
         out = attend(query, key, value, sliding_window, **options).transpose(1, 2)
     else:
-        lengths = list(sequence_lengths)
-        sequences = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        # Split as they lie in memory, [batch, tokens, heads, head_dim], and so are their gradients joined.
+        parts = (tensor.transpose(1, 2).split(list(sequence_lengths), 1) for tensor in (query, key, value))
+        sequences = ([part.transpose(1, 2) for part in sequence] for sequence in zip(*parts, strict=True))
         outs = [attend(q, k, v, sliding_window, **options).transpose(1, 2) for q, k, v in sequences]
         out = torch.cat(outs, dim=1)
     return out.contiguous(), None
