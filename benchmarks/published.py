@@ -26,10 +26,10 @@ from benchmarks.geometries import (
     QWEN3_8B,
     QWEN3_600M,
 )
+from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
-from sft_play.model import adapter_forward
 from sft_play.runlog import console
-from sft_play.sizing.kernels import SymbolicRecorder, patched
+from sft_play.sizing.kernels import SymbolicRecorder
 from sft_play.sizing.memory import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE, ZeroBuckets
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import trace_step
@@ -63,8 +63,8 @@ class Figure:
 
 
 def peak(config: PretrainedConfig, *, workspace: int = HOPPER_WORKSPACE, **spec: object) -> int:
-    """The predicted peak of a run on a GPU, with adapters as PEFT leaves them."""
-    with patched(adapter_forward, "speed_up", lambda model, autocast: None):
+    """The predicted peak of a run on a GPU that computes as PEFT and transformers do."""
+    with stock_forwards():
         step = trace_step(config, StepSpec(device="cuda", **spec)).step  # type: ignore[arg-type]
     return max(found.bytes for found in step.peaks(512).values()) + HANDLES * workspace
 

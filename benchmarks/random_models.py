@@ -1,6 +1,8 @@
 """Models with random weights, created on the device from a config alone: no files, no hub."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,10 +11,20 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import TuningConfig
+from sft_play.model import adapter_forward, layer_forward
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.load import attention, freeze_what_gets_no_gradient, keep_differentiable, nf4
 from sft_play.plan import Plan
+from sft_play.sizing.kernels import patched
 from sft_play.sizing.step import StepSpec
+
+
+@contextmanager
+def stock_forwards() -> Iterator[None]:
+    """Models and adapters that are made in the block compute as transformers and PEFT wrote them."""
+    with patched(layer_forward, "speed_up", lambda model: None):
+        with patched(adapter_forward, "speed_up", lambda model, *, autocast: None):
+            yield
 
 
 def random_base(
@@ -34,6 +46,7 @@ def random_base(
             dtype=getattr(torch, dtype),
             attn_implementation=attention.library_name(attn_implementation),
         )
+    layer_forward.speed_up(model)
     model.config.use_cache = False
     if quantize:
         quantize_linear_layers(model, getattr(torch, dtype))

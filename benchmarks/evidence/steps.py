@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from benchmarks.evidence.runs import Head, Run
+from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
-from sft_play.model import adapter_forward, attention
+from sft_play.model import attention
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
 from sft_play.sizing.optimizers import optimizer_state
@@ -73,9 +74,8 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         warnings.simplefilter("ignore")
         if not run.double_quantization:
             stack.enter_context(patched(fake, "four_bit_tensors", _single_quantized))
+        stack.enter_context(stock_forwards())
         base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers)
-        # PEFT's own forward passes, as these runs had them
-        stack.enter_context(patched(adapter_forward, "speed_up", lambda model, autocast: None))
         model: Any = fake.attach(base, spec)
         layers: Any = fake.layers_told_apart(base, stand_ins)
         _prepare(model, layers, run)

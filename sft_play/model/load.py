@@ -18,7 +18,7 @@ from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.hub import is_network_error, limit_network
 from sft_play.manifest import find_damage, has_manifest
-from sft_play.model import attention
+from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
@@ -223,6 +223,7 @@ def load_base(
     _require_all_weights(model, info)
     _release_what_was_split(loaded)
     keep_differentiable(loaded)
+    layer_forward.speed_up(loaded)
     fix_shapes(loaded)
     add_rows(loaded, new_tokens(model))
     return loaded

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import LoraSettings
+from sft_play.model import layer_forward
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.attention_choice import calls_ours
 from sft_play.model.fixed_shapes import fix_shapes
@@ -60,6 +61,7 @@ def skeleton(
             quantizer._process_model_before_weight_loading(model, device_map=None)
             model.is_loaded_in_4bit = model.config._is_quantized = True
             keep_differentiable(model)
+    layer_forward.speed_up(model)
     fix_shapes(model)
     model.config.use_cache = False
     return model, stand_ins

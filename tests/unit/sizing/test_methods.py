@@ -5,15 +5,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from bitsandbytes.optim import GlobalOptimManager
-from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.cpu_meter import measure_step
+from benchmarks.random_models import random_model
 from benchmarks.small_models import TALL, WIDE, small_config
 from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
-from sft_play.config.schema import LoraSettings, TrainConfig
-from sft_play.model.adapters import attach_adapter
-from sft_play.model.load import attention
+from sft_play.config.schema import LoraSettings, TrainConfig, TuningConfig
 from sft_play.model.noise import add_noise
 from sft_play.sizing.optimizers import PAGED_FROM, make_optimizer, optimizer_state
 from sft_play.sizing.step import StepSpec
@@ -83,11 +81,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(method, settings
     spec = StepSpec(
         mode="full" if method == FULL else "lora", lora=lora, **{"rows": 3, "row_tokens": 32, **settings}
     )
-    attention.register()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.LIBRARY_NAME)
-    model.config.use_cache = False
-    if method != FULL:
-        model = attach_adapter(model, lora)
+    model = random_model(config, spec, TuningConfig(mode=spec.mode, lora=lora), torch.device("cpu"))
     if spec.neftune:
         add_noise(model, 5.0)
     embedding = model.get_input_embeddings()  # as the trainer does

@@ -1,6 +1,5 @@
 """The trace: works for every architecture, and equals the real step."""
 
-import copy
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from benchmarks.cpu_meter import measure_step
 from benchmarks.miniatures import miniature
+from benchmarks.random_models import random_base
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UntraceableModel
@@ -21,8 +21,16 @@ from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.sizing.traces import Traces
 
+CPU = torch.device("cpu")
 LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 5, "vocabulary": 300}
+
+
+def real_base(config, implementation=attention.NAME):
+    """As a run loads it, with random weights."""
+    return random_base(
+        config, dtype="float32", attn_implementation=implementation, device=CPU, quantize=False
+    )
 
 
 def on_gpu(**changes) -> StepSpec:
@@ -118,8 +126,7 @@ def test_joined_sequences_cost_by_their_own_lengths(family):
     config = miniature(family)
     spec = StepSpec(mode="full", joined=True, rows=4, row_tokens=32)
     torch.manual_seed(0)
-    attention.register()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model = real_base(config)
 
     measured = measure_step(model, replace(spec, cut_at_longest=True))
 
@@ -141,10 +148,7 @@ def test_what_is_trained_beside_adapters_is_in_the_trace(tied, new_tokens, whole
     spec = StepSpec(
         mode="lora", lora=lora, new_tokens=new_tokens, joined=True, rows=300, row_tokens=1, longest=150
     )
-    attention.register()
-    base = AutoModelForCausalLM.from_config(config, attn_implementation=attention.LIBRARY_NAME)
-    base.config.use_cache = False
-    model = attach_adapter(base, lora, new_ids=range(2000 - new_tokens, 2000))
+    model = attach_adapter(real_base(config), lora, new_ids=range(2000 - new_tokens, 2000))
     measured, step = measure_step(model, spec), trace_step(config, spec).step
     predicted = step.peaks()
     assert predicted["forward"].terms["weights"] + predicted["forward"].terms["adapters"] == measured.weights
@@ -157,8 +161,7 @@ def test_gradients_are_summed_in_place_where_autograd_does_so(tied):
     """A tied embedding has two, each as large as the logits' weight; an untied one has one."""
     config = small_config("llama", WIDE | {"layers": 2, "vocabulary": 20_000}, tie_word_embeddings=tied)
     spec = StepSpec(mode="full", row_tokens=16)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    measured, step = measure_step(model, spec), trace_step(config, spec).step
+    measured, step = measure_step(real_base(config, "sdpa"), spec), trace_step(config, spec).step
     assert step.peaks()["backward"].bytes == pytest.approx(measured.phases["backward"], rel=1e-3)
 
 
@@ -207,11 +210,7 @@ def test_layers_that_are_not_one_after_the_other_have_the_memory_of_the_real_ste
     config = miniature(family)
     spec = StepSpec(mode="full", joined=True, rows=4, row_tokens=32)
     torch.manual_seed(0)
-    attention.register()
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), attn_implementation=attention.LIBRARY_NAME
-    )
-    model.config.use_cache = False
+    model = real_base(config)
 
     trace = trace_step(config, spec)
 

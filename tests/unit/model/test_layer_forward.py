@@ -1,0 +1,105 @@
+"""Norms and rotary embeddings compute what those of transformers do."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from benchmarks.miniatures import miniature
+from benchmarks.random_models import random_base, stock_forwards
+from benchmarks.small_models import TALL, small_config
+from sft_play.model import layer_forward
+from sft_play.sizing.recorder import AllocationRecorder
+
+SHAPE = TALL | {"layers": 2, "vocabulary": 100}
+CPU = torch.device("cpu")
+
+
+def base(config, *, stock: bool, dtype: str = "float32"):
+    """A model with random weights, norms included."""
+    torch.manual_seed(0)
+    with stock_forwards() if stock else contextlib.nullcontext():
+        model = random_base(config, dtype=dtype, attn_implementation="sdpa", device=CPU, quantize=False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 1, 0.3)
+    return model.train()
+
+
+def replaced(model):
+    """Names of the functions that were put in the place of a forward pass."""
+    return [m.forward.__func__.__name__ for m in model.modules() if "forward" in vars(m)]
+
+
+def one_step(model, *, autocast: bool = False, checkpointing: bool = False):
+    """Loss and gradients of all weights."""
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(18).view(2, 9) * 5
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", {}),
+        ("llama", {"checkpointing": True}),
+        ("llama", {"autocast": True}),
+        ("qwen3", {}),  # norms of queries and keys
+        ("mixtral", {}),
+    ],
+)
+def test_a_step_is_that_of_transformers(family, how):
+    config = small_config(family, SHAPE)
+    (loss, theirs), (our_loss, ours) = (one_step(base(config, stock=stock), **how) for stock in (True, False))
+    near = 0.03 if how.get("autocast") else 2e-6  # bf16 has three digits
+    assert our_loss == pytest.approx(float(loss), rel=near)
+    assert (ours - theirs).norm() < near * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_in_16_bit_is_computed_in_fp32(dtype):
+    torch.manual_seed(0)
+    stock = LlamaRMSNorm(64).to(dtype)
+    ours = copy.deepcopy(stock)
+    layer_forward.speed_up(ours)
+    found = []
+    for norm in (stock, ours):
+        x = (300 * torch.ones(3, 64)).normal_(300).to(dtype).requires_grad_()  # its squares overflow fp16
+        out = norm(x)
+        assert out.dtype == dtype
+        (out * torch.arange(64)).sum().backward()
+        found.append((out, x.grad, norm.weight.grad))
+    for theirs, our in zip(*found, strict=True):
+        torch.testing.assert_close(our, theirs, rtol=0.02, atol=0.02)
+
+
+def test_layers_of_other_code_stay_as_they_are():
+    llama = base(small_config("llama", SHAPE), stock=False)
+    assert sorted(replaced(llama)) == ["_norm_forward"] * 5 + ["forward"] * 2
+    assert replaced(base(small_config("gpt2", SHAPE), stock=False)) == []
+    # the same function for queries and keys, which rotates pairs in the other direction
+    assert replaced(base(miniature("nanochat"), stock=False)) == []
+
+
+def test_a_norm_that_is_copied_to_be_trained_uses_the_weight_of_the_copy():
+    norm = LlamaRMSNorm(8)
+    layer_forward.speed_up(norm)
+    copied = copy.deepcopy(norm)
+    torch.nn.init.constant_(copied.weight, 3)
+    x = torch.randn(2, 8)
+    assert torch.equal(copied(x), 3 * norm(x))
+
+
+def test_a_norm_keeps_its_input_and_one_number_per_token():
+    norm = LlamaRMSNorm(1000).to(torch.bfloat16).requires_grad_(False)
+    layer_forward.speed_up(norm)
+    x = torch.randn(100, 1000, dtype=torch.bfloat16, requires_grad=True)
+    with AllocationRecorder() as recorder:
+        out = norm(x)
+    assert recorder.live - out.nbytes == 100 * 4
