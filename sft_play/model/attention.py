@@ -58,16 +58,16 @@ def device_capability(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def _kernel_dtype(query: torch.Tensor) -> torch.dtype:
-    """The type that a kernel computes in, under autocast as well; the query has any shape."""
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+def kernel_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type that a kernel computes in, under autocast as well; its input has any shape."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def _supports_groups(query: torch.Tensor, dropout: float) -> bool:
     """Whether the kernel for a query, [batch, heads, tokens, head_dim], takes fewer key and value heads."""
     capability = device_capability(query.device)
-    return capability is None or flash_supports(capability, _kernel_dtype(query), query.shape[-1], dropout)
+    return capability is None or flash_supports(capability, kernel_dtype(query), query.shape[-1], dropout)
 
 
 def _takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
@@ -75,7 +75,7 @@ def _takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) ->
     capability, head_dim = device_capability(query.device), query.shape[-1]
     if capability is None or value.shape[-1] != head_dim:
         return False
-    return varlen_supports(capability, _kernel_dtype(query), head_dim, dropout)
+    return varlen_supports(capability, kernel_dtype(query), head_dim, dropout)
 
 
 @functools.lru_cache(maxsize=1)  # all layers ask for those of one micro-batch
@@ -97,7 +97,7 @@ def _attend_joined(
     Query is [1, heads, tokens, head_dim], key and value are [1, key_value_heads, tokens, head_dim]; the
     result is [1, tokens, heads, head_dim].
     """
-    dtype, longest = _kernel_dtype(query), max(lengths)
+    dtype, longest = kernel_dtype(query), max(lengths)
     query, key, value = (tensor.to(dtype)[0].transpose(0, 1) for tensor in (query, key, value))
     offsets = _offsets(lengths, query.device)
     before = -1 if window is None or window >= longest else window - 1  # besides the token itself

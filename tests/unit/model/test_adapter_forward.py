@@ -16,14 +16,14 @@ from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
 
 SHAPE = TALL | {"layers": 2, "vocabulary": 100}
-LORA = LoraSettings(r=4, alpha=12, dropout=0.1)
 
 
-def one_step(base, *, autocast: bool, checkpointing: bool, stock: bool):
+def one_step(base, *, autocast: bool, checkpointing: bool, dropout: float, stock: bool):
     """Loss and gradients of a step, as PEFT computes them or as we do."""
     torch.manual_seed(0)
     with patched(adapter_forward, "speed_up", lambda *_, **__: None) if stock else contextlib.nullcontext():
-        model = attach_adapter(copy.deepcopy(base), LORA, autocast=autocast)
+        lora = LoraSettings(r=4, alpha=12, dropout=dropout)
+        model = attach_adapter(copy.deepcopy(base), lora, autocast=autocast)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -40,11 +40,12 @@ def one_step(base, *, autocast: bool, checkpointing: bool, stock: bool):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # Qwen2's layers have biases
+@pytest.mark.parametrize("dropout", [0.0, 0.1])  # with dropout the adapter has an input of its own
 @pytest.mark.parametrize(("autocast", "checkpointing"), [(False, False), (False, True), (True, False)])
-def test_a_step_is_that_of_peft(family, autocast, checkpointing):
+def test_a_step_is_that_of_peft(family, autocast, checkpointing, dropout):
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_config(small_config(family, SHAPE))
-    how = {"autocast": autocast, "checkpointing": checkpointing}
+    how = {"autocast": autocast, "checkpointing": checkpointing, "dropout": dropout}
 
     (loss, theirs), (our_loss, ours) = (one_step(base, stock=stock, **how) for stock in (True, False))
 
@@ -53,10 +54,10 @@ def test_a_step_is_that_of_peft(family, autocast, checkpointing):
     assert (ours - theirs).norm() < near * theirs.norm()
 
 
-def test_a_layer_without_a_bias_writes_its_output_once():
-    model = get_peft_model(
-        torch.nn.Sequential(torch.nn.Linear(8, 500, bias=False)), LoraConfig(target_modules=["0"])
-    )
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_layer_without_a_bias_writes_its_output_once(dropout):
+    config = LoraConfig(target_modules=["0"], lora_dropout=dropout)
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 500, bias=False)), config)
     written = {}
     for name in ("PEFT", "ours"):
         if name == "ours":
@@ -65,3 +66,31 @@ def test_a_layer_without_a_bias_writes_its_output_once():
             model(torch.randn(1, 100, 8))
         written[name] = recorder.sizes.count(4 * 100 * 500)
     assert written == {"PEFT": 4, "ours": 1}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_gradient_of_an_input_is_written_once(bias):
+    model = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(500, 8, bias=bias)), LoraConfig(target_modules=["0"])
+    )
+    written = {}
+    for name in ("PEFT", "ours"):
+        if name == "ours":
+            adapter_forward.speed_up(model, autocast=False)
+        with AllocationRecorder() as recorder:
+            model(torch.randn(1, 100, 500, requires_grad=True)).sum().backward()
+        written[name] = recorder.sizes.count(4 * 100 * 500) - 1  # of which one is the input
+    assert written == {"PEFT": 3, "ours": 1}
+
+
+def test_an_adapter_that_is_switched_off_is_not_added():
+    model = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(8, 8)),
+        LoraConfig(target_modules=["0"], init_lora_weights=False),
+    )
+    adapter_forward.speed_up(model, autocast=False)
+    x = torch.randn(1, 5, 8)
+    base = model.base_model.model[0].base_layer(x)
+    assert not torch.equal(model(x), base)
+    with model.disable_adapter():
+        assert torch.equal(model(x), base)
