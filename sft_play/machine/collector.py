@@ -30,5 +30,5 @@ def importing_libraries() -> Iterator[None]:
     known = len(sys.modules)
     with collector_off():
         yield
-    if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
-        gc.freeze()
+        if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
+            gc.freeze()  # before the collector is on again, and looks at all of it at once

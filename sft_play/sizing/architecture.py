@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Union
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
+from sft_play.machine.collector import importing_libraries
 from sft_play.memo import recall, remember
 from sft_play.model.key import model_key
 from sft_play.model.published import asked_before_the_hub, planning_config
@@ -68,7 +69,8 @@ def planning_architecture(model: ModelConfig) -> tuple[Architecture, list[str]]:
     if known:
         text, notes = known
         return Architecture(text, lambda: _same_config(model, text)), notes
-    config, notes = planning_config(model)
+    with importing_libraries():
+        config, notes = planning_config(model)
     found = Architecture.of(config)
     if key and key == _key(model):  # no file came or changed meanwhile
         remember([found.text, notes], CONFIG, key)
