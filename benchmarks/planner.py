@@ -50,7 +50,7 @@ from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
 from sft_play.planning.batch import batch_choices
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.profiles import ensure_profile
+from sft_play.planning.profiles import saved_profile
 from sft_play.planning.run import plan_run
 from sft_play.runlog import console, open_run, quiet_libraries
 from sft_play.train.memory_meter import MemoryMeter
@@ -221,7 +221,7 @@ def worker(load: Workload, rounds: list[int]) -> None:
 def sweep(load: Workload, rounds: list[int], cache: Path) -> Iterator[dict[str, Any]]:
     """The lines of a workload, from processes of its own."""
     os.environ.update(SFT_PLAY_CACHE=str(cache), ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
-    ensure_profile(detect(), load.processes)
+    saved_profile(detect(), load.processes)
     environment = dict(os.environ)
     argv = [sys.executable]
     if load.processes > 1:

@@ -105,7 +105,7 @@ def prepare_job(
         plan = Plan.from_json(json.loads(ranks.plan_file.read_text(encoding="utf-8")))
     else:
         if ranks.world_size == 1:
-            ensure_profile(machine, processes)
+            ensure_profile(config, machine, processes)
         with spinner(PLANNING):
             facts = DataFacts.of(loaded.rows, config)
             plan = plan_run(config, loaded.architecture, facts, machine, processes)

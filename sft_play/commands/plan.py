@@ -46,7 +46,7 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
         processes = args.gpus or len(machine.gpus) or 1
         if not args.gpu:
-            ensure_profile(machine, processes)
+            ensure_profile(config, machine, processes)
         with spinner(PLANNING):
             chosen = plan_run(config, architecture, facts, machine, processes)
             chosen = replace(chosen, why=(*chosen.why, *notes))

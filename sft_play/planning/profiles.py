@@ -9,24 +9,29 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from sft_play.config.schema import RunConfig
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import SPECS_FILE
+from sft_play.machine.collector import importing_libraries
 from sft_play.machine.gpus import Machine
 from sft_play.planning.clock import Speed
 from sft_play.planning.collectives import Collectives
+from sft_play.planning.devices import training_device
+from sft_play.planning.drafts import choose_precision
 from sft_play.planning.profile import DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
 from sft_play.runlog import cache_dir, console
 
 SHIPPED = SPECS_FILE.parent / "profiles"  # <device>.json for devices that have been measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
+SIXTEEN_BIT = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
 FORMAT = 2  # increase it when devices must be measured again
 # Share of the CPU. With more of it in use by other programs, figures can be several times too long.
 BUSY = 0.1
@@ -72,7 +77,9 @@ def training_threads(machine: Machine, processes: int) -> int | None:
     return int(asked) if asked.isdigit() else max(1, (machine.host.cpu_cores or 1) // processes)
 
 
-def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> DeviceProfile:
+def saved_profile(
+    machine: Machine, processes: int, *, again: bool = False, sixteen_bit: bool = True
+) -> DeviceProfile:
     """The profile of this machine's device, measured now unless it has been measured before.
 
     What was measured on a busy machine is measured again once it is idle.
@@ -81,6 +88,7 @@ def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> D
         machine: this machine.
         processes: number of processes that will train on it; they share a CPU's cores.
         again: measure in any case.
+        sixteen_bit: whether products of 16-bit numbers are needed; without them a CPU is measured sooner.
 
     Raises:
         LaunchError: the measurement failed.
@@ -88,12 +96,20 @@ def saved_profile(machine: Machine, processes: int, *, again: bool = False) -> D
     name, threads = device_name(machine), training_threads(machine, processes)
     path = profile_path(name, threads)
     found = None if again else read_profile(path)
-    if found is not None and (found.busy < BUSY or not _is_idle()):
+    if found is not None and found.busy >= BUSY and _is_idle():
+        found = None
+    if found is not None and (SIXTEEN_BIT in found.products or not sixteen_bit):
         return found
-    from sft_play.planning import profiling  # imports torch
+    with importing_libraries():  # torch among them
+        from sft_play.planning import profiling
 
     with spinner("measuring what operations cost here, once"):
-        profile = profiling.measure(name, threads) if threads else profiling.measure_in_child(name)
+        if found is not None:
+            profile = profiling.with_sixteen_bit(found)
+        elif threads:
+            profile = profiling.measure(name, threads, sixteen_bit=sixteen_bit)
+        else:
+            profile = profiling.measure_in_child(name)
     keep(path, profile.to_json())
     return profile
 
@@ -103,13 +119,17 @@ def _is_idle() -> bool:
     return psutil.cpu_percent(interval=0.2) < 100 * BUSY
 
 
-def ensure_profile(machine: Machine, processes: int) -> None:
-    """Measures this machine's device unless it has been measured before.
+def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
+    """Measures what a run needs to know of this machine's device, unless it has been measured before.
 
     If that fails, plans are based on the data sheet.
+
+    Raises:
+        ConfigError: the config sets a precision that the device does not support.
     """
+    dtype, autocast, _ = choose_precision(config, training_device(machine))
     try:
-        saved_profile(machine, processes)
+        saved_profile(machine, processes, sixteen_bit=dtype == SIXTEEN_BIT or autocast == "bf16")
     except LaunchError as error:
         console().print(f"  [yellow]{error}[/]")
 
@@ -127,9 +147,9 @@ def profile_of(machine: Machine, speed: Speed, processes: int) -> DeviceProfile 
     """
     name, threads = device_name(machine), training_threads(machine, processes)
     found = read_profile(profile_path(name, threads))
-    if found is None and processes > 1 and not machine.gpus:
+    if processes > 1 and not machine.gpus and (found is None or SIXTEEN_BIT not in found.products):
         whole = read_profile(profile_path(name, training_threads(machine, 1)))
-        found = whole.shared_by(processes) if whole else None
+        found = _completed(found, whole.shared_by(processes)) if whole else found
     found = found or read_profile(SHIPPED / f"{slug(name)}.json")
     if found is not None:
         return found
@@ -137,6 +157,11 @@ def profile_of(machine: Machine, speed: Speed, processes: int) -> DeviceProfile 
         return None
     kind = "cuda" if machine.gpus else "cpu"
     return derived_from_data_sheet(name, kind, speed.flops, speed.bandwidth)
+
+
+def _completed(found: DeviceProfile | None, other: DeviceProfile) -> DeviceProfile:
+    """The profile that was found, with the products of types that only the other one has; else the other."""
+    return replace(found, products={**other.products, **found.products}) if found else other
 
 
 def collectives_path(device: str) -> Path:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
 from sft_play.planning import profiles, profiling, timing
@@ -40,7 +41,7 @@ def made(name, threads=None):
 
 def test_the_second_time_the_cache_answers(monkeypatch):
     calls = []
-    monkeypatch.setattr(profiling, "measure", lambda *args: calls.append(args) or made(*args))
+    monkeypatch.setattr(profiling, "measure", lambda *args, **_: calls.append(args) or made(*args))
     first, second = (profiles.saved_profile(CPU, 1) for _ in range(2))
     assert first == second and calls == [("Some CPU @ 2 GHz", 2)]
     assert profiles.profile_of(CPU, SPEED, 1) == first
@@ -54,7 +55,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_once_it_is_idle(
     monkeypatch, percent, measurements
 ):
     shares = iter([0.4, 0.0])
-    monkeypatch.setattr(profiling, "measure", lambda *args: replace(made(*args), busy=next(shares)))
+    monkeypatch.setattr(profiling, "measure", lambda *args, **_: replace(made(*args), busy=next(shares)))
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
     for _ in range(3):
         found = profiles.saved_profile(CPU, 1)
@@ -73,6 +74,45 @@ def test_a_program_beside_the_measurement_is_noticed():
         for each in other:
             each.kill()
             each.wait()
+
+
+def without_sixteen_bit(profile):
+    return replace(profile, products={"float32": profile.products["float32"]})
+
+
+def test_products_of_16_bit_numbers_are_measured_for_the_first_run_that_computes_in_them(monkeypatch):
+    grid = made("").products["bfloat16"]
+
+    def measure(*args, sixteen_bit):
+        return made(*args) if sixteen_bit else without_sixteen_bit(made(*args))
+
+    def run(precision):
+        sections = {
+            "model": {"name": "m"},
+            "data": {"train_path": "x"},
+            "train": {"mixed_precision": precision},
+        }
+        return RunConfig.model_validate(sections)
+
+    monkeypatch.setattr(profiling, "measure", measure)
+    monkeypatch.setattr(profiling, "_products", lambda *_: grid)
+    monkeypatch.setattr(profiling, "POOL_BYTES", {"cpu": 1 << 20})
+    profiles.ensure_profile(run("auto"), CPU, 1)
+    first = profiles.profile_of(CPU, SPEED, 1)
+    profiles.ensure_profile(run("bf16"), CPU, 1)
+    assert set(first.products) == {"float32"}
+    assert profiles.profile_of(CPU, SPEED, 1) == replace(first, products={**first.products, "bfloat16": grid})
+
+
+def test_what_was_not_measured_for_several_processes_comes_from_one():
+    name, whole = "Some CPU @ 2 GHz", made("Some CPU @ 2 GHz", 2)
+    own = without_sixteen_bit(made(name, 1))
+    for profile in (whole, own):
+        profiles.keep(profiles.profile_path(name, profile.threads), profile.to_json())
+    found = profiles.profile_of(CPU, SPEED, 2).products
+    assert found == own.products | {
+        kind: whole.shared_by(2).products[kind] for kind in ("bfloat16", "float16")
+    }
 
 
 def test_without_a_measurement_the_data_sheet_counts_and_says_so():
