@@ -1,9 +1,10 @@
-"""A training step with adapters added in place beside one with PEFT's own forward passes, alternating.
+"""A training step as this project computes it beside one with the libraries' own forward passes, alternating.
 
-    python -m benchmarks.adapter_step   # benchmarks/results/adapter_step_cpu.json; a minute, idle
+    python -m benchmarks.adapter_step   # benchmarks/results/adapter_step_cpu.json; a minute
 
-The model is that of `bench-peers`: LoRA on all linear layers in fp32, one micro-batch of joined rows,
-forward and backward. Seconds are by the clock, with all threads. Every other round has the other order.
+The model is that of `bench-peers`: LoRA on all linear layers in fp32, one micro-batch of joined rows, forward
+and backward. Three times the same weights: all as PEFT and transformers compute it, our adapters alone, and
+our norms and rotary embeddings as well. Seconds are CPU time on one thread; the order of the three rotates.
 """
 
 import os
@@ -14,24 +15,25 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.peers.work import HEADS, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY
+from benchmarks.random_models import random_base, stock_forwards
 from sft_play.config.schema import LoraSettings
 from sft_play.machine.heap import keep_freed_memory
-from sft_play.model import adapter_forward, attention
+from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.runlog import console
-from sft_play.sizing.kernels import patched
 
 LENGTHS = [190] * 16  # tokens of the joined rows, about as in GSM8K
-ROUNDS, RANK = 16, 16
+ROUNDS, RANK = 15, 16
+KINDS = ("libraries", "our adapters", "ours")
 
 
-def adapted_model(*, stock: bool) -> Any:
-    """The model with new adapters that compute as PEFT's do, or as ours."""
+def adapted_model(kind: str) -> Any:
+    """The model with new adapters, of one of `KINDS`."""
     architecture = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -41,9 +43,16 @@ def adapted_model(*, stock: bool) -> Any:
         intermediate_size=INTERMEDIATE,
     )
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention.LIBRARY_NAME)
+    with nullcontext() if kind == "ours" else stock_forwards():
+        base = random_base(
+            architecture,
+            dtype="float32",
+            attn_implementation=attention.NAME,
+            device=torch.device("cpu"),
+            quantize=False,
+        )
     add_loss_head(base)
-    with patched(adapter_forward, "speed_up", lambda *_, **__: None) if stock else nullcontext():
+    with stock_forwards() if kind == "libraries" else nullcontext():
         return attach_adapter(base, LoraSettings(r=RANK)).train()
 
 
@@ -58,34 +67,37 @@ def batch() -> dict[str, Any]:
 
 def seconds(model: Any, rows: dict[str, Any]) -> float:
     """Of a forward and a backward pass."""
-    began = time.perf_counter()
+    began = time.process_time()
     token_loss(model, dict(rows)).backward()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def main() -> None:
     """Measures, prints and writes."""
-    attention.register()
+    torch.set_num_threads(1)
     keep_freed_memory()  # as in a run
     load, rows = os.getloadavg()[0], batch()
-    models = {"peft": adapted_model(stock=True), "in_place": adapted_model(stock=False)}
+    models = {kind: adapted_model(kind) for kind in KINDS}
     for model in models.values():
         seconds(model, rows)
     rounds = []
     for number in range(ROUNDS):
-        order = list(models) if number % 2 else list(models)[::-1]
-        rounds.append({name: seconds(models[name], rows) for name in order})
-    ratios = [one["in_place"] / one["peft"] for one in rounds]
-    found = {
+        order = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
+        rounds.append({kind: seconds(models[kind], rows) for kind in order})
+    found: dict[str, Any] = {
         "what": (__doc__ or "").splitlines()[0],
         "made_on": made_on(torch.device("cpu")) | {"load_before": load},
         "versions": versions(),
         "tokens": sum(LENGTHS),
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratios": [round(ratio, 4) for ratio in sorted(ratios)],
     }
+    for kind in KINDS[1:]:
+        ratios = sorted(one[kind] / one["libraries"] for one in rounds)
+        found[f"{kind} / libraries"] = {
+            "median": round(statistics.median(ratios), 4),
+            "all": [round(ratio, 4) for ratio in ratios],
+        }
+        console().print(f"{kind} / libraries: {statistics.median(ratios):.1%} of the CPU time")
     write_result(RESULTS / "adapter_step_cpu.json", found, {"rounds": rounds})
-    console().print(f"in place / PEFT: {found['ratio_median']:.1%} of the time (median of {ROUNDS} rounds)")
 
 
 if __name__ == "__main__":
