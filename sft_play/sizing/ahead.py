@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -110,7 +111,7 @@ def _trace_all(connection: Connection, parent: int) -> None:
             number, config, spec = connection.recv()
             trace = None
             with suppress(SftPlayError):  # the parent finds out by itself
-                trace = trace_step(config, spec)
+                trace = replace(trace_step(config, spec))  # without what was derived from it and is large
             connection.send((number, trace))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -72,8 +73,12 @@ class StepTrace:
 
     @cached_property
     def step(self) -> "Step":
-        """The step of the full-depth model."""
-        return Step(expand(self), self.sizes)
+        """The step of the full-depth model; traces with the same events share all but the sizes."""
+        arrays = (array.tobytes() for array in (self.events, self.terms, self.owners))
+        key = (*arrays, self.segments, self.stand_ins)
+        timeline = _TIMELINES.get(key) or expand(self)
+        _TIMELINES[key] = timeline
+        return Step(timeline, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,9 @@ class Timeline:
         """Live bytes after the event, by term; `changes` is [E], as returned by the method of that name."""
         terms = self.terms[self._source_of_event[: event + 1]]
         return {name: int(changes[: event + 1][terms == index].sum()) for index, name in enumerate(TERMS)}
+
+
+_TIMELINES: WeakValueDictionary[tuple[Any, ...], Timeline] = WeakValueDictionary()  # while a trace has one
 
 
 @dataclass(frozen=True)

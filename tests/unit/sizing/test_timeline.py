@@ -1,5 +1,7 @@
 """Traces with a few layers, repeated to any depth."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,14 @@ def test_the_worked_example_of_expand():
     timeline = r.trace((0, 1, 1, 1, 2)).step.timeline
     assert timeline.events.tolist() == [1, 2, 3, 4, -2, 5, 6, -4, 7, 8, -6, 9, 10, -8]
     assert timeline.source.tolist() == [0, 1, 2, 3, 2, 3, 2, 3, 4, 5]
+
+
+def test_traces_that_differ_in_sizes_alone_are_repeated_once():
+    one = step_of(3, (0, 1, 1, 2))
+    larger, deeper = replace(one, sizes=2 * one.sizes), replace(one, stand_ins=(0, 1, 1, 1, 2))
+    assert one.step.timeline is larger.step.timeline is not deeper.step.timeline
+    assert larger.step.peaks()["forward"].bytes == 2 * one.step.peaks()["forward"].bytes
+    assert deeper.step.peaks()["forward"].bytes == one.step.peaks()["forward"].bytes + 110
 
 
 def test_layers_that_pass_on_different_blocks_cannot_represent_each_other():
