@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from benchmarks.miniatures import miniature
 from benchmarks.random_models import random_base, stock_forwards
@@ -103,3 +103,17 @@ def test_a_norm_keeps_its_input_and_one_number_per_token():
     with AllocationRecorder() as recorder:
         out = norm(x)
     assert recorder.live - out.nbytes == 100 * 4
+
+
+def test_any_angles_rotate_as_in_transformers():
+    torch.manual_seed(0)
+    cos, sin = torch.randn(2, 1, 5, 8)
+    first = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)  # of queries and keys
+    found = []
+    for rotate in (apply_rotary_pos_emb, layer_forward.rotated):
+        q, k = (tensor.clone().requires_grad_() for tensor in first)
+        turned = rotate(q, k, cos, sin)
+        torch.cat(turned, dim=1).pow(2).sum().backward()
+        found.append((*turned, q.grad, k.grad))
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
