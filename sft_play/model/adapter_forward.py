@@ -134,6 +134,6 @@ class AddedInPlace(LoraVariant):
         up, scaling = module.lora_B[active_adapter], module.scaling[active_adapter]
         # Autograd copies the gradient of a view that was changed: a linear layer with a bias returns one.
         if result.dim() != 3 or result.dtype != low.dtype or result._is_view():
-            return result + up(low) * scaling
+            return result + (up(low) * scaling).to(result.dtype)
         weight = up.weight.to(low.dtype).t().expand(len(low), -1, -1)
         return result.baddbmm_(low, weight, alpha=scaling)
