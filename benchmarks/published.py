@@ -177,7 +177,8 @@ def torchtune_figures() -> list[Figure]:
     # Without the weight and its gradient, which are counted with the model.
     loss = full_logits_peak(8192, 3072, 128256) - 2 * 2 * 128256 * 3072
     spec = StepSpec(device="cuda", mode="full", accumulates=False, **common)  # type: ignore[arg-type]
-    before_loss = trace_step(LLAMA_3_2_3B, spec).step.peaks(512, in_layers=True)["forward"].bytes
+    with stock_forwards():
+        before_loss = trace_step(LLAMA_3_2_3B, spec).step.peaks(512, in_layers=True)["forward"].bytes
     lora = LoraSettings(r=8, alpha=16)
 
     def checkpointed(mode: str, **changes: object) -> int:
