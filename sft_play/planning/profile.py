@@ -42,6 +42,8 @@ UPDATE_BYTES = 40
 SIDES = {"cpu": (8, 64, 512, 2048), "cuda": (16, 128, 1024, 8192)}  # of measured products
 FRESH_FROM = 32 << 20  # bytes; glibc keeps smaller blocks for reuse
 LENGTHS = (64, 256, 1024, 4096)  # tokens of measured sequences
+# Share of the CPU. With more of it in use by other programs, figures can be several times too long.
+BUSY = 0.1
 STRETCHES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # bytes of measured element-wise operations
 
 

@@ -25,7 +25,7 @@ from sft_play.planning.clock import Speed
 from sft_play.planning.collectives import Collectives
 from sft_play.planning.devices import training_device
 from sft_play.planning.drafts import choose_precision
-from sft_play.planning.profile import DeviceProfile, derived_from_data_sheet
+from sft_play.planning.profile import BUSY, DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
 from sft_play.runlog import cache_dir, console
 
@@ -33,8 +33,6 @@ SHIPPED = SPECS_FILE.parent / "profiles"  # <device>.json for devices that have 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
 SIXTEEN_BIT = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
 FORMAT = 2  # increase it when devices must be measured again
-# Share of the CPU. With more of it in use by other programs, figures can be several times too long.
-BUSY = 0.1
 
 
 def slug(device: str) -> str:

@@ -22,8 +22,17 @@ from sft_play.config.schema import LoraSettings
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.model import attention
-from sft_play.planning.profile import LENGTHS, SIDES, STRETCHES, Curve, DeviceProfile, MicroBatch, ProductGrid
-from sft_play.planning.profiles import BUSY, PACKAGES
+from sft_play.planning.profile import (
+    BUSY,
+    LENGTHS,
+    SIDES,
+    STRETCHES,
+    Curve,
+    DeviceProfile,
+    MicroBatch,
+    ProductGrid,
+)
+from sft_play.planning.profiles import PACKAGES
 from sft_play.sizing.recorder import AllocationRecorder
 
 GRID_S = 1.2  # time limit for a grid of products; the products that remain are scaled from smaller ones
@@ -95,8 +104,8 @@ def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> Devi
         )
         profile = _with_calls(profile, clock)
     seconds, busy = time.perf_counter() - began[0], used_by_others(began)
-    beside = f" while other programs used {busy:.0%} of the CPU" if busy >= BUSY else ""
-    return replace(profile, source=f"measured in {seconds:.1f} s{beside}", busy=busy)
+    how = f"in {seconds:.1f} s" if busy < BUSY else "while busy"
+    return replace(profile, source=f"measured {how}", busy=busy)
 
 
 def with_sixteen_bit(profile: DeviceProfile) -> DeviceProfile:

@@ -69,6 +69,8 @@ def profile_report(tree: Mapping[str, Any]) -> RenderableType:
         single.add_row(name, f"{tree[key] * factor:,.2f} {unit}")
     threads = f", {tree['threads']} threads" if tree["threads"] else ""
     title = Text.assemble(("device profile  ", "bold"), f"{tree['device']}{threads}: {tree['source']}")
+    if tree["busy"] >= 0.01:
+        title.append(f"; other programs used {tree['busy']:.0%} of the CPU")
     tables = [product_table(tree["products"]), *curve_tables(tree), single]
     if tree["collectives"]:
         return apart(Words(title), *tables, collectives_table(tree["collectives"]))
