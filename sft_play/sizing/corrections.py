@@ -158,10 +158,7 @@ def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
     if earlier is not None and earlier.applies_to(plan, plan.memory):
         return  # nothing new
     found = RanOut(plan.micro_batch_tokens, max(plan.memory.budget_bytes, used_bytes))
-    record: dict[str, Any] = {"ran_out": asdict(found)}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        record = {**json.loads(path.read_text(encoding="utf-8")), **record}
-    _write(path, record)
+    _update(path, ran_out=asdict(found))
 
 
 def ratios_of(predicted: Memory, result: ProbeResult, earlier: Ratios) -> dict[str, float]:
@@ -209,8 +206,22 @@ def write_record(path: Path, plan: Plan, result: ProbeResult, device: str) -> No
             "ratios": ratios_of(plan.memory, result, read_ratios(path)),
         }
     if result.seconds_per_token is not None:
-        record["speed"] = asdict(read_speed(path).with_result(plan, result))
+        speed = read_speed(path).measured_again(plan, result.step_seconds, result.seconds_per_token)
+        record["speed"] = asdict(speed)
     _write(path, record)
+
+
+def write_speed(path: Path, plan: Plan, step_seconds: float, seconds_per_token: float) -> None:
+    """Stores how fast the steps of a run were, which counts more than the probe's single step.
+
+    Args:
+        path: the file that `record_path` names.
+        plan: of the run.
+        step_seconds: of an average step.
+        seconds_per_token: per process, in such a step, padding not counted.
+    """
+    speed = read_speed(path).measured_again(plan, step_seconds, seconds_per_token)
+    _update(path, speed=asdict(speed))
 
 
 @dataclass(frozen=True)
@@ -231,14 +242,17 @@ class MeasuredSpeed:
             near[distance] if distance is not None and distance <= ALIKE * plan.micro_batch_tokens else None
         )
 
-    def with_result(self, plan: Plan, result: ProbeResult) -> "MeasuredSpeed":
-        """The speed with another probe result added."""
-        assert result.seconds_per_token is not None
-        ratio = self.ratio
-        if self.of(plan) is None and plan.step_seconds and result.step_seconds:
-            ratio *= result.step_seconds / plan.step_seconds
-        measured = {**self.seconds_per_token, str(plan.micro_batch_tokens): result.seconds_per_token}
-        return MeasuredSpeed(measured, ratio)
+    def measured_again(
+        self, plan: Plan, step_seconds: float | None, seconds_per_token: float
+    ) -> "MeasuredSpeed":
+        """The speed with another measurement of an average step added."""
+        size, ratio, earlier = str(plan.micro_batch_tokens), self.ratio, self.of(plan)
+        if earlier is None:
+            if plan.step_seconds and step_seconds:
+                ratio *= step_seconds / plan.step_seconds
+        elif list(self.seconds_per_token) == [size]:  # the ratio is from this size alone
+            ratio *= seconds_per_token / earlier
+        return MeasuredSpeed({**self.seconds_per_token, size: seconds_per_token}, ratio)
 
 
 def read_speed(path: Path) -> MeasuredSpeed:
@@ -273,6 +287,14 @@ def corrected_clock(
         return None if predicted is None else predicted * speed.ratio
 
     return seconds
+
+
+def _update(path: Path, **entries: Any) -> None:
+    """Replaces entries of a record and keeps the others."""
+    record: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        record = dict(json.loads(path.read_text(encoding="utf-8")))
+    _write(path, record | entries)
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Reporter(TrainerCallback):
         self._step_began = self._window_seconds = 0.0
         self._window_start = self._began_at = 0
         self._first_step: int | None = None
-        self._timed_tokens = self._timed_steps = 0
+        self._timed_tokens = self.timed_steps = 0
         self._progress = Progress(
             TextColumn("  {task.description:<10}"),
             BarColumn(32),
@@ -75,7 +75,7 @@ class Reporter(TrainerCallback):
     @property
     def step_seconds(self) -> float | None:
         """Average seconds per step, without the first one, which warms up."""
-        return self.training_seconds / self._timed_steps if self._timed_steps else None
+        return self.training_seconds / self.timed_steps if self.timed_steps else None
 
     @property
     def mfu(self) -> float | None:
@@ -86,7 +86,7 @@ class Reporter(TrainerCallback):
     def data_wait(self) -> float | None:
         """Share of the time that steps waited for their micro-batches; the first one is left out."""
         total = self.training_seconds + self.waiting_seconds
-        return self.waiting_seconds / total if self._timed_steps else None
+        return self.waiting_seconds / total if self.timed_steps else None
 
     def _mfu(self, speed: float | None) -> float | None:
         return None if speed is None or self.flops_share is None else speed * self.flops_share
@@ -117,7 +117,7 @@ class Reporter(TrainerCallback):
             self._first_step = state.global_step
         else:
             self.training_seconds += seconds
-            self._timed_steps += 1
+            self.timed_steps += 1
             self._timed_tokens += self.rows.tokens_per_step[state.global_step - 1]
         self._progress.update(self._task, completed=state.global_step)
         if state.global_step >= state.max_steps:

@@ -20,7 +20,7 @@ from sft_play.model.load import build_model
 from sft_play.model.support import class_to_name
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir, read_metrics, update_summary
-from sft_play.sizing.corrections import ProbeResult
+from sft_play.sizing.corrections import ProbeResult, write_speed
 from sft_play.train.callbacks import StopOnSignal
 from sft_play.train.checkpoints import step_of
 from sft_play.train.disk import disk_errors_explained
@@ -29,6 +29,7 @@ from sft_play.train.memory_meter import MemoryMeter, measured_memory, predicted_
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.out_of_memory import memory_errors_explained, remembered
 from sft_play.train.pickles import only_tensors
+from sft_play.train.probe import correction_path
 from sft_play.train.redo import Redo
 from sft_play.train.resume import checkpoint_to_resume, clear_way, start_to_resume
 from sft_play.train.saving import BestOfThisRun
@@ -36,6 +37,8 @@ from sft_play.train.session import Session, open_session, ordered_rows
 from sft_play.train.settle import settle_plan
 from sft_play.train.space import SpaceForSaves, require_space
 from sft_play.train.verify import verify
+
+TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
 
 def train(job: Job) -> dict[str, Any]:
@@ -60,6 +63,7 @@ def train(job: Job) -> dict[str, Any]:
         clear_way(session.job, checkpoint)
         with remembered(session):
             stopped = run_steps(session, checkpoint)
+        remember_speed(session)
         save(session, stopped)
     return summarise(session, probed, stopped)
 
@@ -106,6 +110,16 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
         stop.give_signals_back()
         session.reporter.end_bar()
     return stop.stopped
+
+
+def remember_speed(session: Session) -> None:
+    """Stores how fast the steps were, for the next plan, if there were enough of them and none was cut."""
+    job, reporter, redo = session.job, session.reporter, session.trainer.redo
+    assert redo
+    speed, seconds = reporter.tokens_per_second, reporter.step_seconds
+    if job.ranks.is_main and redo.plan == job.plan and reporter.timed_steps >= TIMED_STEPS:
+        assert speed and seconds
+        write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
 
 
 def result_folder(job: Job) -> Path:

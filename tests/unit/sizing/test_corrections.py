@@ -7,6 +7,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.plan import Memory
 from sft_play.sizing import step
 from sft_play.sizing.corrections import (
+    MeasuredSpeed,
     ProbeResult,
     RanOut,
     corrected,
@@ -23,6 +24,7 @@ from sft_play.sizing.corrections import (
     write_overhead,
     write_ran_out,
     write_record,
+    write_speed,
 )
 from tests.unit.train.plans import PLAN
 
@@ -127,11 +129,30 @@ def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by
     clock = corrected_clock(lambda config, plan: 8.0, lambda config, plan: path, lambda plan: 500.0)
     assert clock(CONFIG, timed(1010)) == pytest.approx(5.0)  # within 2%: 500 tokens at 0.01 s
     assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)
-    again = ProbeResult(step_seconds=9.0, seconds_per_token=0.02)
-    write_record(path, timed(1000, predicted=5.0), again, "card")
-    assert read_speed(path).ratio == pytest.approx(1.5)  # the prediction was the earlier measurement
-    assert read_speed(path).of(timed(1000)) == 0.02
+    again = ProbeResult(step_seconds=6.0, seconds_per_token=0.02)
+    write_record(path, timed(1000, predicted=3.0), again, "card")
+    assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)  # a clock keeps what it has read
+    assert read_speed(path) == MeasuredSpeed({"1000": 0.02}, ratio=3.0)
     assert read_ratios(path)  # timing a plan leaves what is known of its memory
+
+
+def test_the_steps_of_a_run_count_instead_of_the_step_of_its_probe(tmp_path):
+    path = tmp_path / "r.json"
+    result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
+    write_record(path, timed(1000, predicted=2.0), result, "card")
+    write_speed(path, timed(1000, predicted=2.0), step_seconds=2.4, seconds_per_token=0.008)
+    assert read_speed(path) == MeasuredSpeed({"1000": 0.008}, ratio=pytest.approx(1.2))
+    assert read_ratios(path)
+    write_speed(path, timed(500, predicted=1.2), step_seconds=1.8, seconds_per_token=0.012)
+    both = MeasuredSpeed({"1000": 0.008, "500": 0.012}, ratio=pytest.approx(1.8))
+    assert read_speed(path) == both
+    write_speed(path, timed(500), step_seconds=1.5, seconds_per_token=0.01)
+    assert read_speed(path).ratio == both.ratio  # it is from two sizes
+
+
+def test_the_speed_of_a_run_without_a_probe_is_kept_too(tmp_path):
+    write_speed(tmp_path / "r.json", timed(1000, predicted=2.0), step_seconds=3.0, seconds_per_token=0.01)
+    assert read_speed(tmp_path / "r.json") == MeasuredSpeed({"1000": 0.01}, ratio=1.5)
 
 
 def test_a_clock_without_records_says_what_is_predicted(tmp_path):
