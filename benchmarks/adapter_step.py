@@ -56,13 +56,13 @@ def adapted_model(kind: str) -> Any:
         return attach_adapter(base, LoraSettings(r=RANK)).train()
 
 
-def batch() -> dict[str, Any]:
-    """Random tokens, two thirds of them with loss."""
-    ids = torch.randint(5, VOCABULARY, (1, sum(LENGTHS)))
+def batch(lengths: list[int]) -> dict[str, Any]:
+    """Joined rows of random tokens, two thirds of them with loss."""
+    ids = torch.randint(5, VOCABULARY, (1, sum(lengths)))
     labels = ids.clone()
     labels[0, ::3] = -100
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    return {"input_ids": ids, "labels": labels, "position_ids": positions, "sequence_lengths": LENGTHS}
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "sequence_lengths": lengths}
 
 
 def seconds(model: Any, rows: dict[str, Any]) -> float:
@@ -76,7 +76,7 @@ def main() -> None:
     """Measures, prints and writes."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as in a run
-    load, rows = os.getloadavg()[0], batch()
+    load, rows = os.getloadavg()[0], batch(LENGTHS)
     models = {kind: adapted_model(kind) for kind in KINDS}
     for model in models.values():
         seconds(model, rows)

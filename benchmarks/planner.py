@@ -34,6 +34,7 @@ from benchmarks.random_models import random_model
 from benchmarks.small_models import small_config
 from benchmarks.throughput import StepClock
 from sft_play.builtin.models import byte_level_tokenizer
+from sft_play.cli import WAITING
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import (
     DataConfig,
@@ -222,7 +223,7 @@ def sweep(load: Workload, rounds: list[int], cache: Path) -> Iterator[dict[str, 
     """The lines of a workload, from processes of its own."""
     os.environ.update(SFT_PLAY_CACHE=str(cache), ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
     saved_profile(detect(), load.processes)
-    environment = dict(os.environ)
+    environment = os.environ | WAITING
     argv = [sys.executable]
     if load.processes > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // load.processes))

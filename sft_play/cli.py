@@ -19,6 +19,10 @@ from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
+# How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
+# compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
+# for other libraries than libgomp.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "6000"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -229,13 +233,14 @@ def _add_slurm_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _set_environment() -> None:
+def set_environment() -> None:
     """Library settings that must be set before the libraries are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a shared CPU tenfold
+    if not WAITING.keys() & os.environ.keys():
+        os.environ.update(WAITING)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
 
 
@@ -311,7 +316,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    _set_environment()
+    set_environment()
     args = parse(build_parser(), argv)
     try:
         with console_on_stderr() if args.json else contextlib.nullcontext():
@@ -328,7 +333,7 @@ def run_rank(argv: list[str]) -> int:
 
     A rank that was launched by `sft-play` reports its error to the launcher; other ranks (torchrun) print it.
     """
-    _set_environment()
+    set_environment()
     parser = argparse.ArgumentParser(
         prog="train_distributed.py", description="Run one rank of a distributed training run."
     )

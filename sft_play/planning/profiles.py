@@ -32,7 +32,7 @@ from sft_play.runlog import cache_dir, console
 SHIPPED = SPECS_FILE.parent / "profiles"  # <device>.json for devices that have been measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
 SIXTEEN_BIT = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
-FORMAT = 2  # increase it when devices must be measured again
+FORMAT = 3  # increase it when devices must be measured again
 
 
 def slug(device: str) -> str:

@@ -1,10 +1,11 @@
 """What is typed on the command line is checked before anything is done."""
 
+import os
 import shlex
 
 import pytest
 
-from sft_play.cli import build_parser, parse, report_error
+from sft_play.cli import WAITING, build_parser, parse, report_error, set_environment
 from sft_play.errors import ConfigError
 
 
@@ -33,3 +34,14 @@ def test_a_command_in_an_error_can_be_copied_from_a_narrow_terminal(monkeypatch,
     said, *lines = capsys.readouterr().err.splitlines()
     assert said == "error: not set: RANK. Run:" and len(lines) > 1
     assert shlex.split("\n".join(lines).replace("\\\n", "")) == command.split()
+
+
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_wait_as_the_user_has_set_it_or_by_our_setting(own, monkeypatch):
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the rest of what it sets stays here
+    set_environment()
+    assert {name: os.environ[name] for name in WAITING if name in os.environ} == (own or WAITING)
