@@ -42,8 +42,9 @@ ENOUGH_S, RUNS, MOST_RUNS = 0.02, 3, 300
 POOL_BYTES = {"cpu": 768 << 20, "cuda": 256 << 20}
 POOL_SHARE = 0.05  # of a CPU's free memory, at most
 TURNS = 32
-# What the trainer takes per micro-batch, and once more per step, in calls of operations: "rest"
-# in benchmarks/results/step_parts_cpu.json.
+# What the trainer takes per micro-batch, and once more per step, in calls of operations. By now it takes a
+# sixth of that ("rest" in benchmarks/results/step_parts_cpu.json), but calls in a larger model take longer
+# than in the tiny one that is timed, and small micro-batches are predicted too fast as it is.
 TRAINER_CALLS = 1100
 WIDTH, HEAD_DIM = 512, 64  # of the measured attention
 TINY: dict[str, Any] = dict(
