@@ -1,6 +1,6 @@
 """How OpenMP's threads should wait: steps with several spin counts, alone and beside another training.
 
-    python -m benchmarks.thread_waiting   # benchmarks/results/thread_waiting_cpu.json; six minutes, idle
+    python -m benchmarks.thread_waiting   # benchmarks/results/thread_waiting_cpu.json; eight minutes, idle
 
 Each measurement is a process of its own, since libgomp reads its settings once. It times forward and backward
 passes of the model of `bench-peers` (LoRA, fp32, all cores) on 1 and on 16 joined rows. The other training
