@@ -21,27 +21,38 @@ class RunFailed(Exception):
     """A contestant did not finish; the message says why."""
 
 
-def run(contestant: Contestant, work: Work, folder: Path, *, judge: bool) -> dict[str, Any]:
-    """Runs a contestant; returns a line of results, also if it failed."""
+def run(
+    contestant: Contestant, work: Work, folder: Path, *, judge: bool, cache: Path | None = None
+) -> dict[str, Any]:
+    """Runs a contestant; returns a line of results, also if it failed.
+
+    Args:
+        contestant: what runs.
+        work: what it does.
+        folder: emptied, then for all its files.
+        judge: whether to compute the held-out loss of what it trained.
+        cache: of earlier runs of this project; by default an empty one in `folder`.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     line: dict[str, Any] = {"load_average": [round(load, 2) for load in os.getloadavg()], "problem": None}
     try:
         ENVIRONMENTS[contestant.environment].install()
-        return line | _timed(contestant, work, folder, judge=judge)
+        return line | _timed(contestant, work, folder, cache or folder / "cache", judge=judge)
     except CannotInstall as error:
         return line | {"problem": f"cannot be installed: {error}"[:SAID]}
     except RunFailed as error:
         return line | {"problem": str(error)[:SAID]}
 
 
-def _timed(contestant: Contestant, work: Work, folder: Path, *, judge: bool) -> dict[str, Any]:
+def _timed(contestant: Contestant, work: Work, folder: Path, cache: Path, *, judge: bool) -> dict[str, Any]:
     script = contestant.prepare(work, folder, contestant.variant)
     _call(contestant, script.before, folder, "before")
     watched = folder / "watched"
     watched.mkdir()
     began = time.monotonic()
-    _call(contestant, script.train, folder, "train", PEERS_WATCH=str(watched), PEERS_PAD_ID=str(PAD_ID))
+    variables = {"PEERS_WATCH": str(watched), "PEERS_PAD_ID": str(PAD_ID), "SFT_PLAY_CACHE": str(cache)}
+    _call(contestant, script.train, folder, "train", **variables)
     found = figures([json.loads(path.read_text(encoding="utf-8")) for path in watched.glob("*.json")], began)
     found["seconds"] = round(time.monotonic() - began, 2)
     if not judge:
@@ -53,13 +64,13 @@ def _timed(contestant: Contestant, work: Work, folder: Path, *, judge: bool) -> 
         return found | {"loss": None, "note": f"held-out loss: {error}"[:SAID]}
 
 
-def _call(contestant: Contestant, words: tuple[str, ...], folder: Path, name: str, **watch: str) -> str:
+def _call(contestant: Contestant, words: tuple[str, ...], folder: Path, name: str, **more: str) -> str:
     """Runs a program of the contestant's environment in its folder; returns the last line of its output."""
     if not words:
         return ""
     environment = ENVIRONMENTS[contestant.environment]
     log = folder / f"{name}.log"
-    variables = _variables(environment.calls == (), folder) | watch
+    variables = _variables(environment.calls == (), folder) | more
     with log.open("w", encoding="utf-8") as file:
         try:
             code = _wait([environment.program(words[0]), *words[1:]], folder, variables, file)
@@ -125,6 +136,7 @@ def figures(records: list[dict[str, Any]], began: float) -> dict[str, Any]:
         "tokens_per_second": round(tokens / seconds, 1),
         "padding_share": round(padding / (tokens + padding), 4),
         "start_up_seconds": round(steps[0]["time"] - began, 2),
+        "first_step_seconds": round(steps[0]["time"] - steps[0]["began"], 2),
         "steps": len(steps),
         "timed_tokens": tokens,
         "timed_seconds": round(seconds, 3),

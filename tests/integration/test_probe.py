@@ -141,6 +141,15 @@ def test_search_times_the_alternatives_takes_the_fastest_and_remembers(tiny_mode
     assert measured.of(session.job.plan) is not None  # the next plan knows how fast it was
 
 
+def test_a_run_of_some_steps_remembers_how_fast_it_was(tiny_model, tmp_path):
+    speeds = []
+    for steps in (3, 8):
+        job = make_job(tiny_model, tmp_path, f"{steps}-steps", rows=ROWS, max_steps=steps)
+        summary = train(job)
+        speeds.append(read_speed(correction_path(job, job.plan)).of(job.plan))
+    assert speeds == [None, pytest.approx(1 / summary["tokens_per_second"])]
+
+
 def test_a_short_run_times_no_other_plans(tiny_model, tmp_path, capsys):
     proven(sized(make_job(tiny_model, tmp_path, "short", rows=ROWS, probe=True)))
     assert "tried" not in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """The stopwatch of the benchmark. Python imports this file at startup, in each process of a contestant.
 
 It waits until the process has imported torch. Then it counts the tokens that embeddings in training mode get,
-padding separately, and takes the time after each optimizer step. A process that has made optimizer steps
+padding separately, and takes the time when each step begins and ends. A process that has made optimizer steps
 writes its record to <PEERS_WATCH>/<process id>.json when it exits. Only the standard library is imported
 here, so that it costs nothing in processes that never use torch.
 """
@@ -23,12 +23,15 @@ class StopWatch:
     def __init__(self, torch, pad_id: int):
         self.torch, self.pad_id = torch, pad_id
         self.tokens = self.padding = self.optimizers = 0
+        self.began = 0.0
         self.steps: list[dict[str, float]] = []
 
     def fed(self, embedding, ids) -> None:
         """Counts the tokens of a micro-batch, unless it is symbolic (on the meta device, or fake)."""
         if not embedding.training or ids.device.type == "meta":
             return
+        if not self.tokens:
+            self.began = time.monotonic()
         with self.torch.no_grad():
             padding = (ids == self.pad_id).sum()
         if type(padding) is self.torch.Tensor:
@@ -40,7 +43,7 @@ class StopWatch:
         if not hasattr(optimizer, "stop_watch_number"):
             optimizer.stop_watch_number = self.optimizers
             self.optimizers += 1
-        now = {"time": time.monotonic(), "optimizer": optimizer.stop_watch_number}
+        now = {"began": self.began, "time": time.monotonic(), "optimizer": optimizer.stop_watch_number}
         self.steps.append(now | {"tokens": self.tokens, "padding": self.padding})
         self.tokens = self.padding = 0
 

@@ -78,6 +78,7 @@ def test_the_stop_watch_counts_what_training_is_fed_and_nothing_else(tmp_path):
     assert [(step["tokens"], step["padding"]) for step in record["steps"]] == [(2, 0), (3, 0), (5, 3), (4, 0)]
     found = figures([record], began=record["steps"][1]["time"] - 7)
     assert (found["steps"], found["timed_tokens"], found["start_up_seconds"]) == (3, 9, 7.0)
+    assert 0 <= found["first_step_seconds"] < 7
     assert found["padding_share"] == pytest.approx(3 / 12)
     assert 0.1 <= found["timed_seconds"] == pytest.approx(sum(found["step_seconds"]), abs=0.01)
     assert found["tokens_per_second"] == pytest.approx(9 / found["timed_seconds"], rel=0.01)
@@ -91,7 +92,7 @@ def test_a_process_without_torch_or_steps_leaves_nothing(tmp_path):
 
 def test_the_process_that_trained_last_counts():
     def record(*times):
-        steps = [{"time": time, "optimizer": 0, "tokens": 10, "padding": 0} for time in times]
+        steps = [{"began": 0.0, "time": time, "optimizer": 0, "tokens": 10, "padding": 0} for time in times]
         return {"torch": "2", "threads": 2, "peak_kib": 2048, "steps": steps}
 
     assert figures([record(1.0, 2.0), record(3.0, 4.0, 5.0)], 0.0)["steps"] == 3
