@@ -29,16 +29,27 @@ FIGURES = ("start_up_seconds", "first_step_seconds")
 ROUNDS = 3
 
 
+def start(name: str, work: Work, folder: Path, **variables: str) -> dict[str, Any]:
+    """The line of results of a contestant.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    contestant = next(each for each in CONTESTANTS if each.name == name)
+    line = run(contestant, work, folder, judge=False, **variables)
+    if line["problem"]:
+        raise SystemExit(f"error: {name}: {line['problem']}")
+    return line
+
+
 def starts(work: Work, folder: Path) -> dict[str, dict[str, Any]]:
     """Start -> its line of results; each once, this project with more and more in its cache."""
-    contestants = {each.name: each for each in CONTESTANTS}
-    found = {name: run(contestants[name], work, folder / "bare", judge=False) for name in BARE}
     place, cache = folder / "run", folder / "cache"
-    found[REFERENCE] = run(contestants[REFERENCE], work, place, judge=False)
+    found = {name: start(name, work, place) for name in (*BARE, REFERENCE)}
     shutil.rmtree(cache, ignore_errors=True)
     shutil.copytree(place / "cache" / "profiles", cache / "profiles")
     for name in (PROFILE_ALONE, AGAIN):
-        found[name] = run(contestants[REFERENCE], work, place, judge=False, cache=cache)
+        found[name] = start(REFERENCE, work, place, SFT_PLAY_CACHE=str(cache))
     return found
 
 
@@ -54,8 +65,10 @@ def main() -> None:
     """Measures, prints and writes."""
     load = os.getloadavg()[0]
     folder = FOLDER.absolute()
-    data = next(path for path in GSM8K if path.exists()).absolute()
-    work = make_work("gsm8k", ROWS, HELD_OUT, data, folder / "work")
+    data = next((path for path in GSM8K if path.exists()), None)
+    if data is None:
+        raise SystemExit(f"error: no GSM8K in {' or '.join(map(str, GSM8K))}")
+    work = make_work("gsm8k", ROWS, HELD_OUT, data.absolute(), folder / "work")
     rounds = []
     for _ in range(ROUNDS):
         rounds.append(starts(work, folder))

@@ -21,9 +21,7 @@ class RunFailed(Exception):
     """A contestant did not finish; the message says why."""
 
 
-def run(
-    contestant: Contestant, work: Work, folder: Path, *, judge: bool, cache: Path | None = None
-) -> dict[str, Any]:
+def run(contestant: Contestant, work: Work, folder: Path, *, judge: bool, **variables: str) -> dict[str, Any]:
     """Runs a contestant; returns a line of results, also if it failed.
 
     Args:
@@ -31,28 +29,30 @@ def run(
         work: what it does.
         folder: emptied, then for all its files.
         judge: whether to compute the held-out loss of what it trained.
-        cache: of earlier runs of this project; by default an empty one in `folder`.
+        variables: of the environment of the training, besides those that all contestants get.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     line: dict[str, Any] = {"load_average": [round(load, 2) for load in os.getloadavg()], "problem": None}
     try:
         ENVIRONMENTS[contestant.environment].install()
-        return line | _timed(contestant, work, folder, cache or folder / "cache", judge=judge)
+        return line | _timed(contestant, work, folder, judge=judge, **variables)
     except CannotInstall as error:
         return line | {"problem": f"cannot be installed: {error}"[:SAID]}
     except RunFailed as error:
         return line | {"problem": str(error)[:SAID]}
 
 
-def _timed(contestant: Contestant, work: Work, folder: Path, cache: Path, *, judge: bool) -> dict[str, Any]:
+def _timed(
+    contestant: Contestant, work: Work, folder: Path, *, judge: bool, **variables: str
+) -> dict[str, Any]:
     script = contestant.prepare(work, folder, contestant.variant)
     _call(contestant, script.before, folder, "before")
     watched = folder / "watched"
     watched.mkdir()
     began = time.monotonic()
-    variables = {"PEERS_WATCH": str(watched), "PEERS_PAD_ID": str(PAD_ID), "SFT_PLAY_CACHE": str(cache)}
-    _call(contestant, script.train, folder, "train", **variables)
+    watch = {"PEERS_WATCH": str(watched), "PEERS_PAD_ID": str(PAD_ID)}
+    _call(contestant, script.train, folder, "train", **watch, **variables)
     found = figures([json.loads(path.read_text(encoding="utf-8")) for path in watched.glob("*.json")], began)
     found["seconds"] = round(time.monotonic() - began, 2)
     if not judge:

@@ -76,6 +76,7 @@ def test_the_stop_watch_counts_what_training_is_fed_and_nothing_else(tmp_path):
     (record,) = watched(LOOP, tmp_path)
     assert [step["optimizer"] for step in record["steps"]] == [0, 1, 1, 1]
     assert [(step["tokens"], step["padding"]) for step in record["steps"]] == [(2, 0), (3, 0), (5, 3), (4, 0)]
+    assert record["steps"][2]["began"] >= record["steps"][1]["time"] + 0.1  # after the pause between them
     found = figures([record], began=record["steps"][1]["time"] - 7)
     assert (found["steps"], found["timed_tokens"], found["start_up_seconds"]) == (3, 9, 7.0)
     assert 0 <= found["first_step_seconds"] < 7
