@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
     path for folder in ("sft_play", "scripts", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
@@ -58,29 +56,31 @@ def problems(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", TREES, ids=str)
-def test_no_source_runs_text_or_opens_a_door(path):
-    assert not problems(TREES[path])
+def test_no_source_runs_text_or_opens_a_door():
+    found = [f"{path}: {problem}" for path, tree in TREES.items() for problem in problems(tree)]
+    assert len(TREES) > 100
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "eval('1')",
-        "os.system('ls')",
-        "pickle.loads(b'')",
-        "torch.load(x)",
-        "torch.load(x, weights_only=False)",
-        "np.load(x, allow_pickle=True)",
-        "yaml.load(x)",
-        "subprocess.run('ls', shell=True)",
-        "path.chmod(0o644)",
-        "AutoModel.from_pretrained(x, trust_remote_code=True)",
-        "server.bind(('0.0.0.0', 1))",
-    ],
-)
-def test_the_search_finds_what_it_looks_for(text):
-    assert problems(ast.parse(text))
+# how each kind of problem may be written
+DOORS = [
+    "eval('1')",
+    "os.system('ls')",
+    "pickle.loads(b'')",
+    "torch.load(x)",
+    "torch.load(x, weights_only=False)",
+    "np.load(x, allow_pickle=True)",
+    "yaml.load(x)",
+    "subprocess.run('ls', shell=True)",
+    "path.chmod(0o644)",
+    "AutoModel.from_pretrained(x, trust_remote_code=True)",
+    "server.bind(('0.0.0.0', 1))",
+]
+
+
+def test_the_search_finds_what_it_looks_for():
+    missed = [text for text in DOORS if not problems(ast.parse(text))]
+    assert not missed, "\n".join(missed)
 
 
 def test_code_from_elsewhere_is_trusted_in_one_place_only():
