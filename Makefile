@@ -282,11 +282,11 @@ check-code: $(READY) ## Lint, check formatting, check types
 	$(PY) -m mypy
 
 .PHONY: docs
-docs: $(READY) ## Renew docs/config.md and configs/schema.json
+docs: $(READY) ## Write the generated pages, tables and the JSON schema
 	$(PY) scripts/docs.py
 
 .PHONY: cookbook
-cookbook: $(READY) ## Renew docs/cookbook.md: what fits on which machine
+cookbook: $(READY) ## Plan every model on every machine for the cookbook
 	$(PY) -m benchmarks.cookbook
 
 .PHONY: lock
@@ -312,7 +312,7 @@ bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
 	$(PY) -m benchmarks.sizing $(WORDS)
 
 .PHONY: bench-models
-bench-models: $(READY) ## Train two steps of every architecture; docs/models.md
+bench-models: $(READY) ## Train two steps of every architecture; write the page
 	$(PY) -m benchmarks.architectures $(WORDS)
 
 .PHONY: bench-sizing-gpu

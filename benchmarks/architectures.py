@@ -1,6 +1,6 @@
 """Trains every causal language model that transformers can build for two steps, or shows why not.
 
-    make bench-models                       # all: benchmarks/results/models_cpu.json and docs/models.md
+    make bench-models                       # all: results/models_cpu.json and docs/reference/models.md
     make bench-models ARGS="llama gpt_oss"  # only these, the others stay as they are
 
 Each architecture is built small, with random weights, saved, planned, loaded and trained as in a run. Then
@@ -69,7 +69,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 RESULT = RESULTS / "models_cpu.json"
-GUIDE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 GUIDE_TEXT = """# Which models train
 
 All causal language models that `transformers` knows, and multimodal ones that people train on text, built
@@ -311,7 +311,7 @@ def write(outcomes: list[Outcome]) -> None:
 
 
 def guide(outcomes: list[Outcome]) -> str:
-    """docs/models.md."""
+    """docs/reference/models.md."""
     by_type: dict[str, dict[str, Outcome]] = {}
     for outcome in outcomes:
         by_type.setdefault(outcome.model_type, {})[outcome.way] = outcome

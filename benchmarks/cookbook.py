@@ -1,4 +1,4 @@
-"""`make cookbook`: writes docs/cookbook.md, which models fit on which machine, from the plans for them."""
+"""`make cookbook`: plans every model on every machine and writes docs/reference/cookbook.md."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ from sft_play.report.plan import MODES as METHODS
 from sft_play.runlog import cache_dir, console, quiet_libraries
 from sft_play.units import GIB
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "cookbook.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "cookbook.md"
 # Names in configs/hardware.yaml, and how many
 MACHINES = (
     ("RTX 3070 Ti", 1),
@@ -41,10 +41,10 @@ MODELS = (
 )
 HEAD = """# Cookbook: what fits, and how fast
 
-Made by `make cookbook` from the plans for each machine; a test plans a part of it again. Nothing here was
-measured: peaks and speeds are predicted, the speed from the data sheet of the GPU, for rows of 2,048 tokens,
-an effective batch of 16 and the defaults of `docs/config.md`. Your rows are likely to be shorter. To see a
-plan with its reasons, and for your own data:
+Written by `make cookbook` from the plans for each machine; a test makes some of the plans again. Nothing here
+was measured: peaks and speeds are predicted, the speed from the data sheet of the GPU, for rows of 2,048
+tokens, an effective batch of 16 and the default [settings](config.md). Your rows are likely to be shorter. To
+see a plan with its reasons, and for your own data:
 
 ```
 make plan MODEL=qwen3-8b GPU="RTX 4090" ARGS="tuning.mode=qlora"

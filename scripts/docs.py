@@ -1,4 +1,4 @@
-"""`make docs`: writes what is made from the schema of configs, docs/config.md and configs/schema.json."""
+"""`make docs`: writes the pages that are generated, and configs/schema.json."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from sft_play.config.reference import reference
 ROOT = Path(__file__).resolve().parents[1]
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "config.md").write_text(reference(), encoding="utf-8")
+    (ROOT / "docs" / "reference" / "config.md").write_text(reference(), encoding="utf-8")
     (ROOT / "configs" / "schema.json").write_text(
         json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8"
     )

@@ -356,7 +356,8 @@ def config_from(tree: dict, origins: dict[str, str], overrides: list[str], path:
     except ValidationError as error:
         problems = _problems(error)
         head = f"{path}: {counted(len(problems), 'problem')} in the config"
-        raise ConfigError("\n  ".join([head, *problems]) + "\ndocs/config.md lists all settings") from None
+        where = "\ndocs/reference/config.md lists all settings"
+        raise ConfigError("\n  ".join([head, *problems]) + where) from None
     for name in _leaves(config.model_dump()):
         origins.setdefault(name, "default")
     return ResolvedConfig(config, origins, path)

@@ -1,4 +1,4 @@
-"""docs/config.md, made from the schema: every key with its type, limits, default and meaning."""
+"""docs/reference/config.md, made from the schema: every key with its type, limits, default and meaning."""
 
 import json
 import re

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ALLOWED = (
-    "SFT-Play trains decoder-only language models (Llama, Qwen, Gemma, Mistral and others: docs/models.md)"
+    "SFT-Play trains decoder-only language models "
+    "(Llama, Qwen, Gemma, Mistral and others; see docs/reference/models.md)"
 )
 # Encoders that fill in no masks, and prompts that each token sees as a whole: config.json does not say so.
 SEE_BOTH_WAYS = {"bert-generation", "cpmant", "xlnet"}

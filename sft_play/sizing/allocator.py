@@ -6,7 +6,7 @@ and splits it if the remainder is worth keeping; freed blocks merge with free ne
 reserved from the device is returned to it only by torch.cuda.empty_cache().
 
 Of equally large free blocks, the one with the lowest address is taken. The driver gives a new segment a lower
-address than those before it, as the reserved bytes of published runs show (docs/evidence.md).
+address than those before it, as the reserved bytes of published runs show (docs/reference/evidence.md).
 """
 
 from bisect import bisect_left, insort

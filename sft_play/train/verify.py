@@ -96,7 +96,7 @@ def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
         raise ConfigError(
             f"model.name: {type(_base(model)).__name__} cannot compute its logits here: "
             f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\nset model.attention=eager or "
-            "another tuning.mode, or use a model of docs/models.md that trains"
+            "another tuning.mode, or use a model of docs/reference/models.md that trains"
         ) from error
     finally:
         model.train(was_training)
@@ -125,7 +125,7 @@ def check_causal(model: PreTrainedModel, device: torch.device) -> None:
     if _differs(first, second):
         raise ConfigError(
             f"model.name: {type(_base(model)).__name__} sees the tokens that it is to predict; SFT-Play "
-            "trains decoder-only language models (docs/models.md)"
+            "trains decoder-only language models (docs/reference/models.md)"
         )
 
 

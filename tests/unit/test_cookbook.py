@@ -1,4 +1,4 @@
-"""docs/cookbook.md says what the plans say now."""
+"""docs/reference/cookbook.md says what the plans say now."""
 
 from benchmarks.cookbook import MACHINES, MODELS, PAGE, model_rows
 

@@ -1,11 +1,11 @@
-"""docs/faults.md says what was measured."""
+"""docs/guides/faults.md says what was measured."""
 
 import json
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "faults.md").read_text()
+TEXT = (ROOT / "docs" / "guides" / "faults.md").read_text()
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
 
 

@@ -20,7 +20,7 @@ from sft_play.sizing.timeline import PHASES
 from sft_play.units import MIB
 
 SOURCES = {source.name: source for source in read_sources(sorted(ROWS.glob("*.json")))}
-PAGE = ROWS.parents[2] / "docs" / "evidence.md"
+PAGE = ROWS.parents[2] / "docs" / "reference" / "evidence.md"
 HELD_OUT = "t4_holdout"
 T4_BYTES = 14912 * MIB
 # Of peaks of allocated bytes, in all sources: the median and the worst.

@@ -1,4 +1,4 @@
-"""docs/config.md lists what the schema knows, and is current."""
+"""docs/reference/config.md lists what the schema knows, and is current."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from sft_play.config.load import section_of
 from sft_play.config.reference import reference
 from sft_play.config.schema import RunConfig
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "config.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "config.md"
 
 
 def keys_of(model, prefix=""):

@@ -1,0 +1,57 @@
+"""The pages are connected: every link leads to a file, and every anchor to a heading."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+INDEX = ROOT / "docs" / "README.md"
+
+
+def links_of(page: Path) -> list[tuple[str, str]]:
+    """The files and anchors that a page links to in this repository."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    return [tuple(target.partition("#")[::2]) for target in targets]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere():
+    wrong = []
+    for page in PAGES:
+        for file, anchor in links_of(page):
+            target = (page.parent / file).resolve() if file else page
+            if not target.exists() or (anchor and anchor not in anchors_of(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: {file}#{anchor}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_page_below_docs_can_be_reached_from_the_index():
+    found, ahead = set(), [INDEX]
+    while ahead:
+        page = ahead.pop()
+        if page in found:
+            continue
+        found.add(page)
+        linked = [(page.parent / file).resolve() for file, _ in links_of(page) if file]
+        ahead += [target for target in linked if target.suffix == ".md" and target.is_file()]
+    missing = [str(page.relative_to(ROOT)) for page in PAGES if page not in found]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_page_that_code_mentions_exists():
+    files = [ROOT / "Makefile", *(file for kind in ("py", "yaml", "sh") for file in sources(kind))]
+    named = {(file, page) for file in files for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text())}
+    missing = [f"{file.relative_to(ROOT)}: {page}" for file, page in named if not (ROOT / page).is_file()]
+    assert not missing, "\n".join(sorted(missing))
+
+
+def sources(kind: str) -> list[Path]:
+    """The files of this kind that are ours, without the results of benchmarks."""
+    folders = ("sft_play", "scripts", "tests", "benchmarks", "configs")
+    return [path for folder in folders for path in (ROOT / folder).rglob(f"*.{kind}")]
