@@ -1,7 +1,7 @@
 """Names of other libraries that an upgrade may change without a word: private ones, or missed by nobody.
 
-An id says which name and which files of ours rely on it. What fails here is to be found again in the new
-version, or the range in pyproject.toml ends below it.
+A failure lists every name that is gone or different, and the files of ours that rely on it. What it lists is to be
+found again in the new version, or the range in pyproject.toml ends below it.
 """
 
 import ast
@@ -11,7 +11,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import bitsandbytes  # noqa: F401  registers its operations
-import pytest
 import torch
 
 from sft_play.sizing import kernels
@@ -23,6 +22,7 @@ FILES = {
     for folder in ("sft_play", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
+WORDS = {name: set(re.findall(r"\w+", text)) for name, text in FILES.items()}
 
 # "module:name" -> parameters that we pass or that it passes to us
 CALLED = {
@@ -201,12 +201,7 @@ def test_names_of_the_tracer_and_of_the_architectures_are_there():
 
 
 def users(word: str) -> str:
-    found = [name for name, text in FILES.items() if re.search(rf"\b{re.escape(word)}\b", text)]
-    return " ".join(found) or "nobody"
-
-
-def labelled(name: str, word: str, *case: object):
-    return pytest.param(word, name, *case, id=f"{name} in {users(word)}")
+    return " ".join(name for name, words in WORDS.items() if word in words) or "nobody"
 
 
 def last(name: str) -> str:
@@ -214,51 +209,72 @@ def last(name: str) -> str:
     return name.removesuffix(".default").rpartition(":")[2].rpartition(".")[2]
 
 
-def found(name: str, word: str):
+GONE = object()
+
+
+def found(name: str):
+    """What a name stands for; GONE where an upgrade has taken it away."""
     try:
         return resolve_name(name)
-    except (AttributeError, ImportError) as error:
-        raise AssertionError(f"{name} is gone, and {users(word)} rely on it: {error}") from None
+    except (AttributeError, ImportError):
+        return GONE
 
 
-@pytest.mark.parametrize(
-    ("word", "name", "wanted"), [labelled(name, last(name), wanted) for name, wanted in CALLED.items()]
-)
-def test_what_is_called_is_there_with_its_parameters(word, name, wanted):
-    function = found(name, word)
-    assert callable(function), f"{name} cannot be called any more, as {users(word)} do"
-    missing = set(wanted.split()) - set(inspect.signature(function).parameters if wanted else ())
-    assert not missing, f"{name} has lost its parameters {missing}; {users(word)} rely on them"
+def report(problems: dict[str, str]) -> None:
+    """Fails with all problems: our word for a thing -> what is wrong with it."""
+    assert not problems, "\n".join(f"{what}; {users(word)} rely on it" for what, word in problems.items())
 
 
-@pytest.mark.parametrize(
-    ("word", "name", "text"),
-    [pytest.param(*row, id=f"{row[2]} of {row[1]} in {users(row[0])}") for row in WRITTEN],
-)
-def test_what_a_library_does_inside_is_still_written_there(word, name, text):
-    source = inspect.getsource(found(name, word))
-    assert text in source, f"{name} no longer has {text!r}; {users(word)} rely on it"
+def test_what_is_called_is_there_with_its_parameters():
+    problems = {}
+    for name, wanted in CALLED.items():
+        function = found(name)
+        if not callable(function):
+            problems[f"{name} is gone, or cannot be called any more"] = last(name)
+        elif missing := set(wanted.split()) - set(inspect.signature(function).parameters if wanted else ()):
+            problems[f"{name} has lost its parameters {sorted(missing)}"] = last(name)
+    report(problems)
 
 
-@pytest.mark.parametrize(
-    ("word", "name", "value"), [labelled(name, last(name), value) for name, value in VALUES.items()]
-)
-def test_values_are_what_we_wrote_down(word, name, value):
-    assert value is ... or found(name, word) == value, f"{name} is no longer {value!r}"
-    found(name, word)
+def test_what_a_library_does_inside_is_still_written_there():
+    problems = {}
+    for word, name, text in WRITTEN:
+        owner = found(name)
+        if owner is GONE:
+            problems[f"{name} is gone"] = word
+        elif text not in inspect.getsource(owner):
+            problems[f"{name} no longer has {text!r}"] = word
+    report(problems)
 
 
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [pytest.param(*row, id=f"{'.'.join(row)} in {users(row[1])}") for row in CONFIG_FIELDS],
-)
-def test_fields_that_some_architectures_lack_have_their_name(config, field):
-    assert hasattr(found(f"transformers:{config}", field)(), field), f"{users(field)} rely on it"
+def test_values_are_what_we_wrote_down():
+    values = {name: found(name) for name in VALUES}
+    report(
+        {
+            f"{name} is {'gone' if values[name] is GONE else values[name]}, not {wanted!r}": last(name)
+            for name, wanted in VALUES.items()
+            if values[name] is GONE or (wanted is not ... and values[name] != wanted)
+        }
+    )
 
 
-@pytest.mark.parametrize("name", sorted(kernels.FP32_INPUT | kernels.FP32_RESULT))
-def test_operations_that_autocast_treats_apart_are_there(name):
-    assert any(hasattr(place, name) for place in (torch, torch.nn.functional, torch.Tensor))
+def test_fields_that_some_architectures_lack_have_their_name():
+    import transformers
+
+    report(
+        {
+            f"{config} has no {field}": field
+            for config, field in CONFIG_FIELDS
+            if not hasattr(getattr(transformers, config)(), field)
+        }
+    )
+
+
+def test_operations_that_autocast_treats_apart_are_there():
+    places = (torch, torch.nn.functional, torch.Tensor)
+    names = kernels.FP32_INPUT | kernels.FP32_RESULT
+    gone = [name for name in sorted(names) if not any(hasattr(place, name) for place in places)]
+    assert not gone, gone
 
 
 def private_names() -> set[str]:
@@ -281,7 +297,7 @@ def private_names() -> set[str]:
                 used.add(node.value)
             elif isinstance(node, ast.ImportFrom):
                 used |= {alias.name for alias in node.names}
-    overridden = {name for name in own if f"super().{name}(" in "".join(FILES.values())}
+    overridden = set(re.findall(r"super\(\)\.(\w+)\(", "".join(FILES.values()))) & own
     return {name for name in (used - own) | overridden if re.fullmatch(r"_[a-zA-Z]\w*", name)}
 
 
@@ -292,6 +308,7 @@ def test_every_private_name_that_we_take_is_asked_for_here():
     assert private_names() - listed == set()
 
 
-@pytest.mark.parametrize("word", sorted({last(name) for name in CALLED} | {row[0] for row in WRITTEN}))
-def test_what_is_asked_for_here_is_used(word):
-    assert users(word) != "nobody"
+def test_what_is_asked_for_here_is_used():
+    words = {last(name) for name in CALLED} | {row[0] for row in WRITTEN}
+    unused = [word for word in sorted(words) if users(word) == "nobody"]
+    assert not unused, unused
