@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
 
@@ -47,20 +45,22 @@ def test_the_batch_grows_and_the_learning_rate_follows_as_the_table_says():
             assert f"{scaled_learning_rate(scaled, cut.effective)[0]:.1e}".replace("e-0", "e-") == cell
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\b(?:configs|scripts)/[\w/]+\.\w+", TEXT))))
-def test_files_that_are_named_exist(name):
-    assert (ROOT / name).is_file()
+def test_files_that_are_named_exist():
+    names = sorted(set(re.findall(r"\b(?:configs|scripts)/[\w/]+\.\w+", TEXT)))
+    missing = [name for name in names if not (ROOT / name).is_file()]
+    assert names and not missing, missing
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        set(re.findall(r"(?<![/\w])(?:model|data|tuning|train|parallel|eval|output)\.[a-z_]+(?=[=`])", TEXT))
-    ),
-)
-def test_settings_that_are_named_exist(name):
-    section, key = name.split(".")
-    assert key in RunConfig.model_fields[section].annotation.model_fields
+def test_settings_that_are_named_exist():
+    names = sorted(
+        set(re.findall(rf"(?<![/\w])({'|'.join(RunConfig.model_fields)})\.([a-z_]+)(?=[=`])", TEXT))
+    )
+    unknown = [
+        f"{section}.{key}"
+        for section, key in names
+        if key not in RunConfig.model_fields[section].annotation.model_fields
+    ]
+    assert names and not unknown, unknown
 
 
 def test_links_lead_somewhere():

@@ -27,10 +27,11 @@ def test_models_cards_and_machines_are_counted_right():
     assert f"has {WORDS[len(MODELS)]} models on {WORDS[len(MACHINES)]} machines" in TEXT
 
 
-@pytest.mark.parametrize("kind", SftPlayError.__subclasses__())
-def test_exit_codes_are_explained(kind):
+def test_exit_codes_are_explained():
     codes = TEXT.partition("Exit codes: 0 success, 1 internal error")[2].partition("##")[0]
-    assert re.search(rf", {kind.exit_code} [a-z]", codes)
+    kinds = SftPlayError.__subclasses__()
+    silent = [kind.__name__ for kind in kinds if not re.search(rf", {kind.exit_code} [a-z]", codes)]
+    assert kinds and not silent, silent
 
 
 def test_the_planner_chose_as_well_as_it_says():

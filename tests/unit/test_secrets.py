@@ -33,17 +33,17 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("token", TOKENS)
-@pytest.mark.parametrize("around", ["{}", "token={}", "Bearer {}\n", '{{"key": "{}"}}', "https://u:{}@host"])
-def test_a_token_is_found_and_masked_wherever_it_stands(token, around):
-    text = around.format(token)
-    what = find_secret(text, {})
-    assert what and token not in what
-    assert redact(text, {}) == around.format("*" * len(token))
+def test_a_token_is_found_and_masked_wherever_it_stands(token):
+    for around in ("{}", "token={}", "Bearer {}\n", '{{"key": "{}"}}', "https://u:{}@host"):
+        text = around.format(token)
+        what = find_secret(text, {})
+        assert what and token not in what, text
+        assert redact(text, {}) == around.format("*" * len(token))
 
 
-@pytest.mark.parametrize("text", HARMLESS)
-def test_what_only_resembles_a_token_is_left_alone(text):
-    assert find_secret(text, {"HOME": "/root"}) is None and redact(text, {}) == text
+def test_what_only_resembles_a_token_is_left_alone():
+    taken = [text for text in HARMLESS if find_secret(text, {"HOME": "/root"}) or redact(text, {}) != text]
+    assert not taken, taken
 
 
 @pytest.mark.parametrize(
