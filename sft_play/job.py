@@ -14,6 +14,7 @@ from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import LaunchError
+from sft_play.files import write_atomic
 from sft_play.fingerprints import installed_versions
 from sft_play.launch.accelerate import DEEPSPEED_CONFIG
 from sft_play.launch.deepspeed import deepspeed_config
@@ -152,7 +153,7 @@ def begin_run(job: Job) -> None:
     earlier = set_aside_earlier_run(job.run) if job.config.train.resume == "never" else None
     if earlier:
         console().print(f"  [dim]an earlier run of this name was moved to {earlier}[/]")
-    job.run.config.write_text(dump_resolved(job.resolved), encoding="utf-8")
+    write_atomic(job.run.config, dump_resolved(job.resolved))
     job.run.write_json(job.run.plan, job.plan.to_json())
     job.run.write_json(job.run.data, {"fingerprint": job.data.cache_path.name, **job.data.stats})
     job.run.write_json(job.run.environment, environment_of(job.machine))

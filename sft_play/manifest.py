@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sft_play.files import flush_to_disk, publish, write_atomic
+
 MANIFEST = "sft-play-manifest.json"
 CARD = "README.md"  # people edit it, and its scores come after the weights
 PART_BYTES = 64 * 2**20
@@ -63,15 +65,6 @@ def _hash_part(path: Path, start: int) -> str:
     return digest.hexdigest()
 
 
-def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_manifest(folder: Path, facts: dict[str, Any], entries: Entries) -> None:
     """Writes the manifest and flushes it and the folder.
 
@@ -82,10 +75,7 @@ def write_manifest(folder: Path, facts: dict[str, Any], entries: Entries) -> Non
     """
     tree = {**facts, "files": entries}
     tree["sha256"] = _digest_of(tree)
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(tree, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomic(folder / MANIFEST, json.dumps(tree, indent=1) + "\n")
     for below in {(folder / name).parent for name in entries} | {folder}:
         flush_to_disk(below)
 
@@ -157,8 +147,7 @@ def replacing(target: Path, facts: dict[str, Any]) -> Iterator[Path]:
         write_manifest(incomplete, facts, hash_files(incomplete, files_in(incomplete), flush=True))
         if target.exists():
             target.rename(earlier)
-        incomplete.rename(target)
-        flush_to_disk(target.parent)
+        publish(incomplete, target)
         shutil.rmtree(earlier, ignore_errors=True)
     finally:
         shutil.rmtree(incomplete, ignore_errors=True)

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from sft_play.errors import RunInUseError, StorageError
+from sft_play.files import write_atomic
 from sft_play.screen import Screen
 from sft_play.secrets import redact, redact_file
 
@@ -175,10 +176,8 @@ class RunDir:
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes `path` atomically."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(redact(json.dumps(value, indent=2, default=str)) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            write_atomic(path, redact(json.dumps(value, indent=2, default=str)) + "\n")
         except OSError as error:
             raise StorageError(
                 f"cannot write {path}: {error.strerror}. Free space or choose output.dir"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import StorageError
+from sft_play.files import write_atomic
 from sft_play.manifest import CARD
 from sft_play.report.card import model_card
 from sft_play.report.record import SPLITS, scores_of_models
@@ -14,7 +15,7 @@ from sft_play.runlog import RunDir, read_json
 
 def write_card(config: RunConfig, run: RunDir, folder: Path, *, merged: bool = False) -> None:
     """Writes README.md into the folder of a run's weights; replaces the one that PEFT writes."""
-    (folder / CARD).write_text(_text(config, run, merged=merged), encoding="utf-8")
+    write_atomic(folder / CARD, _text(config, run, merged=merged))
 
 
 def _text(config: RunConfig, run: RunDir, *, merged: bool) -> str:

@@ -22,6 +22,7 @@ from sft_play.data.collators import Collator, padded_collator
 from sft_play.data.formats import Message
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError, StorageError
+from sft_play.files import write_atomic
 from sft_play.model.data import load_data
 from sft_play.model.generation import (
     DEFAULT_BATCH_SIZE,
@@ -288,7 +289,7 @@ def _write_answers(
         )
     ]
     try:
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        write_atomic(path, "".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror}. Free some space, or set output.dir=<folder>"

@@ -10,6 +10,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.formats import ROLES, Conversation, Message, convert
 from sft_play.data.reading import SUFFIXES, Row, Source, read_rows
 from sft_play.errors import ConfigError, DataError, StorageError
+from sft_play.files import write_atomic
 from sft_play.model.generation import (
     DEFAULT_BATCH_SIZE,
     Answer,
@@ -353,9 +354,7 @@ def _answer_rows(
             file.write(done[row])
             file.flush()
             unfinished += not answer.finished
-    ordered = output.with_name(f".{output.name}.ordered")
-    ordered.write_text("".join(done[row] for row in sorted(done)), encoding="utf-8")
-    ordered.replace(output)
+    write_atomic(output, "".join(done[row] for row in sorted(done)))
     return unfinished
 
 

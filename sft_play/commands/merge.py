@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from sft_play.commands.output import replacing_output, require_overwritable, req
 from sft_play.config.inputs import asked_name
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.files import flush_to_disk
 from sft_play.model.adapters import load_adapter, require_fitting
 from sft_play.model.data import load_data
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
@@ -120,8 +120,7 @@ def _require_written(file: Path) -> None:
     Raises:
         StorageError: it is not.
     """
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    flush_to_disk(file)
     try:
         if file.suffix == ".safetensors":
             with safe_open(str(file), framework="pt"):

@@ -23,6 +23,7 @@ from sft_play.data.reading import Source, open_source, read_rows
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
 from sft_play.errors import ConfigError, DataError, StorageError
+from sft_play.files import replacing_file
 from sft_play.report.layout import columns
 from sft_play.runlog import console
 from sft_play.screen import Words
@@ -211,14 +212,12 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]], counts: Counter[str]) 
     Raises:
         StorageError: it cannot be written.
     """
-    temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with replacing_file(out) as temporary, temporary.open("w", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 counts["written"] += 1
-        temporary.replace(out)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}") from error
     finally:

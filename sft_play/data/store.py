@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from sft_play.data.chat import IGNORED
 from sft_play.errors import StorageError
+from sft_play.files import publish
 from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, read_manifest, write_manifest
 from sft_play.runlog import console
 
@@ -69,7 +70,7 @@ def building(folder: Path, *, announce: bool, hashes: bool = True) -> Iterator[P
             temporary.mkdir()
             try:
                 yield temporary
-                temporary.rename(folder)
+                publish(temporary, folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:

@@ -1,7 +1,6 @@
 """The exits of ranks, in files of the run directory: accelerate and torchrun turn all exit codes into 1."""
 
 import json
-import os
 import re
 import signal
 import time
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sft_play.errors import Interrupted, LaunchError, OutOfMemory, SftPlayError
+from sft_play.files import write_atomic
 from sft_play.launch.environment import RankEnvironment
 from sft_play.runlog import RunDir
 from sft_play.secrets import redact
@@ -70,9 +70,7 @@ def finish_rank(ranks: RankEnvironment, code: int, message: str = "", error: str
 def _write(folder: Path, report: RankExit) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{report.rank}.{os.getpid()}"
-        temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
-        temporary.replace(folder / f"{report.rank}.json")
+        write_atomic(folder / f"{report.rank}.json", json.dumps(asdict(report)), flush=False)
     except OSError:  # the disk may be what failed; the exit status is still returned
         return
 

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from sft_play.errors import LaunchError, StorageError
+from sft_play.files import write_atomic
 from sft_play.launch.accelerate import CONFIGS, CPU_PROCESSES
 from sft_play.launch.default_config import default_config_path
 from sft_play.machine.gpus import Gpu, Machine, detect
@@ -27,7 +28,7 @@ def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
             backup = path.with_suffix(".yaml.before")
             path.replace(backup)
             console().print(f"moved the earlier file to {backup}")
-        path.write_text(text, encoding="utf-8")
+        write_atomic(path, text)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
     console().print(f"{path}\n{text}", markup=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from sft_play.errors import LaunchError, StorageError
+from sft_play.files import write_atomic
 from sft_play.launch.ports import LOOPBACK, free_port
 from sft_play.runlog import console
 
@@ -98,7 +99,7 @@ def _start(runs: Path, port: int) -> Server:
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )
         server = Server(process.pid, psutil.Process(process.pid).create_time(), port)
-        pid_file(runs).write_text(json.dumps(asdict(server)), encoding="utf-8")
+        write_atomic(pid_file(runs), json.dumps(asdict(server)))
     except OSError as error:
         raise StorageError(f"{runs} cannot be written: {error.strerror}") from None
     return server

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.files import replacing_file
 from sft_play.report.progress import progress_bar
 from sft_play.runlog import console
 from sft_play.units import format_duration
@@ -175,13 +176,13 @@ def _subtract_start(folder: Path, start: dict[str, Tensor]) -> None:
     """Gives the saved adapter twice the rank: B @ A - B0 @ A0 is [B, -B0] @ [A; A0]."""
     from peft import LoraConfig
 
-    file, complete = folder / WEIGHTS, folder / f"{WEIGHTS}.new"
+    file = folder / WEIGHTS
     weights = load_file(file)
     for key, value in start.items():
         rank_axis, sign = (0, 1) if key.endswith("lora_A.weight") else (1, -1)
         weights[key] = torch.cat([weights[key].float(), sign * value], dim=rank_axis)
-    save_file(weights, complete, metadata={"format": "pt"})
-    complete.replace(file)
+    with replacing_file(file) as complete:  # the weights are mapped from the file that it replaces
+        save_file(weights, complete, metadata={"format": "pt"})
     config = LoraConfig.from_pretrained(str(folder))
     growth = 2**0.5 if config.use_rslora else 2  # of alpha, so that the scaling is the same
     config.r, config.lora_alpha = 2 * config.r, growth * config.lora_alpha  # type: ignore[assignment]

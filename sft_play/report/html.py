@@ -1,6 +1,5 @@
 """A page of tables, figures and texts, rendered into one self-contained HTML file without scripts."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from sft_play.errors import StorageError
+from sft_play.files import write_atomic
 from sft_play.secrets import redact
 
 TEMPLATE = "page.html.j2"
@@ -128,12 +128,8 @@ def write_page(page: Page, path: Path) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    text = render(page)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    content = render(page).encode(errors="replace")  # answers may hold halves of surrogate pairs
     try:
-        # answers may hold halves of surrogate pairs, which UTF-8 has not
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        temporary.replace(path)
+        write_atomic(path, content)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StorageError(f"cannot write {path}: {error.strerror}. Free space, or set OUT=<file>") from error

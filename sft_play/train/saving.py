@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.files import publish
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job
 from sft_play.manifest import (
@@ -20,7 +21,6 @@ from sft_play.manifest import (
     Entries,
     files_in,
     find_damage,
-    flush_to_disk,
     has_manifest,
     hash_files,
     write_manifest,
@@ -71,8 +71,7 @@ class CheckpointWriter:
             write_manifest(staged, facts, entries | hash_files(staged, rest, flush=True))
             if target.exists():
                 set_aside(target, STALE)
-            staged.rename(target)
-            flush_to_disk(target.parent)
+            publish(staged, target)
         from_all(None)  # no machine deletes its older ones before all have the new one
         if job.keeps_files:
             best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None

@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
-    ["__init__", "errors", "fingerprints", "manifest", "screen", "secrets", "units"],
-    ["config"],
+    ["__init__", "errors", "files", "fingerprints", "screen", "secrets", "units"],
+    ["config", "manifest"],
     ["plan", "runlog"],
     ["machine", "memo", "model.files", "hub", "libraries", "report.progress"],
     ["data.nesting", "data.limits", "data.chat", "data.formats", "data.packing", "data.batching", "data.reading", "data.splits",

@@ -1,0 +1,67 @@
+"""The one way to write a file: it appears whole, or what was there before stays."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: str | bytes, *, flush: bool = True) -> None:
+    """Writes a file whole or not at all.
+
+    Args:
+        path: the file, in a folder that exists.
+        content: bytes, or text, which is written as UTF-8.
+        flush: wait until the content is on the disk, so that it survives a power failure too.
+
+    Raises:
+        OSError: it cannot be written; what was there before is unchanged.
+    """
+    with replacing_file(path, flush=flush) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path, *, flush: bool = True) -> Iterator[Path]:
+    """Yields where to write a file that replaces `path` when the block ends without an error.
+
+    Args:
+        path: the file, in a folder that exists.
+        flush: as in `write_atomic`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Process ids are equal on machines that share a disk, and in containers often, so the name is random.
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    try:
+        yield temporary
+        if flush:
+            flush_to_disk(temporary)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def publish(complete: Path, target: Path) -> None:
+    """Gives a complete folder its name, which nothing else has, and waits until that is on the disk.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    complete.rename(target)
+    flush_to_disk(target.parent)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
