@@ -82,6 +82,8 @@ which writes this page: {found}. Other multimodal models go the same way, or are
   are refused with it: "boundaries" do not tell their attention where a row ends; a name is that of the
   layers that would mix them. Without it, rows of these models are padded.
 - **experts 46%**: QLoRA is refused, since so much of the model is in fused experts, which stay in 16 bit.
+- **no forecast**: what the step computes depends on the data, so it cannot be traced. The plan says so, and
+  the probe measures its memory.
 - **no**: refused for the reason in the notes.
 
 {errors}

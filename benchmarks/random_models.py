@@ -13,7 +13,6 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from sft_play.config.schema import TuningConfig
 from sft_play.model import adapter_forward, layer_forward
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.fixed_shapes import fix_shapes
 from sft_play.model.load import attention, freeze_what_gets_no_gradient, keep_differentiable, nf4
 from sft_play.plan import Plan
 from sft_play.sizing.kernels import patched
@@ -48,7 +47,6 @@ def random_base(
             attn_implementation=attention.library_name(attn_implementation),
         )
     layer_forward.speed_up(model)
-    fix_shapes(model)
     model.config.use_cache = False
     if quantize:
         quantize_linear_layers(model, getattr(torch, dtype))

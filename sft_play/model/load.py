@@ -23,7 +23,6 @@ from sft_play.model.adapters import attach_adapter, load_adapter, require_fittin
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
-from sft_play.model.fixed_shapes import fix_shapes
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.new_tokens import NewToken, add_new_tokens, add_rows, rows_for, with_rows
 from sft_play.model.noise import add_noise
@@ -224,7 +223,6 @@ def load_base(
     _release_what_was_split(loaded)
     keep_differentiable(loaded)
     layer_forward.speed_up(loaded)
-    fix_shapes(loaded)
     add_rows(loaded, new_tokens(model))
     return loaded
 

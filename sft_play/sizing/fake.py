@@ -17,7 +17,6 @@ from sft_play.config.schema import LoraSettings
 from sft_play.model import layer_forward
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.attention_choice import calls_ours
-from sft_play.model.fixed_shapes import fix_shapes
 from sft_play.model.load import attention, keep_differentiable, nf4
 from sft_play.model.sizes import setting
 from sft_play.sizing.kernels import patched
@@ -62,7 +61,6 @@ def skeleton(
             model.is_loaded_in_4bit = model.config._is_quantized = True
             keep_differentiable(model)
     layer_forward.speed_up(model)
-    fix_shapes(model)
     model.config.use_cache = False
     return model, stand_ins
 

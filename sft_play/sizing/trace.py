@@ -59,8 +59,8 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 def _untraceable(config: "PretrainedConfig", reason: str) -> UntraceableModel:
     return UntraceableModel(
-        f"the training step of {type(config).__name__} cannot be traced: {reason}\n"
-        "Its memory can only be measured in real steps, not predicted; set train.batch_size to a number"
+        f"the training step of {type(config).__name__} cannot be traced ({reason}), so the probe measures "
+        "its memory; set train.batch_size for another micro-batch than the smallest"
     )
 
 

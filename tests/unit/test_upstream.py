@@ -49,8 +49,6 @@ CALLED = {
     "torch.autograd:_enable_profiler": "",
     "torch.autograd:_prepare_profiler": "",
     "torch.utils._python_dispatch:TorchDispatchMode": "",
-    "transformers.integrations.moe:_grouped_linear": "input weight offs is_transposed",
-    "transformers.integrations.moe:grouped_mm_experts_forward": "hidden_states top_k_index top_k_weights",
     "transformers.quantizers.base:HfQuantizer._process_model_after_weight_loading": "model",
     "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading": "model",
     "transformers.trainer_callback:CallbackHandler": (
@@ -107,16 +105,6 @@ WRITTEN = [
         '"cast_input_dtype_enabled"',
     ),
     ("_is_quantized", "transformers.quantizers.base", "config._is_quantized = True"),
-    (
-        "_is_expert_parallel",
-        "transformers.integrations.moe:grouped_mm_experts_forward",
-        "self._is_expert_parallel",
-    ),
-    (
-        "_apply_gate",
-        "transformers.integrations.moe:grouped_mm_experts_forward",
-        "self._apply_gate(",
-    ),
     ("_is_accelerate_prepared", "accelerate:Accelerator", "._is_accelerate_prepared = True"),
     ("bit16_groups", ZERO2, "self.bit16_groups ="),
     ("support_avx512bf16_for_cpu", "bitsandbytes.nn:Linear4bit", "self.support_avx512bf16_for_cpu ="),

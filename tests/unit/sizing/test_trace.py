@@ -276,8 +276,18 @@ def test_deepspeed_holds_the_adapters_in_the_type_of_the_weights():
 
 
 def test_an_architecture_that_cannot_be_traced_says_so_and_what_to_do():
-    with pytest.raises(UntraceableModel, match=r"(?s)MambaConfig cannot be traced.*train.batch_size"):
+    with pytest.raises(
+        UntraceableModel, match=r"MambaConfig cannot be traced .* the probe .*train.batch_size"
+    ):
         trace_step(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64), on_gpu(mode="full"))
+
+
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe", "longcat_flash", "qwen4_exp_text"])
+def test_an_architecture_whose_step_depends_on_the_data_is_left_to_the_probe(family):
+    with pytest.raises(
+        UntraceableModel, match=r"cannot be traced \(aten\.\w+.* so the probe measures its memory"
+    ):
+        trace_step(miniature(family), on_gpu(mode="lora", attention="sdpa"))
 
 
 def test_few_traces_give_every_micro_batch():
