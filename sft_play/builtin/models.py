@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 DEMO_VOCABULARY, TINY_VOCABULARY = 1024, 4096
 DEMO_POSITIONS, TINY_POSITIONS = 512, 2048
 
-# Tuned by experiment (docs/decisions.md): after about 250 steps, the model copies all six fields of an order
+# Tuned by experiment (docs/decisions/0025-the-demo.md): after about 250 steps, the model copies all six fields of an order
 # with any seed.
 DEMO_STEPS, DEMO_PAGES_PER_STEP = 400, 24
 DEMO_LEARNING_RATE, DEMO_MATRIX_LEARNING_RATE = 5e-3, 2e-2

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.architectures import architectures, walk
 
-SAMPLE = ("falcon", "gpt_oss", "phimoe", "jetmoe", "bert")  # see docs/decisions.md, 2026-11-22
+SAMPLE = ("falcon", "gpt_oss", "phimoe", "jetmoe", "bert")  # docs/decisions/0019-rare-architectures.md
 WAYS = ("lora", "packed")
 
 
