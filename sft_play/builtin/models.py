@@ -26,8 +26,8 @@ CHAT_TEMPLATE = (
 DEMO_VOCABULARY, TINY_VOCABULARY = 1024, 4096
 DEMO_POSITIONS, TINY_POSITIONS = 512, 2048
 
-# Tuned by experiment (docs/decisions/0025-the-demo.md): after about 250 steps, the model copies all six fields of an order
-# with any seed.
+# Tuned by experiment (docs/decisions/0025-the-demo.md): after about 250 steps, the model copies all six
+# fields of an order with any seed.
 DEMO_STEPS, DEMO_PAGES_PER_STEP = 400, 24
 DEMO_LEARNING_RATE, DEMO_MATRIX_LEARNING_RATE = 5e-3, 2e-2
 DEMO_THREADS = 1  # a second thread gains little for such small matrices, and is slower on a busy machine
