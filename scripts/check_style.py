@@ -245,8 +245,8 @@ def measure_cycles(modules: list[Module], package: str) -> list[Measure]:
 
 
 def cycle_measure(name: str, graph: dict[str, set[str]]) -> Measure:
-    """The size of a graph's largest strongly connected component, and its members."""
-    cycle = largest_cycle(graph)
+    """The size of a graph's largest cycle, and its members."""
+    cycle = max(find_cycles(graph), key=len, default=set())
     if not cycle:
         return Measure(name, "none", 0)
     members = sorted(cycle)
@@ -255,10 +255,7 @@ def cycle_measure(name: str, graph: dict[str, set[str]]) -> Measure:
 
 
 def import_graph(modules: list[Module], package: str) -> dict[str, set[str]]:
-    """Module -> modules of the package that it imports when it is imported itself.
-
-    Imports within functions and under TYPE_CHECKING are left out.
-    """
+    """Module -> modules of the package that it imports, also within functions and under TYPE_CHECKING."""
     known = {module.name for module in modules}
     graph = {}
     for module in modules:
@@ -273,26 +270,15 @@ def imported_names(module: Module, package: str) -> set[str]:
     `from package.data import chat, LIMIT` gives data.chat and data.LIMIT, and data for the latter alone.
     """
     names: set[str] = set()
-    for statement in import_statements(module.tree.body):
-        if isinstance(statement, ast.Import):
-            names.update(alias.name for alias in statement.names)
-            continue
-        base = absolute_base(statement, module, package)
-        names.add(base)
-        names.update(f"{base}.{alias.name}" for alias in statement.names)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute_base(node, module, package)
+            names.add(base)
+            names.update(f"{base}.{alias.name}" for alias in node.names)
     prefix = f"{package}."
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-
-
-def import_statements(body: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports that run when a module is imported."""
-    for node in body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from import_statements(node.orelse)
-        elif isinstance(node, (ast.If, ast.Try, ast.ExceptHandler, ast.With, ast.ClassDef)):
-            yield from import_statements(ast.iter_child_nodes(node))
 
 
 def absolute_base(statement: ast.ImportFrom, module: Module, package: str) -> str:
@@ -305,14 +291,15 @@ def absolute_base(statement: ast.ImportFrom, module: Module, package: str) -> st
     return ".".join([*parts, *filter(None, [statement.module])])
 
 
-def largest_cycle(graph: dict[str, set[str]]) -> set[str]:
-    """The largest set of two or more nodes that all reach each other; empty if there is none."""
+def find_cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The largest sets of two or more nodes that all reach each other."""
     reached = {node: reachable(graph, node) for node in graph}
-    cycles = []
+    cycles: list[set[str]] = []
     for node in graph:
-        cycles.append({other for other in reached[node] if node in reached[other]} | {node})
-    largest = max(cycles, key=len, default=set())
-    return largest if len(largest) > 1 else set()
+        cycle = {other for other in reached[node] if node in reached[other]} | {node}
+        if len(cycle) > 1 and cycle not in cycles:
+            cycles.append(cycle)
+    return cycles
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:

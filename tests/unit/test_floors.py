@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.check_style import find_cycles, import_graph, read_modules
+
 PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
@@ -38,6 +40,11 @@ FLOORS = [
 ]  # fmt: skip
 # the modules of this floor and of those above it may import torch, directly or through others
 TORCH_LINE = "data.collators"
+CIRCLES_TO_REMOVE = {
+    "config.methods", "config.schema", "config.values", "model.load", "model.published",
+    "planning.profiles", "planning.profiling", "train.callbacks", "train.out_of_memory", "train.probe", "train.redo",
+    "train.session", "train.settle", "train.space",
+}  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "datasets"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -131,6 +138,13 @@ def test_the_torch_line_is_followed_through_other_modules():
 
 def test_a_plan_imports_heavy_libraries_only_where_it_needs_them():
     assert path_to_heavy("commands.plan", {"commands.plan"}) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Nor within functions or under TYPE_CHECKING, where Python would not mind."""
+    circles = find_cycles(import_graph(read_modules(PACKAGE), PACKAGE.name))
+    new = [sorted(circle) for circle in circles if circle - CIRCLES_TO_REMOVE]
+    assert not new, "\n".join(", ".join(circle) for circle in new)
 
 
 def test_packages_do_nothing_when_they_are_imported():
