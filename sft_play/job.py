@@ -27,7 +27,6 @@ from sft_play.planning.profiles import ensure_profile
 from sft_play.planning.run import plan_run
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import RunDir, cache_dir, console, open_run, set_aside_earlier_run
-from sft_play.sizing.ahead import second_process
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -108,7 +107,7 @@ def prepare_job(
     else:
         if ranks.world_size == 1:
             ensure_profile(config, machine, processes)
-        with spinner(PLANNING), second_process():
+        with spinner(PLANNING):
             facts = DataFacts.of(loaded.rows, config)
             plan = plan_run(config, loaded.architecture, facts, machine, processes)
     if plan.engine == "deepspeed_z2":

@@ -20,7 +20,6 @@ from sft_play.planning.scaling import scaling
 from sft_play.report.plan import cards_report, plan_report
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import cache_dir, quiet_libraries
-from sft_play.sizing.ahead import second_process
 from sft_play.sizing.architecture import Architecture, planning_architecture
 
 NO_DATA = "data/train.jsonl"  # stands for the rows in a config that is made from --model
@@ -41,14 +40,14 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
         if config.data.sources or resolved.origins["data.train_path"] != "default":
             facts = data_facts(config, architecture, progress=not args.json)
         if args.model and not args.gpu:
-            with spinner(PLANNING), second_process():
+            with spinner(PLANNING):
                 tree = _on_each_card(resolved, architecture, facts, args.gpus or 1) | {"why": notes}
             return tree, cards_report(tree)
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
         processes = args.gpus or len(machine.gpus) or 1
         if not args.gpu:
             ensure_profile(config, machine, processes)
-        with spinner(PLANNING), second_process():
+        with spinner(PLANNING):
             chosen = plan_run(config, architecture, facts, machine, processes)
             chosen = replace(chosen, why=(*chosen.why, *notes))
             scales = scaling(config, architecture, facts, machine)

@@ -14,7 +14,6 @@ import numpy as np
 from sft_play.errors import UntraceableModel
 from sft_play.machine.collector import importing_libraries
 from sft_play.runlog import cache_dir
-from sft_play.sizing import ahead
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code
@@ -184,26 +183,19 @@ class Traces:
     def _traced(self, spec: StepSpec) -> StepTrace:
         traces = self._known(spec)
         if size_of(spec) not in traces:
-            trace = self._new_trace(spec, first=not traces)
+            trace = self._new_trace(spec)
             self.count += 1
             self._add(spec, trace)
             if self._cache:
                 save_trace(self._folder(spec) / f"{spec.rows}-{spec.supervised_share}.npz", trace)
         return traces[size_of(spec)]
 
-    def _new_trace(self, spec: StepSpec, *, first: bool) -> StepTrace:
-        """Traces a step. A second process traces the one that the `first` of a kind is paired with."""
+    def _new_trace(self, spec: StepSpec) -> StepTrace:
         with importing_libraries():  # torch among them, and most plans need no new trace
             from sft_play.sizing.trace import trace_step
 
-        config = self.architecture.config
-        found = ahead.take(config, spec)
-        if found and bool(found.stand_ins) != self._all_layers:
-            return found
-        if first and spec.rows >= SMALLEST:
-            ahead.begin(config, _another(spec))
         try:
-            return trace_step(config, spec, all_layers=self._all_layers)
+            return trace_step(self.architecture.config, spec, all_layers=self._all_layers)
         except UntraceableModel as error:
             self._untraceable = error
             raise
