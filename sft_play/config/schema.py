@@ -2,15 +2,9 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from sft_play.config.methods import require_compatible
+from sft_play.config.methods import ELEMENTWISE, SCHEDULE_FREE, initialization_problem
 from sft_play.config.values import (
     Auto,
     AutoOrAmount,
@@ -363,5 +357,25 @@ class RunConfig(Section):
             raise ValueError(
                 "tuning.lora has no effect with tuning.mode=full; remove it, or set tuning.mode=lora"
             )
-        require_compatible(self)
+        self.require_compatible()
         return self
+
+    def require_compatible(self) -> None:
+        """Checks the methods of a run against each other; for a copy with another mode or engine.
+
+        Raises:
+            ValueError: two of them exclude each other; says which, and what to set.
+        """
+        lora, optimizer = self.tuning.lora, self.train.optimizer
+        if problem := initialization_problem(self.tuning.mode, lora.init, lora.use_dora):
+            raise ValueError(problem)
+        if self.parallel.engine == "deepspeed_z2" and optimizer not in ELEMENTWISE:
+            raise ValueError(
+                f"train.optimizer={optimizer} does not work with parallel.engine=deepspeed_z2, which "
+                f"supports {' and '.join(ELEMENTWISE)}; use one of them, or parallel.engine=ddp"
+            )
+        if optimizer == SCHEDULE_FREE and self.train.lr_schedule != "constant":
+            raise ValueError(
+                f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
+                "train.lr_schedule=constant"
+            )

@@ -1,10 +1,9 @@
 """Types of values in a config, with their limits and what is said of others."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat
-
-from sft_play.config.methods import module_name
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(gt=0, lt=2**31)]
@@ -40,6 +39,14 @@ def _regular_expression(value: str) -> str:
     return value
 
 
+def _module_name(value: str) -> str:
+    try:
+        re.compile(value)  # as PEFT does
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+    return value
+
+
 def _distinct_words(values: tuple[str, ...]) -> tuple[str, ...]:
     blank = next((value for value in values if not value.strip()), None)
     if blank is not None:
@@ -59,7 +66,7 @@ def _usable_path(value: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_usable_path)]
 Expression = Annotated[str, AfterValidator(_regular_expression)]
-ModuleName = Annotated[str, AfterValidator(module_name)]
+ModuleName = Annotated[str, AfterValidator(_module_name)]
 Words = Annotated[tuple[str, ...], AfterValidator(_distinct_words)]
 AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
 AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from sft_play.config.methods import ELEMENTWISE, PAGED, require_compatible
+from sft_play.config.methods import ELEMENTWISE, PAGED
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
@@ -71,7 +71,7 @@ def require_possible(config: RunConfig, device: Device) -> None:
         ConfigError: two exclude each other, or the optimizer's states are to be paged without a GPU.
     """
     try:
-        require_compatible(config)
+        config.require_compatible()
     except ValueError as error:
         raise ConfigError(str(error)) from None
     optimizer = config.train.optimizer

@@ -333,7 +333,7 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig
     if train.optimizer == "adamw":
         lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
         found.append(("train.optimizer=adamw_8bit", lighter, plan))
-    for mode in lighter_modes(config):
+    for mode in lighter_modes(tuning.mode, tuning.lora.init):
         changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.mixed_precision, plan.dtype)
         found.append((f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)))

@@ -6,13 +6,13 @@ import pytest
 from pydantic import ValidationError
 
 from sft_play.config.load import dump_resolved, load_config
+from sft_play.config.methods import lighter_modes
 from sft_play.config.resolved import read_resolved
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.host import missing_packages
 from sft_play.plan import Device
 from sft_play.planning.drafts import engines, require_possible
-from sft_play.planning.search import lighter_modes
 
 CPU, GPU = Device(kind="cpu", name="the CPU", bf16=True), Device(kind="cuda", name="an H100", bf16=True)
 
@@ -62,7 +62,7 @@ def test_a_mode_that_a_method_excludes_is_neither_planned_nor_proposed():
     four_bit = config.model_copy(update={"tuning": config.tuning.model_copy(update={"mode": "qlora"})})
     with pytest.raises(ConfigError, match="4-bit"):
         require_possible(four_bit, GPU)
-    assert lighter_modes(config) == [] and lighter_modes(RunConfig.model_validate(tree())) == ["qlora"]
+    assert lighter_modes("lora", "pissa") == [] and lighter_modes("lora", "default") == ["qlora"]
 
 
 def test_zero2_is_not_chosen_for_an_optimizer_that_it_cannot_shard():
