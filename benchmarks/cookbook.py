@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sft_play.cache import cache_dir
 from sft_play.config.load import config_from
 from sft_play.machine.gpus import what_if
 from sft_play.model.published import planning_config
 from sft_play.planning.cards import MODES, plans_by_mode
 from sft_play.planning.facts import DataFacts
 from sft_play.report.plan import MODES as METHODS
-from sft_play.runlog import cache_dir, console, quiet_libraries
+from sft_play.runlog import console, quiet_libraries
 from sft_play.units import GIB
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "cookbook.md"

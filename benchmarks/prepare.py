@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measurement_log import RESULTS, versions
+from sft_play.cache import cache_dir
 from sft_play.fingerprints import installed_versions
-from sft_play.runlog import cache_dir
 from sft_play.units import MIB
 
 GSM8K = (Path("data/gsm8k/train.jsonl"), Path("../shared/data/gsm8k/train.jsonl"))

@@ -1,6 +1,7 @@
 """What cached results depend on besides their inputs: our own code, and the versions of libraries."""
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,18 @@ def sources_digest(*paths: Path) -> str:
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def own_code() -> str:
+    """A digest of all modules of this package."""
+    return sources_digest(PACKAGE, *sorted(path for path in PACKAGE.iterdir() if path.is_dir()))
+
+
+@cache
+def installed_packages() -> tuple[str, ...]:
+    """Names and versions of all packages, from the names of their folders, which takes a millisecond."""
+    found = {info.name for entry in sys.path for info in Path(entry).glob("*.*-info")}
+    return tuple(sorted(found))
 
 
 def installed_versions(packages: Sequence[str] = MODEL_PACKAGES) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play import __version__
 from sft_play.builtin import demo
+from sft_play.cache import cache_dir
 from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
@@ -26,7 +27,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.profiles import ensure_profile
 from sft_play.planning.run import plan_run
 from sft_play.report.progress import PLANNING, spinner
-from sft_play.runlog import RunDir, cache_dir, console, open_run, set_aside_earlier_run
+from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

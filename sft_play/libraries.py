@@ -6,9 +6,9 @@ import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sft_play.cache import cache_dir
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.runlog import cache_dir
 from sft_play.secrets import redact
 
 OURS = str(Path(__file__).parent)

@@ -57,14 +57,6 @@ def console_on_stderr() -> Iterator[None]:
         set_console(before)
 
 
-def cache_dir() -> Path:
-    """The folder of tokenized data, built-in models and probe results.
-
-    SFT_PLAY_CACHE, or `.cache/sft-play` in the current folder.
-    """
-    return Path(os.environ.get("SFT_PLAY_CACHE") or Path(".cache") / "sft-play").absolute()
-
-
 @dataclass(frozen=True)
 class RunDir:
     """The paths of one run."""

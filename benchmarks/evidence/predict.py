@@ -1,7 +1,5 @@
 """Predictions of measured rows, and their errors."""
 
-import hashlib
-import json
 import math
 import statistics
 from collections.abc import Iterable
@@ -12,8 +10,8 @@ from transformers import PretrainedConfig
 
 from benchmarks.evidence.runs import Head, Row, Run, Source
 from benchmarks.evidence.steps import head_peak, trace_run, warmup_bytes
+from sft_play.cache import entry, read_value, write_value
 from sft_play.fingerprints import sources_digest
-from sft_play.runlog import cache_dir
 from sft_play.sizing.history import Habits, replay_steps
 from sft_play.sizing.memory import ASSUMED_CONTEXT, CONTEXTS, CUDA_GRANULARITY, HANDLES, cublas_workspace
 from sft_play.sizing.step import step_code
@@ -32,13 +30,12 @@ def predict(row: Row) -> dict[str, float]:
     if isinstance(row.run, Head):
         return {"allocated": head_bytes(row.run) / MIB}
     assert row.config is not None
-    text = "\n".join([row.config.to_json_string(use_diff=False), repr(row.run), *_code()])
-    file = cache_dir() / "evidence" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-    if not file.is_file():
+    path = entry("evidence", row.config.to_json_string(use_diff=False), row.run, *_code())
+    found = read_value(path)
+    if found is None:
         found = {name: size / MIB for name, size in predict_run(row.config, row.run).items()}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found), encoding="utf-8")
-    return json.loads(file.read_text(encoding="utf-8"))
+        write_value(path, found)
+    return found
 
 
 def _code() -> tuple[str, str]:

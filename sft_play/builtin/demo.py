@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.builtin import world
+from sft_play.cache import cache_dir
 from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
@@ -26,7 +27,7 @@ from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.fingerprints import sources_digest
 from sft_play.report.progress import progress_bar, spinner
-from sft_play.runlog import cache_dir, console, quiet_libraries
+from sft_play.runlog import console, quiet_libraries
 from sft_play.units import format_count, format_duration
 
 PREFIX = "builtin:"

@@ -289,8 +289,9 @@ def merge_test(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Write the report of a run, also of one that is half done, as one HTML file."""
+    from sft_play.cache import cache_dir
     from sft_play.commands.report import report_command
-    from sft_play.runlog import cache_dir, console, quiet_libraries
+    from sft_play.runlog import console, quiet_libraries
 
     with quiet_libraries(cache_dir() / "report.log"):
         path = report_command(args.name, Path(args.runs))
@@ -300,9 +301,10 @@ def report(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Put runs side by side, as one HTML file."""
+    from sft_play.cache import cache_dir
     from sft_play.commands.compare import compare_command
     from sft_play.report.compare_page import compare_table
-    from sft_play.runlog import cache_dir, console, quiet_libraries
+    from sft_play.runlog import console, quiet_libraries
 
     with quiet_libraries(cache_dir() / "report.log"):
         runs, path = compare_command(args.names, Path(args.runs), _output(args))

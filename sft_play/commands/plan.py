@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from sft_play.builtin.demo import materialise
+from sft_play.cache import cache_dir
 from sft_play.config.load import ResolvedConfig, config_from, load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import detect, what_if
@@ -19,7 +20,7 @@ from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
 from sft_play.report.plan import cards_report, plan_report
 from sft_play.report.progress import PLANNING, spinner
-from sft_play.runlog import cache_dir, quiet_libraries
+from sft_play.runlog import quiet_libraries
 from sft_play.sizing.architecture import Architecture, planning_architecture
 
 NO_DATA = "data/train.jsonl"  # stands for the rows in a config that is made from --model

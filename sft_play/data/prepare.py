@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from sft_play.cache import cache_dir
 from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
@@ -31,7 +32,6 @@ from sft_play.data.workers import Chunk, EncodingTask, conversation_from_json, e
 from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import installed_versions, sources_digest
 from sft_play.report.progress import progress_bar
-from sft_play.runlog import cache_dir
 
 if TYPE_CHECKING:
     from datasets import Dataset

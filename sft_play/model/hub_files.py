@@ -5,18 +5,17 @@ SHA-1. A file is hashed once; later, only its size, time and place on the disk a
 remembered, as git does.
 """
 
-import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from sft_play.cache import entry, read_value, write_value
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.runlog import cache_dir, console, read_json
+from sft_play.runlog import console
 from sft_play.units import format_bytes
 
 USED = (".safetensors", ".json", ".model", ".txt", ".jinja")  # endings of the names of files that are loaded
@@ -31,15 +30,13 @@ def require_as_published(model: ModelConfig) -> None:
     Raises:
         ConfigError: a file is not as it was published; names it.
     """
-    known = cache_dir() / "hub-files.json"
-    seen = read_json(known)
-    found = {name: blob for name, blob in _blobs(model) if seen.get(str(blob)) != _identity(blob)}
+    found = {name: blob for name, blob in _blobs(model) if not read_value(_checked(blob))}
     if not found:
         return
     size = sum(blob.stat().st_size for blob in found.values())
     if size >= SAID_FROM_BYTES:
         console().print(f"  comparing {format_bytes(size)} of {model.name} with the Hub's hashes, once")
-    identities = {str(blob): _identity(blob) for blob in found.values()}
+    entries = [_checked(blob) for blob in found.values()]  # before they are read
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         same = dict(zip(found, pool.map(_is_as_named, found.values()), strict=True))
     damaged = next((name for name in found if not same[name]), None)
@@ -49,7 +46,8 @@ def require_as_published(model: ModelConfig) -> None:
             "the one published on the Hub. Download it again: "
             f"rm {found[damaged].resolve()} && hf download {model.name} {damaged}"
         )
-    _remember(known, seen | identities)
+    for path in entries:
+        write_value(path, True)
 
 
 def _blobs(model: ModelConfig) -> Iterator[tuple[str, Path]]:
@@ -70,10 +68,10 @@ def _is_hash(name: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) is not None
 
 
-def _identity(blob: Path) -> list[int]:
-    """What changes if somebody writes to the file."""
+def _checked(blob: Path) -> Path:
+    """Where it is kept that a file is as published; another place once somebody has written to the file."""
     status = blob.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return entry("hub-files", str(blob), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def _is_as_named(blob: Path) -> bool:
@@ -86,12 +84,3 @@ def _is_as_named(blob: Path) -> bool:
         while data := file.read(READ_BYTES):
             digest.update(data)
     return digest.hexdigest() == blob.name
-
-
-def _remember(known: Path, entries: dict[str, list[int]]) -> None:
-    """Writes what was found whole; if that is not possible, it is hashed again the next time."""
-    temporary = known.with_name(f".{known.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        known.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(known)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sft_play.cache import recall, remember
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.batching import Share, make_schedule, padded_length, row_weights, rows_per_epoch
@@ -12,7 +13,6 @@ from sft_play.data.packing import pack_shares
 from sft_play.data.reading import fingerprint, open_source
 from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError
-from sft_play.memo import recall, remember
 from sft_play.model.key import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches

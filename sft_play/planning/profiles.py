@@ -1,24 +1,20 @@
-"""The device profile that a plan is timed with: measured, now or before, shipped, or from a data sheet.
+"""The device profile that a plan is timed with: measured, now or before, or from a data sheet.
 
 Likewise for the collective operations of several processes, which are measured by the ranks of a run
 (train/exchange.py).
 """
 
-import hashlib
-import json
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from sft_play.cache import entry, read_bytes, read_value, update_value, write_bytes
 from sft_play.config.schema import RunConfig
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
-from sft_play.machine.catalogue import SPECS_FILE
 from sft_play.machine.collector import importing_libraries
 from sft_play.machine.gpus import Machine
 from sft_play.planning.clock import Speed
@@ -27,39 +23,27 @@ from sft_play.planning.devices import training_device
 from sft_play.planning.drafts import choose_precision
 from sft_play.planning.profile import BUSY, DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
-from sft_play.runlog import cache_dir, console
+from sft_play.runlog import console
 
-SHIPPED = SPECS_FILE.parent / "profiles"  # <device>.json for devices that have been measured
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
 SIXTEEN_BIT = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
 FORMAT = 3  # increase it when devices must be measured again
 
 
-def slug(device: str) -> str:
-    """`slug("NVIDIA A100-SXM4-80GB")` is "nvidia-a100-sxm4-80gb"."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
 def profile_path(device: str, threads: int | None) -> Path:
-    """The file of a device's measured profile, for the installed versions and a CPU's number of threads."""
-    key = json.dumps([device, threads, FORMAT, installed_versions(PACKAGES)])
-    return cache_dir() / "profiles" / f"{slug(device)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    """Where a device's measured profile is kept, for the installed versions and a CPU's number of threads."""
+    return entry("profiles", device, threads, FORMAT, installed_versions(PACKAGES))
 
 
-def keep(path: Path, text: str) -> None:
-    """Writes a file of the cache, as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def read_profile(device: str, threads: int | None) -> DeviceProfile | None:
+    """The measured profile of a device; None if there is none."""
+    content = read_bytes(profile_path(device, threads))
+    return None if content is None else DeviceProfile.from_json(content.decode())
 
 
-def read_profile(path: Path) -> DeviceProfile | None:
-    """A profile from a file; None if there is no readable one."""
-    try:
-        return DeviceProfile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+def write_profile(device: str, threads: int | None, profile: DeviceProfile) -> None:
+    """Keeps a measured profile."""
+    write_bytes(profile_path(device, threads), profile.to_json().encode())
 
 
 def device_name(machine: Machine) -> str:
@@ -92,8 +76,7 @@ def saved_profile(
         LaunchError: the measurement failed.
     """
     name, threads = device_name(machine), training_threads(machine, processes)
-    path = profile_path(name, threads)
-    found = None if again else read_profile(path)
+    found = None if again else read_profile(name, threads)
     if found is not None and found.busy >= BUSY and _is_idle():
         found = None
     if found is not None and (SIXTEEN_BIT in found.products or not sixteen_bit):
@@ -108,7 +91,7 @@ def saved_profile(
             profile = profiling.measure(name, threads, sixteen_bit=sixteen_bit)
         else:
             profile = profiling.measure_in_child(name)
-    keep(path, profile.to_json())
+    write_profile(name, threads, profile)
     return profile
 
 
@@ -144,11 +127,10 @@ def profile_of(machine: Machine, speed: Speed, processes: int) -> DeviceProfile 
         The profile; None if not even the data sheet is known.
     """
     name, threads = device_name(machine), training_threads(machine, processes)
-    found = read_profile(profile_path(name, threads))
+    found = read_profile(name, threads)
     if processes > 1 and not machine.gpus and (found is None or SIXTEEN_BIT not in found.products):
-        whole = read_profile(profile_path(name, training_threads(machine, 1)))
+        whole = read_profile(name, training_threads(machine, 1))
         found = _completed(found, whole.shared_by(processes)) if whole else found
-    found = found or read_profile(SHIPPED / f"{slug(name)}.json")
     if found is not None:
         return found
     if not speed.flops or not speed.bandwidth:
@@ -163,29 +145,19 @@ def _completed(found: DeviceProfile | None, other: DeviceProfile) -> DeviceProfi
 
 
 def collectives_path(device: str) -> Path:
-    """The file of what was measured between processes on such devices, for the installed version of torch."""
-    key = json.dumps([device, FORMAT, installed_versions(("torch",))])
-    name = f"{slug(device)}-collectives-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
-    return cache_dir() / "profiles" / name
+    """Where what was measured between such devices is kept, for the installed version of torch."""
+    return entry("collectives", device, FORMAT, installed_versions(("torch",)))
 
 
 def read_collectives(device: str) -> dict[int, Collectives]:
-    """Number of processes -> what was measured between them; empty if there is no readable file."""
-    try:
-        trees = json.loads(collectives_path(device).read_text(encoding="utf-8"))
-        return {int(processes): Collectives.from_tree(tree) for processes, tree in trees.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+    """Number of processes -> what was measured between them."""
+    trees = read_value(collectives_path(device)) or {}
+    return {int(processes): Collectives.from_tree(tree) for processes, tree in trees.items()}
 
 
 def write_collectives(device: str, processes: int, measured: Collectives) -> None:
     """Adds what was measured between so many processes."""
-    known = read_collectives(device) | {processes: measured}
-    keep(collectives_path(device), json.dumps(_trees(known)))
-
-
-def _trees(known: Mapping[int, Collectives]) -> dict[str, Any]:
-    return {str(processes): asdict(found) for processes, found in sorted(known.items())}
+    update_value(collectives_path(device), lambda known: known | {str(processes): asdict(measured)})
 
 
 def forget_collectives(machine: Machine) -> None:
@@ -195,7 +167,8 @@ def forget_collectives(machine: Machine) -> None:
 
 def collectives_trees(machine: Machine) -> dict[str, Any]:
     """What was measured between processes on this machine's devices, for JSON."""
-    return _trees(read_collectives(device_name(machine)))
+    known = read_collectives(device_name(machine))
+    return {str(processes): asdict(found) for processes, found in sorted(known.items())}
 
 
 def collectives_of(machine: Machine, speed: Speed, processes: int) -> Collectives | None:

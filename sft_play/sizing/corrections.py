@@ -1,18 +1,14 @@
 """Corrections: what probes measured, stored to correct later predictions of the same kind of step."""
 
-import contextlib
-import hashlib
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.runlog import cache_dir
 from sft_play.sizing.step import step_code
 
 MENTIONED_FROM = 0.005  # a smaller correction is not listed among the reasons of a plan
@@ -82,7 +78,7 @@ class ProbeResult:
 def record_path(
     architecture: str, device: str, config: RunConfig, plan: Plan, folder: Path | None = None
 ) -> Path:
-    """The file with the corrections of this kind of step.
+    """Where the corrections of this kind of step are kept.
 
     Steps are of the same kind if device, code, model and settings are equal, whatever the micro-batch size.
 
@@ -91,32 +87,29 @@ def record_path(
         device: name of the device.
         config: the run's config.
         plan: the run's plan.
-        folder: of all such files; default: in the project's cache folder.
+        folder: instead of `cache_dir()`.
     """
     kind = replace(
         plan, micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
         gradient_accumulation_steps=0, effective_batch_size=0, learning_rate=0.0, steps_per_epoch=0,
         total_steps=0, step_seconds=None, memory=None, why=(), alternatives=(),
     )  # fmt: skip
-    parts = [
-        architecture,
-        device,
+    settings = (
         config.tuning.model_dump_json(),
-        str(len(config.model.new_tokens)),
+        len(config.model.new_tokens),
         config.train.optimizer,
-        str(config.eval.batch_size),
-    ]
-    text = "\n".join([*parts, json.dumps(asdict(kind)), step_code()])
-    return (folder or cache_dir() / "probes") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        config.eval.batch_size,
+    )
+    return entry("probes", architecture, device, settings, asdict(kind), step_code(), within=folder)
+
+
+def _record(path: Path) -> dict[str, Any]:
+    return read_value(path) or {}
 
 
 def read_ratios(path: Path) -> dict[str, float]:
-    """The corrections of an earlier probe; empty if there is no readable file."""
-    try:
-        ratios = json.loads(path.read_text(encoding="utf-8"))["ratios"]
-        return {phase: float(ratio) for phase, ratio in ratios.items() if 0 < float(ratio) < 100}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    """The corrections of an earlier probe; empty if there was none."""
+    return {phase: ratio for phase, ratio in _record(path).get("ratios", {}).items() if 0 < ratio < 100}
 
 
 @dataclass(frozen=True)
@@ -137,11 +130,8 @@ class RanOut:
 
 def read_ran_out(path: Path) -> RanOut | None:
     """When memory ran out in an earlier run of this kind, from the file that `record_path` names."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))["ran_out"]
-        return RanOut(int(tree["micro_batch_tokens"]), int(tree["budget_bytes"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    tree = _record(path).get("ran_out")
+    return RanOut(**tree) if tree else None
 
 
 def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
@@ -158,7 +148,7 @@ def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
     if earlier is not None and earlier.applies_to(plan, plan.memory):
         return  # nothing new
     found = RanOut(plan.micro_batch_tokens, max(plan.memory.budget_bytes, used_bytes))
-    _update(path, ran_out=asdict(found))
+    update_value(path, lambda record: record | {"ran_out": asdict(found)})
 
 
 def ratios_of(predicted: Memory, result: ProbeResult, earlier: Ratios) -> dict[str, float]:
@@ -188,30 +178,24 @@ def write_record(path: Path, plan: Plan, result: ProbeResult, device: str) -> No
         result: what the probe measured.
         device: name of the device.
     """
-    record: dict[str, Any] = {
+    found: dict[str, Any] = {
         "device": device,
         "versions": installed_versions(),
         "micro_batch_tokens": plan.micro_batch_tokens,
-        "ratios": read_ratios(path),
-        "speed": asdict(read_speed(path)),
     }
-    ran_out = read_ran_out(path)
-    if ran_out is not None:
-        record["ran_out"] = asdict(ran_out)
     if plan.memory is not None and result.phases:
-        record |= {
+        found |= {
             "predicted": plan.memory.phases,
             "measured": result.phases,
             "reserved_bytes": result.reserved_bytes,
             "ratios": ratios_of(plan.memory, result, read_ratios(path)),
         }
+    update_value(path, lambda record: record | found)
     if result.seconds_per_token is not None:
-        speed = read_speed(path).measured_again(plan, result.step_seconds, result.seconds_per_token)
-        record["speed"] = asdict(speed)
-    _write(path, record)
+        write_speed(path, plan, result.step_seconds, result.seconds_per_token)
 
 
-def write_speed(path: Path, plan: Plan, step_seconds: float, seconds_per_token: float) -> None:
+def write_speed(path: Path, plan: Plan, step_seconds: float | None, seconds_per_token: float) -> None:
     """Stores how fast the steps of a run were, which counts more than the probe's single step.
 
     Args:
@@ -220,8 +204,12 @@ def write_speed(path: Path, plan: Plan, step_seconds: float, seconds_per_token: 
         step_seconds: of an average step.
         seconds_per_token: per process, in such a step, padding not counted.
     """
-    speed = read_speed(path).measured_again(plan, step_seconds, seconds_per_token)
-    _update(path, speed=asdict(speed))
+
+    def with_speed(record: dict[str, Any]) -> dict[str, Any]:
+        speed = MeasuredSpeed.of_record(record).measured_again(plan, step_seconds, seconds_per_token)
+        return record | {"speed": asdict(speed)}
+
+    update_value(path, with_speed)
 
 
 @dataclass(frozen=True)
@@ -230,6 +218,11 @@ class MeasuredSpeed:
 
     seconds_per_token: dict[str, float] = field(default_factory=dict)  # by tokens of the micro-batch
     ratio: float = 1.0  # measured / predicted time of a step, for micro-batches that were not measured
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "MeasuredSpeed":
+        """The speed in a record of the cache."""
+        return cls(**record.get("speed", {}))
 
     def of(self, plan: Plan) -> float | None:
         """Measured seconds per token at about the plan's micro-batch; None if there are none."""
@@ -257,12 +250,7 @@ class MeasuredSpeed:
 
 def read_speed(path: Path) -> MeasuredSpeed:
     """The speed that earlier probes measured, from the file that `record_path` names; empty if none."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))["speed"]
-        seconds = {str(int(tokens)): float(value) for tokens, value in tree["seconds_per_token"].items()}
-        return MeasuredSpeed(seconds, float(tree["ratio"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return MeasuredSpeed()
+    return MeasuredSpeed.of_record(_record(path))
 
 
 def corrected_clock(
@@ -289,41 +277,19 @@ def corrected_clock(
     return seconds
 
 
-def _update(path: Path, **entries: Any) -> None:
-    """Replaces entries of a record and keeps the others."""
-    record: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        record = dict(json.loads(path.read_text(encoding="utf-8")))
-    _write(path, record | entries)
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """Writes the file atomically; an error is ignored, since no run should fail because of it."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        partial.replace(path)
-
-
 def _overhead_path(device: str, world_size: int) -> Path:
-    text = f"{device} {'several' if world_size > 1 else 'one'} {json.dumps(installed_versions())}"
-    return cache_dir() / "probes" / f"overhead-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return entry("overhead", device, world_size > 1, installed_versions())
 
 
 def write_overhead(device: str, world_size: int, size: int) -> None:
     """Stores how much of this GPU a process used outside the allocator; the maximum so far is kept."""
-    earlier = read_overhead(device, world_size) or 0
-    _write(_overhead_path(device, world_size), {"device": device, "overhead_bytes": max(size, earlier)})
+    path = _overhead_path(device, world_size)
+    update_value(path, lambda known: {"bytes": max(size, known.get("bytes", 0))})
 
 
 def read_overhead(device: str, world_size: int) -> int | None:
     """Bytes of context, kernels and communicator that an earlier probe measured on this kind of GPU."""
-    try:
-        size = json.loads(_overhead_path(device, world_size).read_text(encoding="utf-8"))["overhead_bytes"]
-        return size if isinstance(size, int) and size > 0 else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return _record(_overhead_path(device, world_size)).get("bytes")
 
 
 def corrected(memory: Memory, ratios: Ratios) -> Memory:

@@ -3,7 +3,6 @@
 They are kept on disk by content, so nothing is traced twice, whatever machine a plan is for.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from sft_play.cache import cache_dir, entry
 from sft_play.errors import UntraceableModel
 from sft_play.machine.collector import importing_libraries
-from sft_play.runlog import cache_dir
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code
@@ -29,7 +28,7 @@ _SHARED: dict[str, "Traces"] = {}
 
 def shared_traces(config: AnyArchitecture) -> "Traces":
     """The traces of this architecture, shared by all of this process and kept in the project's cache."""
-    folder, architecture = cache_dir() / "sizing", Architecture.of(config)
+    folder, architecture = cache_dir(), Architecture.of(config)
     return _SHARED.setdefault(f"{folder} {architecture.text}", Traces(architecture, folder))
 
 
@@ -168,8 +167,8 @@ class Traces:
         kind = kind_of(spec)
         if kind not in self._traces:
             self._traces[kind] = {}
-            for path in sorted(self._folder(spec).glob("[0-9]*.npz")) if self._cache else ():
-                rows, share = path.stem.split("-")
+            for path in sorted(self._folder(spec).glob("[0-9]*")) if self._cache else ():
+                rows, share = path.name.split("-")
                 trace = load_trace(path)
                 if trace is not None:
                     self._add(replace(spec, rows=int(rows), supervised_share=float(share)), trace)
@@ -177,8 +176,7 @@ class Traces:
 
     def _folder(self, spec: StepSpec) -> Path:
         assert self._cache
-        text = "\n".join([self.architecture.text, kind_of(spec), step_code()])
-        return self._cache / hashlib.sha256(text.encode()).hexdigest()[:32]
+        return entry("traces", self.architecture.text, kind_of(spec), step_code(), within=self._cache)
 
     def _traced(self, spec: StepSpec) -> StepTrace:
         traces = self._known(spec)
@@ -187,7 +185,7 @@ class Traces:
             self.count += 1
             self._add(spec, trace)
             if self._cache:
-                save_trace(self._folder(spec) / f"{spec.rows}-{spec.supervised_share}.npz", trace)
+                save_trace(self._folder(spec) / f"{spec.rows}-{spec.supervised_share}", trace)
         return traces[size_of(spec)]
 
     def _new_trace(self, spec: StepSpec) -> StepTrace:

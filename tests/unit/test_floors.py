@@ -15,9 +15,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
     ["__init__", "errors", "files", "fingerprints", "screen", "secrets", "units"],
-    ["config", "manifest"],
+    ["config", "cache", "manifest"],
     ["plan", "runlog"],
-    ["machine", "memo", "model.files", "hub", "libraries", "report.progress"],
+    ["machine", "model.files", "hub", "libraries", "report.progress"],
     ["data.nesting", "data.limits", "data.chat", "data.formats", "data.packing", "data.batching", "data.reading", "data.splits",
      "data.store", "data.template", "data.workers", "data.json_rows", "data.raw_text", "data.row", "data.sections",
      "data.warnings"],

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.cache import cache_dir
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
@@ -11,7 +12,7 @@ from sft_play.job import Job, agreed_plan, environment_of, job_digest
 from sft_play.launch.environment import RankEnvironment
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Memory
-from sft_play.runlog import RunDir, cache_dir
+from sft_play.runlog import RunDir
 from tests.unit.train.plans import PLAN
 
 

@@ -10,7 +10,7 @@ from sft_play.cli import build_parser
 from sft_play.commands.plan import plan_command
 from sft_play.machine.gpus import detect
 from sft_play.planning.profile import derived_from_data_sheet
-from sft_play.planning.profiles import device_name, profile_path, training_threads
+from sft_play.planning.profiles import device_name, training_threads, write_profile
 from tests.unit.test_floors import HEAVY
 
 SECOND = """\
@@ -27,9 +27,8 @@ def words(tiny_model, tmp_path, monkeypatch) -> list[str]:
     """The command line of a plan on this machine, whose speed is known."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     machine = detect()
-    path = profile_path(device_name(machine), training_threads(machine, 1))
-    path.parent.mkdir(parents=True)
-    path.write_text(derived_from_data_sheet("this one", "cpu", 1e11, 1e10).to_json())
+    profile = derived_from_data_sheet("this one", "cpu", 1e11, 1e10)
+    write_profile(device_name(machine), training_threads(machine, 1), profile)
     rows = ({"prompt": f"w{row} w1", "completion": "w2 " * (row + 1)} for row in range(12))
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     tree = {

@@ -1,8 +1,8 @@
-import json
 from dataclasses import replace
 
 import pytest
 
+from sft_play.cache import read_value
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Memory
 from sft_play.sizing import step
@@ -98,7 +98,7 @@ def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tm
     plan = replace(PLAN, memory=MEMORY)
     path = record_path("{}", "card", CONFIG, plan, tmp_path)
     write_record(path, plan, ProbeResult(phases=MEASURED), "card")
-    assert json.loads(path.read_text())["measured"] == MEASURED
+    assert read_value(path)["measured"] == MEASURED
     ask = corrected_estimator(
         lambda run, p, complete=False: MEMORY, lambda run, p: record_path("{}", "card", run, p, tmp_path)
     )

@@ -1,12 +1,13 @@
-"""Answers kept on disk: found again while all that they depend on is the same, and never when damaged."""
+"""What is kept on disk is found again while all that it depends on is the same, and never when damaged."""
 
+import subprocess
 import sys
 
 import pytest
 
-from sft_play import memo
+from sft_play import fingerprints
+from sft_play.cache import cache_dir, entry, read_value, recall, remember, update_value, write_value
 from sft_play.fingerprints import sources_digest
-from sft_play.memo import recall, remember
 from tests.conftest import file_size_limit
 
 ABOUT = ("a model", ("t", 1), None)
@@ -15,10 +16,10 @@ ABOUT = ("a model", ("t", 1), None)
 @pytest.fixture(autouse=True)
 def _empty(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    memo.installed_packages.cache_clear()
+    fingerprints.installed_packages.cache_clear()
     sources_digest.cache_clear()
     yield
-    memo.installed_packages.cache_clear()
+    fingerprints.installed_packages.cache_clear()
     sources_digest.cache_clear()
 
 
@@ -42,18 +43,18 @@ def test_a_package_of_another_version_is_asked_again(tmp_path, monkeypatch):
     remember(["yes"], "what?")
     assert recall("what?") == ["yes"]
     (tmp_path / "site" / "torch-2.13.0.dist-info").rename(tmp_path / "site" / "torch-2.13.1.dist-info")
-    memo.installed_packages.cache_clear()  # as in another process
+    fingerprints.installed_packages.cache_clear()  # as in another process
     assert recall("what?") is None
 
 
 @pytest.mark.parametrize("library", ["torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes"])
 def test_the_libraries_of_a_step_are_among_the_packages(library):
-    assert any(name.startswith(f"{library}-") for name in memo.installed_packages())
+    assert any(name.startswith(f"{library}-") for name in fingerprints.installed_packages())
 
 
 def test_own_code_that_changed_is_asked_again(tmp_path, monkeypatch):
     (tmp_path / "own" / "deeper").mkdir(parents=True)
-    monkeypatch.setattr(memo, "PACKAGE", tmp_path / "own")
+    monkeypatch.setattr(fingerprints, "PACKAGE", tmp_path / "own")
     for module in ("top.py", "deeper/module.py"):
         remember(["yes"], "what?")
         assert recall("what?") == ["yes"]
@@ -77,3 +78,42 @@ def test_a_disk_that_takes_no_more_costs_the_answer_and_nothing_else():
     with file_size_limit(16):
         remember(["a long answer" * 10], "what?")
     assert recall("what?") is None
+
+
+def test_a_file_that_is_not_from_here_is_absent():
+    path = entry("kind", "x")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"ratios": {"forward": 1.5}}')
+    assert read_value(path) is None
+    path.unlink()
+    path.mkdir()  # a folder where the file would be
+    write_value(path, 1)
+    assert read_value(path) is None
+
+
+def test_an_update_adds_to_what_is_there():
+    path = entry("kind", "x")
+    update_value(path, lambda found: found | {"a": 1})
+    update_value(path, lambda found: found | {"b": 2})
+    assert read_value(path) == {"a": 1, "b": 2}
+
+
+UPDATE = """\
+import sys
+from sft_play.cache import entry, update_value
+for number in range(20):
+    update_value(entry("kind", "x"), lambda found: found | {f"{sys.argv[1]} {number}": 1})
+"""
+
+
+def test_no_update_of_several_processes_is_lost():
+    processes = [subprocess.Popen([sys.executable, "-c", UPDATE, name]) for name in ("one", "two", "three")]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(read_value(entry("kind", "x"))) == 60
+
+
+def test_a_cache_that_cannot_be_written_costs_what_is_kept_and_nothing_else():
+    cache_dir().write_text("a file where the folder would be")
+    update_value(entry("kind", "x"), lambda found: found | {"a": 1})
+    remember(["yes"], "what?")
+    assert read_value(entry("kind", "x")) is recall("what?") is None
