@@ -55,7 +55,7 @@ from sft_play.config.schema import (
 from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
-from sft_play.model.workload import flops_per_token, workload
+from sft_play.model.architecture import flops_per_token, workload
 from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts

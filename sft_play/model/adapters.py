@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
+from sft_play.model.architecture import without_weights
 from sft_play.model.decomposition import take_out_start
 from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
 from sft_play.model.targets import (
@@ -245,7 +246,7 @@ def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
     try:
         config = PeftConfig.from_pretrained(str(folder))
         _require_rows(empty, config, folder)
-        with torch.device("meta"):
+        with without_weights():
             model = PeftModel(empty, config)
         with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -20,14 +20,18 @@ from sft_play.hub import is_network_error, limit_network
 from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
+from sft_play.model.architecture import (
+    empty_model,
+    require_decoder,
+    require_few_layers,
+    require_sound_sizes,
+)
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.finite import first_not_finite
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.new_tokens import NewToken, add_new_tokens, add_rows, rows_for, with_rows
 from sft_play.model.noise import add_noise
-from sft_play.model.sizes import require_few_layers, require_sound_sizes
-from sft_play.model.support import require_decoder
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.plan import Plan
 
@@ -248,8 +252,7 @@ def empty_base(model: ModelConfig) -> "PreTrainedModel":
     """
     config, trusted = load_model_config(model), _hub_arguments(model)
     del trusted["revision"]  # config.json has been read
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **trusted)
+    return empty_model(config, attn_implementation="eager", **trusted)
 
 
 def _require_all_weights(model: ModelConfig, info: dict[str, Any]) -> None:

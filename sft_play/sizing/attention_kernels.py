@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sft_play.model.architecture import setting
 from sft_play.model.attention import NAME, SIXTEEN_BIT, Capability, flash_supports, varlen_supports
 from sft_play.model.attention_choice import has_sinks
-from sft_play.model.sizes import setting
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
 from sft_play.sizing.step import SIXTEEN_BIT as AUTOCAST

@@ -5,21 +5,18 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import LoraSettings
 from sft_play.model import layer_forward
 from sft_play.model.adapters import attach_adapter
+from sft_play.model.architecture import empty_model, setting, without_weights
 from sft_play.model.attention_choice import calls_ours
 from sft_play.model.load import attention, keep_differentiable, nf4
-from sft_play.model.sizes import setting
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL
@@ -47,15 +44,15 @@ def skeleton(
     """
     attention.register()
     dtype = getattr(torch, spec.dtype)
-    with torch.device("meta"), skip_weight_init():
-        model = AutoModelForCausalLM.from_config(
-            _without_idle_window(config, spec),
-            dtype=dtype,
-            attn_implementation=_attention_to_trace(config, spec),
-        )
-        cut = not (all_layers or names_layers(spec.lora))
-        stand_ins = keep_one_of_each_kind(model) if cut else ()
-        if spec.mode == "qlora":
+    model: Any = empty_model(
+        _without_idle_window(config, spec),
+        dtype=dtype,
+        attn_implementation=_attention_to_trace(config, spec),
+    )
+    cut = not (all_layers or names_layers(spec.lora))
+    stand_ins = keep_one_of_each_kind(model) if cut else ()
+    if spec.mode == "qlora":
+        with without_weights():
             quantizer = AutoHfQuantizer.from_config(nf4(dtype))
             quantizer._process_model_before_weight_loading(model, device_map=None)
             model.is_loaded_in_4bit = model.config._is_quantized = True
@@ -63,15 +60,6 @@ def skeleton(
     layer_forward.speed_up(model)
     model.config.use_cache = False
     return model, stand_ins
-
-
-@contextmanager
-def skip_weight_init() -> Iterator[None]:
-    """Skips weight initialization, which has no effect on the meta device but takes half of the time."""
-    with ExitStack() as stack:
-        for name in ("kaiming_uniform_", "uniform_", "normal_", "trunc_normal_"):
-            stack.enter_context(patched(torch.nn.init, name, lambda tensor, *_, **__: tensor))
-        yield
 
 
 def _without_idle_window(config: "PretrainedConfig", spec: StepSpec) -> "PretrainedConfig":
@@ -185,7 +173,7 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
     embedding: Any = model.get_input_embeddings()
     rows = len(embedding.weight)
     new_ids = range(rows - spec.new_tokens, rows)  # which rows they are does not matter
-    with torch.device("meta"), skip_weight_init():
+    with without_weights():
         adapted = attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no", new_ids=new_ids)
     if spec.cast_adapters:
         for parameter in adapted.parameters():

@@ -1,16 +1,14 @@
 """How much of a base model QLoRA really packs into 4 bits."""
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ConfigError
+from sft_play.model.architecture import empty_model
 from sft_play.model.targets import fused_experts
-from sft_play.sizing.fake import skip_weight_init
 from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +44,7 @@ def four_bit(config: "PretrainedConfig") -> FourBit:
 
 
 def _counted(config: "PretrainedConfig") -> FourBit:
-    with torch.device("meta"), skip_weight_init():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model = empty_model(config)
     head = model.get_output_embeddings()
     linear = (torch.nn.Linear, Conv1D)
     packed = [module for module in model.modules() if isinstance(module, linear) and module is not head]

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.machine.collector import collector_off
+from sft_play.model.architecture import setting
 from sft_play.model.attention_choice import has_sinks
 from sft_play.model.load import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
-from sft_play.model.sizes import setting
 from sft_play.sizing.attention_kernels import attention_dropout, takes_one_call, varlen_attention
 from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda

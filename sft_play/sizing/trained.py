@@ -1,14 +1,10 @@
 """What is trained beside adapters, for the plan."""
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
+from sft_play.model.architecture import empty_model
 from sft_play.model.targets import modules_to_save
-from sft_play.sizing.fake import skip_weight_init
 from sft_play.units import counted
 
 if TYPE_CHECKING:
@@ -28,8 +24,7 @@ def trained_besides(config: "PretrainedConfig", tokens: int, names: Sequence[str
     """
     if not tokens and not names:
         return []
-    with torch.device("meta"), skip_weight_init():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model: Any = empty_model(config)
     found = []
     if tokens:
         outer = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)

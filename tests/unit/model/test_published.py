@@ -3,13 +3,11 @@
 import socket
 
 import pytest
-import torch
 import yaml
-from transformers import AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
+from sft_play.model.architecture import empty_model
 from sft_play.model.published import MODELS_FILE, hub_name, planning_config, published_models
 
 FILE = yaml.safe_load(MODELS_FILE.read_text())
@@ -26,10 +24,7 @@ def no_network(monkeypatch):
 
 
 def parameters_of(config) -> int:
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in empty_model(config).parameters())
 
 
 def test_each_model_has_the_published_number_of_parameters(no_network):

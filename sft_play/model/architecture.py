@@ -1,0 +1,235 @@
+"""What config.json alone tells: whether a model can be trained here, its sizes, its shape without weights."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, __version__
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from sft_play.config.schema import LoraSettings, RunConfig
+from sft_play.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ALLOWED = (
+    "SFT-Play trains decoder-only language models "
+    "(Llama, Qwen, Gemma, Mistral and others; see docs/reference/models.md)"
+)
+# Encoders that fill in no masks, and prompts that each token sees as a whole: config.json does not say so.
+SEE_BOTH_WAYS = {"bert-generation", "cpmant", "xlnet"}
+# Heads with more than a matrix and the scales that our loss knows; `train.verify.check_head` finds others.
+OTHER_HEADS = {"inkling_text", "modernbert-decoder"}
+# Of these, only the text part is loaded: to build the whole model takes a package that training does without.
+TEXT_ALONE = {"gemma3n"}
+# They continue what another model has computed, and have no text of their own.
+DRAFTS = {"gemma4_assistant", "gemma4_unified_assistant"}
+# Their layers are run backwards, instead of a graph that autograd keeps.
+NO_GRAPH = {"reformer"}
+
+
+def require_decoder(config: "PretrainedConfig") -> None:
+    """Checks that a model predicts each token of a text from those before it, and from nothing else.
+
+    Raises:
+        ConfigError: it does not; says what it is.
+    """
+    kind = config.model_type
+    if config.is_encoder_decoder or kind == "trocr":
+        raise ConfigError(f"model.name: {kind} is an encoder-decoder; {ALLOWED}")
+    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in SEE_BOTH_WAYS
+    if is_encoder and not getattr(config, "is_decoder", False):
+        raise ConfigError(
+            f"model.name: {kind} reads texts in both directions, so each token would see what it is to "
+            f"predict; {ALLOWED}"
+        )
+    if kind in DRAFTS:
+        raise ConfigError(
+            f"model.name: {kind} drafts tokens for another model and computes nothing without it; {ALLOWED}"
+        )
+    if kind in NO_GRAPH:
+        raise ConfigError(
+            f"model.name: {kind} computes its gradients by itself, and none for adapters; {ALLOWED}"
+        )
+    if kind in OTHER_HEADS:
+        raise ConfigError(
+            f"model.name: {kind} has an output head that the loss here does not know; {ALLOWED}"
+        )
+    if getattr(config, "vision_config", None) is not None and config.get_text_config() is config:
+        raise ConfigError(
+            f"model.name: {kind} describes images, and its text part is none of its own; {ALLOWED}"
+        )
+    if not isinstance(getattr(config.get_text_config(), "hidden_size", None), int):
+        raise ConfigError(f"model.name: {kind} has no single width, so it is no plain decoder; {ALLOWED}")
+    know_multimodal(config)
+    has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not has_own_code:
+        raise ConfigError(
+            f"model.name: {kind} is no language model, as far as transformers {__version__} knows; {ALLOWED}"
+        )
+
+
+def know_multimodal(config: "PretrainedConfig") -> None:
+    """Lets `AutoModelForCausalLM` build a model that reads images too, whose text part is trained.
+
+    For some of them transformers itself does so (Gemma 3, Llama 4), for others not (Qwen-VL, Mistral 3).
+    """
+    kind, known = type(config), AutoModelForCausalLM._model_mapping
+    multimodal = AutoModelForImageTextToText._model_mapping
+    if config.model_type in TEXT_ALONE:
+        known.register(kind, known[type(config.get_text_config())], exist_ok=True)
+    elif kind in multimodal and kind not in known:
+        known.register(kind, multimodal[kind], exist_ok=True)  # otherwise it ignores its own configs
+
+
+def class_to_name(config: "PretrainedConfig") -> str | None:
+    """The class that loads the model as it is trained here; None if `AutoModelForCausalLM` takes it."""
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return None if found is None or found.__name__ == usual else found.__name__
+
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+MOST, MOST_LAYERS = 2**28, 2_000  # far above any published model
+
+
+def require_few_layers(tree: Mapping[str, Any], name: str) -> None:
+    """Checks the number of layers in the content of config.json: architectures make a list of them at once.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            require_few_layers(value, name)
+        elif "layer" in str(key) and isinstance(value, int) and value > MOST_LAYERS:
+            raise _wrong(name, f"{key} is {value:.3g}; expected at most {MOST_LAYERS:,}")
+
+
+def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
+    """Checks that the sizes are numbers in a sensible range, and that the attention heads divide.
+
+    Args:
+        config: of the model.
+        name: of the model, for the message.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    text = config.get_text_config()
+    found = {size: setting(text, size) for size in SIZES}
+    # some architectures have one size per layer, and leave out what does not apply to them
+    sizes = {size: value for size, value in found.items() if value is not None and not _is_list(value)}
+    for size, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST:
+            raise _wrong(name, f"{size} is {value!r:.40}; expected a whole number from 1 to {MOST:,}")
+    hidden, heads, groups = (sizes.get(size) for size in SIZES[:1] + SIZES[3:5])
+    if hidden and heads and not sizes.get("head_dim") and hidden % heads:
+        raise _wrong(name, f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")
+    if heads and groups and heads % groups:
+        raise _wrong(name, f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
+
+
+def setting(text: "PretrainedConfig", name: str, default: Any = None) -> Any:
+    """A setting of the text part; the default if it has none, or one per layer (Gemma 4's head_dim)."""
+    try:
+        return getattr(text, name, default)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return default
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _wrong(name: str, what: str) -> ConfigError:
+    return ConfigError(f"model.name: config.json of '{name}': {what}\ndownload or save the model again")
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """What is built in the block is on the meta device: shapes and types, with nothing drawn or stored."""
+    with torch.device("meta"), no_init_weights():
+        yield
+
+
+def empty_model(config: "PretrainedConfig", **settings: Any) -> "PreTrainedModel":
+    """The model of an architecture without weights, on the meta device.
+
+    Args:
+        config: the architecture; the model gets a copy.
+        settings: of `from_config`, such as `dtype` and `attn_implementation`.
+    """
+    with without_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    model.tie_weights()  # left out with the initialization
+    return model
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of a model that its arithmetic depends on."""
+
+    matmul_parameters: int  # used by each token: with the output head, and of the experts only active ones
+    trained_parameters: int
+    layers: int
+    attention_width: int  # heads x head_dim
+
+
+def flops_per_token(work: Workload, sequence: int) -> int:
+    """FLOPs of a training step per token: weights, attention to half of `sequence`, weight gradients.
+
+    Recomputation does not count, as is usual for MFU.
+
+    Args:
+        work: of the model.
+        sequence: the most tokens that a token can attend to.
+    """
+    forward = 2 * work.matmul_parameters + 2 * sequence * work.attention_width * work.layers
+    return 2 * forward + 2 * work.trained_parameters
+
+
+def _rank(lora: LoraSettings, module: str) -> int:
+    from peft.utils.other import get_pattern_key
+
+    return lora.rank_pattern.get(get_pattern_key(list(lora.rank_pattern), module), lora.r)
+
+
+def workload(config: "PretrainedConfig", run: RunConfig) -> Workload:
+    """The sizes of a model, from its skeleton on the meta device; experts that a token skips do not count."""
+    text = config.get_text_config()
+    model: Any = empty_model(config)
+    head = model.get_output_embeddings().weight
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    linears = [layer.weight for layer in layers.values()]
+    in_linears = sum(weight.numel() for weight in linears) - head.numel()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    body = max(in_linears, parameters - head.numel() - model.get_input_embeddings().weight.numel())
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    active = body * getattr(text, "num_experts_per_tok", 1) / experts if experts else body
+    # LoRA's A and B for a weight of [out, in] have r * (out + in) elements.
+    adapted = [(name, layer.weight.shape) for name, layer in layers.items() if layer.weight is not head]
+    adapter = sum(_rank(run.tuning.lora, name) * sum(shape) for name, shape in adapted)
+    return Workload(
+        matmul_parameters=int(active) + head.numel(),
+        trained_parameters=parameters if run.tuning.mode == "full" else adapter,
+        layers=text.num_hidden_layers,
+        attention_width=text.hidden_size,
+    )
