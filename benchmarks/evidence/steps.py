@@ -80,7 +80,7 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         layers: Any = fake.layers_told_apart(base, stand_ins)
         _prepare(model, layers, run)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, flash=False))
+        stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, windows=False))
         stack.enter_context(patched(attention, "_supports_groups", lambda *_: run.attention == "sdpa"))
         recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
         fake.materialise(model, layers, recorder)
@@ -205,7 +205,7 @@ def warmup_bytes(config: PretrainedConfig, run: Run) -> int:
 def head_peak(head: Head) -> int:
     """Peak bytes of a loss alone, with everything that its benchmark keeps alive."""
     dtype = getattr(torch, head.dtype)
-    with FakeTensorMode(), simulate_cuda(1, head.compute_capability, flash=False):
+    with FakeTensorMode(), simulate_cuda(1, head.compute_capability, windows=False):
         recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
         make = partial(torch.empty, dtype=dtype, requires_grad=True)
         with recorder:

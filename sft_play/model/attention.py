@@ -5,8 +5,8 @@ mask is needed; outputs at padded positions are ignored by their labels (-100). 
 with the lengths of their sequences, so that attention cannot leak between them. A mask would cost seq_len**2
 elements, repeat the key and value heads, and take the kernel off its fast path.
 
-On CUDA, PyTorch's flash kernel runs where it can (`flash_supports`): one call for all sequences that are
-joined (`varlen_supports`). Elsewhere each sequence gets a call of its own, on a GPU of the memory-efficient
+On CUDA, PyTorch's flash kernel runs where it can (`attention_table.FLASH`): one call for all sequences that
+are joined (`JOINED`). Elsewhere each sequence gets a call of its own, on a GPU of the memory-efficient
 kernel with repeated key and value heads: with fewer of them PyTorch would choose its math kernel, which
 writes all scores to memory.
 
@@ -24,32 +24,11 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sft_play.errors import ConfigError
+from sft_play.model.attention_table import FLASH, JOINED, NAME, Capability
 
-NAME = "varlen_sdpa"
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 SINK_WIDTH = 8  # columns that a sink adds to heads, since fused kernels want multiples of 8
-Capability = tuple[int, int]  # compute capability of a GPU, e.g. (8, 0)
-
-
-def flash_supports(capability: Capability, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
-    """Whether PyTorch's flash kernel can train with such heads, without a mask.
-
-    After can_use_flash_attention in PyTorch's sdp_utils.cpp: from compute capability 8.0 to 12.1, in 16 bit.
-    GPUs with little shared memory have no backward pass for some sizes of heads.
-    """
-    if dtype not in SIXTEEN_BIT or head_dim > 256 or not (8, 0) <= capability <= (12, 1):
-        return False
-    little_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
-    return head_dim <= 192 or not little_shared_memory or (head_dim > 224 and dropout == 0)
-
-
-def varlen_supports(capability: Capability, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
-    """Whether one call of PyTorch's flash kernel can train on joined sequences with such heads.
-
-    Other than `scaled_dot_product_attention`, it neither drops out nor pads heads to a multiple of 8.
-    """
-    return dropout == 0 and head_dim % 8 == 0 and flash_supports(capability, dtype, head_dim)
 
 
 @functools.cache  # asked for each sequence in each layer
@@ -64,10 +43,17 @@ def kernel_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
+def type_name(dtype: torch.dtype) -> str:
+    """`type_name(torch.bfloat16)` is "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _supports_groups(query: torch.Tensor, dropout: float) -> bool:
     """Whether the kernel for a query, [batch, heads, tokens, head_dim], takes fewer key and value heads."""
     capability = device_capability(query.device)
-    return capability is None or flash_supports(capability, kernel_dtype(query), query.shape[-1], dropout)
+    if capability is None:
+        return True
+    return FLASH.takes(capability, type_name(kernel_dtype(query)), query.shape[-1], dropout=dropout)
 
 
 def _takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
@@ -75,7 +61,7 @@ def _takes_one_call(query: torch.Tensor, value: torch.Tensor, dropout: float) ->
     capability, head_dim = device_capability(query.device), query.shape[-1]
     if capability is None or value.shape[-1] != head_dim:
         return False
-    return varlen_supports(capability, kernel_dtype(query), head_dim, dropout)
+    return JOINED.takes(capability, type_name(kernel_dtype(query)), head_dim, dropout=dropout)
 
 
 @functools.lru_cache(maxsize=1)  # all layers ask for those of one micro-batch

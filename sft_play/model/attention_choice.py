@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import import_utils
 
 from sft_play.errors import ConfigError
-from sft_play.model import attention
+from sft_play.model.attention_table import ATTENTIONS, NAME, Attention, Capability, within
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# Compute capabilities that FlashAttention's packages are made for: from, and before.
-FLASH_RUNS = {"flash_attention_2": ((8, 0), (13, 0)), "flash_attention_3": ((8, 0), (10, 0))}
 
 
 def choose_attention(
-    asked: str, config: PretrainedConfig, device: str, capability: attention.Capability | None = None
+    asked: str, config: PretrainedConfig, device: str, capability: Capability | None = None
 ) -> str:
     """The attention implementation to use: the requested one, or for "auto" the fastest available.
 
@@ -44,14 +42,15 @@ def choose_attention(
             "attention (_supports_sdpa), so this version of transformers is not supported: run "
             "`make install`, or set model.attention"
         )
-    sinks = has_sinks(config)  # the packages have none
-    flash = model_class is not None and model_class._supports_flash_attn and not sinks
-    if flash and device == "cuda" and torch.cuda.is_available():
-        package = _flash_package(capability)
-        if package:
-            return package
+    sinks = has_sinks(config)
+    takes_packages = model_class is not None and model_class._supports_flash_attn
+    if takes_packages and device == "cuda" and torch.cuda.is_available():
+        known = capability or torch.cuda.get_device_capability()
+        for name, row in reversed(ATTENTIONS.items()):  # the newest first
+            if within(known, row.preferred) and (row.sinks or not sinks) and _is_installed(row):
+                return name
     plain = generation_attention(config)
-    return attention.NAME if calls_ours(config) and (sinks or plain == "sdpa") else plain
+    return NAME if calls_ours(config) and (sinks or plain == "sdpa") else plain
 
 
 def generation_attention(config: PretrainedConfig) -> str:
@@ -75,10 +74,10 @@ def _require_supported(asked: str, config: PretrainedConfig) -> None:
     model_class = _class_of(config)
     if model_class is None:
         return
-    lacks_ours = asked == attention.NAME and not calls_ours(config)
+    lacks_ours = asked == NAME and not calls_ours(config)
     lacks_sdpa = asked == "sdpa" and not model_class._supports_sdpa
-    lacks_flash = asked in FLASH_RUNS and not model_class._supports_flash_attn
-    if lacks_ours or lacks_sdpa or lacks_flash:
+    lacks_package = ATTENTIONS[asked].is_package and not model_class._supports_flash_attn
+    if lacks_ours or lacks_sdpa or lacks_package:
         raise ConfigError(
             f"model.attention={asked}: {model_class.__name__} does not support it; allowed for it: auto, "
             f"eager or {choose_attention('auto', config, 'cpu')}"
@@ -125,39 +124,31 @@ def has_sinks(config: PretrainedConfig) -> bool:
     return any("s_aux=" in inspect.getsource(module) for module in _modeling_files(config))
 
 
-def _flash_package(capability: attention.Capability | None) -> str | None:
-    """The newest FlashAttention that is installed here and made for a GPU; None if there is none.
-
-    On Hopper also that of the hub, if the package `kernels` is installed and can get it.
-    """
-    known = capability or torch.cuda.get_device_capability()
-    is_hopper = known[0] == 9
-    if is_hopper and is_flash_attn_3_available(kernels_fallback_ok=True):
-        return "flash_attention_3"
-    runs = known >= FLASH_RUNS["flash_attention_2"][0]
-    return "flash_attention_2" if runs and is_flash_attn_2_available() else None
+def _is_installed(row: Attention) -> bool:
+    """Whether a package is installed here, or that of the Hub can be had through the package `kernels`."""
+    from_hub = "kernels" in row.modules
+    return bool(getattr(import_utils, row.available)(**({"kernels_fallback_ok": True} if from_hub else {})))
 
 
-def _require_runnable(asked: str, device: str, capability: attention.Capability | None) -> None:
-    """Refuses FlashAttention on devices for which it is not made.
+def _require_runnable(asked: str, device: str, capability: Capability | None) -> None:
+    """Refuses a package on devices for which it is not made.
 
     Raises:
         ConfigError: the device cannot run it.
     """
-    if asked not in FLASH_RUNS or (device == "cuda" and capability is None):
+    if not ATTENTIONS[asked].is_package or (device == "cuda" and capability is None):
         return
     found = (
         "the CPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
     )
     runs = [
         name
-        for name, (first, last) in FLASH_RUNS.items()
-        if capability is not None and first <= capability < last
+        for name, row in ATTENTIONS.items()
+        if not row.is_package or (capability is not None and within(capability, row.gpus))
     ]
     if asked not in runs:
         raise ConfigError(
-            f"model.attention={asked}: {found} cannot run it; "
-            f"allowed here: {', '.join(['auto', attention.NAME, 'sdpa', 'eager', *runs])}"
+            f"model.attention={asked}: {found} cannot run it; allowed here: {', '.join(['auto', *runs])}"
         )
 
 
@@ -192,7 +183,7 @@ def joins_rows(
         return True, []
     if mixes:
         return False, [f"rows are padded: {mixes}"]
-    if attention_name != attention.NAME and not attention_name.startswith("flash"):
+    if not ATTENTIONS[attention_name].boundaries:
         return False, [f"rows are padded: {attention_name} attention does not support row boundaries"]
     return True, []
 

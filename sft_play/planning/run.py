@@ -105,7 +105,7 @@ def _trained_besides(config: RunConfig, architecture: Architecture) -> list[str]
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:
     asked, kind, capability = config.model.attention, device.kind, device.compute_capability
-    if kind == "cuda" and questions.has_flash_packages():  # depends on more than what it is asked about
+    if kind == "cuda" and questions.has_attention_packages():  # depends on more than what it is asked about
         return questions.attention(architecture.config, asked, kind, capability)
     return architecture.ask(questions.attention, asked, kind, capability)
 

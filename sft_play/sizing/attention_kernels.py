@@ -1,8 +1,6 @@
-"""What CUDA's attention kernels allocate and keep, as autograd functions on fake tensors.
+"""What CUDA's attention kernels allocate and keep, as an autograd function on fake tensors.
 
-They compute nothing, but count the work of the kernels. Sources: PyTorch's flash_api.cpp,
-attention_backward.cu, mem_eff_attention/kernel_backward.h, sdp_utils.cpp, attention.cpp and SoftMax.cu, and
-FlashAttention's hopper/flash_api.cpp.
+It computes nothing, but counts the work of the kernels. What differs among them: `model/attention_table.py`.
 """
 
 from collections.abc import Callable
@@ -12,8 +10,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sft_play.model.architecture import setting
-from sft_play.model.attention import NAME, SIXTEEN_BIT, Capability, flash_supports, varlen_supports
+from sft_play.model.attention import type_name
 from sft_play.model.attention_choice import has_sinks
+from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Capability, Kernel, fused_kernel
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
 from sft_play.sizing.step import SIXTEEN_BIT as AUTOCAST
@@ -23,147 +22,15 @@ from sft_play.sizing.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FLASH3_WIDTHS = 64, 96, 128, 192, 256  # head sizes that FlashAttention 3 computes with
-FLASH_ROWS = 128  # the flash kernel rounds sequence lengths up to a multiple of this
-SPLITS = 200  # the memory-efficient kernel splits the keys of all heads into at most so many parts
 DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-LOCK = 4  # 32-bit words of a lock in front of each tile of its accumulator
 
 
-def choose_kernel(
-    capability: Capability, dtype: torch.dtype, *, head_dim: int, grouped: bool, masked: bool, dropout: float
-) -> str:
-    """The kernel that `scaled_dot_product_attention` runs in training, after PyTorch's sdp_utils.cpp.
+class FusedAttention(torch.autograd.Function):
+    """What a kernel allocates and keeps; it computes nothing.
 
-    Args:
-        capability: compute capability of the GPU.
-        dtype: of query, key and value.
-        head_dim: their size per head.
-        grouped: whether key and value have fewer heads than the query.
-        masked: whether there is a mask.
-        dropout: the probability.
-
-    Returns:
-        "flash", "efficient" or "math". cuDNN's is turned off (`sft_play.model.attention.register`).
-    """
-    if not masked and flash_supports(capability, dtype, head_dim, dropout):
-        return "flash"
-    is_sixteen = dtype in SIXTEEN_BIT
-    of_whole_vectors = head_dim % (8 if is_sixteen else 4) == 0 or (capability < (8, 0) and not is_sixteen)
-    is_emulated = dtype == torch.bfloat16 and capability < (8, 0)
-    if grouped or is_emulated or not of_whole_vectors or capability > (12, 1):
-        return "math"
-    return "efficient"
-
-
-class FlashAttention(torch.autograd.Function):
-    """What PyTorch's flash kernel allocates and keeps; it computes nothing.
-
-    Query is [batch, heads, tokens, head_dim]; key and value are [batch, key_value_heads, tokens, head_dim].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, longest: int
-    ) -> torch.Tensor:
-        """Saves inputs, output and the log-sum-exp of each row; returns [batch, heads, tokens, head_dim]."""
-        batch, heads, tokens, _ = query.shape
-        out = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
-        log_sum = query.new_empty((batch, heads, tokens), dtype=torch.float32)
-        seed = torch.empty(2, dtype=torch.int64)
-        counted(ATTENTION, query, batch * tokens, k=heads * query.shape[-1])
-        ctx.longest = longest
-        ctx.save_for_backward(query, key, value, out, log_sum, seed)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Allocates the gradients of query, key and value, and an fp32 accumulator."""
-        query, key, value, out, _, _ = ctx.saved_tensors
-        batch, heads, tokens, head_dim = query.shape
-        rounded = -(-min(tokens, ctx.longest) // FLASH_ROWS) * FLASH_ROWS
-        counted(ATTENTION_BACKWARD, query, batch * tokens, k=heads * head_dim)
-        d_query, d_key, d_value = (
-            t.new_empty((t.shape[0], t.shape[2], t.shape[1], t.shape[3])).transpose(1, 2)
-            for t in (query, key, value)
-        )
-        # Named, so that each stays alive until this function returns, as it does in the kernel.
-        d_softmax = query.new_empty((batch, heads, rounded), dtype=torch.float32)  # noqa: F841
-        accumulator = query.new_empty((batch, rounded, heads, _flash_width(head_dim)), dtype=torch.float32)  # noqa: F841
-        if key.shape[1] != heads:  # grouped queries: one gradient per query head, summed afterwards
-            expanded = [query.new_empty((batch, tokens, heads, t.shape[-1])) for t in (key, value)]  # noqa: F841
-        return d_query, d_key, d_value, None
-
-
-class FlashVarlen(torch.autograd.Function):
-    """What one call of a flash kernel for joined sequences allocates and keeps; it computes nothing.
-
-    Query is [tokens, heads, head_dim]; key and value are [tokens, key_value_heads, head_dim].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sequence_tokens: int,
-        version: int,
-    ) -> torch.Tensor:
-        """Saves inputs, output and the log-sum-exp of each row; returns the shape of the query."""
-        tokens, heads, head_dim = query.shape
-        out = query.new_empty(query.shape)
-        log_sum = query.new_empty((heads, tokens), dtype=torch.float32)
-        seed = torch.empty(2, dtype=torch.int64)
-        counted(ATTENTION, query, tokens, k=heads * head_dim)
-        ctx.sequence_tokens, ctx.version = sequence_tokens, version
-        ctx.save_for_backward(query, key, value, out, log_sum, seed)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Allocates the gradients of query, key and value, and fp32 accumulators."""
-        query, key, value, *_ = ctx.saved_tensors
-        counted(ATTENTION_BACKWARD, query, query.shape[0], k=query.shape[1] * query.shape[2])
-        d_query, d_key, d_value = (t.new_empty(t.shape) for t in (query, key, value))
-        accumulators = _flash3_accumulators if ctx.version == 3 else _flash2_accumulators
-        kept = accumulators(query, key, ctx.sequence_tokens)  # noqa: F841
-        return d_query, d_key, d_value, None, None
-
-
-def _flash2_accumulators(query: torch.Tensor, key: torch.Tensor, sequence_tokens: int) -> list[torch.Tensor]:
-    """For joined sequences, which are a tile of rows apart; shapes as in `FlashVarlen`."""
-    tokens, heads, head_dim = query.shape
-    rows = tokens + round(FLASH_ROWS * tokens / sequence_tokens)
-    shapes = [(heads, rows), (rows, heads, _flash_width(head_dim))]
-    kept = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    if key.shape[1] != heads:  # one gradient per query head, summed afterwards
-        kept += [query.new_empty((tokens, heads, head_dim)) for _ in range(2)]
-    return kept
-
-
-def _flash3_accumulators(query: torch.Tensor, key: torch.Tensor, sequence_tokens: int) -> list[torch.Tensor]:
-    """As FlashAttention 3 (hopper/flash_api.cpp) has them on compute capability 9.0."""
-    tokens, heads, head_dim = query.shape
-    width = next(size for size in FLASH3_WIDTHS if head_dim <= size)
-    tile, key_tile = 128 if width <= 64 else 64, {192: 96, 256: 80}.get(width, 128)
-    rows, key_rows = (tokens + round(size * tokens / sequence_tokens) for size in (tile, key_tile))
-    shapes = [(heads, rows), (heads, rows), (heads, rows * width)]
-    if key.shape[1] != heads:
-        shapes += [(key.shape[1], key_rows * width)] * 2
-    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
-
-
-def _flash_width(head_dim: int) -> int:
-    """The head size that the flash kernel computes with."""
-    return -(-head_dim // 32) * 32 if head_dim <= 128 else -(-head_dim // 64) * 64
-
-
-class EfficientAttention(torch.autograd.Function):
-    """What the memory-efficient kernel allocates; it computes nothing.
-
-    Query, key and value are [batch, heads, tokens, head_dim]; the mask is None or broadcastable to [batch,
-    heads, tokens, tokens]. The kernel turns the mask into a bias of the query's dtype.
+    Query, key and value are [batch, heads, tokens, head_dim], or if joined [tokens, heads, head_dim]; key and
+    value have fewer heads if queries are grouped. The mask is None or broadcastable to [batch, heads, tokens,
+    tokens]. The kernel turns it into a bias of the query's dtype.
     """
 
     @staticmethod
@@ -173,56 +40,56 @@ class EfficientAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        capability: Capability,
+        kernel: Kernel,
+        call: Call,
     ) -> torch.Tensor:
-        """Saves inputs, output, log-sum-exp [batch, heads, tokens] and bias; returns the shape of `query`."""
-        batch, heads, tokens, _ = query.shape
+        """Saves inputs, output, bias and what the kernel keeps; returns the shape of the query."""
         kept: list[torch.Tensor] = []
         if mask is not None:
             kept.append(query.new_empty((*mask.shape[:-1], -(-mask.shape[-1] // 16) * 16)))
-        out = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)
-        log_sum = query.new_empty((batch, heads, -(-tokens // 32) * 32), dtype=torch.float32)
-        ctx.triangles = 1 + (mask is not None)  # masked: both
-        counted(ATTENTION, query, batch * tokens, k=ctx.triangles * heads * query.shape[-1])
-        ctx.capability = capability
-        ctx.save_for_backward(query, key, value, out, log_sum, *kept)
+        out = _result(query, value.shape[-1])
+        kept += _blocks(query, kernel.kept(call))
+        triangles = 1 + (mask is not None)  # masked: both
+        ctx.width = triangles * call.heads * call.head_dim
+        counted(ATTENTION, query, call.batch * call.tokens, k=ctx.width)
+        ctx.kernel, ctx.call = kernel, call
+        ctx.save_for_backward(query, key, value, out, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Allocates the gradients of query, key and value, and a workspace."""
         query, key, value, out, *_ = ctx.saved_tensors
-        batch, heads, tokens, head_dim = query.shape
-        counted(ATTENTION_BACKWARD, query, batch * tokens, k=ctx.triangles * heads * head_dim)
-        d_query, d_key, d_value = (
-            t.new_empty((batch, tokens, heads, t.shape[-1])).transpose(1, 2) for t in (query, key, value)
-        )
-        if query.dtype in SIXTEEN_BIT and (ctx.capability >= (7, 5) or head_dim <= 64):
-            delta = query.new_empty((batch, heads, tokens), dtype=torch.float32)  # noqa: F841
-        else:  # the kernel cannot compute it
-            delta = (grads[0].float() * out.float()).sum(-1)  # noqa: F841
-        elements = _efficient_workspace(query, ctx.capability)
-        workspace = query.new_empty((elements,), dtype=torch.float32)  # noqa: F841
-        return d_query, d_key, d_value, None, None
+        counted(ATTENTION_BACKWARD, query, ctx.call.batch * ctx.call.tokens, k=ctx.width)
+        d_query, d_key, d_value = (_result(tensor, tensor.shape[-1]) for tensor in (query, key, value))
+        # Named, so that each stays alive until this function returns, as it does in the kernel.
+        if not ctx.kernel.row_products(ctx.call):
+            products = (grads[0].float() * out.float()).sum(-1)  # noqa: F841
+        workspace = _blocks(query, ctx.kernel.workspace(ctx.call))  # noqa: F841
+        return d_query, d_key, d_value, None, None, None
 
 
-def _efficient_workspace(query: torch.Tensor, capability: Capability) -> int:
-    """Fp32 elements of the backward kernel's workspace, for a query of [batch, heads, tokens, head_dim].
+def _result(like: torch.Tensor, width: int) -> torch.Tensor:
+    """A result of the shape of an input, but for the size of its heads; tokens lie in front of heads."""
+    if like.dim() == 3:
+        return like.new_empty((*like.shape[:2], width))
+    batch, heads, tokens, _ = like.shape
+    return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
-    Gradients of the query are summed up in tiles. Those of key and value are too if they do not fit into
-    registers: in fp32 they go straight to the result, in 16 bit they fit for as many columns as a tile has.
-    Tiles are 64 x 64, or 128 x 128 where the shared memory of a GPU holds those for heads of 65 to 128.
-    """
-    batch, heads, tokens, head_dim = query.shape
-    is_sixteen = query.dtype in SIXTEEN_BIT
-    much_shared_memory = capability in ((8, 0), (8, 7)) or (9, 0) <= capability < (12, 0)
-    tile = 128 if is_sixteen and much_shared_memory and 64 < head_dim <= 128 else 64
-    rows, columns = -(-tokens // tile), -(-head_dim // tile)
-    elements = rows * columns * (tile * tile + LOCK)
-    if is_sixteen and head_dim > tile:
-        splits = max(1, min(rows, SPLITS // (batch * heads)))
-        elements += 2 * splits * tile * columns * tile
-    return batch * heads * elements
+
+def _blocks(like: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Blocks of so many bytes on the device of a tensor of any shape."""
+    return [like.new_empty((size,), dtype=torch.uint8) for size in sizes]
+
+
+def _call_of(query: torch.Tensor, key: torch.Tensor, capability: Capability, **lengths: int) -> Call:
+    """The call for a query and a key, [batch, heads, tokens, head_dim] or [tokens, heads, head_dim]."""
+    joined = query.dim() == 3
+    batch, tokens = (1, query.shape[0]) if joined else (query.shape[0], query.shape[2])
+    return Call(
+        batch=batch, heads=query.shape[1], key_heads=key.shape[1], tokens=tokens, head_dim=query.shape[-1],
+        dtype=type_name(query.dtype), capability=capability, **lengths,
+    )  # fmt: skip
 
 
 def softmax_backward(
@@ -266,19 +133,17 @@ def cuda_attention(longest: int, capability: Capability) -> Callable:
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-        head_dim, value_dim = query.shape[-1], value.shape[-1]
-        kernel = choose_kernel(
+        kernel = fused_kernel(
             capability,
-            query.dtype,
-            head_dim=head_dim,
+            type_name(query.dtype),
+            query.shape[-1],
             grouped=query.shape[1] != key.shape[1],
-            masked=attn_mask is not None or value_dim != head_dim,
+            masked=attn_mask is not None or value.shape[-1] != query.shape[-1],
             dropout=dropout_p,
         )
-        if kernel == "flash":
-            return FlashAttention.apply(query, key, value, longest)
-        if kernel == "efficient":
-            return EfficientAttention.apply(query, key, value, attn_mask, capability)
+        if kernel:
+            call = _call_of(query, key, capability, longest=longest, sequence_tokens=longest)
+            return FusedAttention.apply(query, key, value, attn_mask, kernel, call)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             return scaled_dot_product_attention(
                 query,
@@ -299,13 +164,16 @@ def varlen_attention(spec: StepSpec) -> Callable:
 
     Also that of FlashAttention's packages. A trace has fewer and longer sequences than the step.
     """
-    sequence_tokens = spec.sequence_tokens or spec.longest_sequence
-    version = 3 if spec.attention == "flash_attention_3" else 2
+    lengths = dict(
+        longest=spec.longest_sequence, sequence_tokens=spec.sequence_tokens or spec.longest_sequence
+    )
+    kernel = ATTENTIONS[spec.attention].joined
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> torch.Tensor:
-        return FlashVarlen.apply(query, key, value, sequence_tokens, version)
+        call = _call_of(query, key, spec.compute_capability, **lengths)
+        return FusedAttention.apply(query, key, value, None, kernel, call)
 
     return attend
 
@@ -318,32 +186,28 @@ def attention_dropout(config: "PretrainedConfig") -> float:
 
 def takes_one_call(config: "PretrainedConfig", spec: StepSpec) -> bool:
     """Whether one call of attention serves all sequences that are joined."""
-    text = config.get_text_config()
-    head_dim = setting(text, "head_dim") or text.hidden_size // text.num_attention_heads
     is_gpu = spec.joined and spec.device == "cuda" and not has_sinks(config)
-    return is_gpu and varlen_supports(
-        spec.compute_capability, _dtype(spec), head_dim, attention_dropout(config)
+    return is_gpu and ATTENTIONS[spec.attention].joined.takes(
+        *_heads_of(config, spec), dropout=attention_dropout(config)
     )
 
 
-def _dtype(spec: StepSpec) -> torch.dtype:
-    """In which attention computes."""
-    return getattr(torch, AUTOCAST.get(spec.mixed_precision, spec.dtype))
+def _heads_of(config: "PretrainedConfig", spec: StepSpec) -> tuple[Capability, str, int]:
+    """The GPU, the type in which attention computes, and the size of heads."""
+    text = config.get_text_config()
+    head_dim = setting(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    return spec.compute_capability, AUTOCAST.get(spec.mixed_precision, spec.dtype), head_dim
 
 
 def attention_sentence(config: "PretrainedConfig", spec: StepSpec) -> str | None:
     """The kernel of attention that a GPU runs, for the plan; None for a CPU, and for masks."""
-    if spec.device == "cpu" or spec.attention in ("eager", "sdpa"):
+    row = ATTENTIONS[spec.attention]
+    if spec.device == "cpu" or not row.boundaries:
         return None
-    calls = "one call for all rows of a micro-batch" if spec.joined else "rows are padded"
-    if spec.attention != NAME:
-        return f"attention: FlashAttention {spec.attention[-1]}, {calls}"
-    if takes_one_call(config, spec):
-        return f"attention: PyTorch's flash kernel, {calls}"
-    if spec.joined:
-        calls = "a call for each row"
-    text = config.get_text_config()
-    head_dim = setting(text, "head_dim") or text.hidden_size // text.num_attention_heads
-    if flash_supports(spec.compute_capability, _dtype(spec), head_dim):
-        return f"attention: PyTorch's flash kernel, {calls}"
-    return f"attention: PyTorch's memory-efficient kernel with repeated key and value heads, {calls}"
+    one_call = row.is_package or takes_one_call(config, spec)
+    kernel = row.joined if one_call else fused_kernel(*_heads_of(config, spec), masked=False) or EFFICIENT
+    if not spec.joined:
+        calls = "rows are padded"
+    else:
+        calls = "one call for all rows of a micro-batch" if one_call else "a call for each row"
+    return f"attention: {kernel.label}, {calls}"

@@ -24,7 +24,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sft_play.errors import ConfigError
-from sft_play.model.attention import SIXTEEN_BIT, Capability
+from sft_play.model.attention import SIXTEEN_BIT
+from sft_play.model.attention_table import Capability
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import AllocationRecorder, counted
@@ -314,14 +315,14 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @contextmanager
 def simulate_cuda(
-    longest: int, capability: Capability, *, flash: bool, joined: Callable | None = None
+    longest: int, capability: Capability, *, windows: bool, joined: Callable | None = None
 ) -> Iterator[None]:
     """Makes library code behave as it would with CUDA tensors.
 
     Args:
         longest: tokens of the longest sequence that attention sees.
         capability: compute capability of the GPU.
-        flash: whether attention is FlashAttention's package, which needs no mask for a sliding window.
+        windows: whether attention needs no mask for a sliding window.
         joined: stands for the kernel that serves joined sequences in one call; None if there are none.
     """
     from trl.kernels import chunked_logprob
@@ -345,7 +346,7 @@ def simulate_cuda(
         # PEFT asks without naming a device, which means CUDA.
         (torch, "is_autocast_enabled", lambda *device: autocast_enabled(*(device or ("cpu",)))),
     ]
-    if flash:
+    if windows:
         replacements.append((attention, "_attend", attend_without_window))
     with ExitStack() as stack:
         for target, name, replacement in replacements:

@@ -6,12 +6,11 @@ Arguments are all that an answer depends on besides the architecture; answers ar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sft_play.model.attention_table import ATTENTIONS
 from sft_play.sizing.step import StepSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-FLASH_PACKAGES = ("flash_attn", "flash_attn_interface", "kernels")
 
 
 def hidden_size(config: "PretrainedConfig") -> int:
@@ -27,15 +26,15 @@ def position_limit(config: "PretrainedConfig") -> int | None:
 
 
 def attention(config: "PretrainedConfig", asked: str, device: str, capability: tuple[int, int] | None) -> str:
-    """As `choose_attention`; with one of FLASH_PACKAGES it also depends on the GPU that is here."""
+    """As `choose_attention`; with a package it also depends on the GPU that is here."""
     from sft_play.model.attention_choice import choose_attention
 
     return choose_attention(asked, config, device, capability)
 
 
-def has_flash_packages() -> bool:
+def has_attention_packages() -> bool:
     """Whether attention may come from a package, which is found out without importing it."""
-    return any(find_spec(name) for name in FLASH_PACKAGES)
+    return any(find_spec(name) for row in ATTENTIONS.values() for name in row.modules)
 
 
 def joined_rows(

@@ -8,6 +8,7 @@ from typing import Any
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.data.batching import padded_length
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
+from sft_play.model.attention_table import same_kernels
 from sft_play.plan import Plan
 from sft_play.units import BYTES_PER_ELEMENT
 
@@ -22,19 +23,6 @@ SOURCES = tuple(PACKAGE / name for name in ("sizing", "model", "plan.py", "units
 def step_code() -> str:
     """A key for what memory depends on besides the step: our code and the versions of the libraries."""
     return f"{sources_digest(*SOURCES)} {json.dumps(installed_versions())}"
-
-
-def same_kernels(capability: tuple[int, int]) -> tuple[int, int]:
-    """The lowest compute capability for which the same attention kernels allocate the same.
-
-    So that steps are traced once for all of them: what matters is shared memory, which 8.0 and 9.0 to 11 have
-    much of, and 8.6, 8.9 and 12 little.
-    """
-    if capability == (8, 0) or (9, 0) <= capability < (12, 0):
-        return 8, 0
-    if (8, 8) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1):
-        return 8, 6
-    return capability
 
 
 @dataclass(frozen=True, kw_only=True)

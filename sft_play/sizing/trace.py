@@ -13,6 +13,7 @@ from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.machine.collector import collector_off
 from sft_play.model.architecture import setting
 from sft_play.model.attention_choice import has_sinks
+from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.load import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
@@ -95,15 +96,10 @@ def _target_device(spec: StepSpec) -> Any:
         return simulate_cuda(
             spec.longest_sequence,
             spec.compute_capability,
-            flash=is_flash(spec),
+            windows=ATTENTIONS[spec.attention].windows,
             joined=varlen_attention(spec),
         )
     return simulate_cpu()
-
-
-def is_flash(spec: StepSpec) -> bool:
-    """Whether the attention kernel is that of the FlashAttention package."""
-    return spec.attention.startswith("flash")
 
 
 def has_window(config: "PretrainedConfig", tokens: int) -> bool:
@@ -121,7 +117,7 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
     """
     if takes_one_call(config, spec):
         return False
-    if has_window(config, spec.longest_sequence) and not is_flash(spec):
+    if has_window(config, spec.longest_sequence) and not ATTENTIONS[spec.attention].windows:
         return True
     text = config.get_text_config()
     parts = [setting(text, f"qk_{part}_head_dim") or 0 for part in ("nope", "rope")]

@@ -383,7 +383,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
 
 def _collator(job: Job, batches: MicroBatches) -> Collator:
     if job.plan.padding_free:
-        return joined_micro_batches(batches.rows, flash=job.plan.attention.startswith("flash"))
+        return joined_micro_batches(batches.rows, job.plan.attention)
     return padded_micro_batches(batches.rows, job.tokenizer.pad_token_id)
 
 

@@ -17,7 +17,7 @@ FLOORS = [
     ["__init__", "errors", "files", "fingerprints", "screen", "secrets", "units"],
     ["config", "cache", "manifest"],
     ["plan", "runlog"],
-    ["machine", "model.files", "hub", "libraries", "report.progress"],
+    ["machine", "model.files", "model.attention_table", "hub", "libraries", "report.progress"],
     ["data.nesting", "data.limits", "data.chat", "data.formats", "data.packing", "data.batching", "data.reading", "data.splits",
      "data.store", "data.template", "data.workers", "data.json_rows", "data.raw_text", "data.row", "data.sections",
      "data.warnings"],

@@ -184,14 +184,14 @@ def test_one_call_for_joined_sequences_gives_what_a_call_for_each_does(monkeypat
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "dropout", "supported"),
     [
-        ((8, 0), torch.bfloat16, 128, 0.0, True),
-        ((12, 0), torch.float16, 64, 0.0, True),
-        ((7, 5), torch.float16, 64, 0.0, False),  # no flash kernel
-        ((9, 0), torch.float32, 64, 0.0, False),
-        ((9, 0), torch.bfloat16, 64, 0.1, False),  # the call does not drop out
-        ((9, 0), torch.bfloat16, 84, 0.0, False),  # nor does it pad heads
-        ((8, 9), torch.bfloat16, 208, 0.0, False),  # too little shared memory
+        ((8, 0), "bfloat16", 128, 0.0, True),
+        ((12, 0), "float16", 64, 0.0, True),
+        ((7, 5), "float16", 64, 0.0, False),  # no flash kernel
+        ((9, 0), "float32", 64, 0.0, False),
+        ((9, 0), "bfloat16", 64, 0.1, False),  # the call does not drop out
+        ((9, 0), "bfloat16", 84, 0.0, False),  # nor does it pad heads
+        ((8, 9), "bfloat16", 208, 0.0, False),  # too little shared memory
     ],
 )
 def test_one_call_serves_joined_sequences_where_flash_runs(capability, dtype, head_dim, dropout, supported):
-    assert attention.varlen_supports(capability, dtype, head_dim, dropout) == supported
+    assert attention.JOINED.takes(capability, dtype, head_dim, dropout=dropout) == supported

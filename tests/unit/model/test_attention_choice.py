@@ -1,5 +1,7 @@
 """Which attention implementation a run uses."""
 
+from typing import get_args
+
 import pytest
 import torch
 from transformers import (
@@ -16,11 +18,18 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+from transformers.utils import import_utils
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import ConfigError
-from sft_play.model import attention, attention_choice
+from sft_play.model import attention
 from sft_play.model.attention_choice import choose_attention, joins_rows
+from sft_play.model.attention_table import ATTENTIONS
+
+
+def test_the_table_has_a_row_for_each_value_of_the_setting():
+    allowed = ModelConfig.model_fields["attention"].annotation
+    assert {*ATTENTIONS, "auto"} == set(get_args(allowed))
 
 
 def test_attention_is_chosen_by_what_the_model_can():
@@ -47,14 +56,14 @@ def test_the_newest_package_that_is_made_for_the_gpu_is_taken(
     monkeypatch, capability, flash_3, flash_2, expected
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_choice, "is_flash_attn_3_available", lambda kernels_fallback_ok: flash_3)
-    monkeypatch.setattr(attention_choice, "is_flash_attn_2_available", lambda: flash_2)
+    monkeypatch.setattr(import_utils, "is_flash_attn_3_available", lambda kernels_fallback_ok: flash_3)
+    monkeypatch.setattr(import_utils, "is_flash_attn_2_available", lambda: flash_2)
     assert choose_attention("auto", LlamaConfig(), "cuda", capability) == expected
 
 
 def test_a_model_that_flash_attention_does_not_know_gets_another(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_choice, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(import_utils, "is_flash_attn_2_available", lambda: True)
     assert choose_attention("auto", DogeConfig(), "cuda", (8, 0)) == "sdpa"
     with pytest.raises(
         ConfigError, match="model.attention=flash_attention_2: DogeForCausalLM does not support"

@@ -14,18 +14,19 @@ from transformers import GPT2Config, MistralConfig
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
 from sft_play.machine.catalogue import SPECS_FILE, find_specs
-from sft_play.model.attention import flash_supports
+from sft_play.model import attention_table
+from sft_play.model.attention import type_name
+from sft_play.model.attention_table import EFFICIENT, FLASH, fused_kernel, same_kernels
 from sft_play.sizing.attention_kernels import (
-    EfficientAttention,
-    _efficient_workspace,
+    FusedAttention,
+    _call_of,
     attention_sentence,
-    choose_kernel,
     cuda_attention,
     takes_one_call,
     varlen_attention,
 )
 from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
-from sft_play.sizing.step import StepSpec, same_kernels
+from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import trace_step
 
 T4, V100, A100, RTX_4090, H100 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0)
@@ -33,9 +34,10 @@ HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 
 
 def choose(capability, dtype=HALF, *, head_dim=128, grouped=False, masked=False, dropout=0.0):
-    return choose_kernel(
-        capability, dtype, head_dim=head_dim, grouped=grouped, masked=masked, dropout=dropout
+    kernel = fused_kernel(
+        capability, type_name(dtype), head_dim, grouped=grouped, masked=masked, dropout=dropout
     )
+    return {FLASH: "flash", EFFICIENT: "efficient", None: "math"}[kernel]
 
 
 def capability_of(name):
@@ -94,7 +96,8 @@ def efficient(capability, dtype, head_dim, *, tokens=256, heads=4):
     def attend():
         shape = (1, heads, tokens, head_dim)
         inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
-        return EfficientAttention.apply(*inputs, None, capability)
+        call = _call_of(*inputs[:2], capability, longest=tokens, sequence_tokens=tokens)
+        return FusedAttention.apply(*inputs, None, EFFICIENT, call)
 
     return blocks_of(attend)
 
@@ -128,7 +131,7 @@ def test_softmax_in_fp32_copies_only_bf16_and_its_backward_makes_a_product(dtype
         x = torch.empty((64, 64), dtype=dtype, requires_grad=True)
         return torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32)
 
-    with simulate_cuda(64, T4, flash=False):
+    with simulate_cuda(64, T4, windows=False):
         with FakeTensorMode():
             recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
             with recorder:
@@ -189,12 +192,18 @@ def test_gpus_that_share_a_trace_run_the_same_kernels_with_the_same_workspace(ca
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (64, 96, 120, 128, 192, 200, 224, 256):
             query = torch.empty(1, 4, 300, head_dim, dtype=dtype, device="meta")
-            assert _efficient_workspace(query, capability) == _efficient_workspace(query, shared)
+            calls = [
+                _call_of(query, query, gpu, longest=300, sequence_tokens=300) for gpu in (capability, shared)
+            ]
+            assert EFFICIENT.workspace(calls[0]) == EFFICIENT.workspace(calls[1])
+            assert EFFICIENT.row_products(calls[0]) == EFFICIENT.row_products(calls[1])
             for flags in itertools.product([False, True], [False, True], [0.0, 0.1]):
                 grouped, masked, dropout = flags
                 asked = {"head_dim": head_dim, "grouped": grouped, "masked": masked, "dropout": dropout}
-                assert choose_kernel(capability, dtype, **asked) == choose_kernel(shared, dtype, **asked)
-            assert flash_supports(capability, dtype, head_dim) == flash_supports(shared, dtype, head_dim)
+                assert choose(capability, dtype, **asked) == choose(shared, dtype, **asked)
+            name = type_name(dtype)
+            joined = attention_table.JOINED
+            assert joined.takes(capability, name, head_dim) == joined.takes(shared, name, head_dim)
 
 
 MISTRAL = dict(

@@ -138,7 +138,7 @@ def head_peaks(tokens, hidden, vocabulary, *, trained, whole) -> tuple[int, int]
 
     from sft_play.sizing.kernels import simulate_cuda
 
-    with FakeTensorMode(), simulate_cuda(tokens, (8, 0), flash=False):
+    with FakeTensorMode(), simulate_cuda(tokens, (8, 0), windows=False):
         recorder = SymbolicRecorder(cuda=True, supervised=tokens, eval_supervised=tokens)
         with few_tiles(recorder), recorder:
             weight = torch.empty((vocabulary, hidden), dtype=torch.bfloat16, requires_grad=trained)
