@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.nesting import require_shallow
 from sft_play.data.reading import Row
+from sft_play.data.rows import require_shallow
 from sft_play.errors import DataError
 
 Message = dict[str, Any]

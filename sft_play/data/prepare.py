@@ -24,7 +24,7 @@ from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert, detect_format
 from sft_play.data.raw_text import BLOCK_TOKENS
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, open_source, read_rows
-from sft_play.data.row import Row
+from sft_play.data.rows import Row
 from sft_play.data.splits import PART_SCHEMA, SPLITS, TEXTS, Part, write_splits
 from sft_play.data.template import check_template, split_markers, split_warning, use_template
 from sft_play.data.warnings import data_warnings

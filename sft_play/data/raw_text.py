@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from sft_play.data.chat import IGNORED, Chat, Tokens
 from sft_play.data.formats import Conversation
-from sft_play.data.sections import sections
+from sft_play.data.reading import sections
 from sft_play.data.store import token_lists
 
 BLOCK_TOKENS = 2048  # length of rows of raw text if model.max_seq_len is auto

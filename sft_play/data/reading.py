@@ -10,15 +10,12 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.data.json_rows import read_json, read_jsonl
-from sft_play.data.nesting import require_shallow
-from sft_play.data.row import Row, utf8
-from sft_play.data.sections import sections
+from sft_play.data.rows import Row, read_json, read_jsonl, require_shallow, utf8
 from sft_play.errors import DataError
 from sft_play.hub import limit_network
 from sft_play.units import counted
@@ -34,6 +31,7 @@ HUB_NAME = re.compile(
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 BLOCK_BYTES = 1 << 20
+SECTION_CHARACTERS = 1 << 15  # of long text: neither reading nor tokenizing needs memory for all of it
 
 
 @dataclass(frozen=True)
@@ -183,6 +181,33 @@ def read_rows(source: Source, limit: int | None = None, notes: Counter[str] | No
     for file in source.files:
         reader = readers.get(file.suffix.lower(), read_jsonl)
         yield from itertools.islice(reader(file, notes), limit)
+
+
+def sections(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Text that comes in blocks, in sections, each with whether it is the last; blank ones are left out.
+
+    A section ends at a line break, or at a space if a line is longer than a section.
+    """
+    held = None
+    for section in _cut(blocks):
+        if section.strip():
+            if held is not None:
+                yield held, False
+            held = section
+    if held is not None:
+        yield held, True
+
+
+def _cut(blocks: Iterable[str]) -> Iterator[str]:
+    text = ""
+    for block in blocks:
+        text += block
+        while len(text) > SECTION_CHARACTERS:
+            end = text.rfind("\n", 0, SECTION_CHARACTERS) + 1 or text.rfind(" ", 1, SECTION_CHARACTERS)
+            end = end if end > 0 else SECTION_CHARACTERS
+            yield text[:end]
+            text = text[end:]
+    yield text
 
 
 def _read_text(file: Path, notes: Counter[str]) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft_play.config.schema import TrainConfig
-from sft_play.data.packing import pack
+from sft_play.data.batching import pack
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.units import counted

@@ -8,8 +8,14 @@ import numpy as np
 from sft_play.cache import recall, remember
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
-from sft_play.data.batching import Share, make_schedule, padded_length, row_weights, rows_per_epoch
-from sft_play.data.packing import pack_shares
+from sft_play.data.batching import (
+    Share,
+    make_schedule,
+    pack_shares,
+    padded_length,
+    row_weights,
+    rows_per_epoch,
+)
 from sft_play.data.reading import fingerprint, open_source
 from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError

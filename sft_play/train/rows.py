@@ -14,10 +14,10 @@ from sft_play.data.batching import (
     deal,
     deal_alike,
     make_schedule,
+    pack_shares,
     padded_length,
 )
 from sft_play.data.chat import IGNORED
-from sft_play.data.packing import pack_shares
 from sft_play.data.store import column_of, count_supervised
 from sft_play.job import Job
 from sft_play.plan import Plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft_play.data.packing import pack
+from sft_play.data.batching import pack
 from sft_play.train.trainer import train
 from tests.conftest import VOCABULARY, token_rows
 from tests.integration.jobs import SEQ, losses, make_job

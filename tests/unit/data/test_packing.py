@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from sft_play.data.packing import pack
+from sft_play.data.batching import pack
 
 
 def test_example_of_the_docstring():

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.data import sections as sections_module
+from sft_play.data import reading
 from sft_play.data.chat import IGNORED
 from sft_play.data.prepare import block_tokens, prepare
-from sft_play.data.reading import open_source, read_rows
-from sft_play.data.sections import sections
+from sft_play.data.reading import open_source, read_rows, sections
 from sft_play.errors import ConfigError, DataError
 
 WORDS = "What is two plus three? It is five. Hello there, friend!"
@@ -62,7 +61,7 @@ def test_a_tokenizer_that_writes_begin_and_end_tokens_writes_them_once_a_documen
 
     from tokenizers.processors import TemplateProcessing
 
-    monkeypatch.setattr(sections_module, "SECTION_CHARACTERS", 60)
+    monkeypatch.setattr(reading, "SECTION_CHARACTERS", 60)
     raw = deepcopy(byte_tokenizer)
     ids = {token: raw.token_to_id(token) for token in ("<s>", "</s>")}
     raw.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=list(ids.items()))
@@ -110,7 +109,7 @@ def test_auto_cuts_raw_text_at_2048_tokens_or_at_what_the_model_supports(write_r
 
 
 def test_sections_end_at_lines_or_words_and_lose_nothing(monkeypatch):
-    monkeypatch.setattr(sections_module, "SECTION_CHARACTERS", 50)
+    monkeypatch.setattr(reading, "SECTION_CHARACTERS", 50)
     text = "\n".join(f"{'word ' * (number % 23)}{number}" for number in range(60)) + "x" * 170
     for size in (7, 1000, len(text)):
         blocks = [text[start : start + size] for start in range(0, len(text), size)]
@@ -134,7 +133,7 @@ def test_a_folder_of_text_files_is_read_with_the_folders_below_it(tmp_path):
 
 
 def test_a_long_file_is_read_in_sections_that_know_their_line(tmp_path, run, monkeypatch, make_tokenizer):
-    monkeypatch.setattr(sections_module, "SECTION_CHARACTERS", 100)
+    monkeypatch.setattr(reading, "SECTION_CHARACTERS", 100)
     file = tmp_path / "book.txt"
     text = "".join(f"{number} {WORDS}\n" for number in range(30))
     file.write_text(text)

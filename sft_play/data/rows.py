@@ -1,20 +1,78 @@
-"""JSON files -> raw rows: one object a line (streamed), or an array (loaded as one string)."""
+"""Raw rows, and JSON files -> raw rows: one object a line (streamed), or an array (loaded as one string)."""
 
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.nesting import require_shallow
-from sft_play.data.row import Row, utf8
 from sft_play.errors import DataError
 
+MAX_DEPTH = 100  # lists and objects inside each other; deeper rows cannot be written or rendered later
 UTF8_BOM = b"\xef\xbb\xbf"
 WHITESPACE = re.compile(r"\s*")
 ARRAY_START = re.compile(r'\s*(?:\{\s*"data"\s*:\s*)?\[')
+
+
+@dataclass(frozen=True)
+class Row:
+    """One raw row; `line` is 1-based (for Parquet files and Hub datasets it is the row number).
+
+    A row of a text file may be a section of a document: `begins` and `ends` say whether it is the first and
+    the last.
+    """
+
+    data: dict[str, Any]
+    file: str
+    line: int
+    begins: bool = True
+    ends: bool = True
+
+    @property
+    def where(self) -> str:
+        """`file:line`, which editors can jump to."""
+        return f"{self.file}:{self.line}"
+
+
+def utf8(raw: bytes, where: str, offset: int) -> str:
+    """The text of bytes that start at `offset` of a file.
+
+    Raises:
+        DataError: they are not UTF-8; names the first wrong byte.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {raw[error.start]:#04x} at offset {offset + error.start} is not UTF-8"
+        ) from None
+
+
+def require_shallow(value: Any, text: str) -> Any:
+    """The value that was decoded from a JSON `text`.
+
+    Raises:
+        ValueError: it is nested more than MAX_DEPTH levels deep.
+    """
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        level = inner
+    return any(isinstance(item, (dict, list)) for item in level)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
