@@ -2,7 +2,10 @@
 
 Autograd differentiates each small operation of theirs by itself and keeps what each of them needs. Here both
 are one function with a backward pass of its own, which keeps little and computes in place. Most decoders in
-transformers have a copy of Llama's code, so modules are found by their code, whatever the architecture.
+transformers have a copy of Llama's code; a test compares each one that is listed here with its original.
+
+On a CPU a step takes less time (benchmarks/results/adapter_step_cpu.json). GPUs compute so too, where it has
+not been measured.
 """
 
 from collections.abc import Sequence
@@ -11,52 +14,103 @@ from typing import Any
 
 import torch
 
+# The classes with Llama's code, by family: norms, and attention that rotates queries and keys.
+LIKE_LLAMA: dict[str, tuple[str, ...]] = {
+    "apertus": ("ApertusRMSNorm", "ApertusAttention"),
+    "arcee": ("ArceeRMSNorm", "ArceeAttention"),
+    "bamba": ("BambaRMSNorm",),
+    "bitnet": ("BitNetRMSNorm", "BitNetAttention"),
+    "deepseek_v2": ("DeepseekV2RMSNorm",),
+    "deepseek_v3": ("DeepseekV3RMSNorm", "DeepseekV3Attention"),
+    "deepseek_v32": ("DeepseekV32RMSNorm",),
+    "dots1": ("Dots1RMSNorm", "Dots1Attention"),
+    "ernie4_5": ("Ernie4_5RMSNorm",),
+    "ernie4_5_moe": ("Ernie4_5_MoeRMSNorm",),
+    "exaone4": ("Exaone4RMSNorm", "Exaone4Attention"),
+    "falcon": ("FalconAttention",),
+    "falcon_h1": ("FalconH1RMSNorm", "FalconH1Attention"),
+    "falcon_mamba": ("FalconMambaRMSNorm",),
+    "gemma": ("GemmaAttention",),
+    "gemma2": ("Gemma2Attention",),
+    "gemma3": ("Gemma3Attention",),
+    "glm": ("GlmRMSNorm",),
+    "glm4": ("Glm4RMSNorm",),
+    "glm4_moe": ("Glm4MoeRMSNorm",),
+    "glm4_moe_lite": ("Glm4MoeLiteRMSNorm", "Glm4MoeLiteAttention"),
+    "granite": ("GraniteRMSNorm", "GraniteAttention"),
+    "granitemoe": ("GraniteMoeRMSNorm", "GraniteMoeAttention"),
+    "granitemoehybrid": ("GraniteMoeHybridRMSNorm", "GraniteMoeHybridAttention"),
+    "granitemoeshared": ("GraniteMoeSharedRMSNorm", "GraniteMoeSharedAttention"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1RMSNorm", "HunYuanDenseV1Attention"),
+    "hunyuan_v1_moe": ("HunYuanMoEV1RMSNorm", "HunYuanMoEV1Attention"),
+    "jamba": ("JambaRMSNorm",),
+    "kimi_linear": ("KimiLinearRMSNorm",),
+    "lfm2": ("Lfm2RMSNorm", "Lfm2Attention"),
+    "lfm2_moe": ("Lfm2MoeRMSNorm", "Lfm2MoeAttention"),
+    "llama": ("LlamaRMSNorm", "LlamaAttention"),
+    "mamba": ("MambaRMSNorm",),
+    "mamba2": ("Mamba2RMSNorm",),
+    "minicpm3": ("MiniCPM3RMSNorm", "MiniCPM3Attention"),
+    "minimax": ("MiniMaxRMSNorm", "MiniMaxAttention"),
+    "minimax_m2": ("MiniMaxM2RMSNorm",),
+    "ministral": ("MinistralRMSNorm", "MinistralAttention"),
+    "ministral3": ("Ministral3RMSNorm", "Ministral3Attention"),
+    "mistral": ("MistralRMSNorm", "MistralAttention"),
+    "mistral4": ("Mistral4RMSNorm", "Mistral4Attention"),
+    "mixtral": ("MixtralRMSNorm", "MixtralAttention"),
+    "mllama": ("MllamaTextRMSNorm", "MllamaTextSelfAttention"),
+    "olmoe": ("OlmoeRMSNorm", "OlmoeAttention"),
+    "phi": ("PhiAttention",),
+    "phi3": ("Phi3RMSNorm",),
+    "phimoe": ("PhimoeAttention",),
+    "qwen2": ("Qwen2RMSNorm", "Qwen2Attention"),
+    "qwen2_5_vl": ("Qwen2_5_VLRMSNorm", "Qwen2_5_VLAttention"),
+    "qwen2_moe": ("Qwen2MoeRMSNorm", "Qwen2MoeAttention"),
+    "qwen2_vl": ("Qwen2VLRMSNorm", "Qwen2VLAttention"),
+    "qwen3": ("Qwen3RMSNorm", "Qwen3Attention"),
+    "qwen3_moe": ("Qwen3MoeRMSNorm", "Qwen3MoeAttention"),
+    "qwen3_vl": ("Qwen3VLTextRMSNorm", "Qwen3VLTextAttention"),
+    "qwen3_vl_moe": ("Qwen3VLMoeTextRMSNorm", "Qwen3VLMoeTextAttention"),
+    "seed_oss": ("SeedOssRMSNorm", "SeedOssAttention"),
+    "smollm3": ("SmolLM3RMSNorm", "SmolLM3Attention"),
+    "solar_open": ("SolarOpenRMSNorm", "SolarOpenAttention"),
+    "stablelm": ("StableLmAttention",),
+    "starcoder2": ("Starcoder2Attention",),
+    "zamba2": ("Zamba2RMSNorm", "Zamba2Attention"),
+}
+
 
 def speed_up(model: torch.nn.Module) -> None:
-    """Lets the modules with Llama's code compute in fewer passes; leaves all others as they are.
+    """Lets the listed modules compute in fewer passes; leaves all others as they are.
 
     Args:
         model: of transformers, without adapters.
     """
-    ours: dict[Any, Any] = dict.fromkeys(map(type, model.modules()))
-    for kind in ours:
-        ours[kind] = _our_forward(kind.forward)
+    ours = {kind: _our_forward(kind) for kind in set(map(type, model.modules()))}
     for module in model.modules():
         if forward := ours[type(module)]:
             module.forward = MethodType(forward, module)
 
 
-def _our_forward(stock: Any) -> Any:
-    """What to put in the place of a module's forward pass; None for those that stay."""
-    from transformers.models.llama import modeling_llama as llama
-
-    if _instructions(stock) == _instructions(llama.LlamaRMSNorm.forward):
-        return _norm_forward
-    names = getattr(stock, "__globals__", {})
-    if any(
-        _instructions(names.get(part)) != _instructions(getattr(llama, part))
-        for part in ("apply_rotary_pos_emb", "rotate_half")
-    ):
+def _our_forward(kind: type) -> Any:
+    """What to put in the place of the forward pass of a module of this class; None for those that stay."""
+    family = kind.__module__.rpartition(".modeling_")[2]
+    if kind.__module__ != module_of(family) or kind.__name__ not in LIKE_LLAMA.get(family, ()):
         return None
-    return _with_globals(stock, apply_rotary_pos_emb=rotated)
+    forward: Any = kind.forward  # type: ignore[attr-defined]
+    return _norm_forward if kind.__name__.endswith("RMSNorm") else _with_our_rotation(forward)
 
 
-def _instructions(function: Any) -> tuple | None:
-    """What a function does, without its docstring and annotations; None if it is not one in Python."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return None
-    constants = [repr(constant) for constant in code.co_consts if constant != function.__doc__]
-    return code.co_code, code.co_names, code.co_varnames, constants, function.__defaults__
+def module_of(family: str) -> str:
+    """The module of transformers with the layers of a family of models."""
+    return f"transformers.models.{family}.modeling_{family}"
 
 
-def _with_globals(function: FunctionType, **names: Any) -> FunctionType | None:
-    """The same function with other values of these global names; None if it does not use them."""
-    code = function.__code__
-    if not set(names).issubset(code.co_names):
-        return None
-    copy = FunctionType(code, function.__globals__ | names, None, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
+def _with_our_rotation(forward: FunctionType) -> FunctionType:
+    """The same function with another `apply_rotary_pos_emb`; others that call that one are not touched."""
+    names = forward.__globals__ | {"apply_rotary_pos_emb": rotated}
+    copy = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from importlib import import_module
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from benchmarks.miniatures import miniature
 from benchmarks.random_models import random_base, stock_forwards
 from benchmarks.small_models import TALL, small_config
 from sft_play.model import layer_forward
+from sft_play.model.layer_forward import LIKE_LLAMA, module_of
 from sft_play.sizing.recorder import AllocationRecorder
 
 SHAPE = TALL | {"layers": 2, "vocabulary": 100}
 CPU = torch.device("cpu")
+TOKENS, SIZE = 6, 64
+ROUNDINGS = SIZE * torch.finfo(torch.float32).eps  # of sums over SIZE values, the longest there are
 
 
 def base(config, *, stock: bool, dtype: str = "float32"):
@@ -60,6 +64,52 @@ def test_a_step_is_that_of_transformers(family, how):
     near = 0.03 if how.get("autocast") else 2e-6  # bf16 has three digits
     assert our_loss == pytest.approx(float(loss), rel=near)
     assert (ours - theirs).norm() < near * theirs.norm()
+
+
+def results(compute, *inputs):
+    """What a function returns, and the gradients of its inputs and of the parameters that it has."""
+    inputs = [each.clone().requires_grad_() for each in inputs]
+    out = compute(*inputs)
+    out = torch.cat([each.flatten() for each in out]) if isinstance(out, tuple) else out.flatten()
+    (out * torch.linspace(-1, 1, len(out))).sum().backward()
+    parameters = compute.parameters() if isinstance(compute, torch.nn.Module) else ()
+    return [out.detach(), *(each.grad for each in (*inputs, *parameters))]
+
+
+def norms(kind):
+    """Results of a norm, and of the same one with our forward pass."""
+    theirs = kind(SIZE)
+    torch.nn.init.normal_(theirs.weight, 1, 0.3)
+    ours = copy.deepcopy(theirs)
+    layer_forward.speed_up(ours)
+    assert replaced(ours) == ["_norm_forward"]
+    x = torch.randn(TOKENS, SIZE)
+    return results(theirs, x), results(ours, x)
+
+
+def rotations(kind):
+    """Results of what an attention rotates queries and keys with, and of what it calls in our forward pass."""
+    ours = layer_forward._our_forward(kind)
+    assert "apply_rotary_pos_emb" in ours.__code__.co_names
+    heads = torch.randn(1, 4, TOKENS, SIZE), torch.randn(1, 2, TOKENS, SIZE)
+    angles = torch.randn(2, 1, TOKENS, SIZE)
+
+    def rotate(names):
+        return results(lambda q, k: names["apply_rotary_pos_emb"](q, k, *angles), *heads)
+
+    return rotate(kind.forward.__globals__), rotate(ours.__globals__)
+
+
+def test_each_listed_class_computes_what_its_original_does():
+    torch.manual_seed(0)
+    wrong = []
+    for family, names in LIKE_LLAMA.items():
+        for kind in (getattr(import_module(module_of(family)), name) for name in names):
+            both = norms(kind) if kind.__name__.endswith("RMSNorm") else rotations(kind)
+            errors = [(our - their).abs().max() / their.abs().max() for their, our in zip(*both, strict=True)]
+            if max(errors) > ROUNDINGS:
+                wrong.append(f"{kind.__name__}: {max(errors):.1e}")
+    assert not wrong, f"other values than in transformers: {', '.join(wrong)}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
