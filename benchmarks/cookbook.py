@@ -6,11 +6,11 @@ from typing import Any
 
 from sft_play.cache import cache_dir
 from sft_play.config.load import config_from
+from sft_play.config.methods import METHODS
 from sft_play.machine.gpus import what_if
 from sft_play.model.published import planning_config
 from sft_play.planning.cards import MODES, plans_by_mode
 from sft_play.planning.facts import DataFacts
-from sft_play.report.plan import MODES as METHODS
 from sft_play.runlog import console, quiet_libraries
 from sft_play.units import GIB
 
@@ -92,7 +92,7 @@ def page(rows: Iterable[dict[tuple[str, int], list[str]]]) -> str:
         parts.append(
             f"## {f'{gpus} x ' if gpus > 1 else ''}{name} ({memory:.0f} GiB{' each' if gpus > 1 else ''})\n"
         )
-        parts.append(line(["model", *(METHODS[mode] for mode in MODES)]))
+        parts.append(line(["model", *(METHODS[mode].removesuffix(" fine-tuning") for mode in MODES)]))
         parts.append(line(["---"] * (1 + len(MODES))))
         parts += [line(row[name, gpus]) for row in found]
         parts.append("")

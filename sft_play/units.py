@@ -6,6 +6,8 @@
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # train.mixed_precision -> the type it computes in
+SIXTEEN_BIT = tuple(AUTOCAST.values())
 
 
 def format_bytes(count: int) -> str:

@@ -20,12 +20,14 @@ from benchmarks.evidence.runs import Head, Run
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
 from sft_play.model import attention
+from sft_play.model.attention import type_name
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
 from sft_play.sizing.optimizers import optimizer_state
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 from sft_play.sizing.trace import layer_hooks, trained_parameters
+from sft_play.units import SIXTEEN_BIT
 
 
 def trace_run(config: PretrainedConfig, run: Run, *, all_layers: bool = False) -> StepTrace:
@@ -132,7 +134,7 @@ def _upcast(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: Symbo
         recorder.begin("load", owner)
         for module in (each for each in model.modules() if owners[each] == owner):
             for parameter in module.parameters(recurse=False):
-                if parameter.dtype in attention.SIXTEEN_BIT and id(parameter) not in done:
+                if type_name(parameter.dtype) in SIXTEEN_BIT and id(parameter) not in done:
                     done.add(id(parameter))
                     upcast = parameter.data.float()
                     recorder.add(upcast, "weights")

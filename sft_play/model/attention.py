@@ -27,7 +27,6 @@ from sft_play.errors import ConfigError
 from sft_play.model.attention_table import FLASH, JOINED, NAME, Capability
 
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 SINK_WIDTH = 8  # columns that a sink adds to heads, since fused kernels want multiples of 8
 
 

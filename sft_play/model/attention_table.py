@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.units import BYTES_PER_ELEMENT
+from sft_play.units import BYTES_PER_ELEMENT, SIXTEEN_BIT
 
 Capability = tuple[int, int]  # compute capability of a GPU, e.g. (8, 0)
 Span = tuple[Capability, Capability]  # of compute capabilities: from the first, before the second
-SIXTEEN_BIT = ("bfloat16", "float16")
 NAME = "varlen_sdpa"
 
 FIRST, LAST = (5, 0), (99, 0)

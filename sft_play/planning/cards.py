@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine, what_if
@@ -25,7 +26,7 @@ CARDS = (
     "H100 80GB",
     "H200",
 )
-MODES = ("full", "lora", "qlora")
+MODES = tuple(METHODS)
 
 
 def with_mode(config: RunConfig, mode: str) -> RunConfig:

@@ -9,6 +9,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
+from sft_play.units import AUTOCAST
 
 # (split, optimizer steps of the run) -> the most tokens, and the most supervised tokens, of a micro-batch
 LargestMicroBatch = Callable[[BatchSplit, int], tuple[int, int]]
@@ -35,7 +36,7 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, str, str]:
     if dtype == "auto" and (device.kind == "cpu" or config.tuning.mode == "full"):
         chosen = "float32"
     elif dtype == "auto":
-        chosen = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, "float32")
+        chosen = AUTOCAST.get(precision, "float32")
     if config.tuning.mode == "full" and chosen == "float16":
         raise ConfigError(
             "model.dtype=float16 with tuning.mode=full: small weight updates are lost in fp16; "

@@ -26,7 +26,7 @@ from sft_play.report.progress import spinner
 from sft_play.runlog import console
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
-SIXTEEN_BIT = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
+BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
 FORMAT = 3  # increase it when devices must be measured again
 
 
@@ -79,7 +79,7 @@ def saved_profile(
     found = None if again else read_profile(name, threads)
     if found is not None and found.busy >= BUSY and _is_idle():
         found = None
-    if found is not None and (SIXTEEN_BIT in found.products or not sixteen_bit):
+    if found is not None and (BF16 in found.products or not sixteen_bit):
         return found
     with importing_libraries():  # torch among them
         from sft_play.planning import profiling
@@ -110,7 +110,7 @@ def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
     """
     dtype, autocast, _ = choose_precision(config, training_device(machine))
     try:
-        saved_profile(machine, processes, sixteen_bit=dtype == SIXTEEN_BIT or autocast == "bf16")
+        saved_profile(machine, processes, sixteen_bit=dtype == BF16 or autocast == "bf16")
     except LaunchError as error:
         console().print(f"  [yellow]{error}[/]")
 
@@ -128,7 +128,7 @@ def profile_of(machine: Machine, speed: Speed, processes: int) -> DeviceProfile 
     """
     name, threads = device_name(machine), training_threads(machine, processes)
     found = read_profile(name, threads)
-    if processes > 1 and not machine.gpus and (found is None or SIXTEEN_BIT not in found.products):
+    if processes > 1 and not machine.gpus and (found is None or BF16 not in found.products):
         whole = read_profile(name, training_threads(machine, 1))
         found = _completed(found, whole.shared_by(processes)) if whole else found
     if found is not None:

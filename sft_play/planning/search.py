@@ -29,7 +29,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Plan
 from sft_play.planning.sentences import batch_sentence, dealing_sentence
-from sft_play.units import format_bytes
+from sft_play.units import AUTOCAST, format_bytes
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
@@ -335,7 +335,7 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig
         found.append(("train.optimizer=adamw_8bit", lighter, plan))
     for mode in lighter_modes(tuning.mode, tuning.lora.init):
         changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.mixed_precision, plan.dtype)
+        dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
         found.append((f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)))
     for length in (plan.max_seq_len * 3 // 4, plan.max_seq_len // 2, plan.max_seq_len // 4):
         shorter = length // 64 * 64

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.inputs import asked_name, training_paths
+from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.report.tables import METRICS, MISSING, memory_line, step_line, with_perplexity
 from sft_play.units import format_count, format_duration
@@ -14,7 +15,6 @@ FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
 NOT_EVALUATED: Mapping[str, Mapping[str, Any]] = {}
-METHODS = {"lora": "LoRA", "qlora": "QLoRA (adapters on a 4-bit base)", "full": "full fine-tuning"}
 
 
 def model_card(

@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from sft_play.config.methods import METHODS
 from sft_play.screen import LEAST_NAMES, Command, Facts, Words
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
-METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableType:

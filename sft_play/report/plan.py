@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sft_play.config.methods import METHODS
 from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
-MODES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 SHOWN = 6  # micro-batches of the chosen kind
 ENGINES = {"none": "one process", "ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
@@ -221,7 +221,8 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
 def cards_report(tree: Mapping[str, Any]) -> RenderableType:
     """What a model would be like on common GPUs, from `plans_by_card`; fits in 80 columns."""
     modes = list(tree["cards"][0]["plans"])
-    heads = [f"{MODES[mode]}\n{what}" for mode in modes for what in ("tokens/s", "GiB")]
+    names = [METHODS[mode].removesuffix(" fine-tuning") for mode in modes]
+    heads = [f"{name}\n{what}" for name in names for what in ("tokens/s", "GiB")]
     table = columns("GPU", "GiB", *heads)
     for row in tree["cards"]:
         cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan)]

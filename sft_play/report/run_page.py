@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.methods import METHODS
 from sft_play.config.resolved import Setting
-from sft_play.report.card import METHODS, public_name, without_folders
+from sft_play.report.card import public_name, without_folders
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.harness import harness_rows
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text

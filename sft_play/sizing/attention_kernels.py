@@ -15,9 +15,9 @@ from sft_play.model.attention_choice import has_sinks
 from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Capability, Kernel, fused_kernel
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
-from sft_play.sizing.step import SIXTEEN_BIT as AUTOCAST
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
+from sft_play.units import AUTOCAST
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -24,12 +24,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sft_play.errors import ConfigError
-from sft_play.model.attention import SIXTEEN_BIT
+from sft_play.model.attention import type_name
 from sft_play.model.attention_table import Capability
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import AllocationRecorder, counted
 from sft_play.sizing.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
+from sft_play.units import SIXTEEN_BIT
 
 # CUDA autocast casts the inputs of the first group to fp32, and only the result of the second one; CPU
 # autocast does neither.
@@ -223,11 +224,11 @@ def _run_backward(loss: torch.Tensor) -> None:
 
 
 def _is_sixteen_bit(args: Sequence[Any]) -> bool:
-    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype in SIXTEEN_BIT
+    return bool(args) and isinstance(args[0], torch.Tensor) and type_name(args[0].dtype) in SIXTEEN_BIT
 
 
 def _as_float(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in SIXTEEN_BIT else value
+    return value.float() if _is_sixteen_bit((value,)) else value
 
 
 def _cuda_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:

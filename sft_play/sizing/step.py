@@ -10,12 +10,11 @@ from sft_play.data.batching import padded_length
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.model.attention_table import same_kernels
 from sft_play.plan import Plan
-from sft_play.units import BYTES_PER_ELEMENT
+from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 
 # Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of loss_head.py
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
 SHARES = 20  # the supervised share is rounded up to a twentieth, so that few traces serve all micro-batches
-SIXTEEN_BIT = {"bf16": "bfloat16", "fp16": "float16"}
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
 SOURCES = tuple(PACKAGE / name for name in ("sizing", "model", "plan.py", "units.py"))
 
@@ -129,9 +128,9 @@ class StepSpec:
         )
         shape = _joined_shape if plan.padding_free else _padded_shape
         spec = replace(spec, **shape(plan, eval_shape))
-        if plan.engine == "deepspeed_z2" and plan.mixed_precision in SIXTEEN_BIT:
+        if plan.engine == "deepspeed_z2" and plan.mixed_precision in AUTOCAST:
             return replace(
-                spec, dtype=SIXTEEN_BIT[plan.mixed_precision], mixed_precision="no", cast_adapters=True
+                spec, dtype=AUTOCAST[plan.mixed_precision], mixed_precision="no", cast_adapters=True
             )
         return spec
 

@@ -24,11 +24,11 @@ from sft_play.sizing.optimizers import make_optimizer, optimizer_state
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL, StepTrace
+from sft_play.units import AUTOCAST
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PREFETCHED_BATCHES = 1  # batches that the data loader holds besides the current one
 
 
@@ -249,6 +249,6 @@ def run_step(
 def forward(model: Any, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
     """The scalar loss of a micro-batch, under autocast as with accelerate, reduced as TRL reduces it."""
     device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.mixed_precision)
-    autocast = torch.autocast(device, dtype=dtype) if dtype else nullcontext()
+    autocast = torch.autocast(device, dtype=getattr(torch, dtype)) if dtype else nullcontext()
     with autocast:
         return token_loss(model, batch)
