@@ -283,7 +283,7 @@ check-code: $(READY) ## Lint, check formatting, check types
 
 .PHONY: docs
 docs: $(READY) ## Write the generated pages, tables and the JSON schema
-	$(PY) scripts/docs.py
+	$(PY) -m scripts.docs
 
 .PHONY: cookbook
 cookbook: $(READY) ## Plan every model on every machine for the cookbook

@@ -1,15 +1,30 @@
-"""`make docs`: writes the pages that are generated, and configs/schema.json."""
+"""`make docs`: writes the pages and tables that are generated, and configs/schema.json."""
 
 import json
 from pathlib import Path
 
+from benchmarks.architectures import GUIDE, guide, read_outcomes
+from benchmarks.tables import MARKED, filled
 from sft_play.config.load import json_schema
 from sft_play.config.reference import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 
+
+def pages() -> dict[Path, str]:
+    """Each generated file and its text. The cookbook is written by `make cookbook`, which takes minutes."""
+    found = {
+        ROOT / "docs" / "reference" / "config.md": reference(),
+        ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2) + "\n",
+        GUIDE: guide(read_outcomes()),
+    }
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if MARKED.search(text):
+            found[page] = filled(text)
+    return found
+
+
 if __name__ == "__main__":
-    (ROOT / "docs" / "reference" / "config.md").write_text(reference(), encoding="utf-8")
-    (ROOT / "configs" / "schema.json").write_text(
-        json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8"
-    )
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

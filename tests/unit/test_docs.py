@@ -1,7 +1,12 @@
-"""The pages are connected: every link leads to a file, and every anchor to a heading."""
+"""The pages are connected, and those that are generated are what `make docs` writes."""
 
 import re
 from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import MARKED, TABLES, filled
+from scripts.docs import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -55,3 +60,15 @@ def sources(kind: str) -> list[Path]:
     """The files of this kind that are ours, without the results of benchmarks."""
     folders = ("sft_play", "scripts", "tests", "benchmarks", "configs")
     return [path for folder in folders for path in (ROOT / folder).rglob(f"*.{kind}")]
+
+
+def test_generated_pages_are_what_make_docs_writes():
+    stale = [str(path.relative_to(ROOT)) for path, text in pages().items() if path.read_text() != text]
+    assert not stale, f"run make docs; it changes {', '.join(stale)}"
+
+
+def test_every_table_is_on_a_page_and_an_unknown_one_is_an_error():
+    shown = {found[2] for page in PAGES for found in MARKED.finditer(page.read_text())}
+    assert shown == set(TABLES)
+    with pytest.raises(KeyError, match="no-such-table"):
+        filled("<!-- make docs: no-such-table -->\n<!-- end -->")

@@ -1,0 +1,328 @@
+"""The tables and figures of the documentation, made from benchmarks/results and the cookbook.
+
+A page holds each of them between two comments, `<!-- make docs: NAME -->` and `<!-- end -->`, where NAME is a
+key of TABLES. The pages are written by scripts/docs.py.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sft_play.cli import INTERRUPTED_BY_USER
+from sft_play.errors import SftPlayError
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+COOKBOOK = ROOT / "docs" / "reference" / "cookbook.md"
+MARKED = re.compile(r"(<!-- make docs: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CONTESTANTS = {
+    "**SFT-Play, its own plan**": ("sft-play",),
+    "SFT-Play, packed": ("sft-play packed",),
+    "bare PyTorch loop, batches of similar length": ("bare loop by length",),
+    "bare PyTorch loop, random batches": ("bare loop",),
+    "torchtune {torchtune} / packed": ("torchtune", "torchtune packed"),
+    "LitGPT {litgpt}": ("litgpt",),
+    "LLaMA-Factory {llamafactory} / neat packing": ("llama-factory", "llama-factory packed"),
+    "TRL {trl} / packed": ("trl", "trl packed"),
+}
+STARTS = {
+    "SFT-Play, empty cache": "sft-play",
+    "SFT-Play, device profile known": "sft-play, profile known",
+    "SFT-Play, the same run again": "sft-play, the same run again",
+    "bare PyTorch loop, random batches": "bare loop",
+    "bare PyTorch loop, batches of similar length": "bare loop by length",
+}
+# The start of the names of the series that were measured on a GPU.
+GPUS = {
+    "Tesla T4": "t4_",
+    "RTX 4080": "rtx4080",
+    "L40S, after a step": "l40s",
+    "A100, the loss alone": "a100_",
+}
+DIED = "`rank 1 died without reporting an error: "
+FAULTS = {
+    "raise": ("a rank raises an exception", "its traceback, or one line for a known error"),
+    "kill": ("a rank is killed (memory, `kill -9`)", DIED + "killed by SIGKILL`"),
+    "segfault": ("a rank crashes (SIGSEGV)", DIED + "killed by SIGSEGV`"),
+    "exit": ("a rank exits silently", DIED + "crashed or killed`"),
+    "sleep": ("a rank hangs in Python", "`rank 1 hangs`, with its current step and its stack"),
+    "spin": ("a rank hangs while holding the GIL", "the same"),
+    "stop": ("a rank is stopped (SIGSTOP)", "`rank 1 hangs`, with its current step, but no stack"),
+    "kill -9 of the launcher": (
+        "`accelerate launch` is killed with -9",
+        "`accelerate launch was killed by SIGKILL`",
+    ),
+    "kill -9 of the command": (
+        "the command itself is killed with -9",
+        "nothing: no process is left to report it",
+    ),
+    "torchrun raise": ("a rank raises, under torchrun", "its error message, then torchrun's summary"),
+    "torchrun sleep": ("a rank hangs, under torchrun", "the other ranks report who was last seen where"),
+}
+KILLS = {
+    "data": "preparing data",
+    "save": "saving a checkpoint",
+    "result": "saving the result",
+    "merge": "merging",
+    "ddp": "saving a checkpoint, two processes with DDP",
+    "zero2": "saving a checkpoint, two processes with ZeRO-2",
+}
+
+
+def results(name: str) -> dict[str, Any]:
+    """A file of benchmarks/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    cells = [list(head), *(list(row) for row in rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def peers() -> str:
+    """Tokens per second, padding and held-out loss of each toolkit, for both sets of rows."""
+    tree = results("peers_cpu")
+    versions = {name: packages.get(name, "") for name, packages in tree["versions"].items()}
+    versions["trl"] = tree["versions"]["project"]["trl"]
+    measured = {data: {one["contestant"]: one for one in tree["results"][data]} for data in tree["results"]}
+    rows = []
+    for name, contestants in CONTESTANTS.items():
+        cells = [name.format(**versions)]
+        for data, shown in (("gsm8k", "{loss:.3f}"), ("tailed", None)):
+            runs = [measured[data][one] for one in contestants]
+            for form in filter(None, ("{tokens_per_second:,.0f}", "{padding_share:.0%}", shown)):
+                cells.append(" / ".join(form.format(**run) for run in runs))
+        rows.append(cells)
+    head = ("", "GSM8K: tokens/s without padding", "padding", "held-out loss")
+    return table((*head, "long-tailed: tokens/s", "padding"), rows)
+
+
+def start_up() -> str:
+    """Seconds to the end of the first step."""
+    medians = results("start_up_cpu")["medians"]
+    rows = ((name, f"{medians[key]['start_up_seconds']:.1f}") for name, key in STARTS.items())
+    return table(("", "seconds to the end of the first step"), rows)
+
+
+def planner() -> str:
+    """The planner's choice in each workload, beside the fastest plan, and errors of predicted step times."""
+    rows = []
+    for one in results("planner_cpu")["summary"]:
+        figures = (f"{one['regret']:.1%}", _signed(one["error_of_chosen"], 0), f"{one['error_median']:.0%}")
+        rows.append([one["workload"], str(one["plans"]), one["chosen"], one["best"], *figures])
+    errors = ("error of its predicted seconds", "median of all plans")
+    return table(("workload", "plans", "chosen", "fastest", "slower by", *errors), rows)
+
+
+def plan_time() -> str:
+    """Seconds of the first and the second plan, medians of the rounds."""
+    rows = []
+    for name, rounds in results("plan_time")["rounds"].items():
+        seconds = [statistics.median(one[when]["seconds"] for one in rounds) for when in ("first", "again")]
+        rows.append([name, *(f"{value:.1f}" for value in seconds)])
+    return table(("model", "first plan, seconds", "the same plan again"), rows)
+
+
+def _published(start: str, kind: str) -> list[float]:
+    tree = results("evidence")
+    rows = (row for name in tree if name.startswith(f"rows_{start}") for row in tree[name])
+    return [row["errors"][kind] for row in rows if kind in row["errors"]]
+
+
+def _spread(errors: list[float]) -> str:
+    """Median of the sizes of errors and the worst with its sign."""
+    if not errors:
+        return "-"
+    return _summarized({"median": statistics.median(map(abs, errors)), "worst": max(errors, key=abs)})
+
+
+def _summarized(found: dict[str, float] | None) -> str:
+    return "-" if found is None else f"{found['median']:.2%} / {_signed(found['worst'], 2)}"
+
+
+def _signed(share: float, digits: int) -> str:
+    """A share in percent with its sign, but zero without one."""
+    shown = f"{share:+.{digits}%}"
+    return shown[1:] if float(shown[:-1]) == 0 else shown
+
+
+def memory_on_gpus() -> str:
+    """Errors of predictions for steps that others measured, by GPU."""
+    rows = []
+    for gpu, start in GPUS.items():
+        tensors = _published(start, "allocated") or _published(start, "after_step")
+        others = (_published(start, kind) for kind in ("reserved", "process"))
+        rows.append([gpu, str(len(tensors)), *map(_spread, (tensors, *others))])
+    return table(("measured by others", "rows", "allocated", "reserved", "process"), rows)
+
+
+def evidence() -> str:
+    """The same for each published series, beside the publisher's own predictor."""
+    tree = results("evidence")
+    kinds = ("publisher_allocated", "reserved", "process", "publisher_process")
+    rows = []
+    for source in tree["sources"]:
+        found, name = source["summary"], source["source"]
+        tensors = found["allocated"] or found["after_step"]
+        gpu = re.sub(r" \(.*|,.*|NVIDIA |GeForce |-SXM.*", "", source["gpu"])
+        errors = (tensors, *(found[kind] for kind in kinds))
+        rows.append([f"{gpu}, `{name}`", str(len(tree[f"rows_{name}"])), *map(_summarized, errors)])
+    head = ("measured by others", "rows", "allocated", "the publisher's own predictor", "reserved", "process")
+    return table((*head, "the publisher's"), rows)
+
+
+def memory_on_a_cpu() -> str:
+    """Errors of predicted peaks against measured ones, by precision."""
+    tree = results("sizing_cpu")
+    precisions = {shape["name"]: shape["mixed_precision"] for shape in tree["shapes"]}
+    errors: dict[str, list[float]] = {precision: [] for precision in precisions.values()}
+    for one in tree["configurations"]:
+        errors[precisions[one["shape"]]].append(abs(one["error"]))
+    rows = []
+    for precision, found in errors.items():
+        name = "fp32" if precision == "no" else precision
+        rows.append([name, str(len(found)), f"{statistics.median(found):.4%}", f"{max(found):.4%}"])
+    return table(("precision", "steps", "median error", "worst"), rows)
+
+
+def faults() -> str:
+    """What each fault of a rank looks like, the exit code and the seconds until all processes have ended."""
+    measured = {one["fault"]: one for one in results("faults")["faults"]}
+    rows = []
+    for name, (fault, seen) in FAULTS.items():
+        code = measured[name]["exit_code"]
+        shown = str(code) if code >= 0 else "-"
+        rows.append([fault, seen, shown, f"{measured[name]['seconds']:.1f}"])
+    return table(("fault", "what you see", "exit code", "seconds"), rows)
+
+
+def kills() -> str:
+    """How many runs were killed with -9 where, and how they went on."""
+    rows = []
+    for kind, found in results("kills")["kinds"].items():
+        same = f"{found['went_on_to_the_same_weights']} of {found['trials']}"
+        rows.append([KILLS[kind], same, str(found["most_intervals_lost"])])
+    return table(("killed while", "ended with the same weights", "most intervals lost"), rows)
+
+
+def beside_trl() -> str:
+    """What plain TRL does with a fault, where it was measured."""
+    tree = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text(encoding="utf-8"))
+    rows = ((one["fault"], one["trl"], one["here"]) for one in tree["beside_trl"])
+    return table(("fault", "plain TRL", "here"), rows)
+
+
+def prepare() -> str:
+    """Tokens per second of preparing data, beside the datasets library."""
+    tree = results("prepare_speed")
+    rows = []
+    for name, seconds in tree["seconds"].items():
+        rows.append([name, f"{tree['tokens'][name] / statistics.median(seconds):,.0f}"])
+    return table(("", "tokens/s"), rows)
+
+
+def prepare_memory() -> str:
+    """Peak memory of preparing data, by the number of rows."""
+    measured = results("prepare_memory")["measured"]
+    rows = ((f"{one['rows']:,}", f"{one['prepare_peak_bytes'] / 2**20:,.0f}") for one in measured)
+    return table(("rows", "peak MiB"), rows)
+
+
+def exit_codes() -> str:
+    """Every exit code and what it means."""
+    kinds = {1: "A bug in SFT-Play, with a traceback; please report it."}
+    for kind in SftPlayError.__subclasses__():
+        kinds[kind.exit_code] = (kind.__doc__ or "").splitlines()[0]
+    kinds |= {0: "Success.", INTERRUPTED_BY_USER: "Interrupted before there was anything to save."}
+    return table(("code", "meaning"), ([str(code), meaning] for code, meaning in sorted(kinds.items())))
+
+
+def largest_models() -> str:
+    """The largest model of the cookbook that fits, for each machine and method."""
+    rows = []
+    for section in COOKBOOK.read_text(encoding="utf-8").split("\n## ")[1:]:
+        lines = section.splitlines()
+        head, _, *models = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+        largest = ["-"] * (len(head) - 1)
+        for name, *cells in models:  # from the smallest on
+            largest = [name if cell != "-" else before for cell, before in zip(cells, largest, strict=True)]
+        rows.append([lines[0], *largest])
+    return table(("machine", "full fine-tuning", "LoRA", "QLoRA"), rows)
+
+
+def highlights() -> str:
+    """One line for each benchmark."""
+    lines = {"Speed": _speed(), "Memory": _memory(), "Plans": _plans(), "Faults": _killed()}
+    link = "- **[{0}](docs/benchmarks.md#{1}).** {2}"
+    return "\n".join(link.format(name, name.lower(), text) for name, text in lines.items())
+
+
+def _speed() -> str:
+    ratios, losses = [], []
+    for entries in results("peers_cpu")["results"].values():
+        runs = {one["contestant"]: one for one in entries}
+        ours, theirs = runs["sft-play"], runs["torchtune"]
+        ratios.append(ours["tokens_per_second"] / theirs["tokens_per_second"])
+        losses.append(abs(ours["loss"] - theirs["loss"]))
+    return (
+        f"On two CPU cores, {ratios[0]:.2f} times the tokens per second of torchtune's default with rows of "
+        f"GSM8K and {ratios[1]:.2f} times with long-tailed rows. Held-out losses differ by at most "
+        f"{max(losses):.3f}."
+    )
+
+
+def _memory() -> str:
+    errors = list(map(abs, _published("", "allocated")))
+    return (
+        f"{len(errors)} peaks of allocated memory that others measured on GPUs are predicted, without a GPU, "
+        f"with an error of {statistics.median(errors):.2%} in the median and {max(errors):.2%} at worst."
+    )
+
+
+def _plans() -> str:
+    regrets = [one["regret"] for one in results("planner_cpu")["summary"]]
+    return (
+        f"For {regrets.count(0.0)} of {len(regrets)} small CPU workloads, the chosen plan was the fastest of "
+        f"all; for the others it was at most {max(regrets):.1%} slower."
+    )
+
+
+def _killed() -> str:
+    kinds = results("kills")["kinds"].values()
+    trials, same = (sum(one[key] for one in kinds) for key in ("trials", "went_on_to_the_same_weights"))
+    return f"Of {trials} runs that were killed with -9, {same} ended with the weights of an undisturbed run."
+
+
+TABLES = {
+    "peers": peers,
+    "start-up": start_up,
+    "planner": planner,
+    "plan-time": plan_time,
+    "memory-on-gpus": memory_on_gpus,
+    "memory-on-a-cpu": memory_on_a_cpu,
+    "evidence": evidence,
+    "faults": faults,
+    "kills": kills,
+    "beside-trl": beside_trl,
+    "prepare": prepare,
+    "prepare-memory": prepare_memory,
+    "exit-codes": exit_codes,
+    "largest-models": largest_models,
+    "highlights": highlights,
+}
+
+
+def filled(text: str) -> str:
+    """A page with all of its tables as they are now.
+
+    Raises:
+        KeyError: a comment names a table that does not exist.
+    """
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
