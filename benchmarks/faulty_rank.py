@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 
 RANK = "1"
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MODES = ("lora", "full")

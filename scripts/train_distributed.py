@@ -5,7 +5,7 @@ torchrun --nproc_per_node=2 scripts/train_distributed.py --config configs/run_di
 
 import sys
 
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

@@ -343,7 +343,7 @@ def run_rank(argv: list[str]) -> int:
     args = parse(parser, argv)
     from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
     from sft_play.launch.ranks import finish_rank, says_lost_peer
-    from sft_play.machine.collector import importing_libraries
+    from sft_play.machine.process import importing_libraries
 
     ranks = SINGLE_PROCESS
     try:

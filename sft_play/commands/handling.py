@@ -37,7 +37,7 @@ def announce(args: argparse.Namespace, *lines: str, command: str = "") -> Any:
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """A live line while libraries are imported, which takes seconds."""
-    from sft_play.machine.collector import importing_libraries
+    from sft_play.machine.process import importing_libraries
     from sft_play.report.progress import LIBRARIES, spinner
 
     with spinner(LIBRARIES), importing_libraries():

@@ -22,9 +22,9 @@ from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.environment import PLAN_VARIABLE, RankEnvironment
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes
-from sft_play.machine.collector import collector_off
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
+from sft_play.machine.process import collector_off
 from sft_play.multinode import agree_on_plan, connected_machines
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.scaling import scaling

@@ -21,7 +21,7 @@ from sft_play.data.raw_text import encode_sections, in_sections
 from sft_play.data.reading import Row
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 
 CHUNK_ROWS = 256
 MAX_WORKERS = 8

@@ -27,7 +27,7 @@ from sft_play.launch.ranks import (
 )
 from sft_play.launch.watch import LAUNCHER_MODULE, Watch
 from sft_play.machine.host import detect_host, oom_kills
-from sft_play.machine.parent_death import LAUNCHER_VARIABLE
+from sft_play.machine.process import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, console
 from sft_play.secrets import redact_file
@@ -251,7 +251,7 @@ def _started(command: Launch, run: RunDir, environment: Mapping[str, str], log: 
     values = {**os.environ, **_unset(command.environment), **environment}
     values |= {REPORTS_VARIABLE: str(reports_folder(run).absolute()), LAUNCHER_VARIABLE: str(os.getpid())}
     return subprocess.Popen(
-        [sys.executable, "-m", "sft_play.machine.parent_death", *command.argv],
+        [sys.executable, "-m", "sft_play.machine.process", *command.argv],
         env=values,
         stdin=subprocess.DEVNULL,
         stdout=_console_stream(),

@@ -15,8 +15,8 @@ from sft_play.cache import entry, read_bytes, read_value, update_value, write_by
 from sft_play.config.schema import RunConfig
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
-from sft_play.machine.collector import importing_libraries
 from sft_play.machine.gpus import Machine
+from sft_play.machine.process import importing_libraries
 from sft_play.planning.clock import Speed
 from sft_play.planning.collectives import Collectives
 from sft_play.planning.devices import training_device

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Union
 from sft_play.cache import recall, remember
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.machine.collector import importing_libraries
+from sft_play.machine.process import importing_libraries
 from sft_play.model.key import model_key
 from sft_play.model.published import asked_before_the_hub, planning_config
 

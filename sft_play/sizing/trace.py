@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sft_play.errors import ConfigError, UntraceableModel
-from sft_play.machine.collector import collector_off
+from sft_play.machine.process import collector_off
 from sft_play.model.architecture import setting
 from sft_play.model.attention_choice import has_sinks
 from sft_play.model.attention_table import ATTENTIONS

@@ -12,7 +12,7 @@ import numpy as np
 
 from sft_play.cache import cache_dir, entry
 from sft_play.errors import UntraceableModel
-from sft_play.machine.collector import importing_libraries
+from sft_play.machine.process import importing_libraries
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code

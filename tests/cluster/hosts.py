@@ -85,7 +85,7 @@ class Host:
         guard = [
             sys.executable,
             "-m",
-            "sft_play.machine.parent_death",
+            "sft_play.machine.process",
         ]  # ends with the tests, however they end
         return subprocess.Popen(
             [*guard, *words], cwd=REPOSITORY, env=environment(), text=True, stdout=pipe, stderr=pipe

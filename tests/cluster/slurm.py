@@ -78,7 +78,7 @@ class Slurm:
         command = (
             sys.executable,
             "-m",
-            "sft_play.machine.parent_death",
+            "sft_play.machine.process",
             *command,
         )  # ends with the tests, however they end
         self.daemons[name] = subprocess.Popen(

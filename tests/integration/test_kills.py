@@ -45,7 +45,7 @@ SECOND_SAVE = {0: 2, 1: 1}
 FAULTY_RANK = """\
 import itertools, os, signal, sys
 sys.path.insert(0, {repository!r})
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.cli import run_rank
 from sft_play.train import saving
@@ -155,7 +155,7 @@ def control_group():
 LIMITED_RANK = """\
 import os, sys
 sys.path.insert(0, {repository!r})
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.cli import run_rank
 from sft_play.train.callbacks import Reporter

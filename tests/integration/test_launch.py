@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.errors import SftPlayError
 from sft_play.launch.environment import RankEnvironment

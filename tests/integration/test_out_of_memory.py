@@ -246,7 +246,7 @@ FAULTY_RANK = """\
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {repository!r})
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.cli import run_rank
 from sft_play.train import trainer

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 
 
 def favour(accumulation: int) -> None:

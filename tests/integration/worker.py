@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from sft_play.machine.parent_death import die_with_parent
+from sft_play.machine.process import die_with_parent
 
 die_with_parent()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone

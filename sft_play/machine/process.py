@@ -1,14 +1,17 @@
-"""Ensures that no process outlives its parent, even if the parent is killed with SIGKILL.
+"""This process: it dies with its parent, and keeps the garbage collector from work that makes no garbage.
 
 CLI -> (this module, which execs accelerate launch) -> ranks
 
-Each of them asks the kernel to kill it when its parent dies.
+Each of them asks the kernel to kill it when its parent dies, even if that is killed with SIGKILL.
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
 PR_SET_PDEATHSIG = 1
@@ -27,6 +30,34 @@ def die_with_parent(expected: int | None = None) -> None:
     expected = expected or int(os.environ.get(LAUNCHER_VARIABLE, "0"))
     if expected and os.getppid() != expected:  # it died during startup, so the kernel will not kill us
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Turns the garbage collector off, which also frees cycles at random moments.
+
+    It takes a sixth of the time of importing PyTorch and transformers, and a third of that of a trace.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def importing_libraries() -> Iterator[None]:
+    """The same, for imports: they live as long as the process, so they are never looked at again.
+
+    Otherwise each full collection, of which the start of a run needs several, takes a quarter of a second.
+    """
+    known = len(sys.modules)
+    with collector_off():
+        yield
+        if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
+            gc.freeze()  # before the collector is on again, and looks at all of it at once
 
 
 def main(command: list[str]) -> None:

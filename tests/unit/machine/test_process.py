@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sft_play.machine.collector import collector_off, importing_libraries
+from sft_play.machine.process import collector_off, importing_libraries
 
 
 @pytest.fixture(autouse=True)
