@@ -1,39 +1,34 @@
-"""Limits for the network: a Hub that is silent, or drips, is given up on, and what is cached is used instead.
+"""Limits for the network: a Hub that is silent is given up on, and what is cached is used instead.
 
-huggingface_hub limits the wait for single reads, which a server that sends a byte a second never exceeds, and
-not in all of its calls. A download that stalls is resumed by huggingface_hub, a few times. A busy Hub may say
-when to ask again, and huggingface_hub would wait for as long as it says. `hf_xet` has its own client, which
-cannot be limited, so it is left out: files come by HTTP, as without that package.
+huggingface_hub limits the wait for an answer, but not in all of its calls, and asks a silent Hub again and
+again. A busy Hub may say when to ask again, and huggingface_hub would wait for as long as it says. `hf_xet`,
+which brings large files, has a client of its own that waits forever; it is watched from outside.
 """
 
-import contextvars
 import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rich.markup import escape
 
 from sft_play.runlog import console
 
-ANSWER_SECONDS = 15.0  # until the head of an answer is there
+ANSWER_SECONDS = 15.0  # until an answer begins, and between its parts
 COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it answers
-STALL_SECONDS, STALL_BYTES = 30.0, 1024  # an answer that brings less than this in that time has stalled
+STALL_SECONDS = 60.0  # without a byte in any download of hf_xet
 LONGEST_WAIT = 60  # seconds, before each of the few further tries that huggingface_hub makes
-XET_SETTING = "HF_HUB_DISABLE_XET"  # huggingface_hub's variable; with 0, the user prefers speed to limits
 
 
 @functools.cache
 def limit_network() -> None:
-    """Gives the HTTP client of huggingface_hub these limits; call it before anything may use the network."""
-    from huggingface_hub import constants, set_client_factory
+    """Gives the clients of huggingface_hub these limits; call it before anything may use the network."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _xet_progress_reporting as reporting
     from huggingface_hub.utils._http import default_client_factory
-
-    if XET_SETTING not in os.environ:
-        constants.HF_HUB_DISABLE_XET = True
 
     def make_client() -> Any:
         client = default_client_factory()
@@ -41,62 +36,64 @@ def limit_network() -> None:
         return client
 
     set_client_factory(make_client)
+    reporting.XetDownloadProgressReporter = _watched(reporting.XetDownloadProgressReporter)  # type: ignore[misc]
 
 
 def _limited(send: Callable[..., Any], library: Any) -> Callable[..., Any]:
-    """`send` of an HTTP client of `library` (httpx), with limits on the whole call."""
+    """`send` of an HTTP client of `library` (httpx), with limits also where none are asked for."""
 
-    def limited(request: Any, *, stream: bool = False, **arguments: Any) -> Any:
+    def limited(request: Any, **arguments: Any) -> Any:
         url, asked = str(request.url).partition("?")[0], request.extensions.get("timeout", {})
         limits = {name: asked.get(name) or ANSWER_SECONDS for name in ("connect", "read", "write", "pool")}
         if "/commit/" in request.url.path:
             limits["read"] = COMMIT_SECONDS
         request.extensions["timeout"] = limits
-        if request.method == "PUT":  # an upload: each of its writes has its limit, all of it may take hours
-            return send(request, stream=stream, **arguments)
-        call = functools.partial(send, request, stream=True, **arguments)
-        seconds = COMMIT_SECONDS if "/commit/" in request.url.path else ANSWER_SECONDS
-        response = _within(call, url, library.TimeoutException, seconds)
+        try:
+            response = send(request, **arguments)
+        except library.TimeoutException as error:
+            if request.method == "PUT":  # part of an upload, which huggingface_hub sends again
+                raise
+            raise _gave_up(f"{url} did not answer in time") from error
         _shorten_wait(response, url)
-        response.stream = _limited_stream(response.stream, url, library)
-        if not stream:
-            try:
-                response.read()
-            except library.TimeoutException:
-                raise _gave_up(f"{url} stopped answering") from None
-            finally:
-                response.close()
         return response
 
     return limited
 
 
-def _within(call: Callable[[], Any], url: str, timeouts: type[Exception], seconds: float) -> Any:
-    """The result of a call, which is left behind in its thread if it takes too long.
+def _watched(reporter: type[Any]) -> type[Any]:
+    """The class that hf_xet reports the progress of a download to, with a watch that ends it if it stalls."""
 
-    Raises:
-        OfflineModeIsEnabled: it did.
-    """
-    found: list[Any] = []
-    context = contextvars.copy_context()
+    class Watched(reporter):  # type: ignore[misc]
+        last_byte = 0.0  # when any download brought one, in seconds of the monotonic clock
 
-    def run() -> None:
-        try:
-            found.append((context.run(call), None))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            found.append((None, error))
+        def __enter__(self) -> Any:
+            Watched.last_byte = time.monotonic()
+            self._seen, self._stalled, self._over = (0, 0), False, threading.Event()
+            threading.Thread(target=self._watch, daemon=True).start()
+            return super().__enter__()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not found:
-        raise _gave_up(f"{url} did not answer within {seconds:g} s")
-    result, error = found[0]
-    if isinstance(error, timeouts):
-        raise _gave_up(f"{url} did not answer in time")
-    if error is not None:
-        raise error
-    return result
+        def update_progress(self, group_report: Any, _item_reports: Any = None) -> None:
+            seen = group_report.total_bytes_completed, group_report.total_transfer_bytes_completed
+            if seen != self._seen:
+                self._seen, Watched.last_byte = seen, time.monotonic()
+            super().update_progress(group_report, _item_reports)
+
+        def __exit__(self, *error: Any) -> None:
+            self._over.set()
+            super().__exit__(*error)
+            if self._stalled:
+                raise _gave_up(f"a download by hf_xet brought nothing for {STALL_SECONDS:g} s")
+
+        def _watch(self) -> None:
+            from huggingface_hub.utils._xet import abort_xet_session
+
+            while not self._over.wait(STALL_SECONDS / 20):
+                if time.monotonic() - Watched.last_byte > STALL_SECONDS:
+                    self._stalled = True
+                    abort_xet_session()  # all downloads, none of which brings anything
+                    return
+
+    return Watched
 
 
 def _shorten_wait(response: Any, url: str) -> None:
@@ -114,23 +111,6 @@ def _shorten_wait(response: Any, url: str) -> None:
     )
     response.headers.pop("ratelimit", None)
     response.headers["retry-after"] = str(LONGEST_WAIT)
-
-
-def _limited_stream(stream: Any, url: str, library: Any) -> Any:
-    """The stream of a response, which times out once it has stalled; huggingface_hub resumes downloads."""
-
-    def chunks(self: Any) -> Iterator[bytes]:
-        began, received = time.monotonic(), 0
-        for chunk in stream:
-            yield chunk
-            received += len(chunk)
-            if received >= STALL_BYTES:
-                began, received = time.monotonic(), 0
-            elif time.monotonic() - began > STALL_SECONDS:
-                raise library.ReadTimeout(f"{url} sent less than {STALL_BYTES} bytes in {STALL_SECONDS:g} s")
-
-    methods = {"__iter__": chunks, "close": lambda self: stream.close()}
-    return type("LimitedStream", (library.SyncByteStream,), methods)()
 
 
 @functools.cache

@@ -107,10 +107,11 @@ def _upload(
     repository: str, contents: dict[str, bytes | Path], token: str, *, public: bool, title: str
 ) -> tuple[str, bool]:
     """The address of the repository, and whether it is private."""
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     limit_network()
+    constants.HF_HUB_DISABLE_XET = True  # uploads by hf_xet wait forever for a silent storage
     api = HfApi(token=token)
     try:
         private = _prepare(api, repository, public=public)

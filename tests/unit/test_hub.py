@@ -1,12 +1,12 @@
-"""A Hub that is silent, or drips, is given up on once; from then on only the cache is used."""
+"""A Hub that is silent is given up on once; from then on only the cache is used."""
 
 import contextlib
 import functools
+import logging
 import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import constants, get_session, hf_hub_download, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import _http as hub_http
+from huggingface_hub.utils import _xet_progress_reporting
 from huggingface_hub.utils._http import default_client_factory
 
 from sft_play import hub
@@ -23,13 +24,6 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.model.load import load_model_config
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
-
-
-def drip(connection: socket.socket, first: bytes) -> None:
-    connection.sendall(first)
-    for byte in b"x" * 100_000:
-        connection.sendall(bytes([byte]))
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -77,7 +71,8 @@ def online(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(hub, "STALL_SECONDS", 0.5)
-    monkeypatch.delenv(hub.XET_SETTING, raising=False)
+    reporter = _xet_progress_reporting.XetDownloadProgressReporter
+    monkeypatch.setattr(_xet_progress_reporting, "XetDownloadProgressReporter", reporter)
     hub._say.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     hub.limit_network.cache_clear()
@@ -90,9 +85,12 @@ def online(monkeypatch, tmp_path):
 silent = functools.partial(time.sleep, 60)
 
 
-@pytest.mark.parametrize(
-    "answer", [lambda connection: silent(), lambda connection: drip(connection, b"HTTP/1.1 200 OK\r\nA: ")]
-)
+def stop_after_the_head(connection: socket.socket) -> None:
+    connection.sendall(HEAD)
+    silent()
+
+
+@pytest.mark.parametrize("answer", [lambda connection: silent(), stop_after_the_head])
 def test_a_call_without_an_answer_ends_and_is_not_repeated(serve, answer, capsys):
     calls = serve(answer)
     began = time.monotonic()
@@ -103,23 +101,11 @@ def test_a_call_without_an_answer_ends_and_is_not_repeated(serve, answer, capsys
     assert " ".join(capsys.readouterr().out.split()).count("the Hub is not asked again") == 1
 
 
-def stop_after_the_head(connection: socket.socket) -> None:
-    connection.sendall(HEAD)
-    silent()
-
-
-@pytest.mark.parametrize("answer", [lambda connection: drip(connection, HEAD), stop_after_the_head])
-def test_an_answer_that_drips_or_stops_ends(serve, answer):
-    serve(answer)
-    with pytest.raises(OfflineModeIsEnabled):
-        get_session().get(f"{constants.ENDPOINT}/api/models/a/b", timeout=None)
-
-
-def test_a_download_that_drips_ends(serve):
-    serve(lambda connection: drip(connection, HEAD))
+def test_a_download_that_stops_ends(serve):
+    serve(stop_after_the_head)
     with (
         get_session().stream("GET", f"{constants.ENDPOINT}/weights", timeout=None) as response,
-        pytest.raises(Exception, match="sent less than 1024 bytes in 0.5 s") as error,
+        pytest.raises(Exception, match="timed out") as error,
     ):
         response.read()
     assert hub.is_network_error(error.value)
@@ -178,62 +164,118 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again_when_it_says(serve, monk
 
 
 class OfXet(BaseHTTPRequestHandler):
-    """A Hub whose file could be had by the protocol of hf_xet as well."""
+    """A Hub whose file is to be had by the protocol of hf_xet, from a storage beside the Hub."""
 
-    asked: ClassVar[list[str]] = []
-    body = b"weights"
+    storage: ClassVar[str] = ""
 
     def do_HEAD(self):
-        self.asked.append(f"{self.command} {self.path}")
+        self.answer({
+            "Content-Length": "7", "ETag": '"' + "0" * 64 + '"', "X-Repo-Commit": "1" * 40, "X-Xet-Hash": "2" * 64,
+            "Link": f'<http://{self.headers["Host"]}/token>; rel="xet-auth"',
+        })  # fmt: skip
+
+    def do_GET(self):
+        later = str(int(time.time()) + 3600)
+        token = {"X-Xet-Cas-Url": self.storage, "X-Xet-Access-Token": "t", "X-Xet-Token-Expiration": later}
+        self.answer({**token, "Content-Length": "0"})
+
+    def answer(self, headers):
         self.send_response(200)
-        token = f"http://{self.headers['Host']}/token"
-        headers = {
-            "Content-Length": str(len(self.body)), "ETag": '"' + "0" * 64 + '"', "X-Repo-Commit": "1" * 40,
-            "X-Xet-Hash": "2" * 64, "Link": f'<{token}>; rel="xet-auth"',
-        }  # fmt: skip
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-
-    def do_GET(self):
-        if "/resolve/" not in self.path:
-            self.asked.append(f"{self.command} {self.path}")
-            return self.send_error(404)
-        self.do_HEAD()
-        return self.wfile.write(self.body)
 
     def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def hub_of_xet(monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), OfXet)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(OfXet, "asked", [])
-    yield OfXet
-    server.shutdown()
-    server.server_close()
+def storage(monkeypatch):
+    """`storage(answer)` starts the storage, which answers so, and makes a Hub with a file there the Hub."""
+    stopped = []
+
+    def start(answer) -> list[str]:
+        asked = []
+
+        class Storage(BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked.append(f"{self.command} {self.path}")
+                answer(self)
+
+            do_POST = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        addresses = []
+        for handler in (Storage, OfXet):
+            server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+            server.daemon_threads = True
+            server.block_on_close = False
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+            stopped.append(server)
+            addresses.append(f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(OfXet, "storage", addresses[0])
+        monkeypatch.setattr(constants, "ENDPOINT", addresses[1])
+        template = addresses[1] + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        return asked
+
+    yield start
+    for server in stopped:
+        server.shutdown()
+        server.server_close()
 
 
-def test_files_come_by_http_whose_time_is_limited_also_where_hf_xet_is_installed(hub_of_xet):
+def test_a_download_by_hf_xet_that_stalls_ends_and_reports_nothing_to_the_storage(
+    storage, monkeypatch, capsys
+):
     pytest.importorskip("hf_xet")
-    file = hf_hub_download("org/other", "model.safetensors")
-    assert Path(file).read_bytes() == OfXet.body
-    path = "/org/other/resolve/main/model.safetensors"
-    assert hub_of_xet.asked == [f"HEAD {path}", f"GET {path}"]
-
-
-def test_who_sets_the_variable_of_hf_xet_gets_it(hub_of_xet, monkeypatch):
-    pytest.importorskip("hf_xet")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    monkeypatch.setenv(hub.XET_SETTING, "0")
-    hub.limit_network.cache_clear()
-    hub.limit_network()
-    with pytest.raises(HfHubHTTPError):
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")  # as set_environment does
+    for name in ("AFTER", "INTERVAL"):
+        monkeypatch.setenv(f"HF_XET_TELEMETRY_HEARTBEAT_{name}", "100ms")
+    asked = storage(lambda handler: silent())
+    began = time.monotonic()
+    with pytest.raises(OfflineModeIsEnabled, match="hf_xet brought nothing for 0.5 s"):
         hf_hub_download("org/other", "model.safetensors")
-    assert "GET /token" in hub_of_xet.asked
+    assert time.monotonic() - began < 10
+    assert asked == [f"GET /v2/reconstructions/{'2' * 64}"]
+    with pytest.raises(LocalEntryNotFoundError):
+        hf_hub_download("org/other", "model.safetensors")
+    assert " ".join(capsys.readouterr().out.split()).count("the Hub is not asked again") == 1
+
+
+@contextlib.contextmanager
+def progress():
+    with _xet_progress_reporting.XetDownloadProgressReporter(
+        reconstruction_desc="", total=100, log_level=logging.ERROR
+    ) as reporter:
+        yield lambda transferred: reporter.update_progress(
+            SimpleNamespace(
+                total_bytes=100, total_bytes_completed=0, total_bytes_completion_rate=None,
+                total_transfer_bytes_completed=transferred, total_transfer_bytes_completion_rate=None,
+            )
+        )  # fmt: skip
+
+
+def test_a_download_that_is_slow_goes_on_and_so_does_one_that_waits_for_it():
+    with progress() as report, progress():
+        for transferred in range(10):
+            report(transferred)
+            time.sleep(0.1)
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_reports_without_another_byte_are_a_stall():
+    with pytest.raises(OfflineModeIsEnabled, match="brought nothing"), progress() as report:
+        for _ in range(10):
+            report(1)
+            time.sleep(0.1)
+
+
+def test_a_storage_that_refuses_is_not_called_a_stall(storage):
+    pytest.importorskip("hf_xet")
+    storage(lambda handler: handler.send_error(404))
+    with pytest.raises(Exception, match="404") as error:
+        hf_hub_download("org/other", "model.safetensors")
+    assert not isinstance(error.value, OfflineModeIsEnabled) and not constants.HF_HUB_OFFLINE

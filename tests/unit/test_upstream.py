@@ -32,6 +32,10 @@ CALLED = {
     "deepspeed.utils:safe_set_full_optimizer_state": "",
     "bitsandbytes.functional:QuantState": "absmax shape code blocksize quant_type dtype offset state2",
     "huggingface_hub.utils._http:default_client_factory": "",
+    "huggingface_hub.utils._xet:abort_xet_session": "",
+    "huggingface_hub.utils._xet_progress_reporting:XetDownloadProgressReporter.update_progress": (
+        "group_report _item_reports"
+    ),
     "peft:PeftModel.get_base_model": "",
     "peft.tuners.lora.layer:LoraVariant.forward": "module active_adapter x result",
     "torch:get_rng_state": "",
