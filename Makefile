@@ -10,7 +10,7 @@
 #? RUN=name                         name of the run directory
 #? RUNS="one two"                   runs to compare; elsewhere the folder of runs
 #? PROBE=search                     time several plans, use the fastest
-#? ALLOW=train.max_steps            resume although this has changed
+#? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
 #! make train                                            the demo, no GPU needed
 #! make plan MODEL=qwen3-8b GPU="RTX 4090"               what would fit, and why
@@ -110,7 +110,7 @@ memory-check: $(READY) ## Show how much memory is free for a run
 	$(SFT) memory-check
 
 .PHONY: device-profile
-device-profile: $(READY) ## Show what operations cost here; measured once
+device-profile: $(READY) ## Show what operations cost on this machine
 	$(SFT) device-profile$(MORE)
 
 .PHONY: check
@@ -268,7 +268,7 @@ test-cluster: $(READY) ## Test on a local SLURM and two virtual hosts (as root)
 	PYTEST_ADDOPTS=$(call quote,-m cluster $(ARGS)) $(PY) -m pytest
 
 .PHONY: test-faults
-test-faults: $(READY) ## Run the long tests; goes on where it was cut
+test-faults: $(READY) ## Run the long tests; continues where it was interrupted
 	PYTEST_ADDOPTS=$(call quote,-m "(faults or slow) and not cluster and not browser" $(ARGS)) $(PY) -m pytest -p tests.resumed
 
 .PHONY: test-browser
@@ -316,15 +316,15 @@ bench-models: $(READY) ## Train two steps of every architecture; write the page
 	$(PY) -m benchmarks.architectures $(WORDS)
 
 .PHONY: bench-sizing-gpu
-bench-sizing-gpu: $(READY) ## The same on a GPU, with planned runs; nine minutes
+bench-sizing-gpu: $(READY) ## Compare predicted with measured memory on a GPU
 	$(PY) -m benchmarks.sizing_gpu $(WORDS)
 
 .PHONY: bench-evidence
-bench-evidence: $(READY) ## The same with steps that others ran on GPUs
+bench-evidence: $(READY) ## Compare predictions with steps others ran on GPUs
 	$(PY) -m benchmarks.evidence $(WORDS)
 
 .PHONY: bench-prepare
-bench-prepare: $(READY) ## Memory of preparing data; ARGS=speed for its speed
+bench-prepare: $(READY) ## Measure memory of preparing data; ARGS=speed: speed
 	$(PY) -m benchmarks.prepare $(WORDS)
 
 .PHONY: bench-planner
@@ -340,11 +340,11 @@ bench-step-time: $(READY) ## Compare predicted with measured step time on the CP
 	$(PY) -m benchmarks.step_time $(WORDS)
 
 .PHONY: bench-gpu
-bench-gpu: $(READY) ## Compare speed on a GPU with plain TRL; nine minutes
+bench-gpu: $(READY) ## Compare speed on a GPU with plain TRL
 	$(PY) -m benchmarks.throughput $(WORDS)
 
 .PHONY: gpu-proof
-gpu-proof: $(READY) ## Tests and benchmarks on a GPU, nine minutes at a time
+gpu-proof: $(READY) ## Run tests and benchmarks on a GPU, part by part
 	$(PY) -m benchmarks.gpu_proof $(WORDS)
 
 .PHONY: bench-scaling
@@ -360,7 +360,7 @@ bench-faults: $(READY) ## Measure how fast a run ends after each kind of fault
 	$(PY) -m benchmarks.faults $(WORDS)
 
 .PHONY: fuzz
-fuzz: $(READY) ## Refuse 10,000 broken inputs in one sentence each
+fuzz: $(READY) ## Check that 10,000 broken inputs end in one error each
 	$(PY) -m benchmarks.fuzz $(WORDS)
 
 .PHONY: clean

@@ -97,8 +97,8 @@ def dapt_docx(args: argparse.Namespace) -> int:
         print_json({"output": args.output, "documents": done.counts["written"], "skipped": done.skipped})
         return 0
     for name, reason in done.skipped.items():
-        console().print(f"  left out: {name}: {reason}", markup=False, soft_wrap=True)
-    text = f"{counted(done.counts['written'], 'document')}, {len(done.skipped):,} left out"
+        console().print(f"  skipped: {name}: {reason}", markup=False, soft_wrap=True)
+    text = f"{counted(done.counts['written'], 'document')}, {len(done.skipped):,} skipped"
     command = make_command("train", "configs/run_lora.yaml", ["data.task=cpt", f"data.train_path={output}"])
     console().print(text, ending({"file": output}, [command]))
     return 0

@@ -23,7 +23,7 @@ def gpu_info(args: argparse.Namespace) -> int:
 
 
 def device_profile(args: argparse.Namespace) -> int:
-    """Show what operations cost on this device, which is measured the first time."""
+    """Show what operations cost on this device; they are measured the first time."""
     from sft_play.machine.gpus import detect
     from sft_play.report.profile import profile_report
     from sft_play.runlog import console
@@ -288,7 +288,7 @@ def merge_test(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the report of a run, also of one that is half done, as one HTML file."""
+    """Write the report of a run, even of an unfinished one, as one HTML file."""
     from sft_play.cache import cache_dir
     from sft_play.commands.report import report_command
     from sft_play.runlog import console, quiet_libraries

@@ -64,7 +64,7 @@ def building(folder: Path, *, announce: bool, hashes: bool = True) -> Iterator[P
                 yield None
                 return
             if has_manifest(folder):
-                console().print(f"  [yellow]the cache {folder} is damaged: {damage}; it is made again[/]")
+                console().print(f"  [yellow]the cache {folder} is damaged: {damage}; tokenizing again[/]")
             for left in [folder, *folder.parent.glob(f"{folder.name}.tmp-*")]:
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()

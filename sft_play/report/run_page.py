@@ -90,7 +90,7 @@ def status_line(run: RunRecord) -> str:
     steps = (
         f"{run.last_step:,}" + (f" of {planned:,}" if isinstance(planned, int) else "") + " steps recorded"
     )
-    damaged = f" Damaged and left out: {', '.join(run.damaged)}." if run.damaged else ""
+    damaged = f" Damaged and omitted: {', '.join(run.damaged)}." if run.damaged else ""
     status = run.summary.get("status")
     if status == "done" and run.summary.get("error"):
         return f"Trained, but what comes after training failed: {_reason(run)}{damaged}"

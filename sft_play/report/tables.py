@@ -78,7 +78,7 @@ def evaluation_notes(result: Mapping[str, Any]) -> list[Text]:
         if scores.get("unfinished_answers"):
             notes.append(Text(f"{name}: ") + unfinished_note(scores))
     if result.get("left_out"):
-        notes.append(Text(f"merged: left out, since {result['left_out']}"))
+        notes.append(Text(f"merged: omitted, because {result['left_out']}"))
     return notes
 
 

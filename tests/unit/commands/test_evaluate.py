@@ -192,7 +192,7 @@ def test_base_adapter_and_merged_model_are_compared_and_the_base_is_loaded_once(
     assert base["loss"] == pytest.approx(nll / tokens, rel=1e-5)
     assert merged["loss"] == pytest.approx(adapter["loss"], rel=1e-3) and result["loss"] == adapter["loss"]
     assert (base["exact_match"], adapter["exact_match"], merged["exact_match"]) == (0.0, 1.0, 1.0)
-    assert result["left_out"] is None and "left out" not in capfd.readouterr().out
+    assert result["left_out"] is None and "omitted" not in capfd.readouterr().out
     line = json.loads((copied.run.path / "eval.test.jsonl").read_text().splitlines()[0])
     assert line["base"] != line["generated"] == line["merged"] == line["reference"]
 
@@ -215,7 +215,7 @@ def test_a_merged_model_that_is_not_that_of_the_run_is_left_out_in_one_line(copi
     shown = " ".join(capfd.readouterr().out.split())
     for text in (result["left_out"], shown):
         assert re.search(reason, text)
-    assert "\n" not in result["left_out"] and "merged: left out, since" in shown
+    assert "\n" not in result["left_out"] and "merged: omitted, because" in shown
 
 
 def change(path, **values):

@@ -143,7 +143,7 @@ def test_a_damaged_summary_is_named_and_left_out(tmp_path, content):
     run = finished(tmp_path / "one")
     run.summary.write_bytes(content.encode("utf-8", "surrogateescape"))
     page = page_of(run)
-    assert "Damaged and left out: summary.json" in page and "train.batch_size" in section(page, "chosen")
+    assert "Damaged and omitted: summary.json" in page and "train.batch_size" in section(page, "chosen")
 
 
 @pytest.mark.parametrize(

@@ -92,12 +92,12 @@ def test_evaluation_table_says_what_must_be_known_to_compare_the_columns():
     lines = evaluation_lines(exact_match_rows=90)
     assert "base: 7 of 100 answers were truncated at 64 tokens (eval.max_new_tokens)" in lines
     assert "exact match: over 90 rows whose reference matches eval.answer_pattern" in lines
-    assert not any("not computed alike" in line or "left out" in line for line in lines)
+    assert not any("not computed alike" in line or "omitted" in line for line in lines)
     models = {"adapter": {**SCORES, "dtype": "bfloat16 on 4-bit weights"}, "merged": SCORES}
     assert "not computed alike: adapter in bfloat16 on 4-bit weights; merged in bfloat16" in evaluation_lines(
         models=models
     )
-    assert "merged: left out, since it is damaged" in evaluation_lines(left_out="it is damaged")
+    assert "merged: omitted, because it is damaged" in evaluation_lines(left_out="it is damaged")
 
 
 def test_a_metric_that_was_not_measured_reads_as_not_available():
