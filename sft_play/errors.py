@@ -73,3 +73,11 @@ class Interrupted(SftPlayError):
     """Stopped by a signal after a checkpoint was saved, so that the run can be resumed."""
 
     exit_code = 75
+
+
+def kind_of(value: object) -> str:
+    """What a value of a YAML or JSON file is, for a message: "a list" rather than Python's name for it."""
+    if value is None:
+        return "nothing"
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+    return kinds.get(type(value), "an object")

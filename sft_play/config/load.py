@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, kind_of
 from sft_play.secrets import find_secret
 from sft_play.units import counted
 
@@ -65,8 +65,8 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
     for key_node, _ in node.value:
         line = key_node.start_mark.line + 1
         if key_node.tag != "tag:yaml.org,2002:str":
-            found = key_node.value if isinstance(key_node, yaml.ScalarNode) else f"a {key_node.id}"
-            raise ConfigError(f"line {line}: the name of a setting is expected as the key, found {found!r}")
+            found = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a list or section"
+            raise ConfigError(f"line {line}: expected the name of a setting as the key, found {found}")
         if key_node.value in seen:
             first = seen[key_node.value]
             raise ConfigError(
@@ -165,7 +165,7 @@ def _read_file(path: Path) -> dict:
         _refuse_secret(line, f"{path}, line {number}")
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections (model:, data:, ...), found {type(tree).__name__}")
+        raise ConfigError(f"{path}: expected sections (model:, data:, ...), found {kind_of(tree)}")
     return tree
 
 
@@ -209,7 +209,7 @@ def _load_tree(path: Path, depth: int = 0) -> tuple[dict, dict[str, str]]:
     """The settings of a file, merged over those of its includes, and the origin of each."""
     if depth > MAX_INCLUDE_DEPTH:
         raise ConfigError(
-            f"{path}: include: is nested more than {MAX_INCLUDE_DEPTH} files deep; is there an include cycle?"
+            f"{path}: include: is nested more than {MAX_INCLUDE_DEPTH} deep; does a file include itself?"
         )
     tree = _read_file(path)
     base: dict = {}

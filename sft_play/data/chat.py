@@ -203,8 +203,8 @@ def _check_shown(conversation: Conversation, turn: int, text: str) -> None:
         raise DataError(
             f"{conversation.source}: the chat template does not render the tool calls of messages[{turn}] "
             f"({dropped[0]!r}); it renders {text[-60:]!r}.\n"
-            "Use a template that does (data.chat_template=plain), or do not learn them: "
-            "data.learn_tool_calls=false"
+            "Use a template that does (data.chat_template=plain), or train without tool calls "
+            "(data.learn_tool_calls=false)"
         )
     last_word = WORD.search(answer[:-201:-1])  # backwards
     if last_word and last_word[0][::-1] not in text:

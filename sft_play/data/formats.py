@@ -64,7 +64,7 @@ def _found(value: Any) -> str:
     if isinstance(value, list | dict):
         kind = "a list" if isinstance(value, list) else "an object"
         return f"{kind} ({json.dumps(value, default=str)[:40]})"
-    return "missing or null" if value is None else f"{type(value).__name__} {value!r}"[:60]
+    return "missing or null" if value is None else json.dumps(value, default=str)[:60]
 
 
 class _InvalidRow(Exception):
@@ -155,8 +155,8 @@ def _is_trained(value: dict[str, Any], key: str, role: str) -> bool:
             raise _invalid(f"{key}.{name}", flag, "true or false" if name == "train" else "0 or 1")
         if flag and role != "assistant":
             raise _InvalidRow(
-                f"{key}.{name} is {flag!r} on a message of role {role}, but only assistant messages carry "
-                "loss; remove the key (data.supervise=all learns all messages)"
+                f"{key}.{name} is {_found(flag)} on a message of role {role}, but only assistant messages "
+                "carry loss; remove the key (data.supervise=all puts loss on all messages)"
             )
     if len({bool(flag) for flag in flags.values()}) > 1:
         raise _InvalidRow(f"{key}: {' and '.join(flags)} contradict each other; keep one")

@@ -78,7 +78,7 @@ def require_length(text: str) -> str:
         TemplateOverrun: it is too long.
     """
     if len(text) > ROW_CHARACTERS:
-        raise TemplateOverrun(f"it writes more than {ROW_CHARACTERS:,} characters")
+        raise TemplateOverrun(f"it writes more than {ROW_CHARACTERS:,} characters for one row")
     return text
 
 

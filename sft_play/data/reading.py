@@ -247,9 +247,9 @@ def _read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
 
 def _wrong_fields(header: Sequence[str]) -> str:
     """What is wrong with a line of a CSV file that has another number of fields than the header."""
-    expected = f"expected {counted(len(header), 'field')} ({', '.join(header)}), found another number"
+    expected = f"expected {counted(len(header), 'field')} ({', '.join(header)}), found a different number"
     other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), None)
-    return expected if other is None else f"{expected}; separate them by commas and not by {other!r}"
+    return expected if other is None else f"{expected}; separate them with commas instead of {other!r}"
 
 
 def _first_bad_line(file: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.errors import DataError
+from sft_play.errors import DataError, kind_of
 
 MAX_DEPTH = 100  # lists and objects inside each other; deeper rows cannot be written or rendered later
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -47,7 +47,8 @@ def utf8(raw: bytes, where: str, offset: int) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: byte {raw[error.start]:#04x} at offset {offset + error.start} is not UTF-8"
+            f"{where}: byte {raw[error.start]:#04x} at offset {offset + error.start} is not UTF-8; save the "
+            "file as UTF-8"
         ) from None
 
 
@@ -93,7 +94,7 @@ def _decoder(notes: Counter[str]) -> json.JSONDecoder:
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
+        raise DataError(f"{where}: expected a JSON object, found {kind_of(value)}")
     return value
 
 

@@ -149,7 +149,7 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
     def styled() -> Iterator[dict[str, Any]]:
         for row in conversations:
             if not row.messages or row.messages[0] != {"role": "system", "content": system_prompt}:
-                counts["unchanged (plain text, or has its own system message)"] += 1
+                counts["unchanged (plain text, or with a system message of their own)"] += 1
             yield {**row.as_row(), "source": row.source}
 
     write_rows(out, styled(), counts)
@@ -220,5 +220,3 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]], counts: Counter[str]) 
                 counts["written"] += 1
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -160,8 +160,8 @@ def split_warning(markers: Sequence[str]) -> str:
     """What to do about the markers that `split_markers` found."""
     listed = json.dumps(list(markers), ensure_ascii=False)
     return (
-        f"the tokenizer splits {', '.join(markers)} of the chat template into several tokens; to make "
-        f"tokens of them, set model.new_tokens={listed}"
+        f"the tokenizer splits {', '.join(markers)} of the chat template into several tokens; to make each "
+        f"one a token, set model.new_tokens={listed}"
     )
 
 
@@ -209,7 +209,7 @@ def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, sen
     problem = None
     try:
         if not _apply(tokenizer, conversation.messages, conversation.tools, prompt=False).strip():
-            problem = f"it renders {conversation.source} to an empty string"
+            problem = f"it renders {conversation.source} as an empty string"
     except TemplateSyntaxError as error:
         problem = f"syntax error on line {error.lineno}: {error.message}"
     except SyntaxError as error:

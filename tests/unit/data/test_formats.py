@@ -160,7 +160,7 @@ def test_a_row_with_nothing_to_train_on_is_dropped_with_the_reason(data, reason)
         ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content is missing or null"),
         (
             {"messages": [USER, {"role": "assistant", "content": 5}]},
-            "messages[1].content is int 5; expected a string",
+            "messages[1].content is 5; expected a string",
         ),
         (
             {"messages": [{"role": "user", "content": ""}, ASSISTANT]},
@@ -189,9 +189,9 @@ def test_a_row_with_nothing_to_train_on_is_dropped_with_the_reason(data, reason)
         ({"messages": [USER, ASSISTANT], "tools": {"name": "f"}}, "tools is an object"),
         ({"question": "q", "answer": None}, "answer is missing or null"),
         ({"question": "", "answer": "a"}, "question is an empty string"),
-        ({"instruction": "q", "output": 4.5}, "output is float 4.5"),
+        ({"instruction": "q", "output": 4.5}, "output is 4.5"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, "history[0] is 'x'; expected a pair"),
-        ({"instruction": "q", "output": "a", "history": 3}, "history is int 3; expected a list of pairs"),
+        ({"instruction": "q", "output": "a", "history": 3}, "history is 3; expected a list of pairs"),
         ({"messages": [USER, ASSISTANT], "tools": "[" * 200 + "]" * 200}, "nested more than 100 levels deep"),
         ({"prompt": [USER], "completion": "a"}, "completion is 'a'; expected a list of messages"),
         ({"text": None}, "text is missing or null"),

@@ -7,7 +7,7 @@ from rich.console import Console
 from sft_play.config.schema import RunConfig
 from sft_play.data import show
 from sft_play.data.prepare import prepare
-from sft_play.errors import ConfigError, DataError
+from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.runlog import set_console
 
 ROWS = [{"question": f"What is {i}?", "answer": f"It is [{i}]."} for i in range(40)]
@@ -75,7 +75,7 @@ def test_the_three_steps_write_what_the_next_one_reads(config, make_tokenizer, t
     assert read(processed)[0]["messages"][1] == {"role": "assistant", "content": "It is [0]."}
     assert show.style(processed, styled, "Be brief.") == {"written": 40}
     assert read(styled)[0]["messages"][0] == {"role": "system", "content": "Be brief."}
-    left = "unchanged (plain text, or has its own system message)"
+    left = "unchanged (plain text, or with a system message of their own)"
     assert show.style(styled, tmp_path / "again.jsonl", "Be long.") == {"written": 40, left: 40}
     tokenizer = make_tokenizer()
     assert show.render(config, tokenizer, styled, rendered) == {"written": 40}
@@ -98,6 +98,12 @@ def test_a_blank_style_is_refused_and_a_failed_step_leaves_no_file(config, write
     with pytest.raises(ConfigError, match="make style STYLE="):
         show.style(write_rows(ROWS), tmp_path / "styled.jsonl", " ")
     bad = write_rows([*ROWS, {"question": 5, "answer": "a"}], "bad.jsonl")
-    with pytest.raises(DataError, match=r"bad.jsonl:41: question is int 5"):
+    with pytest.raises(DataError, match=r"bad.jsonl:41: question is 5"):
         show.style(bad, tmp_path / "styled.jsonl", "x")
     assert not list(tmp_path.glob("*styled*"))
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write .*file/p.jsonl: "):
+        show.process(config, tmp_path / "file" / "p.jsonl")

@@ -91,10 +91,10 @@ def test_an_added_system_prompt_shifts_what_is_excluded():
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({**ASSISTANT, "weight": 0.5}, "messages[1].weight is float 0.5; expected 0 or 1"),
+        ({**ASSISTANT, "weight": 0.5}, "messages[1].weight is 0.5; expected 0 or 1"),
         ({**ASSISTANT, "train": "no"}, "messages[1].train is 'no'; expected true or false"),
         ({**ASSISTANT, "train": True, "weight": 0}, "messages[1]: train and weight contradict each other"),
-        ({**USER, "train": True}, "messages[1].train is True on a message of role user"),
+        ({**USER, "train": True}, "messages[1].train is true on a message of role user"),
     ],
 )
 def test_a_flag_that_cannot_be_followed_is_refused(message, said):
@@ -146,5 +146,5 @@ def test_list_content_may_say_value_and_hold_reasoning_and_calls():
         USER,
         {"role": "assistant", "content": "Let me add.", "reasoning_content": "hm", "tool_calls": [CALL]},
     )
-    with pytest.raises(DataError, match=r"messages\[1\]\.content\[0\]\.value is int 5"):
+    with pytest.raises(DataError, match=r"messages\[1\]\.content\[0\]\.value is 5"):
         converted([USER, {"role": "assistant", "content": [{"type": "text", "value": 5}]}])

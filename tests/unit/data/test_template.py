@@ -83,7 +83,7 @@ def test_a_conversation_the_template_refuses_is_an_error_with_its_row(make_token
     ("template", "said"),
     [
         ("{% for m in messages %}", "syntax error on line 1"),
-        ("{# nothing #}  ", "renders f:1 to an empty string"),
+        ("{# nothing #}  ", "renders f:1 as an empty string"),
         ("{{ messages.__class__.__mro__ }}", "violates the sandbox"),
         ("{{ messages.append(1) }}", "violates the sandbox"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "violates the sandbox"),
