@@ -38,14 +38,14 @@ def gguf_name(config: "PretrainedConfig") -> str:
     name = NAMES.get(text.model_type)
     if name is None:
         raise ConfigError(
-            f"FORMAT=gguf: models of type {text.model_type} cannot be exported; supported: "
-            f"{', '.join(NAMES)}. The folder of `make merge` works in transformers and vLLM"
+            f"FORMAT=gguf: models of type {text.model_type} cannot be exported; Llama, Mistral, Qwen 2 and 3, "
+            "and Gemma 2 and 3 can. Run `make merge`, and llama.cpp's own convert_hf_to_gguf.py on its folder"
         )
     difference = _difference(name, text)
     if difference:
         raise ConfigError(
             f"FORMAT=gguf: llama.cpp would not compute what was trained ({text.model_type}): {difference}. "
-            "The folder of `make merge` works in transformers and vLLM"
+            "Run `make merge`: its folder works in transformers and vLLM"
         )
     return name
 

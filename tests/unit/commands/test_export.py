@@ -85,7 +85,7 @@ def unmerged(run) -> bool:
 def test_an_architecture_that_llama_cpp_lacks_is_refused_before_anything_is_merged(finished, monkeypatch):
     monkeypatch.setattr(exporting, "load_model_config", lambda model: Phi3Config())
     with pytest.raises(
-        ConfigError, match="models of type phi3 cannot be exported; supported: llama, mistral"
+        ConfigError, match="models of type phi3 cannot be exported; Llama, Mistral, Qwen 2 and 3, and Gemma"
     ):
         export(finished.config, finished.run)
     assert unmerged(finished.run)
