@@ -1,6 +1,5 @@
 """`make eval-lm`: published benchmarks, or tasks from a folder, through lm-eval (EleutherAI)."""
 
-import difflib
 import sys
 import time
 import traceback
@@ -134,11 +133,7 @@ def _weights(config: RunConfig, run: RunDir, part: str) -> tuple[Path | None, st
 
 
 def _manager(options: Options) -> Any:
-    """lm-eval's index of tasks; that of its own thousands is left out if the folder has all that are asked.
-
-    Raises:
-        ConfigError: a task is unknown.
-    """
+    """lm-eval's index of tasks; without its own thousands if the folder has all that are asked."""
     from lm_eval.tasks import TaskManager
 
     folder = str(options.folder) if options.folder else None
@@ -146,23 +141,11 @@ def _manager(options: Options) -> Any:
         manager = TaskManager(include_path=folder, include_defaults=False)
         if set(options.tasks) <= set(manager.all_tasks):
             return manager
-    manager = TaskManager(include_path=folder)
-    unknown = [task for task in options.tasks if task not in manager.all_tasks]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], manager.all_tasks)
-        everything = f"`{Path(sys.executable).parent}/lm-eval ls tasks` lists all"
-        hint = f"nearest: {', '.join(near)}" if near else everything
-        where = f", nor in IN={folder}" if folder else "; IN=<folder> adds tasks of your own"
-        raise ConfigError(f"TASKS={unknown[0]} is not a task of lm-eval{where}; {hint}")
-    return manager
+    return TaskManager(include_path=folder)
 
 
 def _load_tasks(options: Options) -> Any:
-    """The tasks and groups with their rows.
-
-    Raises:
-        ConfigError: a task is unknown.
-    """
+    """The tasks and groups with their rows."""
     from lm_eval.defaults import DEFAULT_OTHER_SEED
 
     found = _manager(options).load(list(options.tasks))
@@ -194,11 +177,11 @@ def _run(harness: Any, tasks: Any, config: RunConfig, options: Options) -> dict[
 
 @contextmanager
 def _explaining(options: Options, run: RunDir) -> Iterator[None]:
-    """Says in a sentence whatever lm-eval, a task or a data set raises within.
+    """Names the tasks and the log in whatever lm-eval, a task or a data set raises within.
 
     Raises:
         DoesNotFitError: memory ran out.
-        ConfigError: a data set cannot be loaded, or lm-eval cannot run a task.
+        ConfigError: lm-eval cannot run a task.
     """
     from accelerate.utils.memory import should_reduce_batch_size
 
@@ -215,23 +198,11 @@ def _explaining(options: Options, run: RunDir) -> Iterator[None]:
             raise DoesNotFitError(
                 f"out of memory in TASKS={names}: {reason}\nSet eval.batch_size=1, or free memory"
             ) from error
-        if data_set := _data_set(error):
-            raise ConfigError(
-                f"TASKS={names}: the data set '{data_set}' cannot be loaded: {reason}\nLoad it once with a "
-                "network, which keeps it in the cache, or use a task with rows of its own (IN=<folder>)"
-            ) from error
         raise ConfigError(
             f"TASKS={names}: lm-eval {version('lm_eval')} cannot run it: {reason}\n"
-            f"The traceback is in {run.log}"
+            f"The traceback is in {run.log}. IN=<folder> adds tasks of your own to those that "
+            f"`{Path(sys.executable).parent}/lm-eval ls tasks` lists"
         ) from error
-
-
-def _data_set(error: BaseException) -> str | None:
-    """The data set of the task that was loading its rows when the error was raised; None if none was."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "download" and "self" in frame.f_locals:
-            return getattr(frame.f_locals["self"], "DATASET_PATH", None)
-    return None
 
 
 def _scores(found: dict[str, Any], options: Options) -> dict[str, Any]:

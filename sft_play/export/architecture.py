@@ -38,8 +38,8 @@ def gguf_name(config: "PretrainedConfig") -> str:
     name = NAMES.get(text.model_type)
     if name is None:
         raise ConfigError(
-            f"FORMAT=gguf: models of type {text.model_type} cannot be exported; Llama, Mistral, Qwen 2 and 3, "
-            "and Gemma 2 and 3 can. Run `make merge`, and llama.cpp's own convert_hf_to_gguf.py on its folder"
+            f"FORMAT=gguf: models of type {text.model_type} cannot be exported; Llama, Mistral, Qwen 2 and "
+            "3, and Gemma 2 and 3 can. Run `make merge`, and llama.cpp's convert_hf_to_gguf.py on its folder"
         )
     difference = _difference(name, text)
     if difference:
