@@ -145,9 +145,11 @@ def _shipped(path: Path) -> str:
     """The configs that come with SFT-Play, the one that may have been meant first."""
     files = (file for file in Path("configs").glob("*.yaml") if file.name not in CATALOGUES)
     found = sorted(map(str, files))
+    if not found:
+        return ""
     near = difflib.get_close_matches(str(path), found, n=1)
     meant = f"; did you mean {near[0]}?" if near else "."
-    return f"{meant} Shipped configs: {', '.join(found)}" if found else ""
+    return f"{meant} Shipped configs: {', '.join(found)}"
 
 
 def _read_file(path: Path) -> dict:

@@ -40,7 +40,7 @@ class Share:
     @property
     def per_epoch(self) -> int:
         """How many of these rows an epoch has, repeats counted: rows x weight, rounded, and at least one."""
-        return max(1, math.floor(self.rows * self.weight + 0.5)) if self.rows else 0
+        return max(min(self.rows, 1), math.floor(self.rows * self.weight + 0.5))
 
 
 def rows_per_epoch(shares: Sequence[Share]) -> int:
@@ -65,7 +65,7 @@ def epoch_rows(shares: Sequence[Share], epoch: int, seed: int) -> np.ndarray:
             order = np.random.default_rng([seed, number, share.rows]).permutation(share.rows)
             taken.append(first + order[(epoch * rest + np.arange(rest)) % share.rows])
         first += share.rows
-    return np.concatenate(taken) if taken else np.zeros(0, np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *taken])
 
 
 def row_weights(shares: Sequence[Share]) -> np.ndarray:
@@ -193,10 +193,9 @@ class Schedule:
         starts = np.cumsum(counts) - counts
         longest = np.zeros(len(counts), dtype=np.int64)
         held = counts > 0
-        longest[held] = np.maximum.reduceat(lengths[rows], starts[held]) if held.any() else 0
-        return (counts * (-(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF)).reshape(
-            -1, self.bins_per_step
-        )
+        longest[held] = np.maximum.reduceat(lengths[rows], starts[held])
+        padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
+        return (counts * padded).reshape(-1, self.bins_per_step)
 
 
 def make_schedule(
@@ -273,7 +272,8 @@ def pack_shares(
     packed, first = [], 0
     for share in shares:
         own = pack(lengths[first : first + share.rows], capacity)
-        groups += [[first + row for row in group] for group in own]
+        for group in own:
+            groups.append([first + row for row in group])
         packed.append(Share(len(own), share.weight))
         first += share.rows
     return groups, packed

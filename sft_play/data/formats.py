@@ -7,7 +7,7 @@ from typing import Any
 
 from sft_play.data.reading import Row
 from sft_play.data.rows import require_shallow
-from sft_play.errors import DataError
+from sft_play.errors import DataError, kind_of
 
 Message = dict[str, Any]
 
@@ -59,12 +59,16 @@ class Conversation:
 
 
 def _found(value: Any) -> str:
+    if value is None:
+        return "missing or null"
+    if isinstance(value, str) and not value.strip():
+        return "an empty string"
     if isinstance(value, str):
-        return f"{value[:40]!r}" if value.strip() else "an empty string"
+        return f"{value[:40]!r}"
+    text = json.dumps(value, default=str)
     if isinstance(value, list | dict):
-        kind = "a list" if isinstance(value, list) else "an object"
-        return f"{kind} ({json.dumps(value, default=str)[:40]})"
-    return "missing or null" if value is None else json.dumps(value, default=str)[:60]
+        return f"{kind_of(value)} ({text[:40]})"
+    return text[:60]
 
 
 class _InvalidRow(Exception):

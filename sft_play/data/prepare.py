@@ -67,11 +67,9 @@ class PreparedData:
     def fingerprint(self) -> str:
         """A hash of the tokenized rows and of how often each is seen."""
         weights = [share.weight for share in self.shares]
-        return (
-            store.content_key({"rows": self.cache_path.name, "weights": weights})
-            if weights
-            else (self.cache_path.name)
-        )
+        if not weights:
+            return self.cache_path.name
+        return store.content_key({"rows": self.cache_path.name, "weights": weights})
 
     def digests(self) -> dict[str, str]:
         """Split -> hash of its rows; {} if they are not from the cache."""
@@ -134,7 +132,8 @@ def prepare(
             stats, chosen = write_splits(config, parts, temporary, tokenizer, max_tokens)
             stats["warnings"] = data_warnings(config, stats, parts, chosen)
             markers = split_markers(tokenizer) if not all(task.raw_text for task in tasks) else []
-            stats["warnings"] += [split_warning(markers)] if markers else []
+            if markers:
+                stats["warnings"].append(split_warning(markers))
             stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
             store.finish(temporary, {"stats": stats})
     return _load(config, folder)
@@ -163,7 +162,9 @@ def length_limit(
 def block_tokens(config: RunConfig, max_tokens: int | None) -> int:
     """The tokens of a row of raw text: model.max_seq_len, for "auto" BLOCK_TOKENS or the limit below it."""
     longest = max_tokens or BLOCK_TOKENS
-    return min(longest, BLOCK_TOKENS) if config.model.max_seq_len == "auto" else longest
+    if config.model.max_seq_len == "auto":
+        return min(longest, BLOCK_TOKENS)
+    return longest
 
 
 def _cache_key(
@@ -298,7 +299,9 @@ def _load(config: RunConfig, folder: Path) -> PreparedData:
 
 def _weighted(sources: list[dict[str, Any]], config: RunConfig) -> tuple[Share, ...]:
     """How often the rows of each source are seen; also says so in their statistics."""
-    training = [given for given in data_inputs(config.data) if given.split == "train"] if sources else []
+    if not sources:
+        return ()
+    training = [given for given in data_inputs(config.data) if given.split == "train"]
     shares = [Share(source["rows"], given.weight) for source, given in zip(sources, training, strict=True)]
     for source, share in zip(sources, shares, strict=True):
         source |= {"weight": share.weight, "rows_per_epoch": share.per_epoch}

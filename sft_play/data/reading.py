@@ -95,13 +95,8 @@ def _files_in(folder: Path, key: str) -> list[Path]:
 
 def documents_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """The files with one of these suffixes in a folder and below, hidden ones left out, sorted."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in suffixes
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+    return sorted(path for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}")
 
 
 def _checked(file: Path, key: str) -> Path:
@@ -171,7 +166,8 @@ def read_rows(source: Source, limit: int | None = None, notes: Counter[str] | No
     Raises:
         DataError: a row cannot be read; names file and line.
     """
-    notes = Counter() if notes is None else notes
+    if notes is None:
+        notes = Counter()
     if source.hub is not None:
         rows = (Row(_without_none(data), source.path, number) for number, data in enumerate(source.hub, 1))
         yield from itertools.islice(rows, limit)
@@ -204,7 +200,8 @@ def _cut(blocks: Iterable[str]) -> Iterator[str]:
         text += block
         while len(text) > SECTION_CHARACTERS:
             end = text.rfind("\n", 0, SECTION_CHARACTERS) + 1 or text.rfind(" ", 1, SECTION_CHARACTERS)
-            end = end if end > 0 else SECTION_CHARACTERS
+            if end <= 0:
+                end = SECTION_CHARACTERS
             yield text[:end]
             text = text[end:]
     yield text
@@ -249,7 +246,9 @@ def _wrong_fields(header: Sequence[str]) -> str:
     """What is wrong with a line of a CSV file that has another number of fields than the header."""
     expected = f"expected {counted(len(header), 'field')} ({', '.join(header)}), found a different number"
     other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), None)
-    return expected if other is None else f"{expected}; separate them with commas instead of {other!r}"
+    if other is None:
+        return expected
+    return f"{expected}; separate them with commas instead of {other!r}"
 
 
 def _first_bad_line(file: Path) -> None:

@@ -104,7 +104,8 @@ def choose(config: RunConfig, parts: Sequence[Part]) -> dict[str, list[Chosen]]:
         if config.data.dedup and own:
             masks = first_of_each([part.digests for part in own])
         for part, mask in zip(own, masks, strict=True):
-            part.dropped.update({DUPLICATE: int((~mask).sum())} if not mask.all() else {})
+            if not mask.all():
+                part.dropped[DUPLICATE] += int((~mask).sum())
         chosen[split] = list(map(Chosen, own, masks))
     fractions = {"val": config.data.val_fraction, "test": config.data.test_fraction}
     fractions = {split: fraction for split, fraction in fractions.items() if not chosen[split]}

@@ -8,6 +8,7 @@ import numpy as np
 from sft_play.config.schema import RunConfig
 from sft_play.data.splits import Chosen, Part
 from sft_play.errors import ConfigError
+from sft_play.units import counted
 
 FEW_ROWS = 32
 WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
@@ -33,8 +34,7 @@ def data_warnings(
     found = _about_unknown_tokens(config, stats["train"])
     train = stats["train"]
     if train["rows"] < FEW_ROWS:
-        plural = "s" if train["rows"] > 1 else ""
-        found.append(f"only {train['rows']} training row{plural}: the model will overfit")
+        found.append(f"only {counted(train['rows'], 'training row')}: the model will overfit")
     found += _about_duplicates(stats, chosen)
     if train["rows"] > train["conversations"] and not any(part.block for part in parts):
         found.append(
@@ -59,7 +59,9 @@ def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[s
             f"{train['unknown_tokens']} of {train['tokens']} tokens are its unknown token. Check that it "
             "belongs to this model and supports this language"
         )
-    return [f"{share:.0%} of the training tokens are unknown to the tokenizer"] if share >= 0.01 else []
+    if share < 0.01:
+        return []
+    return [f"{share:.0%} of the training tokens are unknown to the tokenizer"]
 
 
 def _about_duplicates(stats: Mapping[str, Any], chosen: Mapping[str, Sequence[Chosen]]) -> list[str]:
@@ -70,8 +72,8 @@ def _about_duplicates(stats: Mapping[str, Any], chosen: Mapping[str, Sequence[Ch
         if stats[split]:
             digests[split] = np.concatenate([one.digests for one in parts])
     known = np.unique(digests["train"])
-    for split in ("val", "test"):
-        common = int(np.isin(digests[split], known).sum()) if split in digests else 0
+    for split in sorted(digests.keys() - {"train"}, reverse=True):
+        common = int(np.isin(digests[split], known).sum())
         if common:
             total = len(digests[split])
             found.append(f"{common} of {total} {split} conversations are also in the training data")

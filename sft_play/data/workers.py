@@ -179,7 +179,9 @@ def worker_count(setting: int | str, size_bytes: int) -> int:
     """The number of tokenizing processes; "auto" is the usable CPU cores up to MAX_WORKERS, or 1."""
     if isinstance(setting, int):
         return setting
-    return 1 if size_bytes < SMALL_BYTES else min(usable_cores(), MAX_WORKERS)
+    if size_bytes < SMALL_BYTES:
+        return 1
+    return min(usable_cores(), MAX_WORKERS)
 
 
 def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterator[Chunk]:

@@ -89,7 +89,7 @@ def link_speed(link: str | None, compute_capability: tuple[int, int] | None) -> 
         per_lane = _file()["links"]["pcie_lane_gb_s"].get(match[2])
     else:
         per_lane = _file()["links"]["nvlink_gb_s"].get(".".join(map(str, compute_capability or ())))
-    return int(match[3]) * per_lane if per_lane else None
+    return per_lane and int(match[3]) * per_lane
 
 
 def nearest_names(name: str, limit: int = 4) -> list[str]:

@@ -56,12 +56,15 @@ class Gpu:
     @property
     def bf16(self) -> bool | None:
         """Whether it has native bf16 arithmetic."""
-        return None if self.compute_capability is None else self.compute_capability >= BF16_SINCE
+        return self._computes_like(BF16_SINCE)
 
     @property
     def fp16(self) -> bool | None:
         """Whether it has native fp16 arithmetic."""
-        return None if self.compute_capability is None else self.compute_capability >= FP16_SINCE
+        return self._computes_like(FP16_SINCE)
+
+    def _computes_like(self, capability: tuple[int, int]) -> bool | None:
+        return None if self.compute_capability is None else self.compute_capability >= capability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +177,9 @@ def _visible(nvml: Any, devices: list[Any], setting: str | None) -> tuple[list[t
         if device is None:  # like CUDA, stop at the first identifier that does not exist
             break
         chosen.append(device)
-    note = f"CUDA_VISIBLE_DEVICES={setting} shows {len(chosen)} of {len(devices)} GPUs"
-    return chosen, note if len(chosen) != len(devices) else ""
+    if len(chosen) == len(devices):
+        return chosen, ""
+    return chosen, f"CUDA_VISIBLE_DEVICES={setting} shows {len(chosen)} of {len(devices)} GPUs"
 
 
 def _gpu(nvml: Any, index: int, handle: Any, mig: bool) -> Gpu:
@@ -190,13 +194,13 @@ def _gpu(nvml: Any, index: int, handle: Any, mig: bool) -> Gpu:
         index=index,
         name=name,
         uuid=_text(_ask(nvml, "nvmlDeviceGetUUID", handle)),
-        total_bytes=memory.total if memory else None,
-        free_bytes=memory.free if memory else None,
+        total_bytes=getattr(memory, "total", None),
+        free_bytes=getattr(memory, "free", None),
         compute_capability=tuple(capability) if capability else None,  # type: ignore[arg-type]
         mig=mig,
         link=_link(nvml, parent),
         processes=tuple(others.values()),
-        own_bytes=ours.used_bytes if ours else None,
+        own_bytes=getattr(ours, "used_bytes", None),
         **speed_of(specs or {}),
     )
 

@@ -70,6 +70,12 @@ def _number(path: Path) -> int | None:
     return int(text) if text and re.fullmatch(r"-?\d+", text) else None
 
 
+def _counter(path: Path, name: str) -> int:
+    """The number behind a name in a file of such lines; 0 if it is not there."""
+    found = re.search(rf"^{name} (\d+)$", _read(path) or "", re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
 def _cpu_info(root: Path) -> tuple[str | None, set[str]]:
     text = _read(root / "proc/cpuinfo") or ""
     model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
@@ -110,15 +116,12 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is None or usage is None or limit >= NO_LIMIT_FROM:
             continue
-        cache = re.search(rf"^{cache_name} (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE)
-        reclaimable = int(cache.group(1)) if cache else 0
-        yield limit, limit - max(0, usage - reclaimable)
+        yield limit, limit - max(0, usage - _counter(folder / "memory.stat", cache_name))
 
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Processes that the kernel has killed for lack of memory since it booted; 0 if it does not say."""
-    found = re.search(r"^oom_kill (\d+)$", _read(root / "proc/vmstat") or "", re.MULTILINE)
-    return int(found.group(1)) if found else 0
+    return _counter(root / "proc/vmstat", "oom_kill")
 
 
 def usable_cores(root: Path = Path("/")) -> int:
