@@ -59,4 +59,4 @@ def _report(run: RunDir) -> None:
     from sft_play.commands.report import try_report  # with plots, which the ranks need not load
 
     for path in try_report(run).values():
-        console().print(f"  report of what there is: {path}", style="dim", markup=False)
+        console().print(f"  partial report: {path}", style="dim", markup=False)
