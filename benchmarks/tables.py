@@ -1,4 +1,4 @@
-"""The tables and figures of the documentation, made from benchmarks/results and the cookbook.
+"""The tables and figures of the documentation, made from benchmarks/results, the cookbook and the planner.
 
 A page holds each of them between two comments, `<!-- make docs: NAME -->` and `<!-- end -->`, where NAME is a
 key of TABLES. The pages are written by scripts/docs.py.
@@ -9,12 +9,14 @@ import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from sft_play.cli import INTERRUPTED_BY_USER
+from sft_play.config.schema import TrainConfig
 from sft_play.errors import SftPlayError
+from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,6 +46,10 @@ GPUS = {
     "L40S, after a step": "l40s",
     "A100, the loss alone": "a100_",
 }
+# The example of MULTI_GPU_GUIDE.md.
+GUIDE_ROWS = 29_500
+GPU_COUNTS = (1, 2, 4, 8)
+SCALINGS: tuple[Literal["none", "sqrt", "linear"], ...] = ("none", "sqrt", "linear")
 DIED = "`rank 1 died without reporting an error: "
 FAULTS = {
     "raise": ("a rank raises an exception", "its traceback, or one line for a known error"),
@@ -235,6 +241,37 @@ def prepare_memory() -> str:
     return table(("rows", "peak MiB"), rows)
 
 
+def kept_batch() -> str:
+    """The arithmetic of an effective batch that stays, on several numbers of GPUs."""
+    train, rows = TrainConfig(effective_batch_size=64, batch_size=4), []
+    for gpus in GPU_COUNTS:
+        (cut,) = batch_choices(train, gpus, None)
+        steps, _ = count_steps(train, GUIDE_ROWS, cut.effective)
+        rows.append(
+            [f"{n:,}" for n in (gpus, cut.micro, cut.accumulation, cut.effective, steps)] + ["as set"]
+        )
+    head = ("GPUs", "micro-batch", "accumulation", "effective batch", "steps per epoch", "learning rate")
+    return table(head, rows)
+
+
+def grown_batch() -> str:
+    """The arithmetic of one that grows with the GPUs, and the learning rate under each scaling rule."""
+    train, rows = TrainConfig(batch_size=4, grad_accum=1), []
+    for gpus in GPU_COUNTS:
+        (cut,) = batch_choices(train, gpus, None)
+        steps, _ = count_steps(train, GUIDE_ROWS, cut.effective)
+        rates = (_scaled(scaling, cut.effective) for scaling in SCALINGS)
+        rows.append([f"{gpus}", f"{cut.effective}", f"{steps:,}", *rates])
+    head = ("GPUs", "effective batch", "steps per epoch", "`lr_scaling: none`", "`sqrt`", "`linear`")
+    return table(head, rows)
+
+
+def _scaled(scaling: Literal["none", "sqrt", "linear"], effective: int) -> str:
+    reference = None if scaling == "none" else 4
+    train = TrainConfig(learning_rate=1e-4, lr_scaling=scaling, reference_batch_size=reference)
+    return f"{scaled_learning_rate(train, effective)[0]:.1e}".replace("e-0", "e-")
+
+
 def exit_codes() -> str:
     """Every exit code and what it means."""
     kinds = {1: "A bug in SFT-Play, with a traceback; please report it."}
@@ -313,6 +350,8 @@ TABLES = {
     "beside-trl": beside_trl,
     "prepare": prepare,
     "prepare-memory": prepare_memory,
+    "kept-batch": kept_batch,
+    "grown-batch": grown_batch,
     "exit-codes": exit_codes,
     "largest-models": largest_models,
     "highlights": highlights,

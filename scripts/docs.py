@@ -18,7 +18,7 @@ def pages() -> dict[Path, str]:
         ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2) + "\n",
         GUIDE: guide(read_outcomes()),
     }
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         if MARKED.search(text):
             found[page] = filled(text)

@@ -7,10 +7,14 @@ import pytest
 
 from benchmarks.tables import MARKED, TABLES, filled
 from scripts.docs import pages
+from sft_play.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 INDEX = ROOT / "docs" / "README.md"
+# What was tried may be gone.
+HISTORY = (ROOT / "docs" / "decisions", ROOT / "docs" / "notebook")
+CURRENT = [page for page in PAGES if not any(page.is_relative_to(folder) for folder in HISTORY)]
 
 
 def links_of(page: Path) -> list[tuple[str, str]]:
@@ -54,6 +58,23 @@ def test_every_page_that_code_mentions_exists():
     named = {(file, page) for file in files for page in re.findall(r"\bdocs/[\w/]+\.md", file.read_text())}
     missing = [f"{file.relative_to(ROOT)}: {page}" for file, page in named if not (ROOT / page).is_file()]
     assert not missing, "\n".join(sorted(missing))
+
+
+def test_every_file_that_a_page_names_exists():
+    pattern = r"(?<![\w/.*-])(?:configs|scripts|benchmarks|sft_play|tests)/[\w./-]+\.\w+"
+    named = {(page, file) for page in CURRENT for file in re.findall(pattern, page.read_text())}
+    missing = [f"{page.relative_to(ROOT)}: {file}" for page, file in named if not (ROOT / file).is_file()]
+    assert named and not missing, "\n".join(sorted(missing))
+
+
+def test_every_setting_that_a_page_names_exists():
+    pattern = rf"(?<![/\w.])({'|'.join(RunConfig.model_fields)})\.(?!jsonl?`)([a-z_]+)(?=[=`])"
+    unknown = []
+    for page in CURRENT:
+        for section, key in re.findall(pattern, page.read_text()):
+            if key not in RunConfig.model_fields[section].annotation.model_fields:
+                unknown.append(f"{page.relative_to(ROOT)}: {section}.{key}")
+    assert not unknown, "\n".join(unknown)
 
 
 def sources(kind: str) -> list[Path]:
