@@ -52,7 +52,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import allowed_plans
 from sft_play.planning.search import choose_plan
 from sft_play.runlog import console, open_run, quiet_libraries
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.train.trainer import prepare_session
 
@@ -227,14 +227,15 @@ def run_two_steps(job: Job) -> None:
 def step_of(job: Job) -> StepSpec:
     """A step as in the job, at a fixed shape."""
     tokens = STEP_TOKENS_OF.get(job.architecture.model_type, STEP_TOKENS)
-    shape = {
-        "rows": 4,
-        "row_tokens": tokens,
-        "longest": None,
-        "sequence_tokens": None,
-        "supervised_share": 1.0,
-    }
-    return replace(StepSpec.of(job.config, job.plan), eval_rows=None, eval_row_tokens=None, **shape)
+    spec = StepSpec.of(job.config, job.plan)
+    return replace(
+        spec,
+        batch=JoinedRows(4 * tokens) if spec.joined else PaddedRows(4, tokens),
+        longest=tokens,
+        sequence_tokens=None,
+        supervised_share=1.0,
+        eval_batch=None,
+    )
 
 
 def peaks(job: Job) -> tuple[int, int] | tuple[None, None]:

@@ -18,7 +18,7 @@ from sft_play.planning.search import choose_plan
 from sft_play.sizing import memory
 from sft_play.sizing.estimator import estimator
 from sft_play.sizing.guard import guard
-from sft_play.sizing.step import ASSUMED_CAPABILITY, StepSpec
+from sft_play.sizing.step import ASSUMED_CAPABILITY, Batch, JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.traces import shared_traces
 
 MODES = ("full", "lora", "qlora")
@@ -78,7 +78,12 @@ def spec_to_json(spec: StepSpec) -> dict[str, Any]:
 def spec_from_json(tree: dict[str, Any]) -> StepSpec:
     """The inverse of `spec_to_json`."""
     changes = {"lora": LoraSettings(**tree["lora"]), "compute_capability": tuple(tree["compute_capability"])}
-    return StepSpec(**tree | changes)
+    batches = {name: _batch(tree[name]) for name in ("batch", "eval_batch") if tree[name]}
+    return StepSpec(**tree | changes | batches)
+
+
+def _batch(tree: dict[str, int]) -> Batch:
+    return PaddedRows(**tree) if "rows" in tree else JoinedRows(**tree)
 
 
 def _types(mode: str, target: Target) -> dict[str, str]:
@@ -112,9 +117,8 @@ def _measured(
         lora=LoraSettings(r=16),
         attention=choose_attention("auto", architecture(model), target.kind),
         gradient_checkpointing=checkpointing,
-        joined=packing,
-        rows=rows,
-        row_tokens=row_tokens,
+        batch=JoinedRows(rows * row_tokens) if packing else PaddedRows(rows, row_tokens),
+        longest=row_tokens,
         device=target.kind,
         compute_capability=target.compute_capability or ASSUMED_CAPABILITY,
         **_types(mode, target),

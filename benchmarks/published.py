@@ -31,7 +31,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.runlog import console
 from sft_play.sizing.kernels import SymbolicRecorder
 from sft_play.sizing.memory import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE, ZeroBuckets
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.units import GIB, MIB
 
@@ -130,8 +130,7 @@ def trl_sft_figures() -> list[Figure]:
             config,
             mode="full",
             dtype="bfloat16",
-            rows=1,
-            row_tokens=2048,
+            batch=PaddedRows(1, 2048),
             gradient_checkpointing=True,
             accumulates=False,
         )
@@ -145,8 +144,7 @@ def trl_sft_figures() -> list[Figure]:
             lora=LoraSettings(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
             dtype="bfloat16",
             mixed_precision="bf16",
-            rows=tokens // 2048,
-            row_tokens=2048,
+            batch=PaddedRows(tokens // 2048, 2048),
             gradient_checkpointing=True,
             accumulates=False,
         )
@@ -173,7 +171,7 @@ def trl_loss_figures() -> list[Figure]:
 
 def torchtune_figures() -> list[Figure]:
     """Llama-3.2-3B, bf16, 2 rows of 4096 packed tokens, A100; each row of the table adds to those above."""
-    common = dict(dtype="bfloat16", cast_adapters=True, joined=True, rows=2, row_tokens=4096)
+    common = dict(dtype="bfloat16", cast_adapters=True, batch=JoinedRows(8192), longest=4096)
     # Without the weight and its gradient, which are counted with the model.
     loss = full_logits_peak(8192, 3072, 128256) - 2 * 2 * 128256 * 3072
     spec = StepSpec(device="cuda", mode="full", accumulates=False, **common)  # type: ignore[arg-type]
@@ -204,13 +202,12 @@ def litgpt_figures() -> list[Figure]:
         lora=LoraSettings(r=8, alpha=16, dropout=0.05, target_modules=["q_proj", "v_proj"]),
         dtype="bfloat16",
         cast_adapters=True,
-        row_tokens=1304,
         workspace=OTHER_WORKSPACE,
     )
-    one, two = (peak(LLAMA_2_7B, mode="lora", rows=rows, **common) for rows in (1, 2))
+    one, two = (peak(LLAMA_2_7B, mode="lora", batch=PaddedRows(rows, 1304), **common) for rows in (1, 2))
     logits = 12 * 32000 * 1304
-    larger = peak(LLAMA_2_13B, mode="lora", rows=1, **common)
-    nf4 = peak(LLAMA_2_7B, mode="qlora", rows=1, **common)
+    larger = peak(LLAMA_2_13B, mode="lora", batch=PaddedRows(1, 1304), **common)
+    nf4 = peak(LLAMA_2_7B, mode="qlora", batch=PaddedRows(1, 1304), **common)
     why = "other model code (fused qkv, own norms) on PyTorch 2.1, which is not traced: explained in part"
     note = f"their full logits are {logits / GB:.2f} GB of it; {why}"
     rows = (

@@ -35,7 +35,7 @@ from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.load import attention, load_base
 from sft_play.runlog import console
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.timeline import Peak, Step
 from sft_play.sizing.traces import Traces
 from sft_play.units import format_bytes
@@ -113,14 +113,14 @@ def spec_of(shape: Shape, mode: str, checkpointing: bool, packing: bool) -> Step
         checkpointing: whether activations are recomputed.
         packing: whether rows are packed.
     """
+    tokens = shape.rows * shape.row_tokens
     return StepSpec(
         mode=mode,
         lora=LoraSettings(r=shape.lora_rank),
         mixed_precision=shape.mixed_precision,
         gradient_checkpointing=checkpointing,
-        joined=packing,
-        rows=shape.rows,
-        row_tokens=shape.row_tokens,
+        batch=JoinedRows(tokens) if packing else PaddedRows(shape.rows, shape.row_tokens),
+        longest=shape.row_tokens,
     )
 
 
@@ -142,8 +142,9 @@ def build(folder: Path, spec: StepSpec) -> Any:
 
 def predict(traces: Traces, spec: StepSpec) -> Step:
     """The step, from traces with more rows: the micro-batch itself is not traced."""
+    row = spec.longest_sequence if spec.joined else 1
     for more in (1, 3):
-        traces.step(replace(spec, rows=spec.rows + more))
+        traces.step(replace(spec, batch=spec.batch.of_size(spec.batch.size + more * row)))
     return traces.step(spec)
 
 

@@ -29,7 +29,7 @@ from sft_play.planning.profile import DeviceProfile, MicroBatch
 from sft_play.planning.profiles import device_name
 from sft_play.planning.profiling import measure, now, since
 from sft_play.runlog import console
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trained_parameters
 from sft_play.sizing.traces import Traces
 
@@ -92,8 +92,7 @@ def results(profile: DeviceProfile) -> Iterator[Result]:
             spec = StepSpec(
                 mode=mode,
                 gradient_checkpointing=checkpointing,
-                rows=2,
-                row_tokens=ROW_TOKENS,
+                batch=PaddedRows(2, ROW_TOKENS),
                 accumulates=False,
             )  # fmt: skip
             line = traces.work(spec)
@@ -103,7 +102,7 @@ def results(profile: DeviceProfile) -> Iterator[Result]:
                 if work.flop().sum() > MOST_FLOP:
                     continue
                 real = StepSpec(
-                    mode=mode, gradient_checkpointing=checkpointing, rows=tokens // row, row_tokens=row
+                    mode=mode, gradient_checkpointing=checkpointing, batch=PaddedRows(tokens // row, row)
                 )
                 yield Result(
                     name,

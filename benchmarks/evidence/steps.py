@@ -24,7 +24,7 @@ from sft_play.model.attention import type_name
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
 from sft_play.sizing.optimizers import optimizer_state
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 from sft_play.sizing.trace import layer_hooks, trained_parameters
 from sft_play.units import SIXTEEN_BIT
@@ -61,8 +61,7 @@ def _spec(run: Run) -> StepSpec:
         dtype=run.dtype,
         attention="eager" if run.attention == "eager" else attention.NAME,
         gradient_checkpointing=run.checkpointing,
-        rows=run.rows,
-        row_tokens=run.row_tokens,
+        batch=PaddedRows(run.rows, run.row_tokens),
         accumulates=False,
         device="cuda",
         compute_capability=run.compute_capability,

@@ -318,12 +318,12 @@ def _with_calls(profile: DeviceProfile, clock: Stopwatch) -> DeviceProfile:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from sft_play.model.adapters import attach_adapter
-    from sft_play.sizing.step import StepSpec
+    from sft_play.sizing.step import PaddedRows, StepSpec
     from sft_play.sizing.trace import make_batch
 
     base = AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).to(clock.device)
     model = attach_adapter(base, LoraSettings(r=8)).train()
-    spec = StepSpec(mode="lora", row_tokens=TINY_TOKENS, device=clock.device.type)
+    spec = StepSpec(mode="lora", batch=PaddedRows(1, TINY_TOKENS), device=clock.device.type)
     batch = make_batch(spec, device=clock.device)
 
     def loss() -> torch.Tensor:

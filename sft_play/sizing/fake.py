@@ -68,7 +68,7 @@ def _without_idle_window(config: "PretrainedConfig", spec: StepSpec) -> "Pretrai
     text = config.get_text_config()
     window = setting(text, "sliding_window")
     if spec.joined and window is not None and window >= spec.longest_sequence:
-        text.sliding_window = max(window, spec.tokens, math.prod(spec.eval_shape))
+        text.sliding_window = max(window, spec.tokens, math.prod(spec.evaluated.shape))
     return config
 
 

@@ -24,6 +24,52 @@ def step_code() -> str:
     return f"{sources_digest(*SOURCES)} {json.dumps(installed_versions())}"
 
 
+@dataclass(frozen=True)
+class PaddedRows:
+    """A batch of rows that are padded to one length: tensors of [rows, row_tokens]. It grows by rows."""
+
+    rows: int
+    row_tokens: int
+
+    @property
+    def size(self) -> int:
+        """What it grows by: its rows."""
+        return self.rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of its tensors."""
+        return self.rows, self.row_tokens
+
+    def of_size(self, rows: int) -> "PaddedRows":
+        """A batch of as many rows of the same length."""
+        return PaddedRows(rows, self.row_tokens)
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """A batch of sequences end to end, without padding: tensors of [1, tokens]. It grows by tokens."""
+
+    tokens: int
+
+    @property
+    def size(self) -> int:
+        """What it grows by: its tokens."""
+        return self.tokens
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of its tensors."""
+        return 1, self.tokens
+
+    def of_size(self, tokens: int) -> "JoinedRows":
+        """A batch of as many tokens."""
+        return JoinedRows(tokens)
+
+
+Batch = PaddedRows | JoinedRows
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
     """One micro-batch of a run, and how the model is trained on it."""
@@ -35,10 +81,8 @@ class StepSpec:
     mixed_precision: str = "no"  # autocast type: "bf16", "fp16" or "no"
     attention: str = "varlen_sdpa"
     gradient_checkpointing: bool = False
-    joined: bool = False  # rows end to end without padding; else [rows, row_tokens], padded
-    rows: int = 1
-    row_tokens: int = 128  # 1 if rows are joined and `rows` counts tokens
-    longest: int | None = None  # tokens of the longest sequence; default `row_tokens`
+    batch: Batch = PaddedRows(1, 128)  # the micro-batch
+    longest: int | None = None  # tokens of the longest sequence; default: of a row of the batch
     sequence_tokens: int | None = None  # of an average sequence, if rows are joined; default `longest`
     accumulates: bool = True  # gradients of an earlier micro-batch are live during forward and backward
     device: str = "cpu"  # the device whose memory is predicted, not the one that predicts
@@ -46,25 +90,29 @@ class StepSpec:
     optimizer: str = "adamw"
     neftune: bool = False  # noise on the embeddings
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
-    eval_rows: int | None = None  # rows of an evaluation batch; default `rows`
-    eval_row_tokens: int | None = None  # longest row of an evaluation batch; default `row_tokens`
+    eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
     cast_adapters: bool = False  # adapters have `dtype` too: DeepSpeed casts the model and has no autocast
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
 
     @property
-    def tokens(self) -> int:
-        """Tokens in the micro-batch, padding included."""
-        return self.rows * self.row_tokens
+    def joined(self) -> bool:
+        """Whether rows are joined without padding."""
+        return isinstance(self.batch, JoinedRows)
 
     @property
-    def eval_shape(self) -> tuple[int, int]:
-        """Rows of an evaluation batch, and tokens of each."""
-        return self.eval_rows or self.rows, self.eval_row_tokens or self.row_tokens
+    def tokens(self) -> int:
+        """Tokens in the micro-batch, padding included."""
+        return math.prod(self.batch.shape)
+
+    @property
+    def evaluated(self) -> Batch:
+        """The largest batch of an evaluation."""
+        return self.eval_batch or self.batch
 
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence in it."""
-        return self.longest or self.row_tokens
+        return self.longest or self.batch.shape[1]
 
     def sequence_lengths(self, tokens: int) -> tuple[int, ...]:
         """Tokens of each of the sequences that are joined to `tokens` tokens.
@@ -85,9 +133,8 @@ class StepSpec:
         Block sizes are linear in the rows among steps for which this is equal.
         """
         tile = LOSS_TILES[self.device]
-        eval_rows, eval_row_tokens = self.eval_shape
-        tokens = self.supervised(self.rows, self.row_tokens), self.supervised(eval_rows, eval_row_tokens)
-        first, second = (min(3, -(-count // tile)) for count in tokens)
+        counts = self.supervised(self.batch), self.supervised(self.evaluated)
+        first, second = (min(3, -(-count // tile)) for count in counts)
         return first, second
 
     @property
@@ -95,10 +142,11 @@ class StepSpec:
         """Bytes per element of a trained parameter and its gradient; adapters are fp32 unless cast."""
         return BYTES_PER_ELEMENT[self.dtype] if self.mode == "full" or self.cast_adapters else 4
 
-    def supervised(self, rows: int, row_tokens: int) -> int:
-        """How many tokens of such a batch contribute to the loss: no sequence predicts its first one."""
+    def supervised(self, batch: Batch) -> int:
+        """How many tokens of such a batch contribute to the loss: never the first one of a row."""
+        rows, row_tokens = batch.shape
         tokens = rows * row_tokens
-        return max(1, min(round(self.supervised_share * tokens), tokens - (1 if self.joined else rows)))
+        return max(1, min(round(self.supervised_share * tokens), tokens - rows))
 
     @classmethod
     def of(cls, config: RunConfig, plan: Plan, eval_shape: tuple[int, int] | None = None) -> "StepSpec":
@@ -107,8 +155,7 @@ class StepSpec:
         Args:
             config: the run's config.
             plan: the run's plan.
-            eval_shape: rows and row tokens of the largest evaluation batch, 1 row of all its tokens when
-                joined; default that of the micro-batch.
+            eval_shape: of the tensors of the largest evaluation batch; default that of the micro-batch.
         """
         spec = cls(
             mode=config.tuning.mode,
@@ -126,8 +173,7 @@ class StepSpec:
             neftune=config.train.neftune_noise_alpha is not None,
             supervised_share=_supervised_share(plan),
         )
-        shape = _joined_shape if plan.padding_free else _padded_shape
-        spec = replace(spec, **shape(plan, eval_shape))
+        spec = replace(spec, **_batches(plan, eval_shape))
         if plan.engine == "deepspeed_z2" and plan.mixed_precision in AUTOCAST:
             return replace(
                 spec, dtype=AUTOCAST[plan.mixed_precision], mixed_precision="no", cast_adapters=True
@@ -142,24 +188,18 @@ def _supervised_share(plan: Plan) -> float:
     return min(1.0, math.ceil(SHARES * plan.micro_batch_supervised / plan.micro_batch_tokens) / SHARES)
 
 
-def _joined_shape(plan: Plan, eval_shape: tuple[int, int] | None) -> dict[str, Any]:
-    """The shape of joined rows, where `rows` counts tokens."""
-    evaluated = eval_shape[0] * eval_shape[1] if eval_shape else plan.micro_batch_tokens
+def _batches(plan: Plan, eval_shape: tuple[int, int] | None) -> dict[str, Any]:
+    """The largest batches of a plan, and the lengths of the sequences that are joined."""
+    evaluated: Batch | None
+    if not plan.padding_free:
+        batch = PaddedRows(plan.rows_per_micro_batch, padded_length(plan.max_seq_len))
+        evaluated = PaddedRows(*eval_shape) if eval_shape else None
+        return dict(batch=batch, eval_batch=evaluated)
+    joined = JoinedRows(plan.micro_batch_tokens)
+    evaluated = JoinedRows(math.prod(eval_shape)) if eval_shape else None
     return dict(
-        joined=True,
-        rows=plan.micro_batch_tokens,
-        row_tokens=1,
+        batch=joined,
+        eval_batch=None if evaluated == joined else evaluated,
         longest=plan.max_seq_len,
         sequence_tokens=plan.sequence_tokens or None if plan.device == "cuda" else None,
-        eval_rows=None if evaluated == plan.micro_batch_tokens else evaluated,
-    )
-
-
-def _padded_shape(plan: Plan, eval_shape: tuple[int, int] | None) -> dict[str, Any]:
-    eval_rows, eval_row_tokens = eval_shape or (None, None)
-    return dict(
-        rows=plan.rows_per_micro_batch,
-        row_tokens=padded_length(plan.max_seq_len),
-        eval_rows=eval_rows,
-        eval_row_tokens=eval_row_tokens,
     )

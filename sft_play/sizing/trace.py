@@ -79,8 +79,8 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
         recorder = SymbolicRecorder(
             cuda=spec.device == "cuda",
-            supervised=spec.supervised(spec.rows, spec.row_tokens),
-            eval_supervised=spec.supervised(*spec.eval_shape),
+            supervised=spec.supervised(spec.batch),
+            eval_supervised=spec.supervised(spec.evaluated),
         )
         with few_tiles(recorder), attributed_loss(recorder):
             materialise(model, layers, recorder)
@@ -204,12 +204,12 @@ def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu")
 
     Each tensor is [rows, row_tokens]; joined, [1, tokens] with the lengths of the sequences.
     """
-    shape, lengths = spec.eval_shape if evaluation else (spec.rows, spec.row_tokens), {}
-    if spec.joined:
-        tokens = shape[0] * shape[1]
-        shape, lengths = (1, tokens), {"sequence_lengths": list(spec.sequence_lengths(tokens))}
+    shape = (spec.evaluated if evaluation else spec.batch).shape
     names = ("input_ids", "labels", "position_ids")
-    return {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names} | lengths
+    batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
+    if spec.joined:
+        batch["sequence_lengths"] = list(spec.sequence_lengths(shape[1]))
+    return batch
 
 
 def run_step(

@@ -24,14 +24,14 @@ from benchmarks.sizing_gpu import alternately, figures, missed_targets, run_case
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.sizing.phase_meter import storage_bytes
 from sft_play.sizing.recorder import AllocationRecorder
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import PaddedRows, StepSpec
 
 CPU, H200 = torch.device("cpu"), Target("cuda", "NVIDIA H200", (9, 0))
 HERE = Target("cpu", "the CPU")
 
 
 def small_spec(**changes) -> StepSpec:
-    return StepSpec(**{"mode": "lora", "lora": LoraSettings(r=4), "rows": 2, "row_tokens": 32, **changes})
+    return StepSpec(**{"mode": "lora", "lora": LoraSettings(r=4), "batch": PaddedRows(2, 32), **changes})
 
 
 def tuning(spec: StepSpec) -> TuningConfig:
@@ -46,7 +46,7 @@ def test_the_grid_is_the_issues_and_any_first_part_of_it_has_every_model_and_mod
         == {True, False}
         == {case.spec.joined for case in cases}
     )
-    assert {case.spec.row_tokens for case in cases} == {512, 1024, 2048, 4096, 8192}
+    assert {case.spec.longest_sequence for case in cases} == {512, 1024, 2048, 4096, 8192}
     everything = {(case.model, case.spec.mode) for case in cases}
     assert {(case.model, case.spec.mode) for case in cases[: len(everything)]} == everything
     assert {mode for _, mode in everything} == set(MODES)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.small_models import small_config
 from sft_play.planning.clock import step_seconds
 from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.traces import shared_traces
 
 LARGE = small_config(
@@ -15,7 +15,9 @@ LARGE = small_config(
 )  # 7B
 H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12)
 A100 = derived_from_data_sheet("A100", "cuda", 312e12, 2.04e12)
-SPEC = StepSpec(mode="lora", dtype="bfloat16", mixed_precision="bf16", device="cuda", rows=2, row_tokens=1024)
+SPEC = StepSpec(
+    mode="lora", dtype="bfloat16", mixed_precision="bf16", device="cuda", batch=PaddedRows(2, 1024)
+)
 
 
 def step(profile=H100, tokens=8192, **changes):

@@ -11,14 +11,14 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.sizing import architecture, questions
 from sft_play.sizing.architecture import Architecture, planning_architecture, text_of
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import JoinedRows, StepSpec
 
 ASKED = [
     (questions.hidden_size,),
     (questions.position_limit,),
     (questions.attention, "auto", "cuda", (8, 0)),
     (questions.joined_rows, True, "auto", "varlen_sdpa"),
-    (questions.attention_kernel, StepSpec(mode="lora", device="cuda", joined=True, row_tokens=1)),
+    (questions.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
     (questions.attention_kernel, StepSpec(mode="lora")),
     (questions.packable,),
     (questions.trained_besides, 2, ("embed_tokens",)),

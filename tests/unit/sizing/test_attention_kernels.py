@@ -26,7 +26,7 @@ from sft_play.sizing.attention_kernels import (
     varlen_attention,
 )
 from sft_play.sizing.kernels import SymbolicRecorder, simulate_cuda
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 
 T4, V100, A100, RTX_4090, H100 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0)
@@ -152,7 +152,7 @@ def test_the_math_kernel_writes_all_scores():
 
 def largest_block(capability, **changes):
     spec = StepSpec(
-        mode="lora", lora=LoraSettings(r=4), dtype="float16", mixed_precision="fp16", rows=1, row_tokens=1024,
+        mode="lora", lora=LoraSettings(r=4), dtype="float16", mixed_precision="fp16", batch=PaddedRows(1, 1024),
         device="cuda", compute_capability=capability,
     )  # fmt: skip
     trace = trace_step(small_config("qwen3", WIDE), replace(spec, **changes))
@@ -162,7 +162,7 @@ def largest_block(capability, **changes):
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_our_step_never_writes_scores_also_where_no_kernel_takes_groups(joined):
-    shape = dict(joined=True, rows=1024, row_tokens=1, longest=1024) if joined else {}
+    shape = dict(batch=JoinedRows(1024)) if joined else {}
     assert largest_block(T4, **shape) < 4 * 1024 * 1024 * 2  # heads x tokens x tokens in fp16
     in_fp32 = largest_block(A100, dtype="float32", mixed_precision="no", **shape)
     assert in_fp32 < 4 * 1024 * 1024 * 4
@@ -210,13 +210,13 @@ MISTRAL = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=64, head_dim=16,
 )  # fmt: skip
-JOINED = dict(joined=True, rows=1000, row_tokens=1, longest=1000)
+JOINED = JoinedRows(1000)
 
 
 def joined_spec(capability, **changes):
     spec = StepSpec(
         mode="lora", lora=LoraSettings(r=4), dtype="bfloat16", mixed_precision="bf16",
-        device="cuda", compute_capability=capability, **JOINED,
+        device="cuda", compute_capability=capability, batch=JOINED,
     )  # fmt: skip
     return replace(spec, **changes)
 
@@ -252,7 +252,7 @@ def test_version_3_sums_the_gradients_of_grouped_keys_in_fp32():
     ("capability", "changes", "calls"),
     [
         (A100, {}, "flash kernel, one call for all rows"),
-        (A100, dict(joined=False, rows=2, row_tokens=64), "flash kernel, rows are padded"),
+        (A100, dict(batch=PaddedRows(2, 64)), "flash kernel, rows are padded"),
         (A100, dict(dtype="float32", mixed_precision="no"), "memory-efficient .*, a call for each row"),
         (T4, dict(dtype="float16", mixed_precision="fp16"), "memory-efficient .*, a call for each row"),
         (H100, dict(attention="flash_attention_3"), "FlashAttention 3, one call for all rows"),
@@ -286,7 +286,7 @@ def test_each_sequence_more_costs_a_tile_in_the_traced_step():
 @pytest.mark.parametrize(("dropout", "one_call"), [(0.1, False), (0.0, True)])
 def test_joined_rows_take_one_call_unless_attention_has_dropout_by_any_name(dropout, one_call):
     spec = StepSpec(
-        mode="full", dtype="bfloat16", mixed_precision="bf16", device="cuda", joined=True,
-        compute_capability=(9, 0), rows=2, row_tokens=64,
+        mode="full", dtype="bfloat16", mixed_precision="bf16", device="cuda",
+        compute_capability=(9, 0), batch=JoinedRows(128),
     )  # fmt: skip
     assert takes_one_call(GPT2Config(attn_pdrop=dropout), spec) is one_call

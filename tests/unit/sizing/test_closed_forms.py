@@ -12,7 +12,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from sft_play.config.schema import LoraSettings
 from sft_play.sizing.kernels import SymbolicRecorder, few_tiles
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.timeline import TERMS, StepTrace
 from sft_play.sizing.trace import trace_step
 
@@ -86,7 +86,7 @@ def value(form: str, g) -> int:
 
 def traced(name, g, **spec) -> StepTrace:
     return trace_step(
-        small(name, g), StepSpec(rows=ROWS, row_tokens=ROW_TOKENS, lora=LoraSettings(r=RANK), **spec)
+        small(name, g), StepSpec(batch=PaddedRows(ROWS, ROW_TOKENS), lora=LoraSettings(r=RANK), **spec)
     )
 
 

@@ -14,7 +14,7 @@ from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
 from sft_play.config.schema import LoraSettings, TrainConfig, TuningConfig
 from sft_play.model.noise import add_noise
 from sft_play.sizing.optimizers import PAGED_FROM, make_optimizer, optimizer_state
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.train.arguments import OPTIMIZERS
 
@@ -69,7 +69,12 @@ NO_PACKAGE = pytest.mark.skipif(SCHEDULE_FREE not in INSTALLED, reason=EXTRAS["s
         pytest.param(LORA, {"optimizer": "adamw_8bit"}, id="AdamW in 8 bits", marks=SLOW),
         pytest.param(LORA, {"optimizer": "adafactor"}, id="LoRA with adafactor", marks=SLOW),
         pytest.param(FULL, {"neftune": True}, id="NEFTune", marks=SLOW),
-        pytest.param(LORA, {"neftune": True, "joined": True}, id="NEFTune, joined rows", marks=SLOW),
+        pytest.param(
+            LORA,
+            {"neftune": True, "batch": JoinedRows(96), "longest": 32},
+            id="NEFTune, joined rows",
+            marks=SLOW,
+        ),
         pytest.param(LAYERS, {"optimizer": "lion_8bit", "neftune": True}, id="ranks by layer, lion, NEFTune"),
         pytest.param(LoraSettings(r=8, init="pissa"), {}, id="pissa", marks=SLOW),
         pytest.param(LoraSettings(r=8, init="olora"), {}, id="olora", marks=SLOW),
@@ -79,7 +84,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(method, settings
     config = small_config("llama", TALL | {"layers": 4})
     lora = LORA if method == FULL else method
     spec = StepSpec(
-        mode="full" if method == FULL else "lora", lora=lora, **{"rows": 3, "row_tokens": 32, **settings}
+        mode="full" if method == FULL else "lora", lora=lora, **{"batch": PaddedRows(3, 32), **settings}
     )
     model = random_model(config, spec, TuningConfig(mode=spec.mode, lora=lora), torch.device("cpu"))
     if spec.neftune:
@@ -97,7 +102,9 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(method, settings
 
 
 def states(optimizer, device, mode="full"):
-    spec = StepSpec(mode=mode, optimizer=optimizer, device=device, lora=LoraSettings(r=64), rows=2)
+    spec = StepSpec(
+        mode=mode, optimizer=optimizer, device=device, lora=LoraSettings(r=64), batch=PaddedRows(2, 128)
+    )
     peaks = trace_step(small_config("llama", WIDE | {"layers": 2}), spec).step.peaks()
     return peaks["forward"].terms["optimizer"], peaks["optimizer"].bytes
 

@@ -17,7 +17,7 @@ from sft_play.errors import UntraceableModel
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.load import attention, load_base
 from sft_play.sizing.recorder import AllocationRecorder
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.sizing.traces import Traces
 
@@ -40,7 +40,7 @@ def on_gpu(**changes) -> StepSpec:
             "mixed_precision": "bf16",
             "device": "cuda",
             "lora": LORA,
-            "rows": 2,
+            "batch": PaddedRows(2, 128),
             **changes,
         }
     )
@@ -75,7 +75,7 @@ def test_every_architecture_traces_and_three_layers_represent_all(name):
     ],
 )
 def test_layers_of_several_kinds_are_told_apart(name, changes):
-    spec = on_gpu(mode="lora", row_tokens=256)
+    spec = on_gpu(mode="lora", batch=PaddedRows(2, 256))
     config = small_config(name, SMALL | {"layers": 8}, **changes)
     few, full = trace_step(config, spec), trace_step(config, spec, all_layers=True)
     assert max(few.stand_ins) == 3
@@ -95,7 +95,11 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     spec = StepSpec(
-        mode=mode, lora=LORA, gradient_checkpointing=checkpointing, joined=packing, rows=3, row_tokens=64
+        mode=mode,
+        lora=LORA,
+        gradient_checkpointing=checkpointing,
+        batch=JoinedRows(192) if packing else PaddedRows(3, 64),
+        longest=64,
     )
     model = load_base(
         ModelConfig(name=str(folder)),
@@ -124,7 +128,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
 def test_joined_sequences_cost_by_their_own_lengths(family):
     """A trace joins longer sequences than the step has: they must not meet a window, or have larger scores."""
     config = miniature(family)
-    spec = StepSpec(mode="full", joined=True, rows=4, row_tokens=32)
+    spec = StepSpec(mode="full", batch=JoinedRows(128), longest=32)
     torch.manual_seed(0)
     model = real_base(config)
 
@@ -145,9 +149,7 @@ def test_joined_sequences_cost_by_their_own_lengths(family):
 def test_what_is_trained_beside_adapters_is_in_the_trace(tied, new_tokens, whole):
     config = small_config("qwen3", WIDE | {"layers": 4, "vocabulary": 2000}, tie_word_embeddings=tied)
     lora = LoraSettings(r=4, modules_to_save=whole)
-    spec = StepSpec(
-        mode="lora", lora=lora, new_tokens=new_tokens, joined=True, rows=300, row_tokens=1, longest=150
-    )
+    spec = StepSpec(mode="lora", lora=lora, new_tokens=new_tokens, batch=JoinedRows(300), longest=150)
     model = attach_adapter(real_base(config), lora, new_ids=range(2000 - new_tokens, 2000))
     measured, step = measure_step(model, spec), trace_step(config, spec).step
     predicted = step.peaks()
@@ -160,7 +162,7 @@ def test_what_is_trained_beside_adapters_is_in_the_trace(tied, new_tokens, whole
 def test_gradients_are_summed_in_place_where_autograd_does_so(tied):
     """A tied embedding has two, each as large as the logits' weight; an untied one has one."""
     config = small_config("llama", WIDE | {"layers": 2, "vocabulary": 20_000}, tie_word_embeddings=tied)
-    spec = StepSpec(mode="full", row_tokens=16)
+    spec = StepSpec(mode="full", batch=PaddedRows(1, 16))
     measured, step = measure_step(real_base(config, "sdpa"), spec), trace_step(config, spec).step
     assert step.peaks()["backward"].bytes == pytest.approx(measured.phases["backward"], rel=1e-3)
 
@@ -208,7 +210,7 @@ def test_a_gradient_that_somebody_holds_is_not_overwritten(monkeypatch, kept, te
 )
 def test_layers_that_are_not_one_after_the_other_have_the_memory_of_the_real_step(family, told_apart):
     config = miniature(family)
-    spec = StepSpec(mode="full", joined=True, rows=4, row_tokens=32)
+    spec = StepSpec(mode="full", batch=JoinedRows(128), longest=32)
     torch.manual_seed(0)
     model = real_base(config)
 
@@ -246,7 +248,7 @@ def test_more_supervised_tokens_cost_more_on_a_gpu_and_nothing_on_the_cpu():
     config = small_config("llama", SMALL)
 
     def loss(share, device):
-        spec = on_gpu(mode="lora", device=device, supervised_share=share, row_tokens=256)
+        spec = on_gpu(mode="lora", device=device, supervised_share=share, batch=PaddedRows(2, 256))
         return trace_step(config, spec).step.peaks()["backward"].bytes
 
     assert loss(0.1, "cuda") < loss(1.0, "cuda")
@@ -256,7 +258,7 @@ def test_more_supervised_tokens_cost_more_on_a_gpu_and_nothing_on_the_cpu():
 def test_checkpointing_keeps_one_block_a_layer():
     config = small_config("llama", SMALL)
     stored, recomputed = (
-        trace_step(config, on_gpu(mode="lora", row_tokens=256, gradient_checkpointing=c))
+        trace_step(config, on_gpu(mode="lora", batch=PaddedRows(2, 256), gradient_checkpointing=c))
         .step.peaks()["forward"]
         .terms
         for c in (False, True)
@@ -293,10 +295,10 @@ def test_an_architecture_whose_step_depends_on_the_data_is_left_to_the_probe(fam
 def test_few_traces_give_every_micro_batch():
     traces = Traces(small_config("llama", SMALL))
     for rows in (2, 3, 4, 8, 16, 200, 300, 400):
-        traces.step(on_gpu(mode="lora", rows=rows, row_tokens=64))
+        traces.step(on_gpu(mode="lora", batch=PaddedRows(rows, 64)))
     assert traces.count == 4  # two with less than a tile of the loss, two with more
     for rows in (16, 400):
-        spec = on_gpu(mode="lora", rows=rows, row_tokens=64)
+        spec = on_gpu(mode="lora", batch=PaddedRows(rows, 64))
         assert traces.step(spec).peaks(512) == trace_step(traces.architecture.config, spec).step.peaks(512)
 
 
@@ -304,9 +306,9 @@ def test_few_traces_give_every_micro_batch():
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_three_traces_give_every_micro_batch_with_any_supervised_share(device, mode):
     traces = Traces(small_config("llama", SMALL))
-    kind = replace(on_gpu(mode=mode), device=device, joined=True, row_tokens=1, longest=100)
+    kind = replace(on_gpu(mode=mode), device=device, longest=100)
     for rows, share in ((2903, 0.6), (1511, 0.65), (1207, 0.7), (2405, 0.55)):
-        spec = replace(kind, rows=rows, supervised_share=share)
+        spec = replace(kind, batch=JoinedRows(rows), supervised_share=share)
         alone = trace_step(traces.architecture.config, spec)
         assert traces.step(spec).peaks(512) == alone.step.peaks(512)
         np.testing.assert_allclose(
@@ -321,16 +323,14 @@ def test_the_work_of_a_step_with_two_tiles_of_the_loss_needs_no_trace_of_another
     spec = replace(
         on_gpu(mode="lora"),
         device="cpu",
-        joined=True,
-        row_tokens=1,
+        batch=JoinedRows(606),
         longest=60,
-        rows=606,
         supervised_share=0.7,
     )
     assert spec.loss_tiles == (2, 2)
     traces.step(spec)
     traces.work(spec)
-    smaller = replace(spec, rows=520)
+    smaller = replace(spec, batch=JoinedRows(520))
     found = traces.step(smaller).peaks()
     assert traces.count == 2
     alone = trace_step(traces.architecture.config, smaller).step.peaks()

@@ -15,7 +15,7 @@ from benchmarks.random_models import random_model
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.model.loss_head import add_loss_head
-from sft_play.sizing.step import LOSS_TILES, StepSpec
+from sft_play.sizing.step import LOSS_TILES, PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step
 from sft_play.sizing.traces import Traces
 from sft_play.sizing.work import ATTENTION, ATTENTION_BACKWARD, PRODUCT, UNPACK, K, M, WorkLine
@@ -23,7 +23,7 @@ from sft_play.sizing.work import ATTENTION, ATTENTION_BACKWARD, PRODUCT, UNPACK,
 CONFIG = small_config("llama", WIDE | {"layers": 5})
 BODY = 5 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 704)  # q and o, k and v, the three of the feed-forward
 HEAD = 256 * 4000
-SPEC = StepSpec(mode="full", rows=2, row_tokens=64)
+SPEC = StepSpec(mode="full", batch=PaddedRows(2, 64))
 TOKENS, SCORED = 128, 126  # the last token of a row has nothing to predict
 
 
@@ -79,7 +79,7 @@ def test_the_counter_of_pytorch_sees_the_same_in_a_real_step(mode):
 
 
 def test_two_recordings_give_every_other_token_count():
-    works = {rows: trace_step(CONFIG, replace(SPEC, rows=rows)).work for rows in (2, 3, 4)}
+    works = {rows: trace_step(CONFIG, replace(SPEC, batch=PaddedRows(rows, 64))).work for rows in (2, 3, 4)}
     line = WorkLine.fit([(2 * 64, 2 * 63), (3 * 64, 3 * 63)], [works[2], works[3]])
     np.testing.assert_allclose(line.at(4 * 64).sizes, works[4].sizes)
     assert line.at(4 * 64).same_operations(works[4])
@@ -87,9 +87,11 @@ def test_two_recordings_give_every_other_token_count():
 
 def test_traces_ask_for_as_many_recordings_as_it_takes():
     traces = Traces(CONFIG)
-    line = traces.work(replace(SPEC, rows=1))
+    line = traces.work(replace(SPEC, batch=PaddedRows(1, 64)))
     assert traces.count == 2
-    np.testing.assert_allclose(line.at(4 * 64).flop().sum(), sum(passes(replace(SPEC, rows=4))))
+    np.testing.assert_allclose(
+        line.at(4 * 64).flop().sum(), sum(passes(replace(SPEC, batch=PaddedRows(4, 64))))
+    )
 
 
 def test_what_is_trained_counts_all_layers():
@@ -110,7 +112,7 @@ def test_recorded_layers_stand_for_all():
 def test_tiles_of_the_loss_that_are_not_traced_count(device, passes_of_head):
     """On a CPU logits and their gradient; on a GPU the backward pass computes the logits once more."""
     config = small_config("llama", WIDE | {"vocabulary": 40_000, "layers": 3})
-    spec = replace(SPEC, mode="lora", rows=9, row_tokens=1024, device=device)
+    spec = replace(SPEC, mode="lora", batch=PaddedRows(9, 1024), device=device)
     work = trace_step(config, spec).work
     head = 2 * 256 * 40_000 * (9 * 1024 - 9)
     in_tiles = (work.sizes[:, M] == LOSS_TILES[device]) & (work.kinds == PRODUCT)
@@ -120,7 +122,7 @@ def test_tiles_of_the_loss_that_are_not_traced_count(device, passes_of_head):
 
 def test_a_gpu_attends_and_unpacks_in_kernels_that_are_not_traced():
     spec = StepSpec(
-        mode="qlora", dtype="bfloat16", mixed_precision="bf16", device="cuda", rows=2, row_tokens=64
+        mode="qlora", dtype="bfloat16", mixed_precision="bf16", device="cuda", batch=PaddedRows(2, 64)
     )
     work = trace_step(CONFIG, spec).work
     kinds, sizes = work.kinds[work.order], work.sizes[work.order]
