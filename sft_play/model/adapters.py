@@ -116,7 +116,6 @@ def attach_adapter(
     *,
     autocast: bool = False,
     new_ids: Sequence[int] = (),
-    start: Path | None = None,
 ) -> "PeftModel":
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 
@@ -125,10 +124,8 @@ def attach_adapter(
         lora: the adapter's settings.
         autocast: every forward pass will run under autocast.
         new_ids: of the tokens whose rows are trained too.
-        start: file with what the adapters of a resumed run started from, if that is a part of the weights.
 
     Raises:
-        CheckpointError: that file does not fit the model.
         ConfigError: target_modules or patterns match nothing in this model, or an embedding or the output
             head; the message says what would do. Or something else cannot be trained.
     """
@@ -155,7 +152,7 @@ def attach_adapter(
     require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
     require_matches(adapted, lora)  # type: ignore[arg-type]
     if lora.init != "default":
-        take_out_start(adapted, lora, start)  # type: ignore[arg-type]
+        take_out_start(adapted, lora)  # type: ignore[arg-type]
     if new_ids:
         require_wrapped(adapted)  # type: ignore[arg-type]
         complete_wrappers(adapted)  # type: ignore[arg-type]

@@ -304,19 +304,15 @@ def keep_differentiable(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def build_model(
-    config: RunConfig, plan: Plan, local_rank: int = 0, start: Path | None = None
-) -> "PreTrainedModel | PeftModel":
+def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":
     """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed.
 
     Args:
         config: the run.
         plan: of the run.
         local_rank: of this process.
-        start: as for `attach_adapter`.
 
     Raises:
-        CheckpointError: the file does not fit.
         ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
     """
     from transformers import set_seed
@@ -332,7 +328,7 @@ def build_model(
     model.config.use_cache = False
     if config.tuning.mode != "full":
         autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
-        adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids, start=start)
+        adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
         if config.train.neftune_noise_alpha:
             add_noise(adapted, config.train.neftune_noise_alpha, config.train.seed)
         return adapted

@@ -1,23 +1,19 @@
 """What the library's trainer has no argument for.
 
-LoRA+, adapters that start as a part of the weights, noise that follows from the step, and optimizers whose
-result is an average.
+LoRA+, noise that follows from the step, and optimizers whose result is an average.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from sft_play.model.decomposition import save_start
-
 
 class AdapterTrainer(SFTTrainer):
-    """TRL's trainer with LoRA+ if `plus_ratio` is set, and checkpoints with the start of the adapters."""
+    """TRL's trainer with LoRA+ if `plus_ratio` is set."""
 
     plus_ratio: float | None = None  # learning rate of the B matrices / that of the A matrices
 
@@ -55,9 +51,6 @@ class AdapterTrainer(SFTTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with averaged(self.optimizer):
             super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            save_start(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
 
 
 class NoiseOfStep(TrainerCallback):

@@ -34,6 +34,8 @@ def settings_of(job: Job) -> dict[str, Any]:
     tuning: dict[str, Any] = {"tuning.mode": config.tuning.mode}
     if config.tuning.mode != "full":
         tuning |= {f"tuning.lora.{name}": value for name, value in config.tuning.lora.model_dump().items()}
+        if config.tuning.lora.init != "default":  # computed again, with the numbers of such a device
+            tuning["tuning.lora.init"] = f"{config.tuning.lora.init} on {plan.device}"
     found = {
         "model.name": Path(config.model.name).name,  # its folder may have been moved
         "model.revision": config.model.revision,

@@ -8,7 +8,6 @@ from pathlib import Path
 from sft_play.errors import CheckpointError
 from sft_play.job import Job
 from sft_play.manifest import has_manifest
-from sft_play.model.decomposition import START
 from sft_play.runlog import console, read_json
 from sft_play.train.checkpoints import STATE, find_problem, newest_whole, require_movable, set_aside_stale
 from sft_play.train.group import from_all
@@ -53,13 +52,6 @@ def checkpoint_to_resume(job: Job) -> Path | None:
     note = "; optimizer state is converted while loading" if moved else ""
     console().print(f"  resuming from {checkpoint}{note}")
     return checkpoint
-
-
-def start_to_resume(job: Job) -> Path | None:
-    """The file with what the adapters of the resumed run started from; None if it is computed, or random."""
-    if job.checkpoint is None or job.config.tuning.lora.init == "default":
-        return None
-    return job.checkpoint / START
 
 
 def clear_way(job: Job, checkpoint: Path | None) -> None:

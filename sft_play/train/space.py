@@ -50,8 +50,7 @@ def checkpoint_bytes(session: Session) -> int:
         return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
-    starts = weights_bytes(session) if job.config.tuning.lora.init != "default" else 0
-    return weights_bytes(session) + starts + sum(map(state_bytes, trained))
+    return weights_bytes(session) + sum(map(state_bytes, trained))
 
 
 def require_space(session: Session) -> None:

@@ -31,7 +31,7 @@ from sft_play.train.out_of_memory import memory_errors_explained, remembered
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
 from sft_play.train.redo import Redo
-from sft_play.train.resume import checkpoint_to_resume, clear_way, start_to_resume
+from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.saving import BestOfThisRun
 from sft_play.train.session import Session, open_session, ordered_rows
 from sft_play.train.settle import settle_plan
@@ -78,7 +78,7 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     meter = MemoryMeter.start(job.plan.device)
     rows = ordered_rows(job)
     with spinner(LOADING):
-        model = build_model(job.config, job.plan, job.ranks.local_rank, start_to_resume(job))
+        model = build_model(job.config, job.plan, job.ranks.local_rank)
     session = open_session(job, model, rows, meter)
     verify(session.trainer, job.plan, announce=announce)
     return session

@@ -7,15 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
-from sft_play.errors import CheckpointError
-from sft_play.model.decomposition import START
 from sft_play.model.load import load_for_inference
 from sft_play.model.loss_head import add_loss_head
 from sft_play.model.scoring import TokenScore, score_batch
 from sft_play.runlog import read_json
 from sft_play.train.trainer import prepare_session, train
 from tests.integration.cli import finish, make_workspace, sft, start
-from tests.integration.jobs import NEW_TOKENS, losses, make_job, new_token_rows, seal, tied_copy
+from tests.integration.jobs import NEW_TOKENS, losses, make_job, new_token_rows, tied_copy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MANY = {"mode": "lora", "lora": {"init": "pissa", "plus_ratio": 4, "rank_pattern": {"q_proj": 4}}}
@@ -90,17 +88,6 @@ def test_a_run_resumes_bit_for_bit_and_its_result_fits_the_original_base(model_o
     found = load_for_inference(whole.config, folder)
     add_loss_head(found)
     assert loss_of(found, whole.data.val) == pytest.approx(min(losses(whole)[1][1:]), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_without_the_start_of_its_adapters_a_checkpoint_is_not_resumed(tiny_model, tmp_path):
-    job = make_job(tiny_model, tmp_path, "run", **SETTINGS, **MANY)
-    train(job)
-    newest = job.run.checkpoints / "checkpoint-6"
-    (newest / START).unlink()
-    seal(newest)
-    with pytest.raises(CheckpointError, match="the start of the adapters, cannot be read"):
-        train(make_job(tiny_model, tmp_path, "run", **SETTINGS, **MANY, resume="auto"))
 
 
 def test_lora_plus_gives_b_its_own_rate_and_every_parameter_one_group(tiny_model, tmp_path):

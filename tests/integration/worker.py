@@ -57,17 +57,18 @@ def look(job: Job) -> dict[str, Any]:
 @contextmanager
 def other_signs() -> Iterator[None]:
     """In the block, this rank finds the singular vectors of weights with the other sign."""
-    principal_part = decomposition.principal_part
+    decompose = decomposition._decompose
 
-    def negative(*args: Any) -> tuple[Any, ...]:
-        u, sizes, v = principal_part(*args)
-        return -u, sizes, -v
+    def negative(name: str, layer: Any, init: str) -> None:
+        decompose(name, layer, init)
+        for part in (layer.lora_A, layer.lora_B):
+            part["default"].weight.data.neg_()
 
-    decomposition.principal_part = negative
+    decomposition._decompose = negative
     try:
         yield
     finally:
-        decomposition.principal_part = principal_part
+        decomposition._decompose = decompose
 
 
 def main(path: Path) -> int:

@@ -12,7 +12,7 @@ from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.manifest import write_manifest
 from sft_play.runlog import RunDir
-from sft_play.train.identity import require_same_run, settings_of
+from sft_play.train.identity import differences, require_same_run, settings_of
 from tests.unit.train.plans import PLAN
 
 
@@ -101,3 +101,12 @@ def test_other_versions_of_libraries_are_shown(tmp_path):
 
 def test_a_checkpoint_of_an_earlier_version_is_not_compared(tmp_path):
     assert require_same_run(job_of(tmp_path, train__seed=5), tmp_path / "none") == []
+
+
+def test_adapters_that_start_from_weights_stay_on_the_kind_of_device_that_computed_them(tmp_path):
+    changes = {"tuning__lora": {"init": "pissa"}}
+    found = [
+        settings_of(job_of(tmp_path, plan=replace(PLAN, device=device), **changes))
+        for device in ("cpu", "cuda")
+    ]
+    assert differences(*found) == {"tuning.lora.init": "pissa on cpu -> pissa on cuda"}
