@@ -4,22 +4,26 @@ A page holds each of them between two comments, `<!-- make docs: NAME -->` and `
 key of TABLES. The pages are written by scripts/docs.py.
 """
 
-import json
 import re
 import statistics
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
+from benchmarks.markdown import ROOT, results, signed, table
+from benchmarks.memory_tables import (
+    evidence,
+    memory_on_a_cpu,
+    memory_on_gpus,
+    published,
+    reserved,
+    reserved_open,
+)
 from sft_play.cli import INTERRUPTED_BY_USER
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import SftPlayError
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 COOKBOOK = ROOT / "docs" / "reference" / "cookbook.md"
 MARKED = re.compile(r"(<!-- make docs: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTESTANTS = {
@@ -38,13 +42,6 @@ STARTS = {
     "SFT-Play, the same run again": "sft-play, the same run again",
     "bare PyTorch loop, random batches": "bare loop",
     "bare PyTorch loop, batches of similar length": "bare loop by length",
-}
-# The start of the names of the series that were measured on a GPU.
-GPUS = {
-    "Tesla T4": "t4_",
-    "RTX 4080": "rtx4080",
-    "L40S, after a step": "l40s",
-    "A100, the loss alone": "a100_",
 }
 # The example of MULTI_GPU_GUIDE.md.
 GUIDE_ROWS = 29_500
@@ -80,18 +77,6 @@ KILLS = {
 }
 
 
-def results(name: str) -> dict[str, Any]:
-    """A file of benchmarks/results."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
-    cells = [list(head), *(list(row) for row in rows)]
-    cells.insert(1, ["---"] * len(cells[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
-
-
 def peers() -> str:
     """Tokens per second, padding and held-out loss of each toolkit, for both sets of rows."""
     tree = results("peers_cpu")
@@ -121,7 +106,7 @@ def planner() -> str:
     """The planner's choice in each workload, beside the fastest plan, and errors of predicted step times."""
     rows = []
     for one in results("planner_cpu")["summary"]:
-        figures = (f"{one['regret']:.1%}", _signed(one["error_of_chosen"], 0), f"{one['error_median']:.0%}")
+        figures = (f"{one['regret']:.1%}", signed(one["error_of_chosen"], 0), f"{one['error_median']:.0%}")
         rows.append([one["workload"], str(one["plans"]), one["chosen"], one["best"], *figures])
     errors = ("error of its predicted seconds", "median of all plans")
     return table(("workload", "plans", "chosen", "fastest", "slower by", *errors), rows)
@@ -134,68 +119,6 @@ def plan_time() -> str:
         seconds = [statistics.median(one[when]["seconds"] for one in rounds) for when in ("first", "again")]
         rows.append([name, *(f"{value:.1f}" for value in seconds)])
     return table(("model", "first plan, seconds", "the same plan again"), rows)
-
-
-def _published(start: str, kind: str) -> list[float]:
-    tree = results("evidence")
-    rows = (row for name in tree if name.startswith(f"rows_{start}") for row in tree[name])
-    return [row["errors"][kind] for row in rows if kind in row["errors"]]
-
-
-def _spread(errors: list[float]) -> str:
-    """Median of the sizes of errors and the worst with its sign."""
-    if not errors:
-        return "-"
-    return _summarized({"median": statistics.median(map(abs, errors)), "worst": max(errors, key=abs)})
-
-
-def _summarized(found: dict[str, float] | None) -> str:
-    return "-" if found is None else f"{found['median']:.2%} / {_signed(found['worst'], 2)}"
-
-
-def _signed(share: float, digits: int) -> str:
-    """A share in percent with its sign, but zero without one."""
-    shown = f"{share:+.{digits}%}"
-    return shown[1:] if float(shown[:-1]) == 0 else shown
-
-
-def memory_on_gpus() -> str:
-    """Errors of predictions for steps that others measured, by GPU."""
-    rows = []
-    for gpu, start in GPUS.items():
-        tensors = _published(start, "allocated") or _published(start, "after_step")
-        others = (_published(start, kind) for kind in ("reserved", "process"))
-        rows.append([gpu, str(len(tensors)), *map(_spread, (tensors, *others))])
-    return table(("measured by others", "rows", "allocated", "reserved", "process"), rows)
-
-
-def evidence() -> str:
-    """The same for each published series, beside the publisher's own predictor."""
-    tree = results("evidence")
-    kinds = ("publisher_allocated", "reserved", "process", "publisher_process")
-    rows = []
-    for source in tree["sources"]:
-        found, name = source["summary"], source["source"]
-        tensors = found["allocated"] or found["after_step"]
-        gpu = re.sub(r" \(.*|,.*|NVIDIA |GeForce |-SXM.*", "", source["gpu"])
-        errors = (tensors, *(found[kind] for kind in kinds))
-        rows.append([f"{gpu}, `{name}`", str(len(tree[f"rows_{name}"])), *map(_summarized, errors)])
-    head = ("measured by others", "rows", "allocated", "the publisher's own predictor", "reserved", "process")
-    return table((*head, "the publisher's"), rows)
-
-
-def memory_on_a_cpu() -> str:
-    """Errors of predicted peaks against measured ones, by precision."""
-    tree = results("sizing_cpu")
-    precisions = {shape["name"]: shape["mixed_precision"] for shape in tree["shapes"]}
-    errors: dict[str, list[float]] = {precision: [] for precision in precisions.values()}
-    for one in tree["configurations"]:
-        errors[precisions[one["shape"]]].append(abs(one["error"]))
-    rows = []
-    for precision, found in errors.items():
-        name = "fp32" if precision == "no" else precision
-        rows.append([name, str(len(found)), f"{statistics.median(found):.4%}", f"{max(found):.4%}"])
-    return table(("precision", "steps", "median error", "worst"), rows)
 
 
 def faults() -> str:
@@ -316,7 +239,7 @@ def _speed() -> str:
 
 
 def _memory() -> str:
-    errors = list(map(abs, _published("", "allocated")))
+    errors = list(map(abs, published("", "allocated")))
     return (
         f"{len(errors)} peaks of allocated memory that others measured on GPUs are predicted, without a GPU, "
         f"with an error of {statistics.median(errors):.2%} in the median and {max(errors):.2%} at worst."
@@ -345,6 +268,8 @@ TABLES = {
     "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
     "evidence": evidence,
+    "reserved": reserved,
+    "reserved-open": reserved_open,
     "faults": faults,
     "kills": kills,
     "beside-trl": beside_trl,

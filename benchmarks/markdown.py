@@ -1,0 +1,40 @@
+"""Markdown of the documentation's tables, and the files that they are made from."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def results(name: str) -> dict[str, Any]:
+    """A file of benchmarks/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    cells = [list(head), *(list(row) for row in rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def spread(errors: list[float]) -> str:
+    """Median of the sizes of errors and the worst with its sign."""
+    if not errors:
+        return "-"
+    return summarized({"median": statistics.median(map(abs, errors)), "worst": max(errors, key=abs)})
+
+
+def summarized(found: dict[str, float] | None) -> str:
+    """A spread as text."""
+    return "-" if found is None else f"{found['median']:.2%} / {signed(found['worst'], 2)}"
+
+
+def signed(share: float, digits: int) -> str:
+    """A share in percent with its sign, but zero without one."""
+    shown = f"{share:+.{digits}%}"
+    return shown[1:] if float(shown[:-1]) == 0 else shown

@@ -1,0 +1,90 @@
+"""Tables of the documentation: how far predicted memory is off."""
+
+import re
+import statistics
+from typing import Any
+
+from benchmarks.markdown import results, signed, spread, summarized, table
+
+# The start of the names of the series that were measured on a GPU.
+GPUS = {
+    "Tesla T4": "t4_",
+    "RTX 4080": "rtx4080",
+    "L40S, after a step": "l40s",
+    "A100, the loss alone": "a100_",
+}
+RESERVED_AIM = 0.04
+
+
+def published(start: str, kind: str) -> list[float]:
+    """The errors of one kind in all series whose names start like that."""
+    tree = results("evidence")
+    rows = (row for name in tree if name.startswith(f"rows_{start}") for row in tree[name])
+    return [row["errors"][kind] for row in rows if kind in row["errors"]]
+
+
+def memory_on_gpus() -> str:
+    """Errors of predictions for steps that others measured, by GPU."""
+    rows = []
+    for gpu, start in GPUS.items():
+        tensors = published(start, "allocated") or published(start, "after_step")
+        others = (published(start, kind) for kind in ("reserved", "process"))
+        rows.append([gpu, str(len(tensors)), *map(spread, (tensors, *others))])
+    return table(("measured by others", "rows", "allocated", "reserved", "process"), rows)
+
+
+def evidence() -> str:
+    """The same for each published series, beside the publisher's own predictor."""
+    tree = results("evidence")
+    kinds = ("publisher_allocated", "reserved", "process", "publisher_process")
+    rows = []
+    for source in tree["sources"]:
+        found, name = source["summary"], source["source"]
+        tensors = found["allocated"] or found["after_step"]
+        gpu = re.sub(r" \(.*|,.*|NVIDIA |GeForce |-SXM.*", "", source["gpu"])
+        errors = (tensors, *(found[kind] for kind in kinds))
+        rows.append([f"{gpu}, `{name}`", str(len(tree[f"rows_{name}"])), *map(summarized, errors)])
+    head = ("measured by others", "rows", "allocated", "the publisher's own predictor", "reserved", "process")
+    return table((*head, "the publisher's"), rows)
+
+
+def reserved() -> str:
+    """Errors of reserved and process bytes, by whether the weights are in NF4."""
+    rows = []
+    for name, quantized in (("NF4", True), ("16 bit", False)):
+        found = [row["errors"] for _, row in _whole_runs() if (" qlora " in row["name"]) == quantized]
+        errors = ([one[kind] for one in found if kind in one] for kind in ("reserved", "process"))
+        rows.append([name, str(len(found)), *map(spread, errors)])
+    return table(("weights", "rows", "reserved", "process"), rows)
+
+
+def reserved_open() -> str:
+    """The rows whose reserved bytes are off by more than the aim."""
+    found = ((source, row["name"], row["errors"]) for source, row in _whole_runs())
+    rows = []
+    for source, name, errors in sorted(found, key=lambda one: one[2]["reserved"]):
+        if abs(errors["reserved"]) > RESERVED_AIM:
+            process = signed(errors["process"], 1) if "process" in errors else "-"
+            rows.append([f"`{source}`", name, signed(errors["reserved"], 1), process])
+    return table(("series", "row", "reserved", "process"), rows)
+
+
+def _whole_runs() -> list[tuple[str, dict[str, Any]]]:
+    """The published rows that say what was reserved, each with the name of its series."""
+    tree = results("evidence")
+    found = ((name, row) for name in tree if name.startswith("rows_") for row in tree[name])
+    return [(name.removeprefix("rows_"), row) for name, row in found if "reserved" in row["errors"]]
+
+
+def memory_on_a_cpu() -> str:
+    """Errors of predicted peaks against measured ones, by precision."""
+    tree = results("sizing_cpu")
+    precisions = {shape["name"]: shape["mixed_precision"] for shape in tree["shapes"]}
+    errors: dict[str, list[float]] = {precision: [] for precision in precisions.values()}
+    for one in tree["configurations"]:
+        errors[precisions[one["shape"]]].append(abs(one["error"]))
+    rows = []
+    for precision, found in errors.items():
+        name = "fp32" if precision == "no" else precision
+        rows.append([name, str(len(found)), f"{statistics.median(found):.4%}", f"{max(found):.4%}"])
+    return table(("precision", "steps", "median error", "worst"), rows)
