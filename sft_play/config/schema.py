@@ -285,7 +285,7 @@ class TrainConfig(Section):
     """Settings that may differ from those of the checkpoint that is resumed, e.g. [train.learning_rate]."""
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     """Experiment trackers; metrics.jsonl is always written. All but tensorboard need their package, e.g.
-    wandb. A resumed run goes on in the run that it began there."""
+    wandb. A resumed run continues the curves that it began there."""
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:

@@ -246,7 +246,8 @@ def what_if(name: str, count: int = 1) -> Machine:
         raise ConfigError(f'GPU="{name}" is unknown; closest: {closest}. All names: {SPECS_FILE}')
     if specs["memory_mib"] is None:
         raise ConfigError(
-            f'GPU="{name}" has no known memory size; add the memory_mib of its driver to {SPECS_FILE}'
+            f'the memory size of GPU="{name}" is not known; add memory_mib, as the driver reports it, to '
+            f"{SPECS_FILE}"
         )
     major, minor = specs["compute_capability"].split(".")
     memory = specs["memory_mib"] * MIB

@@ -113,7 +113,7 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_names():
 
 
 def test_memory_that_was_not_sourced_is_not_guessed():
-    with pytest.raises(ConfigError, match="add the memory_mib"):
+    with pytest.raises(ConfigError, match="add memory_mib"):
         gpus.what_if("RTX 3080")
 
 
