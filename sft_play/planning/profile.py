@@ -32,6 +32,7 @@ from sft_play.sizing.work import (
     Work,
 )  # fmt: skip
 
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
 MATRIX_SHARE, BANDWIDTH_SHARE = 0.7, 0.8  # of the data sheet's figures, reached by large products and copies
 FP32_SHARE = 1 / 8  # of the 16-bit rate in a GPU's data sheet, for fp32 without TF32
 KERNEL_S = {"cuda": 3e-6, "cpu": 1e-6}  # the shortest time of a kernel

@@ -21,11 +21,10 @@ from sft_play.planning.clock import Speed
 from sft_play.planning.collectives import Collectives
 from sft_play.planning.devices import training_device
 from sft_play.planning.drafts import choose_precision
-from sft_play.planning.profile import BUSY, DeviceProfile, derived_from_data_sheet
+from sft_play.planning.profile import BUSY, PACKAGES, DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
 from sft_play.runlog import console
 
-PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
 BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
 FORMAT = 3  # increase it when devices must be measured again
 

@@ -25,6 +25,7 @@ from sft_play.model import attention
 from sft_play.planning.profile import (
     BUSY,
     LENGTHS,
+    PACKAGES,
     SIDES,
     STRETCHES,
     Curve,
@@ -32,7 +33,6 @@ from sft_play.planning.profile import (
     MicroBatch,
     ProductGrid,
 )
-from sft_play.planning.profiles import PACKAGES
 from sft_play.sizing.recorder import AllocationRecorder
 
 GRID_S = 1.2  # time limit for a grid of products; the products that remain are scaled from smaller ones

@@ -39,8 +39,7 @@ FLOORS = [
 # the modules of this floor and of those above it may import torch, directly or through others
 TORCH_LINE = "data.collators"
 CIRCLES_TO_REMOVE = {
-    "model.load", "model.published",
-    "planning.profiles", "planning.profiling", "train.callbacks", "train.out_of_memory", "train.probe", "train.redo",
+    "model.load", "model.published", "train.callbacks", "train.out_of_memory", "train.probe", "train.redo",
     "train.session", "train.settle", "train.space",
 }  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "datasets"}
