@@ -5,8 +5,8 @@ from pathlib import Path
 
 from benchmarks.architectures import GUIDE, guide, read_outcomes
 from benchmarks.tables import MARKED, filled
+from scripts.config_reference import reference
 from sft_play.config.load import json_schema
-from sft_play.config.reference import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 

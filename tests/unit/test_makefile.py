@@ -431,6 +431,7 @@ def test_every_range_ends_and_holds_what_the_locks_have():
 DEVELOPER_SCRIPTS = {
     "audit.py",
     "check_style.py",
+    "config_reference.py",
     "docs.py",
     "floor_requirements.py",
     "requirements_of.py",

@@ -1,7 +1,7 @@
 """docs/reference/config.md lists what the schema knows."""
 
+from scripts.config_reference import reference
 from sft_play.config.load import section_of
-from sft_play.config.reference import reference
 from sft_play.config.schema import RunConfig
 
 
