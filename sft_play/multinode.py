@@ -7,10 +7,10 @@ from typing import Any
 
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.job import Job, agreed_plan, job_digest
-from sft_play.launch.link import Link, connect
-from sft_play.launch.nodes import Nodes
-from sft_play.launch.ports import free_port
+from sft_play.launch.link import Link
+from sft_play.launch.nodes import Nodes, free_port
 from sft_play.launch.ranks import RankExit
+from sft_play.plan import Plan
 
 
 @contextmanager
@@ -24,27 +24,20 @@ def connected_machines(nodes: Nodes) -> Iterator[Link | None]:
     if nodes.count == 1:
         yield None
         return
-    link = connect(nodes)
-    done = False
+    link = Link(nodes)
     try:
+        link.join()
         yield link
         link.wait_for_main()
-        done = True
     except Interrupted:
         link.wait_for_main()  # it may still be writing the checkpoint
-        done = True
         raise
     except BaseException as error:
-        link.report_failure(
-            RankExit(
-                0,
-                error.exit_code if isinstance(error, SftPlayError) else 1,
-                str(error) or type(error).__name__,
-            )
-        )
+        code = error.exit_code if isinstance(error, SftPlayError) else 1
+        link.report_failure(RankExit(0, code, str(error) or type(error).__name__))
         raise
     finally:
-        link.close(done=done)
+        link.close()
 
 
 def agree_on_plan(job: Job, link: Link) -> tuple[Job, Nodes]:
@@ -55,24 +48,21 @@ def agree_on_plan(job: Job, link: Link) -> tuple[Job, Nodes]:
         LaunchError: they have different settings, data or kinds of devices.
         SftPlayError: another machine failed before.
     """
-    offer = {
-        "given": job_digest(job),
-        "plan": job.plan.to_json(),
-        "processes": job.plan.world_size // link.nodes.count,
-    }
+    offer = {"digest": job_digest(job), "plan": job.plan.to_json()}
     decision = link.agree(offer, _decide)
-    return replace(job, plan=agreed_plan([decision["offer"]])), replace(
-        link.nodes, main_port=decision["port"]
-    )
+    nodes = replace(link.nodes, main_port=decision["port"])
+    return replace(job, plan=Plan.from_json(decision["plan"])), nodes
 
 
 def _decide(offers: list[dict[str, Any]]) -> dict[str, Any]:
-    if len({offer["processes"] for offer in offers}) > 1:
+    counts = [offer["plan"]["plan"]["world_size"] // len(offers) for offer in offers]
+    if len(set(counts)) > 1:
         found = ", ".join(
-            f"{offer['processes']} on machine {offer['node']} ({offer['host']})" for offer in offers
+            f"{count} on machine {offer['node']} ({offer['host']})"
+            for count, offer in zip(counts, offers, strict=True)
         )
         raise ConfigError(
             f"all machines need the same number of processes, found {found}: set NGPU=<n> on all of them"
         )
-    plan = agreed_plan([(offer["given"], offer["plan"]) for offer in offers])
-    return {"offer": [offers[0]["given"], plan.to_json()], "port": free_port(host="")}
+    plan = agreed_plan([(offer["digest"], offer["plan"]) for offer in offers])
+    return {"plan": plan.to_json(), "port": free_port(host="")}

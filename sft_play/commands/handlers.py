@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -102,6 +103,9 @@ def train(args: argparse.Namespace) -> int:
 
     flags = NodeFlags(args.nodes, args.node_rank, args.master_addr, args.master_port)
     nodes = read_nodes(flags, make_settings(args.config, args.overrides, args.processes, args.engine))
+    if nodes.count > 1:
+        # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     announce(args, command="resume" if args.resume else "train")
     with importing():
         from sft_play.commands.train import train_command

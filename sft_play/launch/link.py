@@ -1,86 +1,86 @@
-"""Connects the launchers of a multi-node run: each holds a connection to machine 0 while the run lasts.
+"""Connects the launchers of a multi-node run: they keep a board up to date in torch's own store.
 
-They connect before any work is done, so that no machine waits for one that has already failed. A machine
-reports when one of its ranks fails, and one that disappears is noticed by its closed connection. Without
-this, the ranks on other machines would wait in a collective for parallel.timeout_s without knowing why.
+Machine 0 serves the store (`torch.distributed.TCPStore`) while the run lasts. Every machine rewrites its
+entry twice a second and reads those of all: who is alive, who offers which plan, who has ended. The first
+failure has an entry of its own. Without this, the ranks on other machines would wait in a collective for
+parallel.timeout_s without knowing why.
 
-The protocol is one JSON object per line. Nothing that is received is executed; everyone who can reach the
-port is trusted, as with torch's own store.
+Entries are JSON; nothing that is read is executed. Like torchrun's own rendezvous, the store has neither
+authentication nor encryption: who reaches the port can read and change the board.
 """
 
-import contextlib
 import json
-import select
+import math
 import socket
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from sft_play.errors import ConfigError, LaunchError
-from sft_play.launch.nodes import Nodes, is_address
+from sft_play.errors import ConfigError, LaunchError, SftPlayError
+from sft_play.launch.nodes import Nodes, listen, wait_until_reached
 from sft_play.launch.ranks import RankExit, raise_unless_done
 from sft_play.runlog import console
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 JOIN_TIMEOUT_S = 600.0  # a person may have to type the command on each machine
-HELLO_TIMEOUT_S = 10.0
-RETRY_S = 0.5
-POLL_S = 0.05
-LONGEST_LINE = 4_000_000
-# Detects a machine that lost power or its network: after 5 s of silence, five probes at intervals of 2 s.
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
+BEAT_S, POLL_S = 0.5, 0.05
+LOST_S = 15.0  # a machine whose entry has not changed for so long is lost
+SUSPECT_S = 5.0  # the same, once a rank has lost its connection to another one
+CLOSE_S = 5.0  # how long machine 0 serves the store for those that have not read yet how the run ended
+FAILURE = "failure"
 
-Message = dict[str, Any]
-
-
-@dataclass
-class Peer:
-    """The connection to one other machine."""
-
-    node: int
-    connection: socket.socket
-    host: str = ""
-    left: bool = False  # it is done, or its connection is lost
-    _buffer: bytes = field(default=b"", repr=False)
-
-    def send(self, message: Message) -> None:
-        """Sends a message; a lost connection is noticed at the next read."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, timeout_s: float) -> list[Message] | None:
-        """The messages that have arrived, after waiting at most so long; None if the connection is closed."""
-        messages: list[Message] = []
-        while select.select([self.connection], [], [], 0 if messages else timeout_s)[0]:
-            try:
-                data = self.connection.recv(65536)
-            except OSError:
-                data = b""
-            self._buffer += data
-            *lines, self._buffer = self._buffer.split(b"\n")
-            try:
-                messages += [dict(json.loads(line)) for line in lines]
-            except (ValueError, TypeError):
-                return None  # not one of our launchers
-            if not data or len(self._buffer) > LONGEST_LINE:
-                return messages or None
-        return messages
-
-    def answer(self, timeout_s: float) -> Message | None:
-        """The next message; None if there is none in time."""
-        return next(iter(self.receive(timeout_s) or []), None)
+Entry = dict[str, Any]
 
 
 class Link:
-    """The connections of one launcher: on machine 0 to all others, on any other machine to machine 0."""
+    """The board as one launcher knows it, kept up to date by a thread.
 
-    def __init__(self, nodes: Nodes, peers: list[Peer]) -> None:
-        self.nodes, self._peers = nodes, peers
-        self._cause: RankExit | None = None
-        self._offers: dict[int, Message] = {}
-        self._decision: Message | None = None
+    Only that thread uses the store, whose operations block while machine 0 is silent, whatever their limit.
+    """
 
-    def agree(self, offer: Message, decide: Callable[[list[Message]], Message]) -> Message:
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self._where = f"{nodes.main_address}:{nodes.main_port}"
+        self._keys = [f"machine{node}" for node in range(nodes.count)]
+        self._entry: Entry = {"host": socket.gethostname(), "nodes": nodes.count}
+        self._written = ""  # this machine's entry in the store
+        self._board: list[Entry] = [{}] * nodes.count  # as last read; {} for a machine that has not joined
+        self._changed_at = [math.inf] * nodes.count
+        self._report: RankExit | None = None  # the failure that this machine has to report
+        self._cause: RankExit | None = None  # the failure that ended the run
+        self._closes_at, self._patience_s = math.inf, LOST_S
+        self._wake = threading.Event()
+
+    def join(self) -> None:
+        """Waits until all machines have joined.
+
+        Raises:
+            LaunchError: the port is in use, a machine did not join in time, or the run has already begun.
+            ConfigError: the machines were started with contradictory settings.
+        """
+        server = None if self.nodes.rank else listen(self.nodes)
+        self._thread = threading.Thread(target=self._keep_up_to_date, args=[server], daemon=True)
+        self._thread.start()
+        awaited = "machine 0" if self.nodes.rank else "the other machines"
+        console().print(
+            f"  machine {self.nodes.rank} is waiting for {awaited} on {self._where}", highlight=False
+        )
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while self.nodes.rank == 0 and (missing := self._missing()):
+            if time.monotonic() > deadline:
+                text = f"machine {', '.join(map(str, missing))} did not join within {JOIN_TIMEOUT_S:.0f} s"
+                raise LaunchError(f"{text}; run the same command there with its own RANK")
+            time.sleep(POLL_S)
+        if self.nodes.rank == 0:
+            self._publish(started=True)
+        self._wait_for(self._has_started)
+
+    def agree(self, offer: Entry, decide: Callable[[list[Entry]], Entry]) -> Entry:
         """Collects an offer from every machine; returns the decision that machine 0 made from them.
 
         Args:
@@ -91,55 +91,34 @@ class Link:
         Raises:
             SftPlayError: another machine failed before, or `decide` did.
         """
-        offer = {**offer, "node": self.nodes.rank, "host": socket.gethostname()}
-        if self.nodes.rank:
-            self._peers[0].send({"offer": offer})
-            self._wait_for(lambda: self._decision is not None)
-            return dict(self._decision or {})
-        self._offers[0] = offer
-        self._wait_for(lambda: len(self._offers) == self.nodes.count)
-        decision = decide([self._offers[node] for node in sorted(self._offers)])
-        for peer in self._peers:
-            peer.send({"decision": decision})
-        return decision
-
-    def _wait_for(self, ready: Callable[[], bool]) -> None:
-        while not ready():
-            cause = self.failure()
-            if cause and not ready():
-                raise_unless_done(cause)
-            time.sleep(POLL_S)
+        self._publish(offer={**offer, "node": self.nodes.rank, "host": self._entry["host"]})
+        if self.nodes.rank == 0:
+            self._wait_for(lambda: all("offer" in entry for entry in self._board))
+            self._publish(decision=decide([entry["offer"] for entry in self._board]))
+        self._wait_for(lambda: "decision" in self._board[0])
+        return dict(self._board[0]["decision"])
 
     def failure(self, wait_s: float = 0.0) -> RankExit | None:
-        """The failure that ended the run on another machine, after waiting for it at most so long."""
+        """The failure that ended the run, after waiting for it at most so long.
+
+        Who waits has seen a rank lose its peer, so that a silent machine is taken for lost sooner.
+        """
         deadline = time.monotonic() + wait_s
+        self._patience_s = SUSPECT_S if wait_s else LOST_S
         while self._cause is None:
-            for peer in self._peers:
-                if not peer.left:
-                    self._read_from(peer)
-            if time.monotonic() >= deadline:
+            if self._is_silent(self.nodes.rank) and not self._has_ended():
+                self._cause = self._lost(0)  # it does not answer the thread
+            elif time.monotonic() >= deadline:
                 break
-            time.sleep(POLL_S)
+            else:
+                time.sleep(POLL_S)
         return self._cause
 
-    def _read_from(self, peer: Peer) -> None:
-        messages = peer.receive(0)
-        for message in messages or []:
-            if message.get("done"):
-                peer.left = True
-            elif "offer" in message:
-                self._offers[peer.node] = message["offer"]
-            elif "decision" in message:
-                self._decision = message["decision"]
-            elif "failed" in message and self._cause is None:
-                self._broadcast_failure(RankExit(**message["failed"]))
-        if messages is None and not peer.left:
-            peer.left = True
-            text = (
-                f"lost the connection to machine {peer.node} ({peer.host}): its launcher was killed, or the "
-                "machine or its network failed"
-            )
-            self._broadcast_failure(RankExit(0, LaunchError.exit_code, text))
+    def report_failure(self, cause: RankExit) -> None:
+        """Reports to all machines what ended the run here, unless another machine was first."""
+        text = f"machine {self.nodes.rank} ({self._entry['host']}): {cause.message}"
+        self._report = self._report or RankExit(cause.rank, cause.code, text)
+        self._wake.set()
 
     def wait_for_main(self) -> None:
         """Waits until machine 0 is done, which may evaluate after training.
@@ -148,144 +127,123 @@ class Link:
             SftPlayError: it failed.
         """
         if self.nodes.rank:
-            self._wait_for(lambda: self._peers[0].left and self._cause is None)
+            self._wait_for(lambda: "ended" in self._board[0] and self._cause is None)
 
-    def report_failure(self, cause: RankExit) -> None:
-        """Reports to all machines what ended the run here, unless another machine was first."""
-        if self._cause is None:
-            text = f"machine {self.nodes.rank} ({socket.gethostname()}): {cause.message}"
-            self._broadcast_failure(RankExit(cause.rank, cause.code, text))
+    def close(self) -> None:
+        """Ends the exchange; machine 0 first gives the others a few seconds to read how the run ended."""
+        self._closes_at = time.monotonic() + CLOSE_S
+        self._wake.set()
+        self._thread.join(CLOSE_S + BEAT_S)
 
-    def _broadcast_failure(self, cause: RankExit) -> None:
-        self._cause = self._cause or cause
-        for peer in self._peers:
-            peer.send({"failed": asdict(self._cause)})
+    def _publish(self, **values: Any) -> None:
+        self._entry = {**self._entry, **values}
+        self._wake.set()
 
-    def close(self, *, done: bool) -> None:
-        """Closes the connections; `done` tells the other machines that this one finished without errors."""
-        for peer in self._peers:
-            if done:
-                peer.send({"done": True})
-            peer.connection.close()
+    def _wait_for(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            cause = self.failure()
+            if cause and not ready():
+                raise_unless_done(cause)
+            time.sleep(POLL_S)
 
+    def _missing(self) -> list[int]:
+        return [
+            node
+            for node, entry in enumerate(self._board)
+            if not entry or "ended" in entry or self._is_silent(node)
+        ]
 
-def connect(nodes: Nodes) -> Link:
-    """Connects to the other machines.
+    def _is_silent(self, node: int) -> bool:
+        return time.monotonic() - self._changed_at[node] > self._patience_s
 
-    Raises:
-        LaunchError: the port is in use, or a machine did not join within JOIN_TIMEOUT_S.
-        ConfigError: the machines were started with contradictory settings.
-    """
-    if nodes.rank:
-        return Link(nodes, [_join_main(nodes)])
-    with _listen(nodes) as server:
-        where = f"{nodes.main_address}:{nodes.main_port}"
-        console().print(f"  machine 0 is waiting for the other machines on {where}", highlight=False)
-        peers = _accept_all(nodes, server)
-    return Link(nodes, [peers[node] for node in sorted(peers)])
+    def _has_started(self) -> bool:
+        return "started" in self._board[0]
 
+    def _has_ended(self) -> bool:
+        """Whether the run has ended for this machine."""
+        return self._closes_at < math.inf or self._cause is not None or "ended" in self._board[0]
 
-def _listen(nodes: Nodes) -> socket.socket:
-    """Listens only on the given address; on all addresses if it is a name, which may resolve to loopback.
+    def _lost(self, node: int) -> RankExit:
+        text = f"lost the connection to machine {node} ({self._board[node].get('host', self._where)})"
+        text += ": its launcher was killed, or the machine or its network failed"
+        return RankExit(0, LaunchError.exit_code, text)
 
-    Raises:
-        LaunchError: the port is in use.
-        ConfigError: the address is not one of this machine.
-    """
-    literal = is_address(nodes.main_address)
-    family = socket.AF_INET6 if literal and ":" in nodes.main_address else socket.AF_INET
-    try:
-        return socket.create_server((nodes.main_address if literal else "", nodes.main_port), family=family)
-    except OSError as error:
-        if error.errno == 98:  # EADDRINUSE
-            raise LaunchError(
-                f"port {nodes.main_port} of this machine is in use; choose another one on all machines: "
-                "MASTER_PORT=<port>"
-            ) from None
-        raise ConfigError(
-            f"MASTER_ADDR={nodes.main_address} is not an address of this machine ({error.strerror}); use "
-            "RANK=0 on the machine that has this address"
-        ) from None
-
-
-def _accept_all(nodes: Nodes, server: socket.socket) -> dict[int, Peer]:
-    """Accepts connections until every machine has joined, then welcomes them."""
-    peers: dict[int, Peer] = {}
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while len(peers) < nodes.count - 1:
-        server.settimeout(max(0.01, deadline - time.monotonic()))
+    def _keep_up_to_date(self, server: socket.socket | None) -> None:
         try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            missing = ", ".join(str(node) for node in range(1, nodes.count) if node not in peers)
-            raise LaunchError(
-                f"machine {missing} did not join within {JOIN_TIMEOUT_S:.0f} s; run the same command there "
-                "with its own RANK"
-            ) from None
-        connection.settimeout(None)
-        _keep_alive(connection)
-        peer = Peer(-1, connection)
-        hello = peer.answer(HELLO_TIMEOUT_S) or {}
-        problem = _refusal(hello, nodes, peers)
-        if problem:
-            peer.send({"refused": problem})
-            connection.close()
-            continue
-        peer.node, peer.host = hello["node"], str(hello.get("host"))
-        peers[peer.node] = peer
-        console().print(f"  machine {peer.node} joined: {peer.host}", highlight=False)
-    for peer in peers.values():
-        peer.send({"welcome": socket.gethostname()})
-    return peers
+            if server is None:
+                wait_until_reached(self.nodes, JOIN_TIMEOUT_S)
+            self._changed_at[self.nodes.rank] = time.monotonic()
+            store = self._open(server)
+            while not self._is_over():
+                self._exchange(store)
+                self._wake.wait(BEAT_S)
+                self._wake.clear()
+        except SftPlayError as error:
+            self._cause = RankExit(0, error.exit_code, str(error))
+        except Exception:  # noqa: BLE001 - of torch, or of an entry that is not ours
+            self._cause = self._cause or self._lost(0)
 
+    def _open(self, server: socket.socket | None) -> "TCPStore":
+        """The store, with the entry of this machine.
 
-def _refusal(hello: Message, nodes: Nodes, peers: dict[int, Peer]) -> str | None:
-    """Why a connection is refused, if it is; a machine that disconnected while waiting may join again."""
-    node = hello.get("node")
-    if hello.get("nodes") != nodes.count:
-        return f"machine 0 was started with NODES={nodes.count}, this one with NODES={hello.get('nodes')}"
-    if not isinstance(node, int) or not 0 < node < nodes.count:
-        return f"RANK={node}: expected 1 to {nodes.count - 1}"
-    if node in peers and peers[node].receive(0) is not None:
-        return f"two machines were started with RANK={node}"
-    return None
+        Raises:
+            ConfigError: machine 0 was started with another number of machines.
+            LaunchError: the run has begun.
+        """
+        from torch.distributed import TCPStore
 
-
-def _join_main(nodes: Nodes) -> Peer:
-    """Connects to machine 0, which may not be listening yet."""
-    where = f"{nodes.main_address}:{nodes.main_port}"
-    console().print(f"  machine {nodes.rank} is waiting for machine 0 on {where}", highlight=False)
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while True:
-        try:
-            connection = socket.create_connection(
-                (nodes.main_address, nodes.main_port), timeout=HELLO_TIMEOUT_S
-            )
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"machine 0 cannot be reached at {where}: {error}. "
-                    "Check that it was started with RANK=0, and that no firewall is between the machines"
-                ) from None
-            time.sleep(RETRY_S)
-    connection.settimeout(None)
-    _keep_alive(connection)
-    peer = Peer(0, connection)
-    peer.send({"node": nodes.rank, "nodes": nodes.count, "host": socket.gethostname()})
-    answer = peer.answer(JOIN_TIMEOUT_S)
-    if answer is None:
-        raise LaunchError(
-            "machine 0 disconnected before all machines had joined; see the error on its console"
+        store = TCPStore(
+            self.nodes.main_address,
+            self.nodes.main_port,
+            is_master=server is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=LOST_S),
+            master_listen_fd=server.detach() if server else None,
         )
-    if "refused" in answer:
-        raise ConfigError(str(answer["refused"]))
-    peer.host = str(answer.get("welcome"))
-    return peer
+        if server is not None:
+            for key in (FAILURE, *self._keys[1:]):
+                store.set(key, "")
+        elif (main := json.loads(store.get(self._keys[0])))["nodes"] != self.nodes.count:
+            found = f"NODES={main['nodes']}, this one with NODES={self.nodes.count}"
+            raise ConfigError(f"machine 0 was started with {found}")
+        elif "started" in main:
+            raise LaunchError(
+                f"machine 0 on {self._where} has already begun a run: choose another MASTER_PORT"
+            )
+        self._written = json.dumps(self._entry)
+        store.set(self._keys[self.nodes.rank], self._written)
+        return store
 
+    def _exchange(self, store: "TCPStore") -> None:
+        """Writes this machine's entry, and reads those of all.
 
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        Raises:
+            ConfigError: another machine writes this entry, too.
+        """
+        ended = {"ended": True} if self._has_ended() else {}  # asked before the report, which goes first
+        if self._report and (self._has_started() or self.nodes.rank == 0):
+            store.compare_set(FAILURE, "", json.dumps(asdict(self._report)))
+        text = json.dumps({**self._entry, **ended, "beat": time.monotonic()})
+        found = store.compare_set(self._keys[self.nodes.rank], self._written, text).decode()
+        if found != text:
+            other = json.loads(found)["host"]
+            raise ConfigError(f"two machines were started with RANK={self.nodes.rank}: this one and {other}")
+        self._written = text
+        *board, failure = (json.loads(value or "{}") for value in store.multi_get([*self._keys, FAILURE]))
+        for node, entry in enumerate(board):
+            if entry != self._board[node]:
+                self._changed_at[node] = time.monotonic()
+            if self.nodes.rank == 0 and node and entry and not self._board[node]:
+                console().print(f"  machine {node} joined: {entry['host']}", highlight=False)
+        if failure:
+            self._cause = self._cause or RankExit(**failure)
+        self._board = board
+        if self._has_started() and not self._has_ended():
+            lost = [node for node in self._missing() if "ended" not in board[node]]
+            self._report = self._report or (self._lost(lost[0]) if lost else None)
+
+    def _is_over(self) -> bool:
+        """Whether this machine has said that it has ended, and on machine 0 all others as well."""
+        if self.nodes.rank or "ended" not in self._board[0]:
+            return "ended" in self._board[self.nodes.rank]
+        return len(self._missing()) == self.nodes.count or time.monotonic() > self._closes_at

@@ -1,18 +1,22 @@
-"""Multi-node runs: which machine this is, how it reaches the others, and the command to run on each."""
+"""Machines of a run: which one this is, the command for each, and their addresses and ports."""
 
+import errno
 import ipaddress
 import shlex
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 
-from sft_play.errors import ConfigError
-from sft_play.launch.ports import LOOPBACK
+from sft_play.errors import ConfigError, LaunchError
 
+LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's default too
 ADDRESS_PLACEHOLDER = "<address of machine 0>"
+CONNECT_TIMEOUT_S = 10.0
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -118,13 +122,50 @@ def make_settings(config: str, overrides: Sequence[str], processes: int, engine:
     return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]
 
 
-def is_address(text: str) -> bool:
-    """Whether this is an IP address, not a host name."""
+def listen(nodes: Nodes) -> socket.socket:
+    """Listens only on the given address; on all addresses if it is a name, which may resolve to loopback.
+
+    Raises:
+        LaunchError: the port is in use.
+        ConfigError: the address is not one of this machine.
+    """
+    host, family = nodes.main_address, socket.AF_INET
     try:
-        ipaddress.ip_address(text)
+        if ipaddress.ip_address(host).version == 6:
+            family = socket.AF_INET6
     except ValueError:
-        return False
-    return True
+        host = ""
+    try:
+        return socket.create_server((host, nodes.main_port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(
+                f"port {nodes.main_port} of this machine is in use; choose another one on all machines: "
+                "MASTER_PORT=<port>"
+            ) from None
+        raise ConfigError(
+            f"MASTER_ADDR={nodes.main_address} is not an address of this machine ({error.strerror}); use "
+            "RANK=0 on the machine that has this address"
+        ) from None
+
+
+def wait_until_reached(nodes: Nodes, timeout_s: float) -> None:
+    """Waits until machine 0 listens.
+
+    Raises:
+        LaunchError: it does not within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((nodes.main_address, nodes.main_port), CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"machine 0 cannot be reached at {nodes.main_address}:{nodes.main_port}: {error}. Check "
+                    "that it was started with RANK=0, and that no firewall is between the machines"
+                ) from None
+        time.sleep(RETRY_S)
 
 
 def interface_towards(address: str) -> str | None:
@@ -143,3 +184,16 @@ def interface_towards(address: str) -> str | None:
         if any(one.address.partition("%")[0] == local for one in found):
             return name
     return None
+
+
+def free_port(preferred: int = 0, host: str = LOOPBACK) -> int:
+    """`preferred` if it is free, otherwise another port that is free now."""
+    for port in (preferred, 0):
+        try:
+            # create_server sets SO_REUSEADDR, so a port in TIME_WAIT counts as free.
+            with socket.create_server((host, port)) as server:
+                return server.getsockname()[1]
+        except (OSError, OverflowError):
+            if port == 0:
+                raise
+    raise AssertionError("port 0 always ends the loop")

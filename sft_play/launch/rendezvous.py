@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from sft_play.launch.ports import LOOPBACK
+from sft_play.launch.nodes import LOOPBACK
 
 STORE_TIMEOUT = datetime.timedelta(seconds=600)
 

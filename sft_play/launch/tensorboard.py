@@ -16,7 +16,7 @@ import psutil
 
 from sft_play.errors import LaunchError, StorageError
 from sft_play.files import write_atomic
-from sft_play.launch.ports import LOOPBACK, free_port
+from sft_play.launch.nodes import LOOPBACK, free_port
 from sft_play.runlog import console
 
 PORT = 6006

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.launch.ports import free_port
+from sft_play.launch.nodes import free_port
 from tests.conftest import REPOSITORY
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")

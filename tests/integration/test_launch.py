@@ -17,7 +17,7 @@ import pytest
 from sft_play.errors import ConfigError, DataError, Interrupted, LaunchError
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate import CONFIGS, launch_command, run_launcher
-from sft_play.launch.ports import LOOPBACK
+from sft_play.launch.nodes import LOOPBACK
 from sft_play.runlog import RunDir
 from tests.integration.cli import gone
 

@@ -1,7 +1,9 @@
-"""Launchers that meet over real sockets, each in a thread of its own."""
+"""Launchers that meet in a real store, each with a thread of its own or, to be killed, in a process of its own."""
 
-import json
+import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
@@ -9,9 +11,8 @@ import pytest
 
 from sft_play.errors import ConfigError, DataError, LaunchError
 from sft_play.launch import link as link_module
-from sft_play.launch.link import connect
-from sft_play.launch.nodes import Nodes
-from sft_play.launch.ports import LOOPBACK, free_port
+from sft_play.launch.link import Link
+from sft_play.launch.nodes import LOOPBACK, Nodes, free_port
 from sft_play.launch.ranks import RankExit
 
 
@@ -26,17 +27,65 @@ def port() -> int:
     return free_port()
 
 
-def nodes(rank: int, port: int, count: int = 3) -> Nodes:
-    return Nodes(count, rank, LOOPBACK, port)
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(link_module, "LOST_S", 3.0)
+
+
+def joined(rank: int, port: int, count: int = 3, address: str = LOOPBACK) -> Link:
+    link = Link(Nodes(count, rank, address, port))
+    try:
+        link.join()
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def close(*links: Link) -> None:
+    """All at once, as on several machines: the first one waits for the others."""
+    with ThreadPoolExecutor(len(links)) as threads:
+        list(threads.map(Link.close, links))
 
 
 @pytest.fixture
 def links(pool, port):
-    joined = [pool.submit(connect, nodes(rank, port)) for rank in (2, 0, 1)]
-    two, main, one = [future.result(20) for future in joined]
+    futures = [pool.submit(joined, rank, port) for rank in (2, 0, 1)]
+    two, main, one = [future.result(20) for future in futures]
     yield [main, one, two]
-    for link in (main, one, two):
-        link.close(done=True)
+    close(main, one, two)
+
+
+OTHER = """
+import sys, time
+from sft_play.launch.link import Link
+from sft_play.launch.nodes import Nodes
+from sft_play.launch.ranks import RankExit
+rank, count, port = map(int, sys.argv[1:])
+link = Link(Nodes(count, rank, "127.0.0.1", port))
+try:
+    link.join()
+    time.sleep(100)
+finally:
+    link.report_failure(RankExit(0, 1, "interrupted"))
+    link.close()
+"""
+
+
+@pytest.fixture
+def start(port):
+    """Starts a machine in a process."""
+    started: list[subprocess.Popen] = []
+
+    def process(rank: int, count: int) -> subprocess.Popen:
+        words = [str(number) for number in (rank, count, port)]
+        started.append(subprocess.Popen([sys.executable, "-c", OTHER, *words], stdout=subprocess.DEVNULL))
+        return started[-1]
+
+    yield process
+    for other in started:
+        other.kill()
+        other.wait()
 
 
 def test_machines_that_come_in_any_order_agree_on_what_the_first_one_decides(links, pool):
@@ -47,14 +96,21 @@ def test_machines_that_come_in_any_order_agree_on_what_the_first_one_decides(lin
     assert [answer.result(20) for answer in answers] == [{"sum": 111, "order": [0, 1, 2]}] * 3
 
 
+@pytest.mark.parametrize("address", ["::1", "localhost"])
+def test_they_meet_at_an_ipv6_address_and_at_a_host_name(pool, port, address):
+    links = [pool.submit(joined, rank, port, 2, address) for rank in range(2)]
+    close(*(link.result(20) for link in links))
+
+
 def test_a_failure_is_known_to_all_with_its_code_and_the_first_one_counts(links):
     links[1].report_failure(RankExit(3, DataError.exit_code, "rows.jsonl:7: content is null"))
-    for link in (links[0], links[2]):
+    for link in links:
         cause = link.failure(5)
         assert (cause.rank, cause.code) == (3, DataError.exit_code)
         assert cause.message == f"machine 1 ({socket.gethostname()}): rows.jsonl:7: content is null"
     links[2].report_failure(RankExit(5, 1, "later"))
-    assert links[0].failure().rank == 3
+    time.sleep(2 * link_module.BEAT_S)
+    assert [link.failure().rank for link in links] == [3, 3, 3]
 
 
 def test_who_fails_before_the_plan_ends_the_waiting_of_the_others(links, pool):
@@ -65,72 +121,101 @@ def test_who_fails_before_the_plan_ends_the_waiting_of_the_others(links, pool):
             future.result(20)
 
 
-def test_a_machine_that_goes_without_a_word_is_named_and_one_that_is_done_is_not(links):
-    links[2].close(done=True)
-    assert links[0].failure(0.5) is None
-    links[1].close(done=False)
-    cause = links[0].failure(5)
-    assert cause.code == LaunchError.exit_code and cause.message.startswith(
-        "lost the connection to machine 1 ("
-    )
+def test_the_reason_reaches_all_even_if_the_first_machine_ends_at_once(links, pool):
+    waiting = [pool.submit(link.wait_for_main) for link in links[1:]]
+    links[0].report_failure(RankExit(0, DataError.exit_code, "no rows"))
+    links[0].close()
+    for future in waiting:
+        with pytest.raises(DataError, match=r"machine 0 .*: no rows"):
+            future.result(5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_machine_that_goes_without_a_word_is_named(start, port, impatient, rank, number):
+    other = start(1 - rank, 2)
+    link = joined(rank, port, 2)
+    assert link.failure() is None
+    other.send_signal(number)
+    began = time.monotonic()
+    while (cause := link.failure()) is None:
+        assert time.monotonic() - began < 2 * link_module.LOST_S
+        time.sleep(0.05)
+    assert cause.code == LaunchError.exit_code
+    assert cause.message.startswith(f"lost the connection to machine {1 - rank} ({socket.gethostname()})")
+    link.close()
+
+
+def test_a_machine_that_is_done_is_not_lost(links, impatient):
+    links[2].close()
+    time.sleep(1.5 * link_module.LOST_S)
+    assert [link.failure() for link in links] == [None, None, None]
 
 
 def test_the_others_end_with_the_first_one(links, pool):
-    waiting = pool.submit(links[1].wait_for_main)
+    waiting = [pool.submit(link.wait_for_main) for link in links[1:]]
     time.sleep(0.3)
-    assert not waiting.done()
-    links[0].close(done=True)
-    assert waiting.result(10) is None
+    assert not any(future.done() for future in waiting)
+    links[0].close()
+    assert [future.result(10) for future in waiting] == [None, None]
 
 
 def test_a_machine_with_another_number_of_nodes_is_told_so_and_the_others_go_on(pool, port):
-    main = pool.submit(connect, nodes(0, port, 2))
+    main = pool.submit(joined, 0, port, 2)
     with pytest.raises(ConfigError, match="NODES=2, this one with NODES=4"):
-        pool.submit(connect, nodes(1, port, 4)).result(20)
-    for future in [main, pool.submit(connect, nodes(1, port, 2))]:
-        future.result(20).close(done=True)
+        pool.submit(joined, 1, port, 4).result(20)
+    links = [main, pool.submit(joined, 1, port, 2)]
+    close(*(future.result(20) for future in links))
 
 
-def test_the_second_machine_with_the_same_rank_is_told_so_and_the_others_go_on(pool, port):
-    main = pool.submit(connect, nodes(0, port))
-    twins = [pool.submit(connect, nodes(1, port)) for _ in range(2)]
-    refused, waiting = wait(twins, 20, FIRST_COMPLETED)  # whichever reached machine 0 later
-    with pytest.raises(ConfigError, match="two machines were started with RANK=1"):
+def test_one_of_two_machines_with_the_same_rank_is_told_so_and_the_others_go_on(pool, port):
+    main = pool.submit(joined, 0, port)
+    twins = [pool.submit(joined, 1, port) for _ in range(2)]
+    refused, waiting = wait(twins, 20, FIRST_COMPLETED)
+    with pytest.raises(ConfigError, match=f"two machines were started with RANK=1.*{socket.gethostname()}"):
         refused.pop().result(0)
-    for future in [main, pool.submit(connect, nodes(2, port)), *waiting]:
-        future.result(20).close(done=True)
+    links = [main, pool.submit(joined, 2, port), *waiting]
+    close(*(future.result(20) for future in links))
 
 
-def test_a_stranger_is_not_let_in(pool, port):
-    main = pool.submit(connect, nodes(0, port, 2))
-    for text in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", json.dumps({"nodes": 2, "node": "x"}).encode() + b"\n"):
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                stranger = socket.create_connection((LOOPBACK, port), timeout=5)
-                break
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        with stranger:
+def test_a_machine_that_leaves_while_it_waits_may_come_again(pool, port, start, capsys):
+    main = pool.submit(joined, 0, port)
+    first = start(1, 3)
+    said = ""
+    while "machine 1 joined" not in said:
+        said += capsys.readouterr().out
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(10) != 0 and not main.done()
+    links = [main, *(pool.submit(joined, rank, port) for rank in (1, 2))]
+    close(*(future.result(20) for future in links))
+
+
+def test_who_comes_when_the_run_has_begun_is_told_so(links, port):
+    with pytest.raises(LaunchError, match="already begun"):
+        joined(1, port)
+    assert [link.failure(1) for link in links] == [None, None, None]
+
+
+def test_a_stranger_disturbs_nobody(links, pool, port):
+    for text in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\0" * 100_000):
+        with socket.create_connection((LOOPBACK, port), timeout=5) as stranger:
             stranger.sendall(text)
-            assert b"refused" in stranger.recv(4096)
-    second = connect(nodes(1, port, 2))
-    for link in (main.result(20), second):
-        link.close(done=True)
+    answers = [pool.submit(link.agree, {}, lambda offers: {"of": len(offers)}) for link in links]
+    assert [answer.result(20) for answer in answers] == [{"of": 3}] * 3
 
 
 def test_a_port_in_use_and_an_address_of_another_machine_are_said(port):
     with socket.create_server((LOOPBACK, port)):
         with pytest.raises(LaunchError, match=f"port {port} of this machine is in use.*MASTER_PORT"):
-            connect(nodes(0, port))
+            Link(Nodes(3, 0, LOOPBACK, port)).join()
     with pytest.raises(ConfigError, match="MASTER_ADDR=192.0.2.1 is not an address of this machine"):
-        connect(Nodes(2, 0, "192.0.2.1", port))
+        Link(Nodes(2, 0, "192.0.2.1", port)).join()
 
 
 def test_machines_that_do_not_come_are_named(monkeypatch, port):
     monkeypatch.setattr(link_module, "JOIN_TIMEOUT_S", 0.3)
     with pytest.raises(LaunchError, match="machine 1, 2 did not join"):
-        connect(nodes(0, port))
+        joined(0, port)
     with pytest.raises(LaunchError, match=f"machine 0 cannot be reached at {LOOPBACK}:{port}"):
-        connect(nodes(1, port))
+        joined(1, port)

@@ -1,10 +1,19 @@
 import shlex
+import socket
 
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.launch.nodes import ALONE, NodeFlags, Nodes, interface_towards, make_settings, read_nodes
-from sft_play.launch.ports import LOOPBACK
+from sft_play.launch.nodes import (
+    ALONE,
+    LOOPBACK,
+    NodeFlags,
+    Nodes,
+    free_port,
+    interface_towards,
+    make_settings,
+    read_nodes,
+)
 
 SETTINGS = make_settings("configs/run.yaml", ["train.epochs=1", "output.name=a b"], 4, "ddp")
 
@@ -59,3 +68,18 @@ def test_numbers_that_cannot_be_are_refused(flags, message):
 def test_the_interface_is_that_of_the_route():
     assert interface_towards(LOOPBACK) == "lo"
     assert interface_towards("name.invalid") is None
+
+
+def test_a_free_port_is_taken_as_preferred():
+    port = free_port()
+    assert port > 0 and free_port(port) == port
+
+
+def test_a_busy_port_is_replaced_by_another():
+    with socket.create_server((LOOPBACK, 0)) as server:
+        busy = server.getsockname()[1]
+        assert free_port(busy) not in (busy, 0)
+
+
+def test_a_port_that_does_not_exist_is_replaced_too():
+    assert 0 < free_port(70000) < 65536
