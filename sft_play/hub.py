@@ -1,12 +1,14 @@
-"""Limits for the network: a Hub that is silent is given up on, and what is cached is used instead.
+"""The Hugging Face Hub: limits for the network, and the access token of `make push`.
 
-huggingface_hub limits the wait for an answer, but not in all of its calls, and asks a silent Hub again and
-again. A busy Hub may say when to ask again, and huggingface_hub would wait for as long as it says. `hf_xet`,
-which brings large files, has a client of its own that waits forever; it is watched from outside.
+A Hub that is silent is given up on, and what is cached is used instead. huggingface_hub limits the wait for
+an answer, but not in all of its calls, and asks a silent Hub again and again. A busy Hub may say when to ask
+again, and huggingface_hub would wait for as long as it says. `hf_xet`, which brings large files, has a client
+of its own that waits forever; it is watched from outside.
 """
 
 import functools
 import os
+import re
 import sys
 import threading
 import time
@@ -15,12 +17,16 @@ from typing import Any
 
 from rich.markup import escape
 
+from sft_play.errors import ConfigError
 from sft_play.runlog import console
 
 ANSWER_SECONDS = 15.0  # until an answer begins, and between its parts
 COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it answers
 STALL_SECONDS = 60.0  # without a byte in any download of hf_xet
 LONGEST_WAIT = 60  # seconds, before each of the few further tries that huggingface_hub makes
+
+PUSHED = ("result", "merged")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @functools.cache
@@ -134,3 +140,24 @@ def _gave_up(what: str) -> Exception:
     constants.HF_HUB_OFFLINE = True
     os.environ["HF_HUB_OFFLINE"] = "1"
     return OfflineModeIsEnabled(what)
+
+
+def access_token(repository: str, part: str) -> str:
+    """The access token of the Hub; first checks what was typed.
+
+    Raises:
+        ConfigError: REPO or WHAT is wrong, or there is no token.
+    """
+    from huggingface_hub import get_token
+
+    if part not in PUSHED:
+        raise ConfigError(f"WHAT={part} is not supported; allowed: {', '.join(PUSHED)}")
+    if not REPOSITORY.fullmatch(repository):
+        raise ConfigError(f"REPO={repository} is not the name of a repository; expected: REPO=user/name")
+    token = get_token()
+    if not token:
+        raise ConfigError(
+            "make push needs an access token of the Hugging Face Hub: make one that may write at "
+            "https://huggingface.co/settings/tokens, then run `.venv/bin/hf auth login` or set HF_TOKEN"
+        )
+    return token

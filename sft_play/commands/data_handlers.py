@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sft_play.commands.handling import announce, importing, load_resolved, print_json, say_next
+from sft_play.commands.handlers import announce, importing, load_resolved, print_json, say_next
 from sft_play.errors import CheckpointError
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sft_play.commands.answers import AnswerScore, require_answers, score_answers, summarise_answers
-from sft_play.commands.card import renewed_cards
 from sft_play.commands.models import merged_model, of_each_model, trained_name
 from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.chat import prompt_and_answer
@@ -34,6 +33,7 @@ from sft_play.model.generation import (
 from sft_play.model.loss_head import add_loss_head
 from sft_play.model.scoring import TokenScore, score_batch
 from sft_play.model.weights import finished_weights
+from sft_play.report.card import renewed_cards
 from sft_play.report.layout import ending
 from sft_play.report.progress import progress_bar
 from sft_play.report.record import SPLITS

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sft_play.commands.card import write_card
 from sft_play.commands.output import replacing_output, require_overwritable, require_space
 from sft_play.config.inputs import asked_name
 from sft_play.config.schema import RunConfig
@@ -21,6 +20,7 @@ from sft_play.model.data import load_data
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import empty_base, load_base, load_for_inference, load_model_config
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
+from sft_play.report.card import write_card
 from sft_play.report.layout import ending
 from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table

@@ -5,15 +5,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from sft_play.commands.card import write_card
 from sft_play.commands.merge import require_merged
-from sft_play.commands.push_request import access_token
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.hub import is_network_error, limit_network
+from sft_play.hub import access_token, is_network_error, limit_network
 from sft_play.manifest import CARD
 from sft_play.model.weights import finished_weights
-from sft_play.report.card import public_name
+from sft_play.report.card import public_name, write_card
 from sft_play.report.progress import spinner
 from sft_play.runlog import RunDir, console, quiet_libraries
 from sft_play.secrets import find_secret

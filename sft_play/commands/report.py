@@ -1,13 +1,15 @@
-"""`make report`: a run as a web page, from whatever its directory holds."""
+"""`make report`, and the report that every run leaves, however it ends."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.markup import escape
 
-from sft_play.report.html import write_page
-from sft_play.report.record import find_run, read_run
-from sft_play.report.run_page import run_page
-from sft_play.runlog import RunDir, console
+from sft_play.config.schema import RunConfig
+from sft_play.errors import Interrupted
+from sft_play.libraries import library_failure
+from sft_play.runlog import RunDir, console, read_json, update_summary
 
 
 def report_command(name: str | None, folder: Path) -> Path:
@@ -21,11 +23,17 @@ def report_command(name: str | None, folder: Path) -> Path:
         CheckpointError: there is no such run.
         StorageError: the report cannot be written.
     """
+    from sft_play.report.record import find_run
+
     return write_report(find_run(name, folder))
 
 
 def write_report(path: Path) -> Path:
     """Writes the report of a run directory; result and errors as in `report_command`."""
+    from sft_play.report.html import write_page  # with plots, which the ranks need not load
+    from sft_play.report.record import read_run
+    from sft_play.report.run_page import run_page
+
     target = RunDir(path).report
     write_page(run_page(read_run(path)), target)
     return target
@@ -42,3 +50,54 @@ def try_report(run: RunDir) -> dict[str, Path]:
         reason = escape(f"the report could not be written: {error}; try `make report RUN={run.path}`")
         console().print(f"  [yellow]{reason}[/]", soft_wrap=True)
         return {}
+
+
+@contextlib.contextmanager
+def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None]:
+    """Writes the report of a run that is interrupted or fails within it; the error then goes on as it is.
+
+    What fails before the run has begun changes nothing in its directory, which is still that of an earlier
+    run.
+
+    Args:
+        run: the run.
+        config: its config.
+        here: whether this process writes the run directory.
+    """
+    before = _versions(run)
+    try:
+        yield
+    except Interrupted:
+        if here:
+            _report(run)  # it may be a while until the run goes on
+        raise
+    except Exception as error:
+        begun, summarised = (was != now for was, now in zip(before, _versions(run), strict=True))
+        if here and begun:
+            _keep_error(run, library_failure(error, config) or error, trained=summarised)
+            _report(run)
+        raise
+
+
+def _versions(run: RunDir) -> list[tuple[int, int] | None]:
+    """What tells one version from the next of the files that begin and end a run."""
+    found: list[tuple[int, int] | None] = []
+    for path in (run.plan, run.summary):
+        try:
+            status = path.stat()
+            found.append((status.st_ino, status.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _keep_error(run: RunDir, error: BaseException, *, trained: bool) -> None:
+    """Writes the error into the summary, if that is possible: it may be the disk that failed."""
+    done = trained and read_json(run.summary).get("status") == "done"
+    with contextlib.suppress(Exception):
+        update_summary(run, status="done" if done else "failed", error=str(error) or type(error).__name__)
+
+
+def _report(run: RunDir) -> None:
+    for path in try_report(run).values():
+        console().print(f"  partial report: {path}", style="dim", markup=False)

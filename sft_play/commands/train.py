@@ -12,8 +12,7 @@ from typing import Any
 from rich.markup import escape
 
 from sft_play.builtin.demo import materialise
-from sft_play.commands.card import write_card
-from sft_play.commands.failure import end_reported
+from sft_play.commands.report import end_reported, try_report
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, OutOfMemory
@@ -28,6 +27,7 @@ from sft_play.machine.process import collector_off
 from sft_play.multinode import agree_on_plan, connected_machines
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.scaling import scaling
+from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
 from sft_play.report.progress import PLANNING, spinner
@@ -242,8 +242,6 @@ def places(job: Job) -> dict[str, Path]:
 
 def final_places(job: Job) -> dict[str, Path]:
     """The outputs of a run that is done, and its report, which is made now."""
-    from sft_play.commands.report import try_report  # with plots, which the ranks need not load
-
     try:
         keep_scaling(job)
     except Exception as error:  # noqa: BLE001 - the run is done, and its report does without

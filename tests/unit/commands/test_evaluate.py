@@ -11,7 +11,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from sft_play.commands import models
-from sft_play.commands.card import write_card
 from sft_play.commands.evaluate import before_after, evaluate_run, score_rows
 from sft_play.commands.merge import merge
 from sft_play.data.collators import padded_collator
@@ -19,6 +18,7 @@ from sft_play.data.prepare import prepare
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.manifest import CARD
 from sft_play.model.load import load_for_inference, load_tokenizer
+from sft_play.report.card import write_card
 from sft_play.runlog import RunDir
 from tests.conftest import token_rows
 from tests.unit.finished_run import (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from sft_play.commands import report as command
-from sft_play.commands.failure import end_reported
+from sft_play.commands.report import end_reported
 from sft_play.errors import Interrupted, StorageError
+from sft_play.report import html
 from sft_play.runlog import RunDir, read_json
 from tests.unit.report.written_run import begin, finish, finished, make_settings, no_plots, train  # noqa: F401
 
@@ -68,7 +68,7 @@ def test_a_report_that_fails_too_does_not_hide_the_error(tmp_path, monkeypatch, 
         begin(run.path)
         run.summary.mkdir()  # so that it cannot be written
 
-    monkeypatch.setattr(command, "write_page", fail)
+    monkeypatch.setattr(html, "write_page", fail)
     run = RunDir(tmp_path / "one")
     end(run, StorageError("the disk is full"), begin_badly)
     assert "the report could not be written: no memory" in " ".join(capsys.readouterr().out.split())

@@ -54,7 +54,7 @@ def hub(monkeypatch, tmp_path):
     server = start(found)
     monkeypatch.setattr(constants, "ENDPOINT", found.address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its protocol is not HTTP alone
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)  # push turns it off
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

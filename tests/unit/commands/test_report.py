@@ -5,8 +5,8 @@ import os
 import pytest
 
 from sft_play import cli
-from sft_play.commands import report as command
 from sft_play.commands.report import try_report
+from sft_play.report import html
 from tests.unit.report.written_run import finished, no_plots  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -55,7 +55,7 @@ def test_a_report_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys
 
     run = finished(tmp_path / "one")
     assert try_report(run) == {"report": run.report}
-    monkeypatch.setattr(command, "write_page", fail)
+    monkeypatch.setattr(html, "write_page", fail)
     assert try_report(run) == {}
     said = " ".join(capsys.readouterr().out.split())
     assert said == f"the report could not be written: no memory; try `make report RUN={run.path}`"
