@@ -225,8 +225,9 @@ def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
     budget = target.budget
     step = shared_traces(architecture(model)).step(spec)
     found = memory.estimate(step, budget, complete=True)
-    in_layers = step.peaks(budget.granularity, in_layers=True)
-    terms = step.peaks(budget.granularity)["forward"].terms
+    rounded = step.rounded(budget.granularity)
+    in_layers = rounded.peaks(in_layers=True)
+    terms = rounded.peaks()["forward"].terms
     phases = {phase: size for phase, size in found.phases.items() if phase != "load"}
     return {
         "weights": terms["weights"] + terms["adapters"],

@@ -28,9 +28,10 @@ from benchmarks.geometries import (
 )
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
+from sft_play.engines.zero2 import Buckets
 from sft_play.runlog import console
 from sft_play.sizing.kernels import SymbolicRecorder
-from sft_play.sizing.memory import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE, ZeroBuckets
+from sft_play.sizing.memory import HANDLES, HOPPER_WORKSPACE, OTHER_WORKSPACE
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.units import GIB, MIB
@@ -66,7 +67,7 @@ def peak(config: PretrainedConfig, *, workspace: int = HOPPER_WORKSPACE, **spec:
     """The predicted peak of a run on a GPU that computes as PEFT and transformers do."""
     with stock_forwards():
         step = trace_step(config, StepSpec(device="cuda", **spec)).step  # type: ignore[arg-type]
-    return max(found.bytes for found in step.peaks(512).values()) + HANDLES * workspace
+    return max(found.bytes for found in step.rounded(512).peaks().values()) + HANDLES * workspace
 
 
 def full_logits_peak(tokens: int, hidden: int, vocabulary: int) -> int:
@@ -90,7 +91,7 @@ def deepspeed_figures() -> list[Figure]:
     big = 10**12  # trained parameters: more than any bucket holds
 
     def buckets(elements: float, overlap: bool) -> int:
-        return ZeroBuckets(elements=int(elements), overlap=overlap).bytes(big, 2)
+        return Buckets(elements=int(elements), overlap=overlap).bytes(big, 2)
 
     base = buckets(5e8, True)
     note = "communication buffers only; all else is equal"
@@ -176,7 +177,7 @@ def torchtune_figures() -> list[Figure]:
     loss = full_logits_peak(8192, 3072, 128256) - 2 * 2 * 128256 * 3072
     spec = StepSpec(device="cuda", mode="full", accumulates=False, **common)  # type: ignore[arg-type]
     with stock_forwards():
-        before_loss = trace_step(LLAMA_3_2_3B, spec).step.peaks(512, in_layers=True)["forward"].bytes
+        before_loss = trace_step(LLAMA_3_2_3B, spec).step.rounded(512).peaks(in_layers=True)["forward"].bytes
     lora = LoraSettings(r=8, alpha=16)
 
     def checkpointed(mode: str, **changes: object) -> int:

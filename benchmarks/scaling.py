@@ -49,9 +49,9 @@ def measure_rank(mode: str, steps: int | None) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from sft_play.config.schema import LoraSettings
+    from sft_play.engines.ddp import bucket_mib
     from sft_play.model.adapters import attach_adapter
     from sft_play.model.load import local_device
-    from sft_play.planning.collectives import ddp_bucket_mib
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     size, world = SIZES[kind], int(os.environ.get("WORLD_SIZE", "1"))
@@ -80,7 +80,7 @@ def measure_rank(mode: str, steps: int | None) -> dict[str, Any]:
             model,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
-            bucket_cap_mb=ddp_bucket_mib(gradient_bytes),
+            bucket_cap_mb=bucket_mib(gradient_bytes),
         )
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     ids = torch.randint(size["vocabulary"], (size["rows"], size["tokens"]), device=device)

@@ -203,8 +203,7 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
-    engine_help = "distributed engine (default: parallel.engine)"
-    command.add_argument("--engine", choices=["ddp", "deepspeed_z2"], help=engine_help)
+    command.add_argument("--engine", metavar="NAME", help="distributed engine (default: parallel.engine)")
 
 
 def _add_training_flags(command: argparse.ArgumentParser) -> None:

@@ -14,11 +14,10 @@ from sft_play.cache import cache_dir
 from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
+from sft_play.engines.registry import engine_of
 from sft_play.errors import LaunchError
 from sft_play.files import write_atomic
 from sft_play.fingerprints import installed_versions
-from sft_play.launch.accelerate import DEEPSPEED_CONFIG
-from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import Machine, detect
 from sft_play.model.data import load_data
@@ -111,9 +110,7 @@ def prepare_job(
         with spinner(PLANNING):
             facts = DataFacts.of(loaded.rows, config)
             plan = plan_run(config, loaded.architecture, facts, machine, processes)
-    if plan.engine == "deepspeed_z2":
-        # raises errors before anything is launched
-        deepspeed_config(DEEPSPEED_CONFIG, plan, max_grad_norm=config.train.max_grad_norm)
+    engine_of(plan.engine).require_agreement(config, plan)
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 
 

@@ -66,7 +66,7 @@ class Plan:
     gradient_accumulation_steps: int
     effective_batch_size: int
     world_size: int
-    engine: str  # "none" (one process), "ddp" or "deepspeed_z2"
+    engine: str  # name of an engine (engines/registry.py)
     max_seq_len: int  # tokens of the longest row
     packing: bool
     padding_free: bool = True  # whether rows are joined end to end; otherwise padded to the longest

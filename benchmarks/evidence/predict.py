@@ -59,7 +59,7 @@ def predict_run(config: PretrainedConfig, run: Run) -> dict[str, int]:
         holds_outputs=run.outputs_kept_until == "next forward",
     )
     replayed = replay_steps(trace.step, habits, expandable=run.expandable)
-    peaks = trace.step.peaks(CUDA_GRANULARITY)
+    peaks = trace.step.rounded(CUDA_GRANULARITY).peaks()
     context = CONTEXTS.get(run.compute_capability, ASSUMED_CONTEXT)
     return {
         "allocated": replayed.allocated,
@@ -79,7 +79,7 @@ def live_after(step: Step, phase: str) -> int:
     """Bytes that are live when a phase has ended."""
     line = step.timeline
     until = np.flatnonzero(line.phases <= PHASES.index(phase))[-1]
-    return int(line.changes(step.sizes, CUDA_GRANULARITY)[: until + 1].sum())
+    return int(line.changes(step.rounded(CUDA_GRANULARITY).sizes)[: until + 1].sum())
 
 
 def errors_of(source: Source) -> list[dict]:

@@ -16,6 +16,7 @@ from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import SUFFIXES
+from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.errors import ConfigError, DataError
 from sft_play.hub import limit_network
 from sft_play.launch.accelerate import CPU_PROCESSES
@@ -392,6 +393,7 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
 
 def accelerate_findings(machine: Machine) -> list[Finding]:
     """Checks that accelerate's default config, if any, fits this machine."""
-    stale = stale_default_config(len(machine.gpus) or CPU_PROCESSES)
+    processes = len(machine.gpus) or CPU_PROCESSES
+    stale = stale_default_config(processes, distributed_engines()[0] if processes > 1 else ALONE)
     fix = "run `make setup-accelerate AUTO=1`, or remove the file"
     return [Finding(WARNING, "accelerate", stale, fix)] if stale else []

@@ -1,8 +1,6 @@
 """Names of training methods, and which of them exclude each other; no torch here."""
 
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}  # tuning.mode -> its label
-# ZeRO-2 joins the weights of a process to one vector. These update each element on its own.
-ELEMENTWISE = ("adamw", "adamw_8bit")
 SCHEDULE_FREE = "schedule_free_adamw"
 EXTRAS = {"schedulefree": "install it: .venv/bin/python -m pip install 'schedulefree>=1.4,<2'"}
 PAGED = "paged_"  # how the names of optimizers begin whose states may leave the GPU

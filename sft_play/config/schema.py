@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from sft_play.config.methods import ELEMENTWISE, SCHEDULE_FREE, initialization_problem
+from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
 from sft_play.config.values import (
     Auto,
     AutoOrAmount,
@@ -369,11 +369,6 @@ class RunConfig(Section):
         lora, optimizer = self.tuning.lora, self.train.optimizer
         if problem := initialization_problem(self.tuning.mode, lora.init, lora.use_dora):
             raise ValueError(problem)
-        if self.parallel.engine == "deepspeed_z2" and optimizer not in ELEMENTWISE:
-            raise ValueError(
-                f"train.optimizer={optimizer} does not work with parallel.engine=deepspeed_z2, which "
-                f"supports {' and '.join(ELEMENTWISE)}; use one of them, or parallel.engine=ddp"
-            )
         if optimizer == SCHEDULE_FREE and self.train.lr_schedule != "constant":
             raise ValueError(
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "

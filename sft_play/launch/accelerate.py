@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch.beats import forget as forget_beats
 from sft_play.launch.default_config import stale_default_config
 from sft_play.launch.environment import PROCESSES_VARIABLE, REPORTS_VARIABLE
-from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes, interface_towards
 from sft_play.launch.ranks import (
@@ -35,7 +35,6 @@ from sft_play.units import counted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs" / "accelerate"
-DEEPSPEED_CONFIG = REPOSITORY / "configs" / "deepspeed_z2.json"
 
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
 # torchrun's message when a rank failed; the rank may have ended before our first look at the processes.
@@ -56,15 +55,8 @@ class Launch:
 
 
 def config_file(engine: str, device: str, nodes: int = 1) -> Path:
-    """The shipped accelerate config for an engine ("none", "ddp", "deepspeed_z2") on "cuda" or "cpu"."""
-    if engine == "none":
-        return CONFIGS / "single_gpu.yaml"
-    name = {"ddp": "ddp", "deepspeed_z2": "zero2"}[engine]
-    if nodes > 1:
-        name += "_multi_node"
-    elif device == "cpu":
-        name += "_cpu"
-    return CONFIGS / f"{name}.yaml"
+    """The shipped accelerate config for an engine, given by its name, on "cuda" or "cpu"."""
+    return CONFIGS / f"{engine_of(engine).accelerate_config(device, nodes)}.yaml"
 
 
 def launch_command(
@@ -81,7 +73,7 @@ def launch_command(
 
     Args:
         script: the training script and its arguments.
-        engine: "none", "ddp" or "deepspeed_z2".
+        engine: name of the engine.
         device: "cuda" or "cpu".
         processes: number of processes over all machines.
         cores: CPU cores of this machine, divided among its processes; None leaves OMP_NUM_THREADS as it is.
@@ -109,8 +101,7 @@ def launch_command(
     elif processes > 1:
         # accelerate reads rdzv_backend from the command line only, not from its config file.
         flags |= {"main_process_port": 0, "rdzv_backend": "loopback"}
-    if engine == "deepspeed_z2":
-        flags["deepspeed_config_file"] = DEEPSPEED_CONFIG
+    flags |= engine_of(engine).launch_flags()
     options: list[str] = []
     for name, value in flags.items():
         options += [f"--{name}", str(value)]
@@ -166,10 +157,9 @@ def launch(
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code, the message is that of the rank.
     """
-    if config is None and (warning := stale_default_config(plan.world_size, plan.engine)):
+    if config is None and (warning := stale_default_config(plan.world_size, engine_of(plan.engine))):
         console().print(f"[yellow]{warning}[/]")
-    if plan.engine == "deepspeed_z2":
-        clear_abandoned_locks(extensions_folder())
+    engine_of(plan.engine).prepare_launch()
     command = launch_command(
         [str(_find_script(script[0])), *script[1:]],
         engine=plan.engine,

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from sft_play.engines.base import Engine
+
 
 def default_config_path() -> Path:
     """Where `accelerate config` writes and `accelerate launch` without --config_file reads."""
@@ -10,7 +12,7 @@ def default_config_path() -> Path:
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
-def stale_default_config(processes: int, engine: str = "ddp") -> str | None:
+def stale_default_config(processes: int, engine: Engine) -> str | None:
     """A warning if accelerate's default config would not start this run as planned; None if it would.
 
     Our make targets never read that file: they pass a shipped config and the number of processes.
@@ -25,7 +27,7 @@ def stale_default_config(processes: int, engine: str = "ddp") -> str | None:
     except yaml.YAMLError:
         return f"{path} is not valid YAML; remove it, or run `make setup-accelerate` to write it again"
     found = tree if isinstance(tree, dict) else {}
-    wanted = {"num_processes": str(processes), "distributed_type": _distributed_type(processes, engine)}
+    wanted = {"num_processes": str(processes), "distributed_type": engine.distributed_type}
     differs = [
         f"{key} {found.get(key)} instead of {value}"
         for key, value in wanted.items()
@@ -34,9 +36,3 @@ def stale_default_config(processes: int, engine: str = "ddp") -> str | None:
     if not differs:
         return None
     return f"{path} has {', '.join(differs)}; a plain `accelerate launch` would use it (make targets do not)"
-
-
-def _distributed_type(processes: int, engine: str) -> str:
-    if engine == "deepspeed_z2":
-        return "DEEPSPEED"
-    return "MULTI_GPU" if processes > 1 else "NO"

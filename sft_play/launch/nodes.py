@@ -115,7 +115,7 @@ def make_settings(config: str, overrides: Sequence[str], processes: int, engine:
         config: path of the config.
         overrides: `key=value` overrides.
         processes: processes on each machine; 0 if not given.
-        engine: "ddp" or "deepspeed_z2"; None if not given.
+        engine: name of the engine; None if not given.
     """
     values = {"NGPU": str(processes or ""), "ENGINE": engine or "", "CONFIG": config}
     values["ARGS"] = shlex.join(overrides)

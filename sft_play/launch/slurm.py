@@ -77,7 +77,7 @@ def batch_file(
         template: text of configs/slurm/train.sbatch.
         job: the resources.
         config: path of the run's config.
-        engine: "ddp" or "deepspeed_z2"; None for auto.
+        engine: name of the engine; None for auto.
         overrides: `key=value` overrides of the config.
         python: path of the interpreter.
 
@@ -133,7 +133,7 @@ def submit(job: SlurmJob, *, config: str, engine: str | None, overrides: Sequenc
     Args:
         job: the resources.
         config: path of the run's config.
-        engine: "ddp" or "deepspeed_z2"; None for auto.
+        engine: name of the engine; None for auto.
         overrides: `key=value` overrides of the config.
 
     Raises:

@@ -159,10 +159,14 @@ def _package_of(optimizer: str) -> tuple[str, bool]:
 
 def missing_packages(config: "RunConfig") -> dict[str, str]:
     """Which packages the config needs and are not installed, a sentence for each -> what to do about it."""
+    from sft_play.engines.registry import engine_of  # not needed by `sft-play gpu-info`
+
+    asked = config.parallel.engine
+    packages = engine_of(asked).packages if asked != "auto" else ()
     needs = {
         "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
         f"train.optimizer={config.train.optimizer}": _package_of(config.train.optimizer),
-        "parallel.engine=deepspeed_z2": ("deepspeed", config.parallel.engine == "deepspeed_z2"),
+        **{f"parallel.engine={asked}": (name, True) for name in packages},
         **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }
     install = f"install it: {sys.executable} -m pip install"

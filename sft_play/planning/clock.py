@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
 from sft_play.plan import Clock, Plan
 from sft_play.planning.collectives import Collectives, messages_of
 from sft_play.planning.profile import DeviceProfile, MicroBatch
@@ -106,7 +107,7 @@ def clock(
             batch,
             accumulation=plan.gradient_accumulation_steps,
             exchange=collectives.seconds(exchanged) if collectives else 0.0,
-            update_share=1 / plan.world_size if plan.engine == "deepspeed_z2" else 1.0,
+            update_share=engine_of(plan.engine).update_share(plan.world_size),
         ).total
 
     return seconds

@@ -3,7 +3,6 @@
 Units: seconds, bytes of the whole tensor that is reduced or gathered.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,25 +10,16 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import RunConfig
+from sft_play.engines.base import Message
+from sft_play.engines.registry import engine_of
 from sft_play.plan import Plan
 from sft_play.planning.profile import Curve
 from sft_play.sizing.step import StepSpec
-from sft_play.units import MIB
 
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # of measured tensors
 LATENCY_S = 20e-6  # of a collective over a link of which only the data sheet is known
 # Times that the tensor goes around the ring of processes; each of them sends (n - 1) / n of it every time.
 ROUNDS = {"all_reduce": 2, "all_gather": 1}
-BUCKETS = 16  # of DDP, per backward pass
-
-
-@dataclass(frozen=True)
-class Message:
-    """A collective operation, `times` times per optimizer step."""
-
-    kind: str  # all_reduce or all_gather
-    tensor_bytes: float
-    times: int
 
 
 @dataclass(frozen=True)
@@ -67,42 +57,10 @@ def _curve(tree: Mapping[str, Any]) -> Curve:
     return Curve(tuple(tree["sizes"]), tuple(tree["seconds"]))
 
 
-def ddp_bucket_mib(gradient_bytes: int) -> int:
-    """The size of DDP's gradient buckets in MiB.
-
-    No computation is left to overlap with the last bucket of a backward pass, so buckets hold a sixteenth of
-    the gradients. Below 1 MiB latency dominates, above 100 MiB nothing is gained.
-    """
-    return min(100, max(1, gradient_bytes // BUCKETS // MIB))
-
-
-def messages(engine: str, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
-    """What the processes exchange in an optimizer step.
-
-    DDP all-reduces the gradients once per step, bucket by bucket. ZeRO-2 all-reduces those of each
-    micro-batch, although each process keeps only its part (`use_multi_rank_bucket_allreduce` in DeepSpeed's
-    stage_1_and_2.py), and all-gathers the updated weights once.
-
-    Args:
-        engine: none, ddp or deepspeed_z2.
-        gradient_bytes: of all trained parameters.
-        accumulation: micro-batches per step of each process.
-    """
-    if engine == "none":
-        return ()
-    if engine == "ddp":
-        buckets = max(1, math.ceil(gradient_bytes / (ddp_bucket_mib(gradient_bytes) * MIB)))
-        return (Message("all_reduce", gradient_bytes / buckets, buckets),)
-    return (
-        Message("all_reduce", gradient_bytes, accumulation),
-        Message("all_gather", gradient_bytes, 1),
-    )
-
-
 def messages_of(trained: int, run: RunConfig, plan: Plan) -> tuple[Message, ...]:
     """The messages of a plan that trains `trained` parameters."""
     gradient_bytes = trained * StepSpec.of(run, plan).trained_element_bytes
-    return messages(plan.engine, gradient_bytes, plan.gradient_accumulation_steps)
+    return engine_of(plan.engine).messages(gradient_bytes, plan.gradient_accumulation_steps)
 
 
 def sent_bytes(exchanged: Iterable[Message], processes: int) -> int:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from sft_play.config.methods import ELEMENTWISE, PAGED
+from sft_play.config.methods import PAGED
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of, engines_for
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
@@ -55,16 +56,6 @@ def _autocast(asked: str, device: Device) -> tuple[str, str]:
     return precision, f"{precision} autocast, which {device.name} supports"
 
 
-def engines(config: RunConfig, world_size: int) -> list[str]:
-    """The engines that the config allows, the preferred one first."""
-    if world_size == 1:
-        return ["none"]
-    asked = config.parallel.engine
-    if asked != "auto":
-        return [asked]
-    return ["ddp", "deepspeed_z2"] if config.train.optimizer in ELEMENTWISE else ["ddp"]
-
-
 def require_possible(config: RunConfig, device: Device) -> None:
     """Checks that the methods agree with each other, also where the mode was changed, and with the device.
 
@@ -75,7 +66,10 @@ def require_possible(config: RunConfig, device: Device) -> None:
         config.require_compatible()
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    optimizer = config.train.optimizer
+    asked, optimizer = config.parallel.engine, config.train.optimizer
+    problem = engine_of(asked).problem(config) if asked != "auto" else None
+    if problem:
+        raise ConfigError(problem)
     if optimizer.startswith(PAGED) and device.kind == "cpu":
         raise ConfigError(
             f"train.optimizer={optimizer}: states can be paged on a GPU only, and this is {device.name}; "
@@ -119,7 +113,7 @@ def draft_plans(
     splits = batch_choices(train, world_size, max_seq_len if train.packing else None)
     rate, rate_reason = scaled_learning_rate(train, splits[0].effective * unit)
     per_epoch, total = count_steps(train, rows, splits[0].effective)
-    checkpointing = [train.gradient_checkpointing]
+    checkpointing = [train.gradient_checkpointing is True]
     if train.gradient_checkpointing == "auto":
         checkpointing = [False, True]
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
@@ -140,8 +134,8 @@ def draft_plans(
         why=(precision_reason, rate_reason),
     )
     return [
-        _draft(split, unit, tokens[split], engine=engine, gradient_checkpointing=bool(recompute), **shared)
-        for engine, recompute, split in product(engines(config, world_size), checkpointing, splits)
+        _draft(split, unit, tokens[split], engine=engine.name, gradient_checkpointing=recompute, **shared)
+        for engine, recompute, split in product(engines_for(config, world_size), checkpointing, splits)
     ]
 
 

@@ -1,8 +1,10 @@
 """Plans the same run for other numbers of processes."""
 
+import contextlib
 from typing import Any
 
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
@@ -24,15 +26,16 @@ def _plan_at_scale(
 ) -> Plan:
     """The plan for `world` processes.
 
-    Adapters use ZeRO-2 only if DDP does not fit, since they leave little to partition.
+    Adapters use an engine that trades speed for memory only if no other fits: they leave little to partition.
     """
     if config.parallel.engine == "auto" and config.tuning.mode != "full":
-        ddp = config.model_copy(update={"parallel": config.parallel.model_copy(update={"engine": "ddp"})})
-        try:
-            return plan_run(ddp, model_config, facts, machine, world, explain=False)
-        except DoesNotFitError:
-            pass
+        with contextlib.suppress(DoesNotFitError):
+            return plan_run(config, model_config, facts, machine, world, accept=_keeps_speed, explain=False)
     return plan_run(config, model_config, facts, machine, world, explain=False)
+
+
+def _keeps_speed(draft: Plan) -> bool:
+    return not engine_of(draft.engine).trades_speed
 
 
 def scaling(

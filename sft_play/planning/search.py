@@ -8,8 +8,8 @@ avoids it where the answer is known:
   checkpointing setting is sized.
 - Recomputing activations only costs time where they fit. With checkpointing, micro-batches are sized that do
   not fit without it, and the chosen one, to report what checkpointing would save.
-- ZeRO-2 costs speed to save memory. If the best DDP plan would not become faster with more memory, ZeRO-2 is
-  sized for that plan only, to report what it would save.
+- Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
+  more memory, they are sized for that plan only, to report what they would save.
 
 Among the plans that fit, the one with the shortest predicted step is chosen; plans within 1% of it (`TIE`)
 count as a tie, which the larger micro-batch wins. A plan with which memory ran out in an earlier run counts
@@ -24,8 +24,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from sft_play.config.methods import ELEMENTWISE, lighter_modes
+from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import distributed_engines, engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Plan
 from sft_play.planning.sentences import batch_sentence, dealing_sentence
@@ -33,7 +34,6 @@ from sft_play.units import AUTOCAST, format_bytes
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
-ENGINE_NAMES = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 
 def choose_plan(
@@ -173,10 +173,11 @@ def _without_estimate(drafts: list[Plan]) -> Plan:
 def _pick_fastest(config: RunConfig, fitting: list[Plan], clock: Clock | None) -> tuple[Plan, float | None]:
     """The fastest plan, and of plans that tie the one with the largest micro-batch.
 
-    ZeRO-2 costs speed that a clock does not know of, so it is left out where DDP fits with the same split. If
-    speed is unknown, the largest micro-batch with the first plan's engine and checkpointing.
+    Some engines cost speed that a clock does not know of, so they are left out where another one fits with
+    the same split. If speed is unknown, the largest micro-batch with the first plan's engine and
+    checkpointing.
     """
-    fitting = [plan for plan in fitting if not _needless_zero(plan, fitting)]
+    fitting = [plan for plan in fitting if not _trades_speed_needlessly(plan, fitting)]
     times = [clock(config, plan) if clock else None for plan in fitting]
     known = [(plan, time) for plan, time in zip(fitting, times, strict=True) if time is not None]
     if len(known) < len(fitting):
@@ -188,9 +189,9 @@ def _pick_fastest(config: RunConfig, fitting: list[Plan], clock: Clock | None) -
     return min(tied, key=lambda pair: (pair[0].gradient_accumulation_steps, pair[1]))
 
 
-def _needless_zero(plan: Plan, fitting: list[Plan]) -> bool:
-    others = (other for other in fitting if other.engine == "ddp")
-    return plan.engine == "deepspeed_z2" and any(_same_split(plan, other) for other in others)
+def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
+    others = (other for other in fitting if not engine_of(other.engine).trades_speed)
+    return engine_of(plan.engine).trades_speed and any(_same_split(plan, other) for other in others)
 
 
 def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> tuple[str, ...]:
@@ -238,7 +239,7 @@ def _most(plans: list[Plan]) -> int:
 
 def _difference(other: Plan, chosen: Plan) -> str:
     """How the kind of a plan differs from that of the chosen one."""
-    engine = f"with {ENGINE_NAMES[other.engine]}" if other.engine != chosen.engine else ""
+    engine = f"with {engine_of(other.engine).label}" if other.engine != chosen.engine else ""
     activations = "recomputed" if other.gradient_checkpointing else "kept"
     same = other.gradient_checkpointing == chosen.gradient_checkpointing
     return " and ".join(part for part in (engine, "" if same else f"with activations {activations}") if part)
@@ -256,21 +257,18 @@ def _checkpointing_reason(config: RunConfig, chosen: Plan, fitting: list[Plan]) 
 
 
 def engine_sentence(chosen: Plan, sized: Iterable[Plan]) -> str:
-    """What the engine does for the memory of this run, compared with the other engine if that was sized."""
-    choice = f"{ENGINE_NAMES[chosen.engine]} over {chosen.world_size} processes"
-    other = [plan for plan in sized if plan.engine != chosen.engine and _same_split(plan, chosen)]
-    if not other:
+    """What the engine does for the memory of this run, compared with the best other engine that was sized."""
+    engine = engine_of(chosen.engine)
+    choice = f"{engine.label} over {chosen.world_size} processes"
+    others = [plan for plan in sized if plan.engine != chosen.engine and _same_split(plan, chosen)]
+    if not others:
         return choice
-    saved = _needed(other[0]) - _needed(chosen)
-    if chosen.engine == "deepspeed_z2":
-        return (
-            f"{choice}: partitions optimizer states and gradients, which saves {format_bytes(saved)} over DDP"
-        )
-    zero = f"save {format_bytes(-saved)}" if saved < 0 else f"need {format_bytes(saved)} more"
-    return (
-        f"{choice}: each process holds the whole model, so more processes do not lower the peak; "
-        f"ZeRO-2 would {zero}"
-    )
+    other = min(others, key=_needed)
+    label, saved = engine_of(other.engine).label, _needed(other) - _needed(chosen)
+    if engine.trades_speed:
+        return f"{choice}: {engine.principle}, which saves {format_bytes(saved)} over {label}"
+    difference = f"save {format_bytes(-saved)}" if saved < 0 else f"need {format_bytes(saved)} more"
+    return f"{choice}: {engine.principle}; {label} would {difference}"
 
 
 def _alternative_rows(
@@ -349,10 +347,11 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig
                 micro_batch_tokens=min(plan.micro_batch_tokens, plan.rows_per_micro_batch * shorter),
             )
             found.append((f"model.max_seq_len={shorter}", config, changed_plan))
-    if plan.engine != "deepspeed_z2" and train.optimizer in ELEMENTWISE:
-        for world in sorted({max(2, plan.world_size), 2 * plan.world_size, 4 * plan.world_size}):
-            partitioned = replace(plan, engine="deepspeed_z2", world_size=world)
-            found.append((f"{world} GPUs with ZeRO-2", config, partitioned))
+    for engine in distributed_engines():
+        if engine.trades_speed and engine.name != plan.engine and not engine.problem(config):
+            for world in sorted({max(2, plan.world_size), 2 * plan.world_size, 4 * plan.world_size}):
+                divided = replace(plan, engine=engine.name, world_size=world)
+                found.append((f"{world} GPUs with {engine.label}", config, divided))
     return found
 
 

@@ -8,12 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.methods import METHODS
+from sft_play.engines.registry import label_of
 from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
-ENGINES = {"none": "one process", "ddp": "DDP", "deepspeed_z2": "ZeRO-2"}
 
 
 def _process_table(memory: Mapping[str, Any]) -> RenderableType:
@@ -104,7 +104,7 @@ def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list
 
 def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """What becomes of activations, and the engine if there are several processes."""
-    engine = f"{ENGINES[row['engine']]}, " if plan["world_size"] > 1 else ""
+    engine = f"{label_of(row['engine'])}, " if plan["world_size"] > 1 else ""
     return engine + ("recomputed" if row["gradient_checkpointing"] else "kept")
 
 

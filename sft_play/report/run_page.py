@@ -6,12 +6,12 @@ from typing import Any
 
 from sft_play.config.methods import METHODS
 from sft_play.config.resolved import Setting
+from sft_play.engines.registry import label_of
 from sft_play.report.card import public_name, without_folders
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.harness import harness_rows
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
 from sft_play.report.memory_section import memory_blocks
-from sft_play.report.plan import ENGINES
 from sft_play.report.plots import histogram
 from sft_play.report.record import RunRecord, Tree, scores_of_models
 from sft_play.report.scaling_section import scaling_blocks
@@ -192,7 +192,7 @@ def _chosen(run: RunRecord) -> list[Block]:
     rows = []
     for name, key in CHOICES.items():
         asked = run.settings.get(name)
-        value = ENGINES.get(plan[key], plan[key]) if key == "engine" else _text(plan[key])
+        value = label_of(plan[key]) if key == "engine" else _text(plan[key])
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(plan[key])
         origin = "planner" if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
@@ -215,7 +215,7 @@ def _alternatives(plans: Sequence[Tree]) -> Table:
             (
                 f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
                 "yes" if plan["gradient_checkpointing"] else "no",
-                ENGINES.get(plan["engine"], str(plan["engine"])),
+                label_of(plan["engine"]),
                 format_bytes(plan["peak_bytes"]) if plan["peak_bytes"] else MISSING,
                 "yes" if plan["fits"] else "no",
                 f"{speed:.0%} of the plan's" if speed else MISSING,

@@ -1,7 +1,8 @@
 """The scaling section of a report: the same run on other numbers of GPUs or processes, as planned."""
 
+from sft_play.engines.registry import label_of
 from sft_play.report.html import Block, Table, Text
-from sft_play.report.plan import ENGINES, process_unit, scaling_problems, speed_up, speed_up_notes
+from sft_play.report.plan import process_unit, scaling_problems, speed_up, speed_up_notes
 from sft_play.report.record import RunRecord, Tree
 from sft_play.report.tables import MISSING
 from sft_play.units import format_bytes, plural
@@ -40,7 +41,7 @@ def _cells(row: Tree, here: int) -> tuple[str, ...]:
         f"{row['effective_batch_size']:,}",
         f"{row['steps_per_epoch']:,}",
         f"{row['learning_rate']:g}",
-        ENGINES.get(row["engine"], str(row["engine"])),
+        label_of(row["engine"]),
         format_bytes(memory) if memory else MISSING,
         speed_up(row),
     )

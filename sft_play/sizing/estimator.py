@@ -7,8 +7,8 @@ mode); all other sizes follow exactly.
 from collections.abc import Callable
 
 from sft_play.config.schema import RunConfig
-from sft_play.launch.accelerate import DEEPSPEED_CONFIG
-from sft_play.launch.deepspeed import read_deepspeed_config
+from sft_play.engines.base import Division
+from sft_play.engines.registry import engine_of
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture
@@ -30,20 +30,20 @@ def estimator(
         eval_shape: rows and row tokens of a plan's largest evaluation batch; None: as its micro-batch.
     """
     traces = shared_traces(config)
+    ask = traces.architecture.ask
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
-            traces.architecture.ask(questions.packable)
+            ask(questions.packable)
         spec = StepSpec.of(run, plan, eval_shape(plan))
-        engine = memory.Engine(
-            name=plan.engine,
+        division = Division(
             world_size=plan.world_size,
             accumulates=plan.gradient_accumulation_steps > 1,
-            buckets=zero_buckets(),
+            element_bytes=spec.trained_element_bytes,
+            state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
         )
-        return memory.estimate(
-            traces.step(spec), device, engine, element_bytes=spec.trained_element_bytes, complete=complete
-        )
+        engine = engine_of(plan.engine)
+        return memory.estimate(traces.step(spec), device, engine, division, complete=complete)
 
     return estimate
 
@@ -64,11 +64,3 @@ def work_of_plans(
         return traces.work(StepSpec.of(run, plan, eval_shape(plan))).at(tokens)
 
     return work_of
-
-
-def zero_buckets() -> memory.ZeroBuckets:
-    """ZeRO-2's bucket settings in the shipped DeepSpeed config."""
-    zero = read_deepspeed_config(DEEPSPEED_CONFIG)["zero_optimization"]
-    return memory.ZeroBuckets(
-        elements=int(zero["reduce_bucket_size"]), overlap=bool(zero.get("overlap_comm"))
-    )

@@ -1,10 +1,12 @@
-"""Derives the memory of a run from traced steps: other micro-batch sizes, engines, fragmentation. Pure."""
+"""Derives the memory of a run from traced steps: other micro-batch sizes, the budget, fragmentation. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sft_play.engines.base import Division, Engine
+from sft_play.engines.registry import ALONE
 from sft_play.plan import Memory
 from sft_play.sizing.guard import Guard, guard
 from sft_play.sizing.history import Habits, replay_steps
@@ -16,7 +18,6 @@ from sft_play.units import MIB
 # did it need the other 20%. Fixed ones need more, up to a third in published runs (benchmarks/evidence).
 FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether segments are expandable
 CUDA_GRANULARITY = 512  # PyTorch's allocator rounds each block up to a multiple of this
-DDP_BROADCAST = 250 * MIB  # DDP broadcasts the weights of rank 0 in buffers of this size
 
 
 Counts = tuple[int, int]  # rows, and supervised tokens
@@ -138,33 +139,6 @@ def device_budget(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroBuckets:
-    """ZeRO-2's communication settings."""
-
-    elements: int = 500_000_000  # DeepSpeed's default
-    overlap: bool = True
-
-    def bytes(self, trained_parameters: int, element_bytes: int) -> int:
-        """Bytes of the buffers that collect gradients; overlapping communication needs a second one.
-
-        If all gradients fit into one bucket, they are reduced at the end of the backward pass and there is
-        nothing to overlap with, so launch/deepspeed.py turns overlapping off.
-        """
-        overlaps = self.overlap and self.elements < trained_parameters
-        return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_parameters)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """The engine that distributes training over processes."""
-
-    name: str = "none"  # "none", "ddp" or "deepspeed_z2"
-    world_size: int = 1
-    accumulates: bool = False
-    buckets: ZeroBuckets = ZeroBuckets()
-
-
 def _with(peak: Peak, **changes: int) -> Peak:
     """The peak with `changes` (term -> bytes) added."""
     terms = dict(peak.terms)
@@ -173,98 +147,28 @@ def _with(peak: Peak, **changes: int) -> Peak:
     return Peak(peak.bytes + sum(changes.values()), terms)
 
 
-def with_engine(
-    peaks: dict[str, Peak], engine: Engine, trained_parameters: int, element_bytes: int
-) -> dict[str, Peak]:
-    """The peaks of one process among several.
-
-    Args:
-        peaks: peaks by phase of a single process, traced with gradients live from the start
-            (`StepSpec.accumulates`).
-        engine: the engine of the run.
-        trained_parameters: number of trained elements.
-        element_bytes: bytes per element of a trained parameter and its gradient.
-    """
-    gradients = trained_parameters * element_bytes
-    if engine.name == "ddp":
-        # Gradients are views into buckets (gradient_as_bucket_view), which live from the first step on. Those
-        # of earlier micro-batches are beside them, until the last backward pass of the step copies them.
-        accumulated = gradients if engine.accumulates else 0
-        return {
-            **peaks,
-            "load": _with(peaks["load"], engine=min(DDP_BROADCAST, peaks["load"].bytes)),
-            "forward": _with(peaks["forward"], engine=accumulated),
-            "backward": _with(peaks["backward"], engine=accumulated),
-            "evaluation": _with(peaks["evaluation"], engine=gradients),
-        }
-    if engine.name == "deepspeed_z2":
-        return _with_zero2(peaks, engine, trained_parameters, element_bytes)
-    return peaks
-
-
-def _with_zero2(peaks: dict[str, Peak], engine: Engine, trained: int, element_bytes: int) -> dict[str, Peak]:
-    """ZeRO-2 (DeepSpeed's stage_1_and_2.py): fp32 weights and optimizer states are partitioned."""
-    share = -(-trained // engine.world_size)
-    states, own_gradients = 12 * share, element_bytes * share  # master weights and two moments, 4 bytes each
-    accumulated = own_gradients if engine.accumulates else 0
-    buckets = engine.buckets.bytes(trained, element_bytes)
-    partitioned = {
-        # All parameters are copied into one flat buffer.
-        "load": dict(optimizer=states, engine=element_bytes * trained),
-        "forward": dict(optimizer=states, gradients=accumulated),
-        # A process keeps the reduced gradients of its partition, and flattens them before the optimizer step.
-        "backward": dict(optimizer=states, gradients=accumulated + own_gradients, engine=buckets),
-        "optimizer": dict(optimizer=states, gradients=own_gradients, engine=own_gradients + 4 * share),
-        "evaluation": dict(optimizer=states),
-    }
-    result = {}
-    for phase, peak in peaks.items():
-        whole = {name: -peak.terms[name] for name in ("optimizer", "gradients")}
-        result[phase] = _with(_with(peak, **whole), **partitioned[phase])
-    return result
-
-
-def checkpoint_peak(forward: Peak, *, keeps_gradients: bool) -> Peak:
-    """Memory while a checkpoint is saved, copied tensor by tensor through main memory: weights and states.
-
-    Args:
-        forward: the peak of the forward pass, which has these terms as well.
-        keeps_gradients: whether gradients live in buffers that are never freed (DDP).
-    """
-    kept = ["weights", "adapters", "optimizer"]
-    if keeps_gradients:
-        kept.append("gradients")
-    terms = {name: size if name in kept else 0 for name, size in forward.terms.items()}
-    return Peak(sum(terms.values()), terms)
-
-
-def gradient_bytes(peaks: dict[str, Peak]) -> int:
-    """Bytes of all gradients, from a step that was traced with them live."""
-    return peaks["forward"].terms["gradients"]
-
-
 def estimate(
     step: Step,
     device: DeviceBudget,
-    engine: Engine | None = None,
+    engine: Engine = ALONE,
+    division: Division | None = None,
     *,
-    element_bytes: int = 4,
     complete: bool = False,
 ) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
     Args:
-        step: the step, traced or derived.
+        step: of a single process, traced or derived.
         device: the budget and the fixed costs of the process.
-        engine: the engine of the run; default: a single process.
-        element_bytes: bytes per element of a trained parameter.
+        engine: of the run, which transforms the step.
+        division: of the step among several processes.
         complete: whether to predict reserved bytes, which takes time, also where they cannot decide.
     """
-    peaks = step.peaks(device.granularity)
-    if engine is not None:
-        peaks = with_engine(peaks, engine, gradient_bytes(peaks) // element_bytes, element_bytes)
-    is_ddp = engine is not None and engine.name == "ddp"
-    peaks["save"] = checkpoint_peak(peaks["forward"], keeps_gradients=is_ddp)
+    step = step.rounded(device.granularity)
+    step = engine.transform(step, division) if division else step
+    peaks = step.peaks()
+    saved = engine.saved_from_memory(peaks["forward"].terms)
+    peaks["save"] = Peak(sum(saved.values()), saved)
     for phase in peaks:
         if phase != "load":
             peaks[phase] = _with(peaks[phase], engine=device.workspace_bytes)
@@ -295,11 +199,11 @@ def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget) -> int:
     Loading begins with a block of about the size of the weights (transformers' caching_allocator_warmup).
 
     Args:
-        step: the step.
-        peak_bytes: the predicted peak, which may include more than the step itself (an engine's buffers).
+        step: of this process.
+        peak_bytes: its predicted peak, with cuBLAS's workspaces.
         device: the fixed costs of the process, and how its allocator works.
     """
-    weights = step.peaks(device.granularity)["load"].terms["weights"]
+    weights = step.peaks()["load"].terms["weights"]
     habits = Habits(workspace_bytes=device.workspace_bytes // HANDLES, warmup_bytes=weights)
     replayed = replay_steps(step, habits, expandable=device.expandable)
     return peak_bytes + replayed.reserved - replayed.requested

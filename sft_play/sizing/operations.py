@@ -141,10 +141,10 @@ def rule_of(func: Any) -> Callable[[Sequence[Any], Any], Description]:
 
 def layers_in_order(
     segments: Sequence[Segment], stops: Sequence[int], stand_ins: Sequence[int], phase: str
-) -> np.ndarray:
-    """Indices of a phase's operations, [n], as the whole model runs them.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of a phase's operations, [n], as the whole model runs them, and the layer of each, [n].
 
-    Each layer counts as often as it stands in for one.
+    Each traced layer counts as often as it stands in for one.
 
     Args:
         segments: of the trace.
@@ -155,19 +155,20 @@ def layers_in_order(
     Raises:
         LayersDiffer: a layer did not run in a pass with the others.
     """
-    pieces = [np.zeros(0, np.int64)]
+    pieces, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int16)]
     end = 0
     for sweep in sweeps(segments):
         first, end = end, end + len(sweep)
         if sweep[0].phase != phase:
             continue
         number_of = {segments[number].layer: number for number in range(first, end)}
-        layers: Sequence[int] = [WHOLE_MODEL]
+        layers = [(WHOLE_MODEL, WHOLE_MODEL)]  # each with the traced layer that represents it
         if sweep[0].layer != WHOLE_MODEL:
-            layers = stand_ins if sweep[0].layer == 0 else stand_ins[::-1]
-        for layer in layers:
-            if layer not in number_of:
-                raise LayersDiffer(f"layer {layer} did not run with the others")
-            number = number_of[layer]
+            layers = list(enumerate(stand_ins))[:: 1 if sweep[0].layer == 0 else -1]
+        for layer, traced in layers:
+            if traced not in number_of:
+                raise LayersDiffer(f"layer {traced} did not run with the others")
+            number = number_of[traced]
             pieces.append(np.arange(stops[number - 1] if number else 0, stops[number]))
-    return np.concatenate(pieces)
+            owners.append(np.full(len(pieces[-1]), layer, np.int16))
+    return np.concatenate(pieces), np.concatenate(owners)

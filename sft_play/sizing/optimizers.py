@@ -66,6 +66,14 @@ def optimizer_state(parameter: Tensor, spec: StepSpec, *, embedding: bool) -> di
     return _bitsandbytes_state(parameter, spec, embedding=embedding)
 
 
+def state_bytes(spec: StepSpec, elements: int) -> int:
+    """Bytes of the optimizer's states for so many elements in one fp32 vector, without its count of steps."""
+    vector = torch.empty(elements, dtype=torch.float32, device="meta")
+    with torch.device("meta"):
+        state = optimizer_state(vector, spec, embedding=False)
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+
+
 def _adafactor_state(parameter: Tensor) -> dict[str, Any]:
     """In fp32 for a 16-bit parameter too, since the gradient is cast first."""
     shape = parameter.shape

@@ -18,6 +18,13 @@ def hidden_size(config: "PretrainedConfig") -> int:
     return config.get_text_config().hidden_size
 
 
+def state_bytes(config: "PretrainedConfig", optimizer: str, device: str, elements: int) -> int:
+    """As `optimizers.state_bytes`."""
+    from sft_play.sizing.optimizers import state_bytes
+
+    return state_bytes(StepSpec(mode="full", optimizer=optimizer, device=device), elements)
+
+
 def position_limit(config: "PretrainedConfig") -> int | None:
     """As in `model.load`."""
     from sft_play.model.load import position_limit

@@ -232,7 +232,7 @@ class AllocationRecorder(TorchDispatchMode):
     def _work(self, stand_ins: Sequence[int]) -> Work:
         """The operations of the micro-batch, and what is trained."""
         table = np.array(self.operations or np.zeros((0, 9)), dtype=np.float64)
-        forward, backward = (
+        (forward, layers), (backward, layers_back) = (
             layers_in_order(self.segments, self._stops, stand_ins, phase) for phase in ("forward", "backward")
         )
         parameters = list(zip(self.layer_of_parameter, self.elements_of_parameter, strict=True))
@@ -243,6 +243,7 @@ class AllocationRecorder(TorchDispatchMode):
             by_python=table[:, 2].astype(bool),
             sizes=table[:, 3:],
             order=np.concatenate([forward, backward]),
+            layers=np.concatenate([layers, layers_back]),
             backward_from=len(forward),
             trained_elements=sum(n * size for n, (_, size) in zip(copies, parameters, strict=True)),
             trained_tensors=sum(copies),

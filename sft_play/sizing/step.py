@@ -7,6 +7,7 @@ from typing import Any
 
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.data.batching import padded_length
+from sft_play.engines.registry import engine_of
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.model.attention_table import same_kernels
 from sft_play.plan import Plan
@@ -16,7 +17,7 @@ from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
 SHARES = 20  # the supervised share is rounded up to a twentieth, so that few traces serve all micro-batches
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
-SOURCES = tuple(PACKAGE / name for name in ("sizing", "model", "plan.py", "units.py"))
+SOURCES = tuple(PACKAGE / name for name in ("engines", "sizing", "model", "plan.py", "units.py"))
 
 
 def step_code() -> str:
@@ -91,7 +92,7 @@ class StepSpec:
     neftune: bool = False  # noise on the embeddings
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
     eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
-    cast_adapters: bool = False  # adapters have `dtype` too: DeepSpeed casts the model and has no autocast
+    cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
 
     @property
@@ -157,6 +158,7 @@ class StepSpec:
             plan: the run's plan.
             eval_shape: of the tensors of the largest evaluation batch; default that of the micro-batch.
         """
+        engine = engine_of(plan.engine)
         spec = cls(
             mode=config.tuning.mode,
             lora=config.tuning.lora,
@@ -166,7 +168,7 @@ class StepSpec:
             attention=plan.attention,
             gradient_checkpointing=plan.gradient_checkpointing,
             # With several processes, gradients live in the engine's buffers from the first step on.
-            accumulates=plan.gradient_accumulation_steps > 1 or plan.engine != "none",
+            accumulates=plan.gradient_accumulation_steps > 1 or engine.distributes,
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
@@ -174,7 +176,7 @@ class StepSpec:
             supervised_share=_supervised_share(plan),
         )
         spec = replace(spec, **_batches(plan, eval_shape))
-        if plan.engine == "deepspeed_z2" and plan.mixed_precision in AUTOCAST:
+        if engine.casts_model and plan.mixed_precision in AUTOCAST:
             return replace(
                 spec, dtype=AUTOCAST[plan.mixed_precision], mixed_precision="no", cast_adapters=True
             )

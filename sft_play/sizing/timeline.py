@@ -7,7 +7,7 @@ Shapes: E events, B traced blocks (a block is one allocation), N blocks of the e
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ import numpy as np
 from sft_play.sizing.work import NO_WORK, Work
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation")
-TERMS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries")
+TERMS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries", "engine")
 
 WHOLE_MODEL = -1  # stands in for a layer index where a block or segment belongs to no decoder layer
 
@@ -96,7 +96,7 @@ class Timeline:
     events: np.ndarray  # [E]
     source: np.ndarray  # [N] traced block whose size and term this block has
     phases: np.ndarray  # [E] index into PHASES
-    in_layers: np.ndarray  # [E] whether a decoder layer was running
+    layers: np.ndarray  # [E] the decoder layer that was running, or WHOLE_MODEL
     terms: np.ndarray  # [B] of each traced block
 
     @cached_property
@@ -109,18 +109,9 @@ class Timeline:
         """What `sft_play.sizing.history` has replayed of this timeline."""
         return {}
 
-    def changes(self, sizes: np.ndarray, granularity: int) -> np.ndarray:
-        """Bytes that each event allocates or, negative, frees.
-
-        Args:
-            sizes: [B] bytes of the traced blocks.
-            granularity: blocks are rounded up to a multiple of this.
-
-        Returns:
-            [E] bytes.
-        """
-        rounded = -(-sizes // granularity) * granularity
-        return np.sign(self.events) * rounded[self._source_of_event]
+    def changes(self, sizes: np.ndarray) -> np.ndarray:
+        """Bytes that each event allocates or, negative, frees, [E], for traced blocks of `sizes`, [B]."""
+        return np.sign(self.events) * sizes[self._source_of_event]
 
     def terms_at(self, event: int, changes: np.ndarray) -> dict[str, int]:
         """Live bytes after the event, by term; `changes` is [E], as returned by the method of that name."""
@@ -132,21 +123,79 @@ _TIMELINES: WeakValueDictionary[tuple[Any, ...], Timeline] = WeakValueDictionary
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """A block that does not depend on the operations of a step."""
+
+    term: str
+    bytes: int
+    first: str  # phase at whose beginning it is allocated
+    last: str | None  # phase at whose end it is freed; None: never
+
+
+@dataclass(frozen=True)
 class Step:
     """A timeline whose blocks have sizes: one step at one micro-batch size."""
 
     timeline: Timeline
     sizes: np.ndarray  # [B] bytes of the traced blocks
 
-    def peaks(self, granularity: int = 1, *, in_layers: bool = False) -> dict[str, Peak]:
+    def rounded(self, granularity: int) -> "Step":
+        """The step with its blocks rounded up to multiples of `granularity` bytes."""
+        return replace(self, sizes=-(-self.sizes // granularity) * granularity)
+
+    def without(self, *terms: str) -> "Step":
+        """The step without the blocks of these terms."""
+        line = self.timeline
+        gone = np.isin(line.terms[line.source], [TERMS.index(term) for term in terms])
+        number = np.cumsum(~gone)  # [N] of each block that stays, from 1
+        kept = ~gone[np.abs(line.events) - 1]
+        events = line.events[kept]
+        changed = replace(
+            line,
+            events=np.sign(events) * number[np.abs(events) - 1],
+            source=line.source[~gone],
+            phases=line.phases[kept],
+            layers=line.layers[kept],
+        )
+        return replace(self, timeline=changed)
+
+    def bytes_of(self, term: str) -> int:
+        """Bytes of all blocks of a term, whenever they live."""
+        line = self.timeline
+        return int(self.sizes[line.source][line.terms[line.source] == TERMS.index(term)].sum())
+
+    def with_buffers(self, *buffers: Buffer) -> "Step":
+        """The step with these blocks; those of phases that it does not have are left out."""
+        step = self
+        for buffer in buffers:
+            step = step._with_buffer(buffer) if buffer.bytes else step
+        return step
+
+    def _with_buffer(self, buffer: Buffer) -> "Step":
+        line, number = self.timeline, len(self.timeline.source) + 1
+        begins = np.flatnonzero(line.phases == PHASES.index(buffer.first))[:1]
+        if not begins.size:
+            return self
+        ends = np.flatnonzero(line.phases == PHASES.index(buffer.last))[-1:] if buffer.last else begins[:0]
+        places = np.concatenate([begins, ends + 1])
+        changed = replace(
+            line,
+            events=np.insert(line.events, places, [number, -number][: len(places)]),
+            source=np.append(line.source, len(self.sizes)),
+            phases=np.insert(line.phases, places, line.phases[np.concatenate([begins, ends])]),
+            layers=np.insert(line.layers, places, WHOLE_MODEL),
+            terms=np.append(line.terms, TERMS.index(buffer.term)),
+        )
+        return Step(changed, np.append(self.sizes, buffer.bytes))
+
+    def peaks(self, *, in_layers: bool = False) -> dict[str, Peak]:
         """The peak of each phase that the step has; with `in_layers`, only while a decoder layer runs."""
-        changes = self.timeline.changes(self.sizes, granularity)
+        changes = self.timeline.changes(self.sizes)
         live = np.cumsum(changes)
         peaks = {}
         for index, phase in enumerate(PHASES):
-            here = np.flatnonzero(
-                (self.timeline.phases == index) & (self.timeline.in_layers | (not in_layers))
-            )
+            counted = (self.timeline.layers != WHOLE_MODEL) | (not in_layers)
+            here = np.flatnonzero((self.timeline.phases == index) & counted)
             if here.size:
                 top = int(here[np.argmax(live[here])])
                 peaks[phase] = Peak(int(live[top]), self.timeline.terms_at(top, changes))
@@ -199,7 +248,7 @@ class _Expansion:
         self.alive: dict[tuple[int, int], int] = {}  # (layer, traced block) -> block number of the copy
         self.events: list[int] = []
         self.phases: list[int] = []
-        self.in_layers: list[bool] = []
+        self.layers: list[int] = []
         self.source: list[int] = []
 
     def _crossing_blocks(self) -> dict[tuple[int, int, int, int], list[int]]:
@@ -240,11 +289,11 @@ class _Expansion:
                 self.emit(layer, event)
         self._close(segment)
 
-    def _close(self, segment: Segment) -> None:
-        """Labels the events since the last call with the segment's phase."""
+    def _close(self, segment: Segment, layer: int = WHOLE_MODEL) -> None:
+        """Labels the events since the last call with the segment's phase and the layer that it stands for."""
         new = len(self.events) - len(self.phases)
         self.phases += [PHASES.index(segment.phase)] * new
-        self.in_layers += [segment.layer != WHOLE_MODEL] * new
+        self.layers += [layer] * new
 
     def layer_segment(self, segment: Segment, layer: int) -> None:
         """Copies the traced segment of `segment.layer` as that of `layer`, which it represents."""
@@ -258,7 +307,7 @@ class _Expansion:
                     self.emit(WHOLE_MODEL, event)
             else:
                 self._free_block_of_neighbor(layer, block)
-        self._close(segment)
+        self._close(segment, layer)
 
     def _free_block_of_neighbor(self, layer: int, block: int) -> None:
         """Frees the block of the layer's real neighbor that corresponds to `block`."""
@@ -323,6 +372,6 @@ def expand(trace: StepTrace) -> Timeline:
         events=np.array(expansion.events, dtype=np.int64),
         source=np.array(expansion.source, dtype=np.int64),
         phases=np.array(expansion.phases, dtype=np.int8),
-        in_layers=np.array(expansion.in_layers, dtype=bool),
+        layers=np.array(expansion.layers, dtype=np.int16),
         terms=trace.terms,
     )

@@ -34,6 +34,7 @@ class Work:
     by_python: np.ndarray  # whether the model's code called it (forward, recomputation); else autograd did
     sizes: np.ndarray  # [operations, 6]: M, N, K, TIMES, BYTES, FRESH
     order: np.ndarray  # what runs, with all layers: indices of traced operations
+    layers: np.ndarray  # of the full-depth model, of each in `order`; -1 for those outside the layers
     backward_from: int  # index in `order` where the backward pass begins
     trained_elements: int
     trained_tensors: int
@@ -68,6 +69,7 @@ NO_WORK = Work(
     by_python=np.zeros(0, bool),
     sizes=np.zeros((0, 6)),
     order=np.zeros(0, int),
+    layers=np.zeros(0, np.int16),
     backward_from=0,
     trained_elements=0,
     trained_tensors=0,

@@ -7,11 +7,10 @@ from trl import SFTConfig
 
 from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.config.schema import RunConfig
+from sft_play.engines import deepspeed
+from sft_play.engines.ddp import bucket_mib
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate import DEEPSPEED_CONFIG
-from sft_play.launch.deepspeed import deepspeed_config
 from sft_play.plan import Plan
-from sft_play.planning.collectives import ddp_bucket_mib
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
 
@@ -79,7 +78,7 @@ def sft_config(
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         # No static graph: non-reentrant checkpointing runs each gradient hook only once.
-        ddp_bucket_cap_mb=ddp_bucket_mib(gradient_bytes),
+        ddp_bucket_cap_mb=bucket_mib(gradient_bytes),
         ddp_timeout=config.parallel.timeout_s,
         use_cpu=plan.device == "cpu",
         logging_steps=config.train.logging_steps,
@@ -132,8 +131,8 @@ def _deepspeed(
 ) -> dict[str, Any] | None:
     if plan.engine != "deepspeed_z2":
         return None
-    tree = deepspeed_config(
-        DEEPSPEED_CONFIG,
+    tree = deepspeed.checked_config(
+        deepspeed.CONFIG,
         plan,
         max_grad_norm=config.train.max_grad_norm,
         trainable_parameters=trained_parameters,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import distributed
 
+from sft_play.engines.registry import engine_of
 from sft_play.errors import LaunchError
 from sft_play.job import Job, agreed_plan, job_digest
 from sft_play.launch.beats import read_beats
-from sft_play.launch.extensions import clear_abandoned_locks, extensions_folder
 from sft_play.launch.ranks import reports_folder
 from sft_play.model.load import local_device
 
@@ -28,8 +28,8 @@ def process_group(job: Job) -> Iterator[None]:
     if job.plan.world_size == 1:
         yield
         return
-    if job.plan.engine == "deepspeed_z2" and job.ranks.is_main:
-        clear_abandoned_locks(extensions_folder())
+    if job.ranks.is_main:
+        engine_of(job.plan.engine).prepare_launch()
     on_gpu = job.plan.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))

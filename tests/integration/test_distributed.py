@@ -125,7 +125,7 @@ def test_a_deepspeed_file_that_contradicts_the_run_is_refused_before_anything_is
     own.write_text(
         json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 6, "gradient_clipping": "1.0"})
     )
-    monkeypatch.setattr("sft_play.job.DEEPSPEED_CONFIG", own)
+    monkeypatch.setattr("sft_play.engines.deepspeed.CONFIG", own)
     done = sft(
         "train", "--processes", "2", "--engine", "deepspeed_z2", "--config", config, "output.name=refused"
     )

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft_play.config.methods import ELEMENTWISE, SCHEDULE_FREE
+from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.engines.zero2 import OPTIMIZERS
 from sft_play.train.trainer import train
 from tests.conftest import token_rows
 from tests.integration.jobs import NEW_TOKENS, make_job, new_token_rows, tied_copy
@@ -48,7 +49,7 @@ KINDS = {
 }  # fmt: skip
 if not find_spec("schedulefree"):
     del KINDS["schedule-free"]
-WITH_ZERO2 = [kind for kind, settings in KINDS.items() if settings.get("optimizer", "adamw") in ELEMENTWISE]
+WITH_ZERO2 = [kind for kind, settings in KINDS.items() if settings.get("optimizer", "adamw") in OPTIMIZERS]
 
 # Relative; sums in another order.
 CLOSE = {"train/loss": 1e-6, "eval/loss": 1e-6, "train/grad_norm": 2e-6, "train/learning_rate": 0}

@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.host import missing_packages
 from sft_play.plan import Device
-from sft_play.planning.drafts import engines, require_possible
+from sft_play.planning.drafts import require_possible
 
 CPU, GPU = Device(kind="cpu", name="the CPU", bf16=True), Device(kind="cuda", name="an H100", bf16=True)
 
@@ -39,7 +39,6 @@ def tree(mode="lora", lora=None, engine="auto", **train) -> dict:
         (dict(neftune_noise_alpha=-5), "greater than 0"),
         (dict(optimizer="lion"), "lion_32bit"),
         (dict(optimizer="schedule_free_adamw"), "set train.lr_schedule=constant"),
-        (dict(optimizer="adafactor", engine="deepspeed_z2"), "or parallel.engine=ddp"),
     ],
 )
 def test_what_excludes_each_other_is_refused_in_one_sentence(settings, words):
@@ -63,11 +62,6 @@ def test_a_mode_that_a_method_excludes_is_neither_planned_nor_proposed():
     with pytest.raises(ConfigError, match="4-bit"):
         require_possible(four_bit, GPU)
     assert lighter_modes("lora", "pissa") == [] and lighter_modes("lora", "default") == ["qlora"]
-
-
-def test_zero2_is_not_chosen_for_an_optimizer_that_it_cannot_shard():
-    assert engines(RunConfig.model_validate(tree()), 2) == ["ddp", "deepspeed_z2"]
-    assert engines(RunConfig.model_validate(tree(optimizer="adafactor")), 2) == ["ddp"]
 
 
 def test_bitsandbytes_is_needed_by_its_optimizers_only(monkeypatch):

@@ -3,11 +3,11 @@ import json
 import pytest
 import yaml
 
+from sft_play.engines.deepspeed import CONFIG
 from sft_play.errors import ConfigError
 from sft_play.launch import accelerate
 from sft_play.launch.accelerate import (
     CONFIGS,
-    DEEPSPEED_CONFIG,
     config_file,
     launch_command,
     launch_environment,
@@ -60,7 +60,7 @@ def test_a_config_says_what_it_is_for_and_leaves_the_numbers_to_the_command_line
     assert zero == path.stem.startswith("zero2") == ("deepspeed_config" in tree)
     assert ("mixed_precision" in tree) != zero  # accelerate refuses both
     if zero:
-        assert (CONFIGS.parents[1] / tree["deepspeed_config"]["deepspeed_config_file"]) == DEEPSPEED_CONFIG
+        assert (CONFIGS.parents[1] / tree["deepspeed_config"]["deepspeed_config_file"]) == CONFIG
 
 
 def test_one_machine_gets_a_free_port_and_a_store_on_loopback():
@@ -78,7 +78,7 @@ def test_one_machine_gets_a_free_port_and_a_store_on_loopback():
 
 def test_zero_2_is_given_the_full_path_of_its_json():
     launch = launch_command(SCRIPT, engine="deepspeed_z2", device="cuda", processes=4)
-    assert flags(launch)["--deepspeed_config_file"] == str(DEEPSPEED_CONFIG)
+    assert flags(launch)["--deepspeed_config_file"] == str(CONFIG)
     assert "--num_cpu_threads_per_process" not in flags(launch)
 
 
@@ -124,7 +124,7 @@ def test_what_the_user_has_set_stays_but_for_what_keeps_the_world_whole(monkeypa
 
 
 def test_the_shipped_deepspeed_file_leaves_to_the_trainer_what_the_trainer_knows():
-    tree = json.loads(DEEPSPEED_CONFIG.read_text())
+    tree = json.loads(CONFIG.read_text())
     assert tree["zero_optimization"]["stage"] == 2
     for key in (
         "train_batch_size",

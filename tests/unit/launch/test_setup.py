@@ -4,6 +4,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from sft_play.engines.registry import engine_of
 from sft_play.launch.default_config import default_config_path, stale_default_config
 from sft_play.launch.setup import default_config, memory_report, setup_accelerate
 from sft_play.machine.gpus import GpuProcess, Machine, detect_host, what_if
@@ -11,6 +12,8 @@ from sft_play.report.machine import memory_table
 from sft_play.units import GIB
 
 CPU_ONLY = Machine(gpus=(), note="no driver", host=detect_host())
+
+DDP = engine_of("ddp")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,10 @@ def test_auto_writes_the_file_and_keeps_the_earlier_one():
     assert setup_accelerate(True, CPU_ONLY) == 0 and not list(default_config_path().parent.glob("*.before"))
     assert setup_accelerate(True, what_if("RTX 4090", 2)) == 0
     assert default_config_path().with_suffix(".yaml.before").read_text() == first
-    assert stale_default_config(2) is None and stale_default_config(2, "deepspeed_z2") is not None
+    assert (
+        stale_default_config(2, DDP) is None
+        and stale_default_config(2, engine_of("deepspeed_z2")) is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,11 +58,11 @@ def test_auto_writes_the_file_and_keeps_the_earlier_one():
 def test_a_stale_file_in_the_home_folder_is_told_of(text, message):
     default_config_path().parent.mkdir(parents=True)
     default_config_path().write_text(text)
-    assert message in stale_default_config(2)
+    assert message in stale_default_config(2, DDP)
 
 
 def test_where_there_is_no_such_file_there_is_nothing_to_tell(monkeypatch):
-    assert stale_default_config(2) is None
+    assert stale_default_config(2, DDP) is None
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(default_config_path()) == "/somewhere/huggingface/accelerate/default_config.yaml"

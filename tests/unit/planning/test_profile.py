@@ -28,6 +28,7 @@ def work(*rows, backward_from=None) -> Work:
         by_python=np.ones(count, bool),
         sizes=np.column_stack([table[:, 1:4], np.ones(count), table[:, 4], np.zeros(count)]),
         order=np.arange(count),
+        layers=np.zeros(count, np.int16),
         backward_from=count if backward_from is None else backward_from,
         trained_elements=0,
         trained_tensors=0,

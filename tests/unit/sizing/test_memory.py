@@ -8,22 +8,12 @@ from sft_play.sizing.memory import (
     ASSUMED_COMMUNICATOR,
     ASSUMED_CONTEXT,
     DeviceBudget,
-    Engine,
     StepScaling,
-    ZeroBuckets,
-    checkpoint_peak,
     device_budget,
     estimate,
-    with_engine,
 )
-from sft_play.sizing.timeline import PHASES, TERMS, Peak
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import step_of
-
-
-def peaks(**terms):
-    terms = dict.fromkeys(TERMS, 0) | terms
-    return {phase: Peak(sum(terms.values()), terms) for phase in PHASES}
 
 
 def test_a_phase_has_a_kink_where_another_moment_becomes_the_highest():
@@ -36,72 +26,6 @@ def test_a_phase_has_a_kink_where_another_moment_becomes_the_highest():
 
 def test_traces_of_different_structure_give_no_scaling():
     assert StepScaling.fit([(1, 1), (2, 2)], [step_of(3, (0, 1, 2)), step_of(4, (0, 1, 2, 3))]) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "measured_mib"),
-    [
-        (dict(elements=10_000_000), 21152 - 19284),
-        (dict(elements=100_000_000), 21152 - 19625),
-        (dict(overlap=False), 21152 - 20198),
-    ],
-)
-def test_zero2_buckets_cost_what_deepspeed_1302_measured(change, measured_mib):
-    """https://github.com/deepspeedai/DeepSpeed/issues/1302: 21152 MiB with 5e8 elements and overlap."""
-    trained = 10**10
-    saved = ZeroBuckets().bytes(trained, 2) - ZeroBuckets(**change).bytes(trained, 2)
-    assert saved / MIB == pytest.approx(measured_mib, abs=1.5)
-
-
-def test_one_bucket_that_holds_all_needs_no_second_one():
-    assert ZeroBuckets().bytes(40_000_000, 2) == 2 * 40_000_000
-    assert ZeroBuckets(elements=10_000_000).bytes(40_000_000, 2) == 2 * 2 * 10_000_000
-
-
-def test_zero2_holds_a_share_of_the_states():
-    trained, world = 1000_000, 4
-    alone = peaks(weights=2 * trained, gradients=2 * trained, optimizer=4 * trained)
-    engine = Engine(
-        name="deepspeed_z2",
-        world_size=world,
-        accumulates=True,
-        buckets=ZeroBuckets(elements=1000, overlap=False),
-    )
-    shared = with_engine(alone, engine, trained, 2)
-    assert shared["forward"].terms["optimizer"] == 12 * trained // world
-    assert shared["forward"].terms["gradients"] == 2 * trained // world
-    assert shared["backward"].terms["engine"] == 2 * 1000
-    assert shared["evaluation"].terms["gradients"] == 0
-    assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
-
-
-def test_more_processes_with_zero2_never_need_more():
-    alone = peaks(weights=10**9, gradients=10**9, optimizer=2 * 10**9)
-    totals = []
-    for world in (1, 2, 4, 8):
-        shared = with_engine(alone, Engine(name="deepspeed_z2", world_size=world), 5 * 10**8, 2)
-        totals.append(max(peak.bytes for peak in shared.values()))
-    assert totals == sorted(totals, reverse=True)
-
-
-def test_ddp_keeps_its_gradient_buckets_during_evaluation():
-    alone = peaks(weights=100, gradients=0)
-    shared = with_engine(alone, Engine(name="ddp", world_size=2), 10, 4)
-    assert shared["evaluation"].bytes == alone["evaluation"].bytes + 40
-    assert shared["backward"].bytes == alone["backward"].bytes
-
-
-def test_gradients_that_ddp_has_not_exchanged_yet_are_beside_its_buckets():
-    alone = peaks(weights=100, gradients=40)
-    shared = with_engine(alone, Engine(name="ddp", world_size=2, accumulates=True), 10, 4)
-    more = {phase: shared[phase].bytes - alone[phase].bytes for phase in alone}
-    assert more == {
-        "load": alone["load"].bytes,
-        "forward": 40,
-        "backward": 40,
-        "optimizer": 0,
-        "evaluation": 40,
-    }
 
 
 def test_the_budget_is_for_the_process_with_its_context_and_communicator():
@@ -198,12 +122,3 @@ def test_fixed_segments_need_more_than_expandable_ones_and_matter_earlier():
     )
     assert fixed.peak_bytes == expandable.peak_bytes < 0.8 * 170 * MIB
     assert fixed.reserved_bytes > fixed.peak_bytes and expandable.reserved_bytes is None
-
-
-def test_a_checkpoint_finds_weights_and_states_and_under_ddp_the_gradients_too():
-    forward = Peak(
-        1000, {"weights": 400, "adapters": 50, "optimizer": 100, "gradients": 50, "activations": 400}
-    )
-    assert checkpoint_peak(forward, keeps_gradients=False).bytes == 550
-    assert checkpoint_peak(forward, keeps_gradients=True).bytes == 600
-    assert estimate(step_of(3, (0, 1, 2)).step, device_budget("cpu", 10 * GIB)).phases["save"] > 0

@@ -10,7 +10,7 @@ from tests.unit.sizing.handmade import TraceBuilder, step_of
 
 
 def live_bytes(step):
-    return np.cumsum(step.timeline.changes(step.sizes, 1))
+    return np.cumsum(step.timeline.changes(step.sizes))
 
 
 @pytest.mark.parametrize("depth", [3, 4, 30])
@@ -29,7 +29,7 @@ def test_terms_of_a_peak_add_up_to_it():
 
 
 def test_blocks_are_rounded_up_one_by_one():
-    peaks = step_of(3, (0, 1, 2)).step.peaks(granularity=512)
+    peaks = step_of(3, (0, 1, 2)).step.rounded(512).peaks()
     assert peaks["load"].bytes == 1024 + 3 * 512
 
 

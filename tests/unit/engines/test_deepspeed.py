@@ -2,9 +2,8 @@ import json
 
 import pytest
 
+from sft_play.engines.deepspeed import CONFIG, check_config, checked_config, read_config
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate import DEEPSPEED_CONFIG
-from sft_play.launch.deepspeed import check_deepspeed_config, deepspeed_config, read_deepspeed_config
 from sft_play.plan import Plan
 
 PLAN = Plan(
@@ -27,11 +26,11 @@ PLAN = Plan(
 
 
 def changed(**values):
-    return {**read_deepspeed_config(DEEPSPEED_CONFIG), **values}
+    return {**read_config(CONFIG), **values}
 
 
 def test_the_shipped_file_fits_any_plan():
-    check_deepspeed_config(read_deepspeed_config(DEEPSPEED_CONFIG), PLAN, max_grad_norm=1.0)
+    check_config(read_config(CONFIG), PLAN, max_grad_norm=1.0)
 
 
 def test_numbers_that_agree_with_the_plan_are_allowed():
@@ -41,7 +40,7 @@ def test_numbers_that_agree_with_the_plan_are_allowed():
         gradient_accumulation_steps=4,
         gradient_clipping=1.0,
     )
-    check_deepspeed_config(tree, PLAN, max_grad_norm=1.0)
+    check_config(tree, PLAN, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize(
@@ -78,24 +77,20 @@ def test_numbers_that_agree_with_the_plan_are_allowed():
 )
 def test_what_contradicts_the_plan_is_refused_before_the_launch(values, message):
     with pytest.raises(ConfigError, match=message):
-        check_deepspeed_config(changed(**values), PLAN, max_grad_norm=1.0)
+        check_config(changed(**values), PLAN, max_grad_norm=1.0)
 
 
 def test_all_contradictions_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        check_deepspeed_config(changed(train_batch_size=16, gradient_clipping="1"), PLAN, max_grad_norm=1.0)
+        check_config(changed(train_batch_size=16, gradient_clipping="1"), PLAN, max_grad_norm=1.0)
     assert str(caught.value).count("\n") == 2
 
 
 def test_buckets_are_no_larger_than_what_is_trained():
-    zero = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=1000)[
-        "zero_optimization"
-    ]
+    zero = checked_config(CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=1000)["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"], zero["stage"]) == (1000, 1000, 2)
-    whole = deepspeed_config(DEEPSPEED_CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=10**12)[
-        "zero_optimization"
-    ]
-    assert whole == json.loads(DEEPSPEED_CONFIG.read_text())["zero_optimization"] and whole["overlap_comm"]
+    whole = checked_config(CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=10**12)["zero_optimization"]
+    assert whole == json.loads(CONFIG.read_text())["zero_optimization"] and whole["overlap_comm"]
     assert not zero["overlap_comm"]  # there is nothing to overlap with, and it would cost a second bucket
 
 
@@ -107,4 +102,4 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        read_deepspeed_config(path)
+        read_config(path)

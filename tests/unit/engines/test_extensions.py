@@ -3,7 +3,7 @@ import subprocess
 import sys
 import time
 
-from sft_play.launch.extensions import clear_abandoned_locks
+from sft_play.engines.deepspeed import clear_abandoned_locks
 
 
 def old_lock(folder, name):

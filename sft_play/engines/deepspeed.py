@@ -1,18 +1,25 @@
-"""Checks that DeepSpeed's JSON config agrees with the plan, before anything is launched."""
+"""DeepSpeed's JSON config, checked against the plan, and the locks of its compiled extensions."""
 
+import contextlib
 import json
+import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "deepspeed_z2.json"
 AUTO = "auto"  # the trainer fills it in from its own arguments
+BUILD_BEGINS_WITHIN_S = 30  # the most time between the creation of a lock and the start of the compiler
 
 
-def read_deepspeed_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Reads the JSON file.
 
     Raises:
@@ -25,13 +32,11 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"DeepSpeed config {path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"DeepSpeed config {path}: expected a JSON object; see configs/deepspeed_z2.json for an example"
-        )
+        raise ConfigError(f"DeepSpeed config {path}: expected a JSON object; see {CONFIG} for an example")
     return tree
 
 
-def check_deepspeed_config(
+def check_config(
     tree: dict[str, Any], plan: Plan, *, max_grad_norm: float, source: str = "DeepSpeed config"
 ) -> None:
     """Compares the file with the plan.
@@ -50,7 +55,7 @@ def check_deepspeed_config(
         raise ConfigError("\n  ".join([f"{source} does not match the run:", *problems]))
 
 
-def deepspeed_config(
+def checked_config(
     path: Path, plan: Plan, *, max_grad_norm: float, trainable_parameters: int | None = None
 ) -> dict[str, Any]:
     """The checked file, ready for the trainer, with buckets no larger than the number of trained parameters.
@@ -68,8 +73,8 @@ def deepspeed_config(
     Raises:
         ConfigError: the file cannot be read, or contradicts the plan.
     """
-    tree = read_deepspeed_config(path)
-    check_deepspeed_config(tree, plan, max_grad_norm=max_grad_norm, source=str(path))
+    tree = read_config(path)
+    check_config(tree, plan, max_grad_norm=max_grad_norm, source=str(path))
     zero = dict(tree["zero_optimization"])
     if trainable_parameters:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
@@ -134,3 +139,33 @@ def _at(tree: Any, dotted: str) -> Any:
     for key in dotted.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
+
+
+def extensions_folder() -> Path:
+    """Where PyTorch stores compiled extensions (torch.utils.cpp_extension)."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+
+
+def clear_abandoned_locks(folder: Path) -> list[Path]:
+    """Removes the locks of builds whose process was killed; returns the removed files.
+
+    A build runs ninja in the folder of its lock, so a lock is stale if no process has that working directory.
+    A recent lock is kept, since its build may not have started yet.
+    """
+    removed = []
+    for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
+        with contextlib.suppress(OSError):
+            is_old = time.time() - lock.stat().st_mtime > BUILD_BEGINS_WITHIN_S
+            if is_old and not _is_working_directory(lock.parent):
+                lock.unlink()
+                removed.append(lock)
+    return removed
+
+
+def _is_working_directory(folder: Path) -> bool:
+    """Whether some process has this working directory."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if Path(process.cwd()) == folder.resolve():
+                return True
+    return False

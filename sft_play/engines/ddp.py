@@ -1,0 +1,58 @@
+"""DDP: each process holds the whole model, and gradients are averaged at the end of a step."""
+
+import math
+
+from sft_play.engines.base import Division, Engine, Message
+from sft_play.sizing.timeline import Buffer, Step
+from sft_play.units import MIB
+
+BROADCAST = 250 * MIB  # the weights of rank 0 are broadcast in buffers of this size
+BUCKETS = 16  # per backward pass
+
+
+class Ddp(Engine):
+    """PyTorch's DistributedDataParallel."""
+
+    name, label = "ddp", "DDP"
+    principle = "each process holds the whole model, so more processes do not lower the peak"
+    distributed_type = "MULTI_GPU"
+    distributes = keeps_gradients = True
+
+    def accelerate_config(self, device: str, nodes: int) -> str:
+        """One for several machines, one for GPUs and one for the CPU."""
+        return with_place("ddp", device, nodes)
+
+    def transform(self, step: Step, division: Division) -> Step:
+        """Adds the buffers of the weights' broadcast and, while they are there, second copies of gradients.
+
+        Gradients are views into buckets (gradient_as_bucket_view), which live from the first step on, also
+        while the model is evaluated. Those of earlier micro-batches are beside them until the last backward
+        pass of the step copies them.
+        """
+        gradients = step.bytes_of("gradients")
+        return step.with_buffers(
+            Buffer("engine", min(BROADCAST, step.peaks()["load"].bytes), "load", "load"),
+            Buffer("engine", gradients if division.accumulates else 0, "forward", "backward"),
+            Buffer("engine", gradients, "evaluation", "evaluation"),
+        )
+
+    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
+        """All gradients are reduced once per step, bucket by bucket."""
+        buckets = max(1, math.ceil(gradient_bytes / (bucket_mib(gradient_bytes) * MIB)))
+        return (Message("all_reduce", gradient_bytes / buckets, buckets),)
+
+
+def bucket_mib(gradient_bytes: int) -> int:
+    """The size of DDP's gradient buckets in MiB.
+
+    No computation is left to overlap with the last bucket of a backward pass, so buckets hold a sixteenth of
+    the gradients. Below 1 MiB latency dominates, above 100 MiB nothing is gained.
+    """
+    return min(100, max(1, gradient_bytes // BUCKETS // MIB))
+
+
+def with_place(name: str, device: str, nodes: int) -> str:
+    """The name of the accelerate config for several machines, GPUs of one machine, or the CPU."""
+    if nodes > 1:
+        return f"{name}_multi_node"
+    return f"{name}_cpu" if device == "cpu" else name
