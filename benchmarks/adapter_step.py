@@ -21,9 +21,9 @@ from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.peers.work import HEADS, HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY
 from benchmarks.random_models import random_base, stock_forwards
 from sft_play.config.schema import LoraSettings
-from sft_play.machine.heap import keep_freed_memory
 from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
+from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.runlog import console
 

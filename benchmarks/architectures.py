@@ -46,7 +46,8 @@ from sft_play.errors import ConfigError, SftPlayError, UntraceableModel
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
 from sft_play.model.architecture import know_multimodal, require_decoder
-from sft_play.model.load import build_model, load_model_config, load_tokenizer
+from sft_play.model.build import build_model
+from sft_play.model.load import load_model_config, load_tokenizer
 from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import allowed_plans

@@ -46,7 +46,7 @@ PREPARE = """
 import json, os, sys, time
 import datasets  # imports do not count, here and below
 from sft_play.config.load import load_config
-from sft_play.model.data import load_data
+from sft_play.model.load import load_data
 config = load_config(sys.argv[1], sys.argv[2:]).config
 began, used = time.perf_counter(), sum(os.times()[:4])
 stats = load_data(config, progress=False).rows.stats
@@ -56,7 +56,7 @@ print(json.dumps(stats | {"seconds": ended - began, "cpu_seconds": cpu_seconds})
 FACTS = """
 import sys
 from sft_play.config.load import load_config
-from sft_play.model.data import load_data
+from sft_play.model.load import load_data
 from sft_play.planning.facts import DataFacts
 config = load_config(sys.argv[1], sys.argv[2:]).config
 print(DataFacts.of(load_data(config, progress=False).rows, config).rows)

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import TuningConfig
-from sft_play.model import adapter_forward, layer_forward
+from sft_play.model import adapter_forward, attention, layer_forward
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.load import attention, freeze_what_gets_no_gradient, keep_differentiable, nf4
+from sft_play.model.build import freeze_what_gets_no_gradient, keep_differentiable, nf4
 from sft_play.plan import Plan
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.step import StepSpec
@@ -30,7 +30,7 @@ def stock_forwards() -> Iterator[None]:
 def random_base(
     config: PretrainedConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
 ) -> Any:
-    """The same model as `sft_play.model.load.load_base` loads, with random weights.
+    """The same model as `sft_play.model.build.load_base` loads, with random weights.
 
     Args:
         config: the architecture.

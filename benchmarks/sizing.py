@@ -32,8 +32,9 @@ from benchmarks.published import figures, published_table
 from benchmarks.published import write as write_published
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, ModelConfig
+from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.load import attention, load_base
+from sft_play.model.build import load_base
 from sft_play.runlog import console
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.timeline import Peak, Step

@@ -20,7 +20,7 @@ from sft_play.files import write_atomic
 from sft_play.fingerprints import installed_versions
 from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import Machine, detect
-from sft_play.model.data import load_data
+from sft_play.model.load import load_data
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profiles import ensure_profile

@@ -16,7 +16,7 @@ def prepare(args: argparse.Namespace) -> int:
 
     announce(args, "converts, renders and tokenizes the rows; keeps the result for the run")
     with importing():
-        from sft_play.model.data import load_data
+        from sft_play.model.load import load_data
     loaded = load_data(load_resolved(args).config, progress=not args.json)
     if args.json:
         print_json(loaded.rows.stats)

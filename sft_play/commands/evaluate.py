@@ -22,7 +22,6 @@ from sft_play.data.formats import Message
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError, StorageError
 from sft_play.files import write_atomic
-from sft_play.model.data import load_data
 from sft_play.model.generation import (
     DEFAULT_BATCH_SIZE,
     Answer,
@@ -30,8 +29,8 @@ from sft_play.model.generation import (
     in_batches,
     prompt_ids,
 )
-from sft_play.model.loss_head import add_loss_head
-from sft_play.model.scoring import TokenScore, score_batch
+from sft_play.model.load import load_data
+from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.model.weights import finished_weights
 from sft_play.report.card import renewed_cards
 from sft_play.report.layout import ending

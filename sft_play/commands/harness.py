@@ -20,8 +20,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, SftPlayError
 from sft_play.hub import limit_network
 from sft_play.machine.host import detect_host
+from sft_play.model.build import load_for_inference
 from sft_play.model.generation import DEFAULT_BATCH_SIZE, load_chat_tokenizer, stop_token_ids
-from sft_play.model.load import load_for_inference, position_limit
+from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.harness import harness_table
 from sft_play.report.layout import ending

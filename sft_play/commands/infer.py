@@ -11,6 +11,7 @@ from sft_play.data.formats import ROLES, Conversation, Message, convert
 from sft_play.data.reading import SUFFIXES, Row, Source, read_rows
 from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import write_atomic
+from sft_play.model.build import load_for_inference
 from sft_play.model.generation import (
     DEFAULT_BATCH_SIZE,
     Answer,
@@ -20,7 +21,7 @@ from sft_play.model.generation import (
     prompt_ids,
     stop_token_ids,
 )
-from sft_play.model.load import load_for_inference, position_limit
+from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.progress import LOADING, progress_bar, spinner

@@ -16,9 +16,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.files import flush_to_disk
 from sft_play.model.adapters import load_adapter, require_fitting
-from sft_play.model.data import load_data
+from sft_play.model.build import load_base, load_for_inference
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
-from sft_play.model.load import empty_base, load_base, load_for_inference, load_model_config
+from sft_play.model.load import empty_base, load_data, load_model_config
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
 from sft_play.report.card import write_card
 from sft_play.report.layout import ending

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from sft_play.commands.merge import require_merged
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
-from sft_play.model.load import load_for_inference
+from sft_play.model.build import load_for_inference
 from sft_play.model.weights import release_memory
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir

@@ -1,48 +1,30 @@
-"""Loads tokenizer and model for full fine-tuning, LoRA and QLoRA, for training and after it."""
+"""Loads what a model is without its weights: architecture, tokenizer, and the data that they are for."""
 
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from sft_play.config.schema import ModelConfig, RunConfig
-from sft_play.errors import CheckpointError, ConfigError
-from sft_play.hub import is_network_error, limit_network
-from sft_play.manifest import find_damage, has_manifest
-from sft_play.model import attention, layer_forward
-from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
+from sft_play.data.prepare import PreparedData, prepare
+from sft_play.errors import ConfigError
+from sft_play.hub import limit_network
 from sft_play.model.architecture import (
     empty_model,
     require_decoder,
     require_few_layers,
     require_sound_sizes,
 )
-from sft_play.model.attention_choice import generation_attention
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
-from sft_play.model.finite import first_not_finite
-from sft_play.model.hub_files import require_as_published
-from sft_play.model.new_tokens import NewToken, add_new_tokens, add_rows, rows_for, with_rows
-from sft_play.model.noise import add_noise
-from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
-from sft_play.plan import Plan
+from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
+from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
-
-def _hub_arguments(model: ModelConfig) -> dict[str, Any]:
+def hub_arguments(model: ModelConfig) -> dict[str, Any]:
     """What every `from_pretrained` is called with.
 
     Raises:
@@ -61,9 +43,8 @@ def _hub_arguments(model: ModelConfig) -> dict[str, Any]:
     return arguments | {"code_revision": model.revision}
 
 
-def _not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError:
-    from sft_play.model.published import similar_name
-
+def not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError:
+    """The error for a part of a model that a library could not load, with what to do about it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reason = lines[0]
     if reason.endswith(":") and lines[1:]:  # the strict configs of transformers say on the next what is wrong
@@ -98,13 +79,13 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
             f"model.name: {folder} has no config.json; use a folder from save_pretrained(), or a Hub name"
         )
     try:
-        tree, _ = PretrainedConfig.get_config_dict(model.name, **_hub_arguments(model))
+        tree, _ = PretrainedConfig.get_config_dict(model.name, **hub_arguments(model))
         require_few_layers(tree, model.name)
-        config = AutoConfig.from_pretrained(model.name, **_hub_arguments(model))
+        config = AutoConfig.from_pretrained(model.name, **hub_arguments(model))
     except ConfigError:
         raise
     except Exception as error:  # the classes of architectures raise anything
-        raise _not_loadable("config", model, error) from error
+        raise not_loadable("config", model, error) from error
     require_decoder(config)
     require_sound_sizes(config, model.name)
     return with_rows(config, rows_for(new_tokens(model)))
@@ -125,9 +106,9 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     if folder.is_dir() and not has_tokenizer(folder):
         raise ConfigError(f"model.name: {folder} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.name, **_hub_arguments(model))
+        tokenizer = AutoTokenizer.from_pretrained(model.name, **hub_arguments(model))
     except Exception as error:  # tokenizers raises plain exceptions
-        raise _not_loadable("tokenizer", model, error) from error
+        raise not_loadable("tokenizer", model, error) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.name: the tokenizer of '{model.name}' has no eos_token, so the model could never learn "
@@ -156,233 +137,92 @@ def new_tokens(model: ModelConfig) -> tuple[NewToken, ...]:
     return add_new_tokens(load_tokenizer(without_new_tokens(model)), model.new_tokens)
 
 
-def local_device(device: str, local_rank: int = 0) -> torch.device:
-    """This process's device; on a GPU machine, the GPU of its local rank."""
-    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-
-
-def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """QLoRA's 4-bit base (Dettmers et al. 2023, arXiv 2305.14314): NF4 with quantized block constants."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
-
-
-def freeze_what_gets_no_gradient(model: "PreTrainedModel") -> None:
-    """Freezes vision and audio towers, and what only chooses tokens: DDP would wait for their gradients."""
-    prefix = text_prefix(model)
-    for name, parameter in model.named_parameters():
-        is_text = prefix is None or name.startswith((f"{prefix}.", "lm_head."))
-        if not is_text or CHOOSES_TOKENS.search(name):
-            parameter.requires_grad_(False)
-
-
-def load_base(
-    model: ModelConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
-) -> "PreTrainedModel":
-    """The pretrained weights on `device`, 4-bit when `quantize`, with the rows of model.new_tokens.
-
-    Only safetensors: pickled weights can run code.
-
-    Raises:
-        ConfigError: the folder or repository has no weights that can be loaded, or they are damaged.
-    """
-    folder = Path(model.name)
-    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
-    checks_files = device.index in (None, 0)  # once for all ranks of a machine
-    if checks_files:
-        _require_undamaged(model)
-    attention.register()
-    torch_dtype = getattr(torch, dtype)
-    try:
-        with_info: Any = AutoModelForCausalLM.from_pretrained(
-            model.name,
-            dtype=torch_dtype,
-            attn_implementation=attention.library_name(attn_implementation),
-            quantization_config=nf4(torch_dtype) if quantize else None,
-            device_map={"": device},
-            low_cpu_mem_usage=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, with a better message
-            **_hub_arguments(model),
-        )
-    except ImportError as error:
-        key = "tuning.mode=qlora" if quantize else f"model.attention={attn_implementation}"
-        remedy = "run `make install`" if quantize else "model.attention=auto takes what is installed"
-        raise ConfigError(f"{key} needs a package that cannot be imported: {error}\n{remedy}") from error
-    except Exception as error:
-        if not isinstance(error, (OSError, ValueError, SafetensorError)) and not is_network_error(error):
-            raise
-        raise _not_loadable("weights", model, error) from error
-    loaded, info = with_info
-    if checks_files and not folder.is_dir():
-        require_as_published(model)  # what has just been downloaded
-    _require_all_weights(model, info)
-    _release_what_was_split(loaded)
-    keep_differentiable(loaded)
-    layer_forward.speed_up(loaded)
-    add_rows(loaded, new_tokens(model))
-    return loaded
-
-
-def _require_undamaged(model: ModelConfig) -> None:
-    """Checks a folder against its manifest, if it has one, and a cached model against the Hub's hashes.
-
-    Raises:
-        ConfigError: a file has changed; names it.
-    """
-    folder = Path(model.name)
-    if not folder.is_dir():
-        require_as_published(model)
-    elif has_manifest(folder) and (damage := find_damage(folder)):
-        raise ConfigError(f"model.name: {folder} is damaged: {damage}; make or copy it again")
-
-
 def empty_base(model: ModelConfig) -> "PreTrainedModel":
     """The base on the meta device, in which an adapter can be tried before weights are loaded.
 
     Raises:
         ConfigError: as in `load_model_config`.
     """
-    config, trusted = load_model_config(model), _hub_arguments(model)
+    config, trusted = load_model_config(model), hub_arguments(model)
     del trusted["revision"]  # config.json has been read
     return empty_model(config, attn_implementation="eager", **trusted)
 
 
-def _require_all_weights(model: ModelConfig, info: dict[str, Any]) -> None:
-    """Refuses incomplete weights; transformers would fill what it does not find with random numbers.
+def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
+    """The architecture for a plan, and a note if it is a published one instead of the model's own file.
+
+    A model's own config.json comes first if it is on this machine. The published one comes before the Hub:
+    it is the same, and needs neither network nor access. Without a tokenizer, each new token is assumed to
+    need a row of its own.
 
     Raises:
-        ConfigError: weights are missing, or have another shape than config.json says.
+        ConfigError: as in `load_model_config`.
     """
-    missing = sorted(info["missing_keys"])
-    wrong = [
-        f"{name} {tuple(found)} instead of {tuple(wanted)}"
-        for name, found, wanted in sorted(info["mismatched_keys"])
+    plain = without_new_tokens(model)
+    config, notes = _known_config(plain)
+    if not model.new_tokens:
+        return config, notes
+    try:
+        tokenizer = None if notes else load_tokenizer(plain)  # with notes, the Hub was not asked
+    except ConfigError:
+        tokenizer = None
+    rows = config.get_text_config().vocab_size + len(model.new_tokens)
+    if tokenizer is not None:
+        rows = rows_for(add_new_tokens(tokenizer, model.new_tokens))
+    return with_rows(config, rows), notes
+
+
+def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
+    known = asked_before_the_hub(model)
+    if known is None:
+        return load_model_config(model), []
+    settings = {name: value for name, value in known.config.items() if name != "model_type"}
+    note = f"architecture of {known.name} as of {known.date}, from {MODELS_FILE.name}; the Hub was not asked"
+    access = f"to train it, {known.access}"
+    return AutoConfig.for_model(known.config["model_type"], **settings), [
+        note,
+        *([access] if known.gated else []),
     ]
-    if missing or wrong:
-        listed = "; ".join([*wrong, *(f"{name} missing" for name in missing)][:3])
-        raise ConfigError(
-            f"model.name: the weights of '{model.name}' do not match its config.json: {listed}"
-            f"{' and more' if len(missing) + len(wrong) > 3 else ''}\ndownload or save the model again"
-        )
 
 
-def _release_what_was_split(model: torch.nn.Module) -> None:
-    """Copies weights that are views of a larger tensor, which stays in memory for them.
+@dataclass(frozen=True)
+class LoadedData:
+    """Tokenized rows, with the tokenizer and the architecture that they are for."""
 
-    transformers splits some fused tensors while loading, as those of Kimi K2.5's vision tower.
-    """
-    for parameter in model.parameters():
-        if parameter.untyped_storage().nbytes() > parameter.nbytes:
-            parameter.data = parameter.data.clone()
-
-
-def keep_differentiable(model: torch.nn.Module) -> None:
-    """Stops bitsandbytes from repacking 4-bit weights at the first evaluation, as on AVX-512 BF16 CPUs.
-
-    The product with repacked weights has no gradient, so training after an evaluation would continue without
-    those layers.
-
-    Raises:
-        ConfigError: bitsandbytes no longer has this switch.
-    """
-    bitsandbytes: Any = sys.modules.get("bitsandbytes")  # already imported if there are 4-bit layers
-    for module in model.modules() if bitsandbytes else ():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            if not hasattr(module, "support_avx512bf16_for_cpu"):
-                raise ConfigError(
-                    "tuning.mode=qlora: 4-bit layers have no support_avx512bf16_for_cpu, so this version of "
-                    "bitsandbytes is not supported: run `make install`"
-                )
-            module.support_avx512bf16_for_cpu = False
+    architecture: "PretrainedConfig"
+    tokenizer: "PreTrainedTokenizerBase"
+    rows: PreparedData
 
 
-def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":
-    """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed.
-
-    Args:
-        config: the run.
-        plan: of the run.
-        local_rank: of this process.
-
-    Raises:
-        ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
-    """
-    from transformers import set_seed
-
-    set_seed(config.train.seed)  # adapters start from random numbers
-    model = load_base(
-        config.model,
-        dtype=plan.dtype,
-        attn_implementation=plan.attention,
-        device=local_device(plan.device, local_rank),
-        quantize=config.tuning.mode == "qlora",
-    )
-    model.config.use_cache = False
-    if config.tuning.mode != "full":
-        autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
-        adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
-        if config.train.neftune_noise_alpha:
-            add_noise(adapted, config.train.neftune_noise_alpha, config.train.seed)
-        return adapted
-    broken = first_not_finite(model.named_parameters())
-    if broken:
-        raise ConfigError(
-            f"model.name: the weight {broken} of '{config.model.name}' is NaN or infinite, and so would be "
-            "all that is trained from it; download the model again, or use another one"
-        )
-    freeze_what_gets_no_gradient(model)
-    if config.train.neftune_noise_alpha:
-        add_noise(model, config.train.neftune_noise_alpha, config.train.seed)
-    return model
-
-
-def inference_device() -> str:
-    """Where a finished model runs."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def inference_dtype(device: str) -> str:
-    """bf16 on a GPU that supports it, else fp16; fp32 on the CPU."""
-    if device == "cpu":
-        return "float32"
-    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-
-
-def load_for_inference(
-    config: RunConfig, weights: Path | None, *, dtype: str = "auto", quantize: bool | None = None
-) -> "PreTrainedModel | PeftModel":
-    """A model ready to generate: the base, the base with an adapter, or full weights.
+def load_data(
+    config: RunConfig,
+    architecture: "PretrainedConfig | None" = None,
+    *,
+    progress: bool = True,
+    hashes: bool = True,
+) -> LoadedData:
+    """Tokenizes the data of a run, or loads it from the cache.
 
     Args:
         config: of the run.
-        weights: adapter or model folder of a finished run; None for the base alone.
-        dtype: of the base; auto is 16 bit on a GPU, fp32 on the CPU.
-        quantize: whether the base is 4-bit; default: as in training.
+        architecture: of the model, if it is loaded already.
+        progress: show a progress bar.
+        hashes: as in `prepare`.
 
     Raises:
-        CheckpointError: `weights` is neither an adapter nor a model, or an adapter that does not fit.
+        ConfigError: config.json or tokenizer cannot be loaded, or do not belong together; or as in `prepare`.
+        DataError: as in `prepare`.
     """
-    is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
-    if weights is not None and not is_adapter and not (weights / "config.json").is_file():
-        raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
-    if is_adapter and weights:
-        require_fitting(empty_base(config.model), weights)
-    device = inference_device()
-    source = config.model if weights is None or is_adapter else ModelConfig(name=str(weights))
-    quantize = config.tuning.mode == "qlora" if quantize is None else quantize
-    model = load_base(
-        source,
-        dtype=inference_dtype(device) if dtype == "auto" else dtype,
-        attn_implementation=generation_attention(load_model_config(source)),
-        device=local_device(device),
-        quantize=quantize and (weights is None or is_adapter),
+    architecture = architecture or load_model_config(config.model)
+    tokenizer = load_tokenizer(config.model)
+    rows = prepare(
+        config, tokenizer, model_limit=position_limit(architecture), progress=progress, hashes=hashes
     )
-    return (load_adapter(model, weights) if is_adapter and weights else model).eval()
+    known, largest = architecture.get_text_config().vocab_size, rows.stats["largest_token_id"]
+    if largest >= known:
+        raise ConfigError(
+            f"the tokenizer produced token {largest}, but the model has only {known} tokens: they do not "
+            "belong together; set model.name to a folder or repository whose tokenizer and weights were "
+            "saved together"
+        )
+    return LoadedData(architecture, tokenizer, rows)

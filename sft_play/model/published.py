@@ -14,7 +14,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    pass
 
 MODELS_FILE = Path(__file__).resolve().parents[2] / "configs" / "models.yaml"
 
@@ -113,47 +113,3 @@ def _is_downloaded(model: ModelConfig) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(model.name, "config.json", revision=model.revision), str)
-
-
-def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
-    """The architecture for a plan, and a note if it is a published one instead of the model's own file.
-
-    A model's own config.json comes first if it is on this machine. The published one comes before the Hub:
-    it is the same, and needs neither network nor access. Without a tokenizer, each new token is assumed to
-    need a row of its own.
-
-    Raises:
-        ConfigError: as in `load_model_config`.
-    """
-    from sft_play.model.load import load_tokenizer, without_new_tokens
-    from sft_play.model.new_tokens import add_new_tokens, rows_for, with_rows
-
-    plain = without_new_tokens(model)
-    config, notes = _known_config(plain)
-    if not model.new_tokens:
-        return config, notes
-    try:
-        tokenizer = None if notes else load_tokenizer(plain)  # with notes, the Hub was not asked
-    except ConfigError:
-        tokenizer = None
-    rows = config.get_text_config().vocab_size + len(model.new_tokens)
-    if tokenizer is not None:
-        rows = rows_for(add_new_tokens(tokenizer, model.new_tokens))
-    return with_rows(config, rows), notes
-
-
-def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
-    from transformers import AutoConfig
-
-    from sft_play.model.load import load_model_config
-
-    known = asked_before_the_hub(model)
-    if known is None:
-        return load_model_config(model), []
-    settings = {name: value for name, value in known.config.items() if name != "model_type"}
-    note = f"architecture of {known.name} as of {known.date}, from {MODELS_FILE.name}; the Hub was not asked"
-    access = f"to train it, {known.access}"
-    return AutoConfig.for_model(known.config["model_type"], **settings), [
-        note,
-        *([access] if known.gated else []),
-    ]

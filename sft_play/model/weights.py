@@ -1,13 +1,18 @@
-"""The weights of a finished run, checked before anything large is loaded."""
+"""Weights: those of a finished run, checked before they are loaded, and values that are not finite."""
 
 import gc
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.manifest import find_damage, has_manifest, read_manifest
 from sft_play.model.files import missing_shards
 from sft_play.runlog import RunDir, console, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def require_undamaged(folder: Path, next_command: str) -> None:
@@ -90,3 +95,21 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def first_not_finite(weights: Iterable[tuple[str, "Tensor"]]) -> str | None:
+    """The name of the first of these named tensors that has a NaN or infinite value; None if all are finite.
+
+    A sum is not finite if a value is not, and needs no copy of the tensor. The converse may fail, so what the
+    sums point out is looked at value by value.
+    """
+    import torch
+
+    floating = [(name, weight.detach()) for name, weight in weights if weight.is_floating_point()]
+    sums = [weight.sum(dtype=torch.float32) for _, weight in floating]
+    if not sums or torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all():
+        return None
+    for name, weight in floating:
+        if not torch.isfinite(weight).all():
+            return name
+    return None

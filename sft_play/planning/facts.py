@@ -19,7 +19,7 @@ from sft_play.data.batching import (
 from sft_play.data.reading import fingerprint, open_source
 from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError
-from sft_play.model.key import model_key
+from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.runlog import console
@@ -206,7 +206,7 @@ def _row_sizes(config: RunConfig, architecture: Architecture, progress: bool) ->
     known = recall(SIZES, *key) if key else None
     if known:
         return RowSizes.from_json(known)
-    from sft_play.model.data import load_data
+    from sft_play.model.load import load_data
 
     sizes = RowSizes.of(load_data(config, architecture.config, progress=progress).rows)
     if key and key == _data_key(config):  # no file came or changed meanwhile

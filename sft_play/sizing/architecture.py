@@ -10,8 +10,8 @@ from sft_play.cache import recall, remember
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.process import importing_libraries
-from sft_play.model.key import model_key
-from sft_play.model.published import asked_before_the_hub, planning_config
+from sft_play.model.files import model_key
+from sft_play.model.published import asked_before_the_hub
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,6 +70,8 @@ def planning_architecture(model: ModelConfig) -> tuple[Architecture, list[str]]:
         text, notes = known
         return Architecture(text, lambda: _same_config(model, text)), notes
     with importing_libraries():
+        from sft_play.model.load import planning_config
+
         config, notes = planning_config(model)
     found = Architecture.of(config)
     if key and key == _key(model):  # no file came or changed meanwhile
@@ -92,6 +94,8 @@ def _same_config(model: ModelConfig, text: str) -> "PretrainedConfig":
     Raises:
         ConfigError: it is another than a moment ago.
     """
+    from sft_play.model.load import planning_config
+
     config, _ = planning_config(model)
     if text_of(config) != text:
         raise ConfigError(

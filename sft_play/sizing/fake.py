@@ -12,11 +12,11 @@ import torch
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import LoraSettings
-from sft_play.model import layer_forward
+from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.architecture import empty_model, setting, without_weights
 from sft_play.model.attention_choice import calls_ours
-from sft_play.model.load import attention, keep_differentiable, nf4
+from sft_play.model.build import keep_differentiable, nf4
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.timeline import WHOLE_MODEL

@@ -280,13 +280,13 @@ def few_tiles(recorder: AllocationRecorder) -> Iterator[None]:
     """
     from trl.kernels import chunked_logprob
 
-    from sft_play.model import loss_head
+    from sft_play.model import cpu
 
     def few(start: int, stop: int, step: int) -> Iterator[int]:
         everything = range(start, stop, step)
         if len(everything) <= 2:
             chosen = dict.fromkeys(everything, 1.0)
-        elif step in (chunked_logprob.TOKEN_CHUNK_SIZE, loss_head.TILE):
+        elif step in (chunked_logprob.TOKEN_CHUNK_SIZE, cpu.TILE):
             chosen = dict.fromkeys((start, stop - step), (stop - start) / (2 * step))
         else:
             chosen = {everything[0]: 1.0, everything[1]: max(1.0, len(everything) - 2.0), everything[-1]: 1.0}
@@ -295,7 +295,7 @@ def few_tiles(recorder: AllocationRecorder) -> Iterator[None]:
                 yield begin
 
     with patched(chunked_logprob, "range", few, builtin=True):
-        with patched(loss_head, "range", few, builtin=True):
+        with patched(cpu, "range", few, builtin=True):
             yield
 
 
@@ -370,7 +370,7 @@ def attributed_loss(recorder: AllocationRecorder) -> Iterator[None]:
     """Attributes what the output head allocates, forward and backward, to the loss."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    from sft_play.model.loss_head import TiledLogProbs
+    from sft_play.model.cpu import TiledLogProbs
 
     def attributed(function: Callable) -> staticmethod:
         def call(*args: Any, **kwargs: Any) -> Any:

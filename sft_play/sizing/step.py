@@ -13,7 +13,7 @@ from sft_play.model.attention_table import same_kernels
 from sft_play.plan import Plan
 from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 
-# Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of loss_head.py
+# Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of model/cpu.py
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
 SHARES = 20  # the supervised share is rounded up to a twentieth, so that few traces serve all micro-batches
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16

@@ -14,7 +14,7 @@ from sft_play.machine.process import collector_off
 from sft_play.model.architecture import setting
 from sft_play.model.attention_choice import has_sinks
 from sft_play.model.attention_table import ATTENTIONS
-from sft_play.model.load import freeze_what_gets_no_gradient
+from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
 from sft_play.sizing.attention_kernels import attention_dropout, takes_one_call, varlen_attention

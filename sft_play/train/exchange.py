@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from sft_play.job import Job
-from sft_play.model.load import local_device
+from sft_play.model.build import local_device
 from sft_play.planning.collectives import SIZES, Collectives
 from sft_play.planning.profile import Curve
 from sft_play.planning.profiles import device_name, read_collectives, write_collectives

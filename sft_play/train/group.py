@@ -15,7 +15,7 @@ from sft_play.errors import LaunchError
 from sft_play.job import Job, agreed_plan, job_digest
 from sft_play.launch.beats import read_beats
 from sft_play.launch.ranks import reports_folder
-from sft_play.model.load import local_device
+from sft_play.model.build import local_device
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from sft_play.errors import NonFiniteError
-from sft_play.model.finite import first_not_finite
-from sft_play.model.scoring import score_batch
+from sft_play.model.loss_head import score_batch
+from sft_play.model.weights import first_not_finite
 
 SHOWN_ROWS, SHOWN_TOKENS = 3, 12  # of the rows that a message names
 

@@ -14,10 +14,9 @@ from transformers import PrinterCallback, TrainerCallback
 
 from sft_play.data.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.job import Job
-from sft_play.machine.heap import keep_freed_memory
 from sft_play.model.architecture import flops_per_token, workload
-from sft_play.model.loss_head import add_loss_head, token_loss
-from sft_play.model.scoring import TokenScore, score_batch
+from sft_play.model.cpu import keep_freed_memory
+from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch, token_loss
 from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.runlog import console

@@ -16,8 +16,8 @@ from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.manifest import CARD, replacing
 from sft_play.model.architecture import class_to_name
+from sft_play.model.build import build_model
 from sft_play.model.decomposition import save_trained
-from sft_play.model.load import build_model
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_speed

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.config.schema import ModelConfig
 from sft_play.model import attention
-from sft_play.model.load import load_base
+from sft_play.model.build import load_base
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.train.memory_meter import overhead_bytes
 from sft_play.units import MIB

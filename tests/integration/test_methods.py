@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
-from sft_play.model.load import load_for_inference
-from sft_play.model.loss_head import add_loss_head
-from sft_play.model.scoring import TokenScore, score_batch
+from sft_play.model.build import load_for_inference
+from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.runlog import read_json
 from sft_play.train.trainer import prepare_session, train
 from tests.integration.cli import finish, make_workspace, sft, start

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import ConfigError, NonFiniteError
 from sft_play.launch.accelerate import launch_command, run_launcher
-from sft_play.model.load import build_model
+from sft_play.model.build import build_model
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.train.trainer import train
 from tests.conftest import token_rows

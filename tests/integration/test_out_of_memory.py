@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from sft_play.commands.train import train_job
 from sft_play.errors import OutOfMemory
 from sft_play.launch.accelerate import launch_command, run_launcher
-from sft_play.model.load import build_model
+from sft_play.model.build import build_model
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, read_json
 from sft_play.train import session

@@ -20,7 +20,7 @@ from sft_play.job import Job  # noqa: E402
 from sft_play.launch.environment import RankEnvironment  # noqa: E402
 from sft_play.launch.ranks import finish_rank  # noqa: E402
 from sft_play.model import decomposition  # noqa: E402
-from sft_play.model.load import build_model  # noqa: E402
+from sft_play.model.build import build_model  # noqa: E402
 from sft_play.runlog import quiet_libraries  # noqa: E402
 from sft_play.train import trainer  # noqa: E402
 from sft_play.train.group import process_group  # noqa: E402

@@ -19,7 +19,7 @@ FLOORS = [
     ["plan", "runlog", "sizing.work"],
     ["sizing.timeline"],
     ["engines"],
-    ["machine", "model.files", "model.attention_table", "hub", "libraries", "report.progress"],
+    ["machine", "model.attention_table", "hub", "libraries", "report.progress"],
     ["data"],
     ["data.prepare", "report"],
     ["data.show"],
@@ -40,7 +40,7 @@ FLOORS = [
 # the modules of this floor and of those above it may import torch, directly or through others
 TORCH_LINE = "data.collators"
 CIRCLES_TO_REMOVE = {
-    "model.load", "model.published", "train.callbacks", "train.out_of_memory", "train.probe", "train.redo",
+    "train.callbacks", "train.out_of_memory", "train.probe", "train.redo",
     "train.session", "train.settle", "train.space",
 }  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "datasets"}

@@ -140,7 +140,7 @@ WRITTEN = [
 # "module:name" -> the value that we have written down; ... where it only has to be there
 VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
-    "sft_play.model.loss_head:TILE": LOSS_TILES["cpu"],
+    "sft_play.model.cpu:TILE": LOSS_TILES["cpu"],
     "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
     "torch:Tensor._is_view": ...,
     "torch:UntypedStorage._cdata": ...,

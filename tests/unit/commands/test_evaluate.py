@@ -17,7 +17,8 @@ from sft_play.data.collators import padded_collator
 from sft_play.data.prepare import prepare
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.manifest import CARD
-from sft_play.model.load import load_for_inference, load_tokenizer
+from sft_play.model.build import load_for_inference
+from sft_play.model.load import load_tokenizer
 from sft_play.report.card import write_card
 from sft_play.runlog import RunDir
 from tests.conftest import token_rows

@@ -12,7 +12,8 @@ from sft_play.commands import harness
 from sft_play.commands.harness import REQUIREMENT, Options, batch_tokens, evaluate_tasks, fitting_tokens
 from sft_play.commands.merge import merge
 from sft_play.errors import CheckpointError, ConfigError, DoesNotFitError
-from sft_play.model.load import load_for_inference, load_tokenizer
+from sft_play.model.build import load_for_inference
+from sft_play.model.load import load_tokenizer
 from sft_play.runlog import RunDir
 from tests.unit.finished_run import FinishedRun, make_config, question_rows, train_by_heart, write_rows
 

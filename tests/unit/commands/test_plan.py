@@ -10,6 +10,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import find_specs
 from sft_play.model import published
+from sft_play.model.load import planning_config
 from sft_play.planning import cards
 from sft_play.planning.cards import CARDS
 from sft_play.report.plan import cards_report
@@ -111,5 +112,5 @@ def test_the_example_of_the_readme_needs_neither_network_nor_access(monkeypatch)
     published.published_models.cache_clear()
     assert "make plan CONFIG=configs/run_llama70b_qlora.yaml GPU=" in (REPOSITORY / "README.md").read_text()
     config = load_config(REPOSITORY / "configs" / "run_llama70b_qlora.yaml").config
-    architecture, notes = published.planning_config(config.model)
+    architecture, notes = planning_config(config.model)
     assert architecture.num_hidden_layers == 80 and "the Hub was not asked" in notes[0]

@@ -16,17 +16,10 @@ from transformers import (
 from benchmarks.miniatures import miniature
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
+from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.load import (
-    _hub_arguments,
-    _not_loadable,
-    attention,
-    freeze_what_gets_no_gradient,
-    keep_differentiable,
-    load_base,
-    load_model_config,
-    load_tokenizer,
-)
+from sft_play.model.build import freeze_what_gets_no_gradient, keep_differentiable, load_base
+from sft_play.model.load import hub_arguments, load_model_config, load_tokenizer, not_loadable
 
 CPU = torch.device("cpu")
 
@@ -283,14 +276,14 @@ def test_a_folder_cannot_bring_in_unpinned_code_from_elsewhere(tiny_model, tmp_p
 
 
 def test_code_from_elsewhere_is_asked_for_at_the_pinned_commit():
-    arguments = _hub_arguments(ModelConfig(name="someone/model", trust_remote_code=True, revision=COMMIT))
+    arguments = hub_arguments(ModelConfig(name="someone/model", trust_remote_code=True, revision=COMMIT))
     assert arguments["revision"] == arguments["code_revision"] == COMMIT
-    assert "code_revision" not in _hub_arguments(ModelConfig(name="someone/model"))
+    assert "code_revision" not in hub_arguments(ModelConfig(name="someone/model"))
 
 
 def test_a_gated_model_says_how_to_get_access():
     error = OSError("You are trying to access a gated repo.\nMake sure to have access to it at ...")
-    said = str(_not_loadable("config", ModelConfig(name="org/gated"), error))
+    said = str(not_loadable("config", ModelConfig(name="org/gated"), error))
     assert (
         "accept the license at https://huggingface.co/org/gated, then run `.venv/bin/hf auth login`" in said
     )
@@ -298,7 +291,7 @@ def test_a_gated_model_says_how_to_get_access():
 
 @pytest.mark.parametrize("typed", ["qwen3-8b", "Qwen/Qwen3-8", "qwen/qwen3-8b"])
 def test_a_misspelt_model_is_recognized(typed):
-    said = str(_not_loadable("config", ModelConfig(name=typed), OSError("not found")))
+    said = str(not_loadable("config", ModelConfig(name=typed), OSError("not found")))
     assert said.endswith("did you mean model.name=Qwen/Qwen3-8B?")
 
 

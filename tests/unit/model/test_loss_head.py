@@ -9,7 +9,8 @@ from trl.trainer.utils import add_fused_lm_head
 from benchmarks.miniatures import miniature
 from benchmarks.small_models import WIDE, small_config
 from sft_play.data.chat import IGNORED
-from sft_play.model.loss_head import TILE, LogProbs, TiledLogProbs, add_loss_head, token_loss
+from sft_play.model.cpu import TILE, TiledLogProbs
+from sft_play.model.loss_head import LogProbs, add_loss_head, token_loss
 
 HIDDEN, VOCABULARY = 24, 57
 SETTINGS = (1.0, 32768, None, 1.0, ("log_probs", "is_top1"))  # temperature to outputs

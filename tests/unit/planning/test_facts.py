@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.model import data as model_data
+from sft_play.model import load as model_load
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.sizing.architecture import planning_architecture
 
@@ -44,8 +44,8 @@ def same(one: DataFacts, other: DataFacts) -> bool:
 @pytest.fixture
 def loads(monkeypatch):
     """How often data was loaded."""
-    calls, load = [], model_data.load_data
-    monkeypatch.setattr(model_data, "load_data", lambda *a, **k: calls.append(a) or load(*a, **k))
+    calls, load = [], model_load.load_data
+    monkeypatch.setattr(model_load, "load_data", lambda *a, **k: calls.append(a) or load(*a, **k))
     return calls
 
 

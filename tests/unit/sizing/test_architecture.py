@@ -9,7 +9,8 @@ from transformers import MixtralConfig
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.sizing import architecture, questions
+from sft_play.model import load
+from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture, text_of
 from sft_play.sizing.step import JoinedRows, StepSpec
 
@@ -92,7 +93,7 @@ def test_an_architecture_is_known_the_second_time(folder, named, monkeypatch):
     model = ModelConfig(name=str(folder) if named == "folder" else named)
     first, notes = planning_architecture(model)
     width = first.ask(questions.hidden_size)
-    monkeypatch.setattr(architecture, "planning_config", refuse)
+    monkeypatch.setattr(load, "planning_config", refuse)
     again, same_notes = planning_architecture(model)
     assert (again.text, same_notes, again.ask(questions.hidden_size)) == (first.text, notes, width)
 

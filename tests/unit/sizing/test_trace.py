@@ -14,8 +14,9 @@ from benchmarks.random_models import random_base
 from benchmarks.small_models import NAMES, TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UntraceableModel
+from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.load import attention, load_base
+from sft_play.model.build import load_base
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step

@@ -6,8 +6,8 @@ import pytest
 from huggingface_hub import constants
 
 from sft_play.config.schema import ModelConfig
-from sft_play.model import key
-from sft_play.model.key import files_digest, model_key
+from sft_play.model import files
+from sft_play.model.files import files_digest, model_key
 
 COMMIT = "c" * 40
 
@@ -49,7 +49,7 @@ def test_a_folder_that_cannot_be_read_has_no_key(folder, monkeypatch):
         raise OSError(5, "Input/output error")
 
     assert model_key(ModelConfig(name=str(folder)))
-    monkeypatch.setattr(key.hashlib, "file_digest", fail)
+    monkeypatch.setattr(files.hashlib, "file_digest", fail)
     assert model_key(ModelConfig(name=str(folder))) is None
 
 
