@@ -1,0 +1,41 @@
+"""A new engine touches one file: tests/integration/toy_engine.py goes through plan, launch and training."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sft_play.engines import registry
+from sft_play.launch.accelerate import launch_command, run_launcher
+from sft_play.machine.gpus import what_if
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
+from sft_play.runlog import RunDir
+from sft_play.train.trainer import train
+from tests.integration.jobs import make_job
+from tests.integration.processes import assert_same_curve
+from tests.integration.toy_engine import BUFFER, with_toy
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+
+
+def test_a_toy_engine_is_planned_launched_and_trained(tiny_model, tmp_path, monkeypatch):
+    alone = make_job(tiny_model, tmp_path, "alone")
+    train(alone)
+
+    monkeypatch.setattr(registry, "ENGINES", with_toy())
+    facts = DataFacts.of(alone.data, alone.config)
+    plan = plan_run(alone.config, alone.architecture, facts, what_if("RTX 4090", 2), 2)
+    assert plan.engine == "toy" and plan.memory.terms["engine"] >= BUFFER
+    assert any("Toy over 2 processes: keeps a buffer" in reason for reason in plan.why)
+
+    specs = tmp_path / "specs.json"
+    where = {"model": str(tiny_model), "output": str(tmp_path)}
+    specs.write_text(json.dumps([{**where, "name": "toy", "settings": {}}]))
+    script = [str(Path(__file__).with_name("toy_engine.py")), str(specs)]
+    command = launch_command(script, engine="toy", device="cpu", processes=2, cores=1)
+    result = run_launcher(command, RunDir(tmp_path), processes=2, timeout_s=300)
+    assert result.code == 0, result.message
+
+    assert json.loads((tmp_path / "toy" / "plan.json").read_text())["plan"]["engine"] == "toy"
+    assert_same_curve(tmp_path / "toy", tmp_path / "alone", {"train/loss": 1e-5, "eval/loss": 1e-5})

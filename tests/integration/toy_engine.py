@@ -1,0 +1,44 @@
+"""An engine of a dozen lines, all that it takes to plan, launch and train with it.
+
+accelerate launch ... toy_engine.py <specs.json>     trains as worker.py does, with this engine known
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
+
+from sft_play.engines import registry  # noqa: E402
+from sft_play.engines.base import Division, Engine, Message  # noqa: E402
+from sft_play.sizing.timeline import Buffer, Step  # noqa: E402
+from sft_play.units import MIB  # noqa: E402
+
+BUFFER = 123 * MIB
+
+
+class Toy(Engine):
+    """accelerate's DDP under another name, with a buffer that it claims to need."""
+
+    name, label, principle = "toy", "Toy", "keeps a buffer that nothing needs"
+    distributed_type, distributes = "MULTI_GPU", True
+
+    def accelerate_config(self, device: str, nodes: int) -> str:
+        return "ddp_cpu"
+
+    def transform(self, step: Step, division: Division) -> Step:
+        return step.with_buffers(Buffer("engine", BUFFER, "load", None))
+
+    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
+        return (Message("all_reduce", gradient_bytes, 1),)
+
+
+def with_toy() -> list[Engine]:
+    """All engines, this one preferred to the others that distribute."""
+    return [registry.ALONE, Toy(), *registry.distributed_engines()]
+
+
+if __name__ == "__main__":
+    registry.ENGINES[:] = with_toy()
+    from tests.integration.worker import main
+
+    sys.exit(main(Path(sys.argv[1])))
