@@ -75,9 +75,7 @@ class ProbeResult:
         )
 
 
-def record_path(
-    architecture: str, device: str, config: RunConfig, plan: Plan, folder: Path | None = None
-) -> Path:
+def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
     """Where the corrections of this kind of step are kept.
 
     Steps are of the same kind if device, code, model and settings are equal, whatever the micro-batch size.
@@ -87,7 +85,6 @@ def record_path(
         device: name of the device.
         config: the run's config.
         plan: the run's plan.
-        folder: instead of `cache_dir()`.
     """
     kind = replace(
         plan, micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
@@ -100,7 +97,7 @@ def record_path(
         config.train.optimizer,
         config.eval.batch_size,
     )
-    return entry("probes", architecture, device, settings, asdict(kind), step_code(), within=folder)
+    return entry("probes", architecture, device, settings, asdict(kind), step_code())
 
 
 def _record(path: Path) -> dict[str, Any]:

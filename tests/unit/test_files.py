@@ -55,3 +55,15 @@ def test_the_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monke
     monkeypatch.setattr(Path, "replace", note_replace)
     write_atomic(tmp_path / "file", "text", flush=flush)
     assert done == (["flushed", "named"] if flush else ["named"])
+
+
+def test_no_other_module_flushes_or_makes_temporary_files():
+    package = Path(__file__).resolve().parents[2] / "sft_play"
+    words = ("fsync", "tempfile", "os.replace", "os.rename")
+    found = [
+        f"{path.relative_to(package)}: {word}"
+        for path in package.rglob("*.py")
+        for word in words
+        if path.name != "files.py" and word in path.read_text()
+    ]
+    assert not found

@@ -96,20 +96,20 @@ def test_what_fits_is_the_process_and_on_a_cpu_the_tensors(reserved, overhead, f
 
 def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tmp_path, monkeypatch):
     plan = replace(PLAN, memory=MEMORY)
-    path = record_path("{}", "card", CONFIG, plan, tmp_path)
+    path = record_path("{}", "card", CONFIG, plan)
     write_record(path, plan, ProbeResult(phases=MEASURED), "card")
     assert read_value(path)["measured"] == MEASURED
     ask = corrected_estimator(
-        lambda run, p, complete=False: MEMORY, lambda run, p: record_path("{}", "card", run, p, tmp_path)
+        lambda run, p, complete=False: MEMORY, lambda run, p: record_path("{}", "card", run, p)
     )
     assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
     assert (
         ask(CONFIG, replace(plan, gradient_checkpointing=not plan.gradient_checkpointing)).peak_bytes == 300
     )
-    assert record_path("{}", "another card", CONFIG, plan, tmp_path) != path
-    assert record_path('{"layers": 2}', "card", CONFIG, plan, tmp_path) != path
+    assert record_path("{}", "another card", CONFIG, plan) != path
+    assert record_path('{"layers": 2}', "card", CONFIG, plan) != path
     monkeypatch.setattr(step, "SOURCES", (tmp_path,))  # another predictor
-    assert record_path("{}", "card", CONFIG, plan, tmp_path) != path
+    assert record_path("{}", "card", CONFIG, plan) != path
 
 
 def test_without_a_prediction_or_a_measurement_no_ratio_is_kept(tmp_path):
