@@ -55,7 +55,7 @@ from sft_play.config.schema import (
 from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
 from sft_play.machine.gpus import detect
-from sft_play.model.architecture import flops_per_token, workload
+from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
@@ -293,8 +293,8 @@ def _mfu(course: Course, rows: Dataset, tokens_per_second: float, device: torch.
     if peak is None:
         return None
     config = run_config(course, rows, Path())
-    work = workload(architecture(course.model), config)
-    return tokens_per_second * flops_per_token(work, round(sum(rows["length"]) / len(rows))) / peak
+    sizes = flop_sizes(architecture(course.model), config)
+    return tokens_per_second * flops_per_token(sizes, round(sum(rows["length"]) / len(rows))) / peak
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ class Command(Words):
         yield last
 
 
-class Facts:
+class NamedValues:
     """Names and values in two columns; a value that is too long goes on below its start."""
 
     def __init__(self, rows: Iterable[tuple[str | Text, str | Text]]) -> None:

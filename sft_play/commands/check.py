@@ -29,7 +29,7 @@ from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
 from sft_play.runlog import console
-from sft_play.screen import Facts
+from sft_play.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -100,7 +100,7 @@ def findings_table(findings: Sequence[Finding]) -> Any:
     ok, warnings, errors = (counts[level] for level in (OK, WARNING, ERROR))
     summary = f"{ok} ok, {counted(warnings, 'warning')}, {counted(errors, 'error')}"
     worst = next((level for level in (ERROR, WARNING) if counts[level]), OK)
-    return Group(Facts(rows), Text(summary, style=STYLES[worst]))
+    return Group(NamedValues(rows), Text(summary, style=STYLES[worst]))
 
 
 def data_findings(config: RunConfig) -> Iterator[Finding]:

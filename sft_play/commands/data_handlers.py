@@ -39,10 +39,10 @@ def _data_folder(resolved: Any) -> Path:
 def _report_counts(args: argparse.Namespace, out: Path, counts: Mapping[str, int], target: str) -> int:
     """Prints what was written where, and the make target to run next."""
     from sft_play.runlog import console
-    from sft_play.screen import Facts
+    from sft_play.screen import NamedValues
 
     rows = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-    console().print(Facts([("rows", rows), ("file", str(out))]))
+    console().print(NamedValues([("rows", rows), ("file", str(out))]))
     say_next(args, target, apart=False)
     return 0
 

@@ -184,7 +184,7 @@ def empty_model(config: "PretrainedConfig", **settings: Any) -> "PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Workload:
+class FlopSizes:
     """The sizes of a model that its arithmetic depends on."""
 
     matmul_parameters: int  # used by each token: with the output head, and of the experts only active ones
@@ -193,17 +193,17 @@ class Workload:
     attention_width: int  # heads x head_dim
 
 
-def flops_per_token(work: Workload, sequence: int) -> int:
+def flops_per_token(sizes: FlopSizes, sequence: int) -> int:
     """FLOPs of a training step per token: weights, attention to half of `sequence`, weight gradients.
 
     Recomputation does not count, as is usual for MFU.
 
     Args:
-        work: of the model.
+        sizes: of the model.
         sequence: the most tokens that a token can attend to.
     """
-    forward = 2 * work.matmul_parameters + 2 * sequence * work.attention_width * work.layers
-    return 2 * forward + 2 * work.trained_parameters
+    forward = 2 * sizes.matmul_parameters + 2 * sequence * sizes.attention_width * sizes.layers
+    return 2 * forward + 2 * sizes.trained_parameters
 
 
 def _rank(lora: LoraSettings, module: str) -> int:
@@ -212,7 +212,7 @@ def _rank(lora: LoraSettings, module: str) -> int:
     return lora.rank_pattern.get(get_pattern_key(list(lora.rank_pattern), module), lora.r)
 
 
-def workload(config: "PretrainedConfig", run: RunConfig) -> Workload:
+def flop_sizes(config: "PretrainedConfig", run: RunConfig) -> FlopSizes:
     """The sizes of a model, from its skeleton on the meta device; experts that a token skips do not count."""
     text = config.get_text_config()
     model: Any = empty_model(config)
@@ -227,7 +227,7 @@ def workload(config: "PretrainedConfig", run: RunConfig) -> Workload:
     # LoRA's A and B for a weight of [out, in] have r * (out + in) elements.
     adapted = [(name, layer.weight.shape) for name, layer in layers.items() if layer.weight is not head]
     adapter = sum(_rank(run.tuning.lora, name) * sum(shape) for name, shape in adapted)
-    return Workload(
+    return FlopSizes(
         matmul_parameters=int(active) + head.numel(),
         trained_parameters=parameters if run.tuning.mode == "full" else adapter,
         layers=text.num_hidden_layers,

@@ -15,7 +15,6 @@ from sft_play.report.tables import METRICS, MISSING
 from sft_play.units import format_bytes, format_count, format_duration
 
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
-Facts = list[tuple[str, str]]
 
 
 def compare_page(runs: Sequence[RunRecord]) -> Page:
@@ -33,11 +32,11 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
     return Page(", ".join(names), f"{len(runs)} runs of SFT-Play compared", sections)
 
 
-def facts(run: RunRecord) -> Facts:
+def key_numbers(run: RunRecord) -> list[tuple[str, str]]:
     """The key numbers of a run, as texts by name."""
     summary, plan = run.summary, run.chosen
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
-    found: Facts = [
+    found: list[tuple[str, str]] = [
         ("status", str(summary.get("status", "unfinished"))),
         ("steps", f"{run.last_step:,}"),
         ("effective batch", _form(plan.get("effective_batch_size"), "{:,}".format)),
@@ -68,7 +67,7 @@ def _form(value: Any, form: Callable[[Any], str]) -> str:
 
 
 def _numbers(runs: Sequence[RunRecord]) -> Table:
-    columns = [dict(facts(run)) for run in runs]
+    columns = [dict(key_numbers(run)) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = []
     for name in names:
@@ -126,7 +125,7 @@ def compare_table(runs: Sequence[RunRecord]) -> ConsoleTable:
     for label in columns.values():
         table.add_column(label, justify="right")
     for run in runs:
-        found = dict(facts(run))
+        found = dict(key_numbers(run))
         cells = (found.get(name, MISSING) for name in columns)
         table.add_row(ConsoleText(run.name), found["status"], *cells)
     return table

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.methods import METHODS
-from sft_play.screen import LEAST_NAMES, Command, Facts, Words
+from sft_play.screen import LEAST_NAMES, Command, NamedValues, Words
 
 if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig
@@ -86,7 +86,7 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
         name = ("" if index else "next").ljust(LEAST_NAMES + 2)
         text = Text.assemble((name, "dim"), (command, "bold cyan"))
         lines.append(Command(text, hang=0 if index else len(name)))
-    return Group(Facts((name, str(path)) for name, path in places.items()), *lines)
+    return Group(NamedValues((name, str(path)) for name, path in places.items()), *lines)
 
 
 def make_command(target: str, config: str | Path, overrides: Sequence[str] = ()) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.report.layout import apart, columns, ending
-from sft_play.screen import Facts, Words
+from sft_play.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
@@ -118,11 +118,11 @@ def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
             for key, style in styles.items()
             if key in sample
         ]
-        blocks += [Facts(rows), ""]
+        blocks += [NamedValues(rows), ""]
     return Group(*blocks[:-1])
 
 
-def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
     micro, accumulated, effective = (_number(summary.get(key), "{:,}".format) for key in keys)
     world = summary.get("world_size")
@@ -218,7 +218,7 @@ def closing_screen(
     losses, answers = summary.get("eval") or {}, comparison or {}
     before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
     after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
-    blocks: list[RenderableType] = [Facts(_run_facts(summary))]
+    blocks: list[RenderableType] = [NamedValues(_run_values(summary))]
     if before or after:
         name = "held-out rows"
         if "answered_rows" in after:

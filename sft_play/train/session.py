@@ -14,7 +14,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from sft_play.data.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.job import Job
-from sft_play.model.architecture import flops_per_token, workload
+from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch, token_loss
 from sft_play.plan import Plan
@@ -325,8 +325,8 @@ def flops_share(job: Job) -> float | None:
     if peak is None:
         return None
     tokens = round(sum(job.data.train["length"]) / len(job.data.train))
-    work = workload(job.architecture, job.config)
-    return flops_per_token(work, tokens) / (peak * job.plan.world_size)
+    sizes = flop_sizes(job.architecture, job.config)
+    return flops_per_token(sizes, tokens) / (peak * job.plan.world_size)
 
 
 def close_session(session: Session, plan: Plan) -> Job:

@@ -8,7 +8,7 @@ import pytest
 from rich.text import Text
 
 from sft_play.report.layout import Bar, ending, header, make_command
-from sft_play.screen import Facts, Screen, Words, whole_words
+from sft_play.screen import NamedValues, Screen, Words, whole_words
 
 PATH = "/home/a/folder/whose/name/is/longer/than/a/line/of/forty/cells"
 
@@ -41,12 +41,12 @@ def test_lines_of_a_text_and_its_blank_lines_stay():
 
 
 def test_values_go_on_below_their_start_and_a_long_path_goes_below_its_name():
-    lines = shown(Facts([("memory", "predicted 1 GiB, measured 2 GiB, and more"), ("log", PATH)]))
+    lines = shown(NamedValues([("memory", "predicted 1 GiB, measured 2 GiB, and more"), ("log", PATH)]))
     assert lines == ["memory      predicted 1 GiB, measured 2", "            GiB, and more", "log", PATH]
 
 
 def test_brackets_in_a_value_are_not_markup():
-    assert shown(Facts([("log", "runs/a[bold]/log.txt")])) == ["log         runs/a[bold]/log.txt"]
+    assert shown(NamedValues([("log", "runs/a[bold]/log.txt")])) == ["log         runs/a[bold]/log.txt"]
 
 
 @pytest.mark.parametrize("name", ["mine", "my run", "$(touch x)", "it's", 'a "b" c'])
