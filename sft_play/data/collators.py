@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sft_play.data.batching import PAD_TO_MULTIPLE_OF
 from sft_play.data.chat import IGNORED
-from sft_play.model.attention_table import ATTENTIONS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -67,16 +66,17 @@ def _flat_tensor(column: Any) -> torch.Tensor:
     return torch.from_numpy(column.combine_chunks().flatten().to_numpy().astype(np.int64))
 
 
-def joined_micro_batches(rows: "Dataset", attention: str) -> Collator:
+def joined_micro_batches(rows: "Dataset", boundaries: str | None) -> Collator:
     """Joins the rows of a micro-batch into one sequence of [1, tokens], without padding.
 
-    position_ids restart with each row, and attention gets the boundaries: as that of the plan takes them:
-    tensors of cumulative lengths or plain lengths. The first label of each row is already -100, so no row
-    predicts the first token of the next one. Packed rows have a list of the lengths that they consist of.
+    position_ids restart with each row, and attention gets the boundaries of the rows as it takes them: as
+    tensors of cumulative lengths ("offsets") or as plain lengths. The first label of each row is already
+    -100, so no row predicts the first token of the next one. Packed rows have a list of the lengths that they
+    consist of.
 
     Example: rows of 3 and 2 tokens give position_ids [[0, 1, 2, 0, 1]] and sequence_lengths [3, 2].
     """
-    table, offsets = rows.with_format("arrow"), ATTENTIONS[attention].boundaries == "offsets"
+    table = rows.with_format("arrow")
     column = "sequence_lengths" if "sequence_lengths" in rows.column_names else "length"
 
     def collate(batches: Sequence[dict[str, Any]]) -> Batch:
@@ -86,7 +86,9 @@ def joined_micro_batches(rows: "Dataset", attention: str) -> Collator:
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         batch: Batch = {name: _flat_tensor(taken[name])[None] for name in ("input_ids", "labels")}
         batch["position_ids"] = torch.from_numpy(np.arange(len(starts)) - starts)[None]
-        return batch | (flash_boundaries(lengths) if offsets else {"sequence_lengths": lengths.tolist()})
+        return batch | (
+            flash_boundaries(lengths) if boundaries == "offsets" else {"sequence_lengths": lengths.tolist()}
+        )
 
     return collate
 

@@ -15,6 +15,7 @@ from transformers import PrinterCallback, TrainerCallback
 from sft_play.data.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.job import Job
 from sft_play.model.architecture import flop_sizes, flops_per_token
+from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch, token_loss
 from sft_play.plan import Plan
@@ -382,7 +383,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
 
 def _collator(job: Job, batches: MicroBatches) -> Collator:
     if job.plan.padding_free:
-        return joined_micro_batches(batches.rows, job.plan.attention)
+        return joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
     return padded_micro_batches(batches.rows, job.tokenizer.pad_token_id)
 
 

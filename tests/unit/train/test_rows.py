@@ -165,7 +165,7 @@ def test_a_padded_micro_batch_is_the_padded_batch_of_its_rows():
 @pytest.mark.parametrize("packing", [False, True])
 def test_joined_rows_are_one_sequence_with_its_boundaries(flash, packing):
     rows = pack_rows(DATASET, 64)[0] if packing else DATASET
-    batch = joined_micro_batches(rows, "flash_attention_2" if flash else "varlen_sdpa")([{"rows": [7, 3]}])
+    batch = joined_micro_batches(rows, "offsets" if flash else "lengths")([{"rows": [7, 3]}])
     taken = [rows[7], rows[3]]
     lengths = [n for row in taken for n in (row["sequence_lengths"] if packing else [row["length"]])]
     assert batch["input_ids"].tolist() == [taken[0]["input_ids"] + taken[1]["input_ids"]]
