@@ -234,14 +234,18 @@ def count_comprehensions(statement: ast.stmt) -> int:
 def measure_cycles(modules: list[Module], package: str) -> list[Measure]:
     """The largest import cycles, between modules and between top-level packages (or modules)."""
     by_module = import_graph(modules, package)
-    by_package: dict[str, set[str]] = {}
-    for name, imported in by_module.items():
-        top = name.split(".")[0]
-        by_package.setdefault(top, set()).update(other.split(".")[0] for other in imported)
     return [
-        cycle_measure("largest import cycle, top-level packages", by_package),
+        cycle_measure("largest import cycle, top-level packages", package_graph(by_module)),
         cycle_measure("largest import cycle, modules", by_module),
     ]
+
+
+def package_graph(by_module: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Top-level package (or module) -> those that its modules import."""
+    graph: dict[str, set[str]] = {}
+    for name, imported in by_module.items():
+        graph.setdefault(name.split(".")[0], set()).update(other.split(".")[0] for other in imported)
+    return graph
 
 
 def cycle_measure(name: str, graph: dict[str, set[str]]) -> Measure:
