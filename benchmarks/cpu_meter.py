@@ -12,7 +12,6 @@ from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.phase_meter import MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.timeline import PHASES, WHOLE_MODEL
 from sft_play.sizing.trace import (
     forward,
     layer_hooks,
@@ -21,6 +20,7 @@ from sft_play.sizing.trace import (
     run_step,
     trained_parameters,
 )
+from sft_play.timeline import PHASES, WHOLE_MODEL
 
 LAYER = " layer"
 # The profiler sorts by a clock that jumps on some virtual machines, and drops events outside its window.

@@ -15,7 +15,6 @@ from sft_play.sizing.fake import decoder_layers
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.phase_meter import CudaMeter
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.timeline import PHASES, WHOLE_MODEL
 from sft_play.sizing.trace import (
     forward,
     layer_hooks,
@@ -24,6 +23,7 @@ from sft_play.sizing.trace import (
     run_step,
     trained_parameters,
 )
+from sft_play.timeline import PHASES, WHOLE_MODEL
 
 # Errors of a step that cannot be run, out of memory among them; other cases are still measured.
 STEP_ERRORS = (RuntimeError, TypeError, ValueError, ImportError, SftPlayError)

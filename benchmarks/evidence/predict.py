@@ -15,7 +15,7 @@ from sft_play.fingerprints import sources_digest
 from sft_play.sizing.history import Habits, replay_steps
 from sft_play.sizing.memory import ASSUMED_CONTEXT, CONTEXTS, CUDA_GRANULARITY, HANDLES, cublas_workspace
 from sft_play.sizing.step import step_code
-from sft_play.sizing.timeline import PHASES, Step
+from sft_play.timeline import PHASES, Step
 from sft_play.units import MIB
 
 KINDS = ("allocated", "reserved", "process")

@@ -25,8 +25,8 @@ from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
 from sft_play.sizing.optimizers import optimizer_state
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 from sft_play.sizing.trace import layer_hooks, trained_parameters
+from sft_play.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
 from sft_play.units import SIXTEEN_BIT
 
 

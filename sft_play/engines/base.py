@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
-from sft_play.sizing.timeline import Step
+from sft_play.timeline import Step
 
 
 @dataclass(frozen=True)

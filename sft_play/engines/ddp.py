@@ -3,7 +3,7 @@
 import math
 
 from sft_play.engines.base import Division, Engine, Message
-from sft_play.sizing.timeline import Buffer, Step
+from sft_play.timeline import Buffer, Step
 from sft_play.units import MIB
 
 BROADCAST = 250 * MIB  # the weights of rank 0 are broadcast in buffers of this size

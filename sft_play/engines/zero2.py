@@ -12,7 +12,7 @@ from sft_play.engines import deepspeed
 from sft_play.engines.base import Division, Engine, Message
 from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
-from sft_play.sizing.timeline import Buffer, Step
+from sft_play.timeline import Buffer, Step
 
 FP32 = 4  # bytes
 # The weights of a process are joined to one vector. These update each element on its own.

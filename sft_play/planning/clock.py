@@ -13,7 +13,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.plan import Clock, Plan
 from sft_play.planning.collectives import Collectives, messages_of
 from sft_play.planning.profile import DeviceProfile, MicroBatch
-from sft_play.sizing.work import Work
+from sft_play.work import Work
 
 # The speed of a CPU that has not been measured.
 CPU_FLOPS_PER_CORE = 30e9  # fp32, vector units

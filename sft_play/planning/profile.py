@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sft_play.sizing.work import (
+from sft_play.work import (
     ATTENTION,
     ATTENTION_BACKWARD,
     BYTES,

@@ -16,8 +16,8 @@ from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Capabili
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
 from sft_play.units import AUTOCAST
+from sft_play.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

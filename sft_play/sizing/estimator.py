@@ -14,7 +14,7 @@ from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.traces import shared_traces
-from sft_play.sizing.work import Work
+from sft_play.work import Work
 
 
 def estimator(

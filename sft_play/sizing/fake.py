@@ -19,7 +19,7 @@ from sft_play.model.attention_choice import calls_ours
 from sft_play.model.build import keep_differentiable, nf4
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.timeline import WHOLE_MODEL
+from sft_play.timeline import WHOLE_MODEL
 
 if TYPE_CHECKING:
     from peft import PeftModel

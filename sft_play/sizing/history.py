@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sft_play.sizing.allocator import EMPTY_CACHE, Replay, replay
-from sft_play.sizing.timeline import PHASES, TERMS, Step
+from sft_play.timeline import PHASES, TERMS, Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,8 @@ from sft_play.model.attention_table import Capability
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import AllocationRecorder, counted
-from sft_play.sizing.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
 from sft_play.units import SIXTEEN_BIT
+from sft_play.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
 
 # CUDA autocast casts the inputs of the first group to fp32, and only the result of the second one; CPU
 # autocast does neither.

@@ -10,9 +10,9 @@ from sft_play.engines.registry import ALONE
 from sft_play.plan import Memory
 from sft_play.sizing.guard import Guard, guard
 from sft_play.sizing.history import Habits, replay_steps
-from sft_play.sizing.timeline import Peak, Step, StepTrace
-from sft_play.sizing.work import directions
+from sft_play.timeline import Peak, Step, StepTrace
 from sft_play.units import MIB
+from sft_play.work import directions
 
 # Below this share of the budget, fragmentation cannot matter: in no replayed step with expandable segments
 # did it need the other 20%. Fixed ones need more, up to a third in published runs (benchmarks/evidence).

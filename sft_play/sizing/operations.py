@@ -1,4 +1,4 @@
-"""Describes what an operation of a step computes and moves, as a row of `sft_play.sizing.work.Work`.
+"""Describes what an operation of a step computes and moves, as a row of `sft_play.work.Work`.
 
 FLOPs follow from the sizes of products as in torch.utils.flop_counter; bytes are those of all arguments and
 results, unless an operation touches only a part of them (gathers) or none (views).
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft_play.sizing.timeline import WHOLE_MODEL, LayersDiffer, Segment, sweeps
-from sft_play.sizing.work import (
+from sft_play.timeline import WHOLE_MODEL, LayersDiffer, Segment, sweeps
+from sft_play.work import (
     ATTENTION,
     ATTENTION_BACKWARD,
     DTYPES,

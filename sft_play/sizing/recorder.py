@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from sft_play.sizing.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
-from sft_play.sizing.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
-from sft_play.sizing.work import Work
+from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
+from sft_play.work import Work
 
 TEMPORARY = "temporaries"
 DEVICE_OF = torch.ops.prim.device.default
@@ -270,7 +270,7 @@ def counted(kind: int, like: torch.Tensor, m: float, n: float = 0, k: float = 0,
     """Reports the work of a kernel that does not run here to the active recorder, if there is one.
 
     Args:
-        kind: of the operation (`sft_play.sizing.work`).
+        kind: of the operation (`sft_play.work`).
         like: a tensor of any shape, in the dtype that it computes in.
         m: size M of the operation.
         n: size N.

@@ -17,7 +17,8 @@ from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
 SHARES = 20  # the supervised share is rounded up to a twentieth, so that few traces serve all micro-batches
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
-SOURCES = tuple(PACKAGE / name for name in ("engines", "sizing", "model", "plan.py", "units.py"))
+SHARED = ("plan.py", "timeline.py", "units.py", "work.py")
+SOURCES = tuple(PACKAGE / name for name in ("engines", "sizing", "model", *SHARED))
 
 
 def step_code() -> str:

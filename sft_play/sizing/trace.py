@@ -23,7 +23,7 @@ from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles
 from sft_play.sizing.optimizers import make_optimizer, optimizer_state
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.timeline import WHOLE_MODEL, StepTrace
+from sft_play.timeline import WHOLE_MODEL, StepTrace
 from sft_play.units import AUTOCAST
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from sft_play.cache import read_bytes, write_bytes
-from sft_play.sizing.timeline import Segment, StepTrace
-from sft_play.sizing.work import Work
+from sft_play.timeline import Segment, StepTrace
+from sft_play.work import Work
 
 
 def save_trace(path: Path, trace: StepTrace) -> None:

@@ -16,9 +16,9 @@ from sft_play.machine.process import importing_libraries
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code
-from sft_play.sizing.timeline import Step, StepTrace
 from sft_play.sizing.trace_files import load_trace, save_trace
-from sft_play.sizing.work import TIMES, Work, WorkLine
+from sft_play.timeline import Step, StepTrace
+from sft_play.work import TIMES, Work, WorkLine
 
 # Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
 SMALLEST = 2

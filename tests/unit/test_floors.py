@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 FLOORS = [
     ["__init__", "errors", "files", "fingerprints", "screen", "secrets", "units"],
     ["config", "cache", "manifest"],
-    ["plan", "runlog", "sizing.work"],
-    ["sizing.timeline"],
+    ["plan", "runlog", "work"],
+    ["timeline"],
     ["engines"],
     ["machine", "model.attention_table", "hub", "libraries", "report.progress"],
     ["data"],

@@ -15,7 +15,7 @@ from sft_play.sizing.allocator import replay
 from sft_play.sizing.guard import KNOWN, LOOSE_SHARE, guard
 from sft_play.sizing.history import Habits, history
 from sft_play.sizing.memory import CONTEXTS
-from sft_play.sizing.timeline import PHASES
+from sft_play.timeline import PHASES
 from sft_play.units import MIB
 
 SOURCES = {source.name: source for source in read_sources(sorted(ROWS.glob("*.json")))}

@@ -12,7 +12,7 @@ from sft_play.sizing.history import Habits, history
 from sft_play.sizing.memory import device_budget, estimate
 from sft_play.sizing.optimizers import state_bytes
 from sft_play.sizing.step import StepSpec
-from sft_play.sizing.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer
+from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import TraceBuilder, step_of
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sft_play.sizing.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
+from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 
 ACTIVATIONS, WEIGHTS = TERMS.index("activations"), TERMS.index("weights")
 

@@ -13,8 +13,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 from sft_play.config.schema import LoraSettings
 from sft_play.sizing.kernels import SymbolicRecorder, few_tiles
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.timeline import TERMS, StepTrace
 from sft_play.sizing.trace import trace_step
+from sft_play.timeline import TERMS, StepTrace
 
 ROWS, ROW_TOKENS, RANK = 2, 128, 8
 TOKENS = ROWS * ROW_TOKENS

@@ -4,7 +4,7 @@ import pytest
 
 from sft_play.sizing.allocator import EMPTY_CACHE
 from sft_play.sizing.history import Habits, history, replay_steps
-from sft_play.sizing.timeline import TERMS
+from sft_play.timeline import TERMS
 from sft_play.units import MIB
 from tests.unit.sizing.handmade import TraceBuilder, step_of
 

@@ -18,7 +18,7 @@ from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.step import LOSS_TILES, PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step
 from sft_play.sizing.traces import Traces
-from sft_play.sizing.work import ATTENTION, ATTENTION_BACKWARD, PRODUCT, UNPACK, K, M, WorkLine
+from sft_play.work import ATTENTION, ATTENTION_BACKWARD, PRODUCT, UNPACK, K, M, WorkLine
 
 CONFIG = small_config("llama", WIDE | {"layers": 5})
 BODY = 5 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 704)  # q and o, k and v, the three of the feed-forward

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from sft_play.sizing.work import NO_WORK, Work
+from sft_play.work import NO_WORK, Work
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation")
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries", "engine")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sft_play.sizing.timeline import PHASES, LayersDiffer
+from sft_play.timeline import PHASES, LayersDiffer
 from tests.unit.sizing.handmade import TraceBuilder, step_of
 
 
