@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds i
 
 from sft_play.engines import registry  # noqa: E402
 from sft_play.engines.base import Division, Engine, Message  # noqa: E402
-from sft_play.sizing.timeline import Buffer, Step  # noqa: E402
+from sft_play.timeline import Buffer, Step  # noqa: E402
 from sft_play.units import MIB  # noqa: E402
 
 BUFFER = 123 * MIB
