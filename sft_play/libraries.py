@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sft_play.cache import cache_dir
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import distributed_engines
 from sft_play.errors import ConfigError
 from sft_play.secrets import redact
 
@@ -26,7 +27,7 @@ CHANGES = {
     "tuning.lora.use_dora": ("false", {"peft", "bitsandbytes"}),
     "tuning.mode": ("lora", {"bitsandbytes"}),
     "train.optimizer": ("adamw", {"bitsandbytes", "deepspeed"}),
-    "parallel.engine": ("ddp", {"deepspeed", "accelerate"}),
+    "parallel.engine": (distributed_engines()[0].name, {"deepspeed", "accelerate"}),
 }
 
 

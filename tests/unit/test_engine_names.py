@@ -3,17 +3,14 @@
 import ast
 from pathlib import Path
 
-from sft_play.config.schema import ParallelConfig
+from sft_play.engines.registry import ALONE, ENGINES
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 AT_HOME = ("engines/", "config/schema.py")
-NAMES = set(ParallelConfig.model_fields["engine"].annotation.__args__) - {"auto"}
-ALONE = "none"  # a single process; also a word for other things, so it counts only beside the word "engine"
+NAMES = {engine.name for engine in ENGINES} - {ALONE.name}  # that one's is also a word for other things
 TO_CLEAN = {
-    "cli.py", "job.py", "launch/accelerate.py", "launch/default_config.py", "libraries.py", "machine/host.py",
-    "planning/clock.py", "planning/collectives.py", "planning/drafts.py", "planning/scaling.py", "planning/search.py",
-    "report/plan.py", "sizing/memory.py", "sizing/step.py", "train/arguments.py", "train/checkpoints.py",
-    "train/group.py", "train/session.py", "train/space.py", "train/trainer.py", "train/verify.py",
+    "train/arguments.py", "train/checkpoints.py", "train/disk.py", "train/run.py", "train/session.py", "train/space.py",
+    "train/trainer.py", "train/verify.py",
 }  # fmt: skip
 
 
@@ -50,7 +47,7 @@ def engine_names(tree: ast.AST) -> list[str]:
     """Where a tree knows an engine by its name, by line; sentences that mention one are not meant."""
     found = [text for text in texts(tree) if text.value in NAMES]
     for node in ast.walk(tree):
-        found += [text for side in beside_engine(node) for text in texts(side) if text.value == ALONE]
+        found += [text for side in beside_engine(node) for text in texts(side) if text.value == ALONE.name]
     return [f"{line}: {name!r}" for line, name in sorted({(text.lineno, text.value) for text in found})]
 
 
