@@ -17,11 +17,11 @@ from sft_play.commands.answers import AnswerScore, require_answers, score_answer
 from sft_play.commands.models import merged_model, of_each_model, trained_name
 from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.chat import prompt_and_answer
-from sft_play.data.collators import Collator, padded_collator
 from sft_play.data.formats import Message
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError, StorageError
 from sft_play.files import write_atomic
+from sft_play.model.collators import Collator, padded_collator
 from sft_play.model.generation import (
     DEFAULT_BATCH_SIZE,
     Answer,

@@ -12,10 +12,10 @@ from accelerate.utils import gather_object
 from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback
 
-from sft_play.data.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.job import Job
 from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.model.attention_table import ATTENTIONS
+from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch, token_loss
 from sft_play.plan import Plan
@@ -127,7 +127,7 @@ class PlannedTrainer(AdapterTrainer):
 
         Args:
             model: as the engine wrapped it.
-            inputs: of a collator (data/collators.py).
+            inputs: of a collator (model/collators.py).
             num_items_in_batch: supervised tokens of the step, over all ranks.
         """
         self.begin_phase("forward")

@@ -27,7 +27,7 @@ FLOORS = [
     ["planning.batch", "planning.drafts", "planning.search", "planning.sentences", "planning.profile",
      "planning.collectives", "planning.clock"],
     ["launch"],
-    ["data.collators", "model", "builtin.models", "builtin.world"],
+    ["model", "builtin.models", "builtin.world"],
     ["builtin.demo", "export"],
     ["sizing"],
     ["planning"],
@@ -38,7 +38,7 @@ FLOORS = [
     ["__main__"],
 ]  # fmt: skip
 # the modules of this floor and of those above it may import torch, directly or through others
-TORCH_LINE = "data.collators"
+TORCH_LINE = "builtin.models"
 CIRCLES_TO_REMOVE = {
     "train.callbacks", "train.out_of_memory", "train.probe", "train.redo",
     "train.session", "train.settle", "train.space",

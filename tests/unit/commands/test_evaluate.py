@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from sft_play.commands import models
 from sft_play.commands.evaluate import before_after, evaluate_run, score_rows
 from sft_play.commands.merge import merge
-from sft_play.data.collators import padded_collator
 from sft_play.data.prepare import prepare
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.manifest import CARD
 from sft_play.model.build import load_for_inference
+from sft_play.model.collators import padded_collator
 from sft_play.model.load import load_tokenizer
 from sft_play.report.card import write_card
 from sft_play.runlog import RunDir

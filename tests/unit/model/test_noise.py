@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sft_play.data.chat import IGNORED
-from sft_play.data.collators import flash_boundaries
+from sft_play.model.collators import flash_boundaries
 from sft_play.model.noise import add_noise
 
 ALPHA, HIDDEN = 5.0, 64
