@@ -46,7 +46,7 @@ from sft_play.config.schema import (
 )
 from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
-from sft_play.launch.environment import RankEnvironment
+from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
 from sft_play.planning.batch import batch_choices

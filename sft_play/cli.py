@@ -340,8 +340,7 @@ def run_rank(argv: list[str]) -> int:
     parser.add_argument("--probe", action="store_true", help="measure the largest batch and exit")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parse(parser, argv)
-    from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
-    from sft_play.launch.ranks import finish_rank, says_lost_peer
+    from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment, finish_rank, says_lost_peer
     from sft_play.machine.process import importing_libraries
 
     ranks = SINGLE_PROCESS

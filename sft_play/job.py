@@ -18,7 +18,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import LaunchError
 from sft_play.files import write_atomic
 from sft_play.fingerprints import installed_versions
-from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
+from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import Machine, detect
 from sft_play.model.load import load_data
 from sft_play.plan import Plan

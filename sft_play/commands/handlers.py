@@ -238,8 +238,7 @@ def setup_accelerate(args: argparse.Namespace) -> int:
 
 def memory_check(args: argparse.Namespace) -> int:
     """Show the memory that is available to a run."""
-    from sft_play.launch.setup import memory_report
-    from sft_play.machine.gpus import detect
+    from sft_play.machine.gpus import detect, memory_report
     from sft_play.report.machine import memory_table
     from sft_play.runlog import console
 

@@ -6,7 +6,7 @@ from sft_play.commands.probe import probe_here
 from sft_play.commands.report import end_reported
 from sft_play.commands.train import final_places, next_commands, places, require_packages, train_here
 from sft_play.job import load_job_config, prepare_job
-from sft_play.launch.environment import RankEnvironment
+from sft_play.launch.ranks import RankEnvironment
 from sft_play.report.card import write_card
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import console, hold_run, open_run, quiet_libraries

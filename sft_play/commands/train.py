@@ -18,9 +18,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, OutOfMemory
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate import CPU_PROCESSES
-from sft_play.launch.environment import PLAN_VARIABLE, RankEnvironment
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes
+from sft_play.launch.ranks import PLAN_VARIABLE, RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
 from sft_play.machine.process import collector_off

@@ -12,10 +12,11 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch.beats import forget as forget_beats
 from sft_play.launch.default_config import stale_default_config
-from sft_play.launch.environment import PROCESSES_VARIABLE, REPORTS_VARIABLE
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes, interface_towards
 from sft_play.launch.ranks import (
+    PROCESSES_VARIABLE,
+    REPORTS_VARIABLE,
     SAVED,
     RankExit,
     clear_rank_exits,

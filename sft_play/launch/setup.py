@@ -1,14 +1,13 @@
-"""Writes accelerate's config for this machine, and reports its free memory."""
+"""Writes accelerate's config for this machine."""
 
 import subprocess
 import sys
-from typing import Any
 
 from sft_play.errors import LaunchError, StorageError
 from sft_play.files import write_atomic
 from sft_play.launch.accelerate import CONFIGS, CPU_PROCESSES
 from sft_play.launch.default_config import default_config_path
-from sft_play.machine.gpus import Gpu, Machine, detect
+from sft_play.machine.gpus import Machine, detect
 from sft_play.runlog import console
 
 
@@ -47,27 +46,3 @@ def default_config(machine: Machine) -> str:
             f"a config in {CONFIGS} has no num_processes; restore it with `git checkout -- {CONFIGS}`"
         )
     return text.replace(old, f"num_processes: {count or CPU_PROCESSES}")
-
-
-def memory_report(machine: Machine) -> dict[str, Any]:
-    """The output of `sft-play memory-check --json`: free, used and total memory, and by whom it is used."""
-    left = machine.ram_free_bytes
-    if machine.gpus:
-        known = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
-        left = min(known) if len(known) == len(machine.gpus) else None
-    return {
-        "gpus": [_gpu_report(gpu) for gpu in machine.gpus],
-        "ram_total_bytes": machine.host.ram_total_bytes,
-        "ram_free_bytes": machine.ram_free_bytes,
-        "left_per_process_bytes": left,
-    }
-
-
-def _gpu_report(gpu: Gpu) -> dict[str, Any]:
-    return {
-        "index": gpu.index,
-        "name": gpu.name,
-        "total_bytes": gpu.total_bytes,
-        "free_bytes": gpu.free_bytes,
-        "processes": [vars(process) for process in gpu.processes],
-    }

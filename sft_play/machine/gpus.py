@@ -272,3 +272,27 @@ def to_json(machine: Machine) -> dict[str, Any]:
     for gpu, entry in zip(machine.gpus, values["gpus"], strict=True):
         entry.update(bf16=gpu.bf16, fp16=gpu.fp16)
     return values
+
+
+def memory_report(machine: Machine) -> dict[str, Any]:
+    """The output of `sft-play memory-check --json`: free, used and total memory, and by whom it is used."""
+    left = machine.ram_free_bytes
+    if machine.gpus:
+        known = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+        left = min(known) if len(known) == len(machine.gpus) else None
+    return {
+        "gpus": [_gpu_report(gpu) for gpu in machine.gpus],
+        "ram_total_bytes": machine.host.ram_total_bytes,
+        "ram_free_bytes": machine.ram_free_bytes,
+        "left_per_process_bytes": left,
+    }
+
+
+def _gpu_report(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "name": gpu.name,
+        "total_bytes": gpu.total_bytes,
+        "free_bytes": gpu.free_bytes,
+        "processes": [vars(process) for process in gpu.processes],
+    }

@@ -13,7 +13,7 @@ from sft_play.data.chat import IGNORED
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
 from sft_play.job import Job
-from sft_play.launch.environment import SINGLE_PROCESS, RankEnvironment
+from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.manifest import files_in, hash_files, read_manifest, write_manifest
 from sft_play.model.load import load_model_config, load_tokenizer

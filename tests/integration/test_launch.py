@@ -31,7 +31,7 @@ from pathlib import Path
 from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.errors import SftPlayError
-from sft_play.launch.environment import RankEnvironment
+from sft_play.launch.ranks import RankEnvironment
 from sft_play.launch.ranks import finish_rank
 
 ranks = RankEnvironment.read()

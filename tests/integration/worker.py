@@ -17,8 +17,7 @@ die_with_parent()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
 
 from sft_play.job import Job  # noqa: E402
-from sft_play.launch.environment import RankEnvironment  # noqa: E402
-from sft_play.launch.ranks import finish_rank  # noqa: E402
+from sft_play.launch.ranks import RankEnvironment, finish_rank  # noqa: E402
 from sft_play.model import decomposition  # noqa: E402
 from sft_play.model.build import build_model  # noqa: E402
 from sft_play.runlog import quiet_libraries  # noqa: E402

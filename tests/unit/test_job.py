@@ -9,7 +9,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import LaunchError
 from sft_play.job import Job, agreed_plan, environment_of, job_digest
-from sft_play.launch.environment import RankEnvironment
+from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Memory
 from sft_play.runlog import RunDir

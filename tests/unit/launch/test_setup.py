@@ -1,15 +1,10 @@
-import dataclasses
-
 import pytest
 import yaml
-from rich.console import Console
 
 from sft_play.engines.registry import engine_of
 from sft_play.launch.default_config import default_config_path, stale_default_config
-from sft_play.launch.setup import default_config, memory_report, setup_accelerate
-from sft_play.machine.gpus import GpuProcess, Machine, detect_host, what_if
-from sft_play.report.machine import memory_table
-from sft_play.units import GIB
+from sft_play.launch.setup import default_config, setup_accelerate
+from sft_play.machine.gpus import Machine, detect_host, what_if
 
 CPU_ONLY = Machine(gpus=(), note="no driver", host=detect_host())
 
@@ -66,26 +61,3 @@ def test_where_there_is_no_such_file_there_is_nothing_to_tell(monkeypatch):
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert str(default_config_path()) == "/somewhere/huggingface/accelerate/default_config.yaml"
-
-
-def test_the_fullest_gpu_decides_what_is_left():
-    machine = what_if("H100", 2)
-    busy = dataclasses.replace(
-        machine.gpus[1], free_bytes=10 * GIB, processes=(GpuProcess(7, "python", 60 * GIB),)
-    )
-    machine = dataclasses.replace(machine, gpus=(machine.gpus[0], busy))
-    assert memory_report(machine)["left_per_process_bytes"] == 10 * GIB
-    console = Console(width=100, record=True)
-    console.print(memory_table(machine, 10 * GIB))
-    text = console.export_text()
-    assert "Available to a run: 10.00 GiB per GPU" in text and "7 python 60.00 GiB" in text
-
-
-def test_without_a_gpu_the_ram_is_what_is_left():
-    assert memory_report(CPU_ONLY)["left_per_process_bytes"] == CPU_ONLY.ram_free_bytes
-
-
-def test_memory_that_the_driver_does_not_tell_leaves_the_answer_open():
-    machine = what_if("H100")
-    machine = dataclasses.replace(machine, gpus=(dataclasses.replace(machine.gpus[0], free_bytes=None),))
-    assert memory_report(machine)["left_per_process_bytes"] is None

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from sft_play.errors import ConfigError
 from sft_play.machine import catalogue, gpus
-from sft_play.report.machine import gpu_info_table
-from sft_play.units import MIB
+from sft_play.machine.gpus import GpuProcess, Machine, detect_host, memory_report, what_if
+from sft_play.report.machine import gpu_info_table, memory_table
+from sft_play.units import GIB, MIB
 
 ENTRIES = yaml.safe_load(catalogue.SPECS_FILE.read_text())["gpus"]
 NUMBERS = ("memory_mib", "compute_capability", "bf16_tflops", "fp16_tflops", "bandwidth_gb_s", "link")
@@ -334,3 +335,25 @@ def test_machines_that_are_not_here_know_their_link_where_it_is_sourced():
     assert gpus.what_if("A10").gpus[0].link_gb_s is None
     links = yaml.safe_load(catalogue.SPECS_FILE.read_text())["links"]
     assert set(links["sources"]) == set(links) - {"sources"}
+
+
+def test_the_fullest_gpu_decides_what_is_left():
+    machine = what_if("H100", 2)
+    busy = replace(machine.gpus[1], free_bytes=10 * GIB, processes=(GpuProcess(7, "python", 60 * GIB),))
+    machine = replace(machine, gpus=(machine.gpus[0], busy))
+    assert memory_report(machine)["left_per_process_bytes"] == 10 * GIB
+    console = Console(width=100, record=True)
+    console.print(memory_table(machine, 10 * GIB))
+    text = console.export_text()
+    assert "Available to a run: 10.00 GiB per GPU" in text and "7 python 60.00 GiB" in text
+
+
+def test_without_a_gpu_the_ram_is_what_is_left():
+    machine = Machine(gpus=(), note="no driver", host=detect_host())
+    assert memory_report(machine)["left_per_process_bytes"] == machine.ram_free_bytes
+
+
+def test_memory_that_the_driver_does_not_tell_leaves_the_answer_open():
+    machine = what_if("H100")
+    machine = replace(machine, gpus=(replace(machine.gpus[0], free_bytes=None),))
+    assert memory_report(machine)["left_per_process_bytes"] is None

@@ -7,7 +7,7 @@ import pytest
 from torch import distributed
 
 from sft_play.config.schema import RunConfig
-from sft_play.launch.environment import SINGLE_PROCESS
+from sft_play.launch.ranks import SINGLE_PROCESS
 from sft_play.machine.gpus import detect
 from sft_play.planning.profiles import device_name, read_collectives
 from sft_play.train import exchange
