@@ -55,6 +55,7 @@ class Link:
         self._cause: RankExit | None = None  # the failure that ended the run
         self._closes_at, self._patience_s = math.inf, LOST_S
         self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._keep_up_to_date, daemon=True)
 
     def join(self) -> None:
         """Waits until all machines have joined.
@@ -63,20 +64,17 @@ class Link:
             LaunchError: the port is in use, a machine did not join in time, or the run has already begun.
             ConfigError: the machines were started with contradictory settings.
         """
-        server = None if self.nodes.rank else listen(self.nodes)
-        self._thread = threading.Thread(target=self._keep_up_to_date, args=[server], daemon=True)
         self._thread.start()
         awaited = "machine 0" if self.nodes.rank else "the other machines"
         console().print(
             f"  machine {self.nodes.rank} is waiting for {awaited} on {self._where}", highlight=False
         )
-        deadline = time.monotonic() + JOIN_TIMEOUT_S
-        while self.nodes.rank == 0 and (missing := self._missing()):
-            if time.monotonic() > deadline:
+        if self.nodes.rank == 0:
+            deadline = time.monotonic() + JOIN_TIMEOUT_S
+            self._wait_for(lambda: not self._missing() or time.monotonic() > deadline)
+            if missing := self._missing():
                 text = f"machine {', '.join(map(str, missing))} did not join within {JOIN_TIMEOUT_S:.0f} s"
                 raise LaunchError(f"{text}; run the same command there with its own RANK")
-            time.sleep(POLL_S)
-        if self.nodes.rank == 0:
             self._publish(started=True)
         self._wait_for(self._has_started)
 
@@ -168,12 +166,9 @@ class Link:
         text += ": its launcher was killed, or the machine or its network failed"
         return RankExit(0, LaunchError.exit_code, text)
 
-    def _keep_up_to_date(self, server: socket.socket | None) -> None:
+    def _keep_up_to_date(self) -> None:
         try:
-            if server is None:
-                wait_until_reached(self.nodes, JOIN_TIMEOUT_S)
-            self._changed_at[self.nodes.rank] = time.monotonic()
-            store = self._open(server)
+            store = self._open()
             while not self._is_over():
                 self._exchange(store)
                 self._wake.wait(BEAT_S)
@@ -183,15 +178,19 @@ class Link:
         except Exception:  # noqa: BLE001 - of torch, or of an entry that is not ours
             self._cause = self._cause or self._lost(0)
 
-    def _open(self, server: socket.socket | None) -> "TCPStore":
+    def _open(self) -> "TCPStore":
         """The store, with the entry of this machine.
 
         Raises:
             ConfigError: machine 0 was started with another number of machines.
-            LaunchError: the run has begun.
+            LaunchError: the port is in use, machine 0 cannot be reached, or the run has begun.
         """
         from torch.distributed import TCPStore
 
+        server = None if self.nodes.rank else listen(self.nodes)
+        if server is None:
+            wait_until_reached(self.nodes, JOIN_TIMEOUT_S)  # torch would print a stack at each attempt
+        self._changed_at[self.nodes.rank] = time.monotonic()
         store = TCPStore(
             self.nodes.main_address,
             self.nodes.main_port,

@@ -208,9 +208,9 @@ def test_a_stranger_disturbs_nobody(links, pool, port):
 def test_a_port_in_use_and_an_address_of_another_machine_are_said(port):
     with socket.create_server((LOOPBACK, port)):
         with pytest.raises(LaunchError, match=f"port {port} of this machine is in use.*MASTER_PORT"):
-            Link(Nodes(3, 0, LOOPBACK, port)).join()
+            joined(0, port)
     with pytest.raises(ConfigError, match="MASTER_ADDR=192.0.2.1 is not an address of this machine"):
-        Link(Nodes(2, 0, "192.0.2.1", port)).join()
+        joined(0, port, 2, "192.0.2.1")
 
 
 def test_machines_that_do_not_come_are_named(monkeypatch, port):
