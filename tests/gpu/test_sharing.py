@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sft_play.cache import write_value
 from sft_play.job import load_job_config, prepare_job
 from sft_play.model.loss_head import token_loss
 from sft_play.sizing.guard import LEAST_BYTES
@@ -68,10 +69,8 @@ def test_a_plan_that_is_too_large_gives_way_to_a_smaller_one(device, config):
     """The stored correction promises that the largest micro-batch fits: on a GPU, memory really runs out."""
     job = prepare_job(load_job_config(config, list(LARGE_BATCH)), processes=1, progress=False)
     whole = job.plan.memory
-    path = correction_path(job, job.plan)
-    path.parent.mkdir(parents=True, exist_ok=True)
     phases = ("forward", "backward", "optimizer", "evaluation", "reserved")
-    path.write_text(json.dumps({"ratios": dict.fromkeys(phases, 0.05)}))
+    write_value(correction_path(job, job.plan), {"ratios": dict.fromkeys(phases, 0.05)})
     limit, environment_ = [], settings(device)
     if device.type == "cuda":
         share = SHARE * whole.peak_bytes / torch.cuda.get_device_properties(device).total_memory

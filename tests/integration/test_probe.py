@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_play.cache import write_value
 from sft_play.errors import DoesNotFitError
 from sft_play.job import load_job_config, prepare_job
 from sft_play.machine.gpus import detect
@@ -29,6 +30,8 @@ from tests.integration.cli import make_workspace, sft
 from tests.integration.jobs import losses, make_job
 
 ROWS = token_rows(96, longest=64)
+# a record of corrections that are too low
+TOO_LOW = {"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), 0.05)}
 
 
 def proven(job):
@@ -98,11 +101,7 @@ def test_a_run_with_a_probe_is_the_run_without_one_bit_for_bit(tiny_model, tmp_p
 def overconfident(job, share: float):
     """A job planned with a correction that is too low and `share` of the largest plan's peak."""
     whole = sized(job)
-    path = correction_path(whole, whole.plan)
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        json.dumps({"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), 0.05)})
-    )
+    write_value(correction_path(whole, whole.plan), TOO_LOW)
     return sized(job, budget_bytes=int(share * whole.plan.memory.peak_bytes)), whole
 
 
@@ -174,11 +173,7 @@ def test_two_processes_agree_on_a_smaller_plan(tiny_model, tmp_path):
     ]
     words.append("parallel.engine=ddp")
     job = prepare_job(load_job_config(config, words), processes=2, progress=False)
-    path = correction_path(job, job.plan)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), 0.05)})
-    )
+    write_value(correction_path(job, job.plan), TOO_LOW)
     allowed = (LEAST_BYTES + 0.85 * job.plan.memory.peak_bytes) / GIB
     done = sft(
         "probe", "--json", "--processes", "2", "--config", config, *words, f"parallel.memory_gib={allowed}"
@@ -196,11 +191,7 @@ def test_search_leaves_out_what_the_first_probe_showed_not_to_fit(tiny_model, tm
     job = make_job(tiny_model, tmp_path, "search", rows=ROWS, probe="search", gradient_checkpointing=False)
     whole = sized(job)
     smallest = sized(job, accept=lambda plan: plan.micro_batch_size == 2)
-    path = correction_path(whole, whole.plan)
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        json.dumps({"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), 0.05)})
-    )
+    write_value(correction_path(whole, whole.plan), TOO_LOW)
     row = {
         "gradient_accumulation_steps": 1,
         "relative_speed": 1.1,
