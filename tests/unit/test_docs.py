@@ -77,6 +77,21 @@ def test_every_setting_that_a_page_names_exists():
     assert not unknown, "\n".join(unknown)
 
 
+def test_the_tour_names_everything_at_the_top_of_the_package():
+    tour = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text()
+        .partition("## Codebase tour")[2]
+        .partition("In reading order")[0]
+    )
+    rows = re.findall(r"^\| (`[^|]+) \|", tour, re.MULTILINE)
+    named = sorted(name.strip("/") for row in rows[1:] for name in re.findall(r"`([^`]+)`", row))
+    package = ROOT / "sft_play"
+    folders = [path.parent.name for path in package.glob("*/__init__.py")]
+    files = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
+    assert named == sorted([*folders, *files])
+
+
 def sources(kind: str) -> list[Path]:
     """The files of this kind that are ours, without the results of benchmarks."""
     folders = ("sft_play", "scripts", "tests", "benchmarks", "configs")
