@@ -28,6 +28,7 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
+from sft_play.report.reasons import sentence
 from sft_play.runlog import console
 from sft_play.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
@@ -299,7 +300,7 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         bf16=all(gpu.bf16 for gpu in machine.gpus),  # without a GPU: PyTorch supports bf16 on any CPU
     )
     try:
-        yield Finding(OK, "method", choose_precision(config, device)[2])
+        yield Finding(OK, "method", sentence(choose_precision(config, device)[1]))
     except ConfigError as error:
         yield Finding(
             ERROR, "method", str(error), "set train.mixed_precision=auto to use what the device supports"

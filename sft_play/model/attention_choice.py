@@ -12,6 +12,8 @@ from transformers.utils import import_utils
 
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import ATTENTIONS, NAME, Attention, Capability, within
+from sft_play.reasons import Padded
+from sft_play.report.reasons import padding_cause
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -152,10 +154,10 @@ def _require_runnable(asked: str, device: str, capability: Capability | None) ->
         )
 
 
-def joins_rows(
+def why_padded(
     packing: bool, padding_free: bool | str, architecture: PretrainedConfig, attention_name: str
-) -> tuple[bool, list[str]]:
-    """Whether rows can be joined end to end without seeing each other, and if not, the reason.
+) -> Padded | None:
+    """Why rows are padded; None if they can be joined end to end without seeing each other.
 
     Attention must know the boundaries of sequences: ours and FlashAttention do; masks would cost the square
     of all tokens. Layers that carry a state from token to token (Mamba, linear attention, convolutions) would
@@ -170,33 +172,29 @@ def joins_rows(
     Raises:
         ConfigError: train.packing or train.padding_free asks for what the layers cannot do.
     """
-    asked = "train.packing=true" if packing else f"train.padding_free={padding_free}"
-    if asked == "train.padding_free=False":
-        return False, ["rows are padded because train.padding_free=false"]
+    if padding_free is False and not packing:
+        return Padded("config")
     mixes = _why_rows_mix(architecture)
-    if asked != "train.padding_free=auto":
+    if packing or padding_free != "auto":
         if mixes:
+            asked = "train.packing=true" if packing else "train.padding_free=true"
             remedy = "train.packing=false" if packing else "train.padding_free=auto"
             raise ConfigError(
-                f"{asked.lower()} joins rows end to end, but {mixes}; set {remedy}, which pads them"
+                f"{asked} joins rows end to end, but {padding_cause(mixes)}; set {remedy}, which pads them"
             )
-        return True, []
-    if mixes:
-        return False, [f"rows are padded: {mixes}"]
-    if not ATTENTIONS[attention_name].boundaries:
-        return False, [f"rows are padded: {attention_name} attention does not support row boundaries"]
-    return True, []
+        return None
+    return mixes or (None if ATTENTIONS[attention_name].boundaries else Padded("attention", attention_name))
 
 
-def _why_rows_mix(architecture: PretrainedConfig) -> str | None:
+def _why_rows_mix(architecture: PretrainedConfig) -> Padded | None:
     """Why joined rows would see each other, whatever the attention; None if they would not."""
     model_class = _class_of(architecture)
     if model_class is not None and (
         not model_class._supports_attention_backend or _layers_keep_boundaries_back(architecture)
     ):
-        return f"{model_class.__name__} passes no row boundaries to its attention"
+        return Padded("boundaries", model_class.__name__)
     others = set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS
-    return f"layers of type {', '.join(sorted(others))} would mix them" if others else None
+    return Padded("layers", ", ".join(sorted(others))) if others else None
 
 
 def _layers_keep_boundaries_back(config: PretrainedConfig) -> bool:

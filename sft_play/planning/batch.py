@@ -9,6 +9,7 @@ from sft_play.config.schema import TrainConfig
 from sft_play.data.batching import pack
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
+from sft_play.reasons import LearningRate
 from sft_play.units import counted
 
 DEFAULT_EFFECTIVE_ROWS = 16
@@ -139,16 +140,11 @@ def learning_rates(train: TrainConfig, effective: int, reference: int) -> dict[s
     return {"none": rate, "sqrt": rate * ratio**0.5, "linear": rate * ratio}
 
 
-def scaled_learning_rate(train: TrainConfig, effective: int) -> tuple[float, str]:
-    """The learning rate at this effective batch, and the reason."""
-    if train.lr_scaling == "none" or train.reference_batch_size is None:
-        return train.learning_rate, f"learning rate {train.learning_rate:g} as given, not scaled"
-    rate = learning_rates(train, effective, train.reference_batch_size)[train.lr_scaling]
-    factor = rate / train.learning_rate
-    return rate, (
-        f"learning rate {train.learning_rate:g} x {factor:.3g} = {rate:.3g}: {train.lr_scaling} scaling from "
-        f"batch {train.reference_batch_size} to {effective}"
-    )
+def scaled_learning_rate(train: TrainConfig, effective: int) -> LearningRate:
+    """The learning rate at this effective batch."""
+    given, reference, rule = train.learning_rate, train.reference_batch_size, train.lr_scaling
+    used = given if reference is None else learning_rates(train, effective, reference)[rule]
+    return LearningRate(given=given, used=used, rule=rule, reference=reference, effective=effective)
 
 
 def count_steps(train: TrainConfig, rows: int, rows_per_step: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Device
 from sft_play.planning.clock import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
+from sft_play.reasons import Assumed, GuardKept, MemoryLimit, PredictionErrors, Reason, UnknownCapability
 from sft_play.sizing import memory
 from sft_play.sizing.corrections import read_overhead
 from sft_play.sizing.guard import known_errors
@@ -108,41 +109,30 @@ def has_expandable_segments(environment: Mapping[str, str]) -> bool:
     return not own or any("expandable_segments:true" in setting.lower() for setting in own)
 
 
-def memory_notes(
+def memory_reasons(
     config: RunConfig, machine: Machine, processes: int, budget: memory.DeviceBudget
-) -> list[str]:
-    """Sentences that explain the budget."""
-    notes, asked = [], config.parallel.memory_gib
+) -> list[Reason]:
+    """Where the budget comes from."""
+    found: list[Reason] = []
+    asked = config.parallel.memory_gib
     if asked != "auto":
         usable = memory_of_a_process(config, machine, processes) or 0
-        less = f", but only {format_bytes(usable)} are free" if usable < int(asked * GIB) else ""
-        notes.append(f"each process may use {asked:g} GiB (parallel.memory_gib){less}")
-    notes.append(f"guard {format_bytes(budget.guard.bytes)}: {budget.guard.why}")
+        found.append(MemoryLimit(asked, usable if usable < int(asked * GIB) else None))
+    found.append(GuardKept(budget.guard.bytes, budget.guard.why))
     if budget.assumed:
-        notes.append(f"assumed, not measured: {' and '.join(budget.assumed)} of each process")
+        found.append(Assumed(tuple(budget.assumed)))
     if machine.gpus:
-        notes.append(_error_note(training_device(machine).compute_capability, config.tuning.mode == "qlora"))
-    return notes
+        found.append(_errors(training_device(machine).compute_capability, config.tuning.mode == "qlora"))
+    return found
 
 
-def _error_note(capability: tuple[int, int] | None, quantized: bool) -> str:
+def _errors(capability: tuple[int, int] | None, quantized: bool) -> Reason:
     """What is known of the errors of predictions on such a GPU."""
     if capability is None:
-        major, minor = ASSUMED_CAPABILITY
-        return f"the GPU's compute capability is unknown; assumed: the kernels of {major}.{minor}"
-    name, weights = f"{capability[0]}.{capability[1]}", "4-bit" if quantized else "16-bit"
+        return UnknownCapability(ASSUMED_CAPABILITY)
     known = known_errors(capability, quantized)
     if known is None:
-        return f"no measurements on compute capability {name} are published: errors there are unknown"
+        return PredictionErrors(capability, quantized, 0, ())
     ranges = {"allocated": known.allocated, "reserved": known.reserved, "process": known.process}
-    errors = (f"{what} {_range(*one)}" for what, one in ranges.items() if one)
-    runs = counted(known.runs, "published run")
-    return (
-        f"errors in {runs} with {weights} weights and fixed segments on compute capability {name}: "
-        f"{', '.join(errors)}"
-    )
-
-
-def _range(lowest: float, highest: float) -> str:
-    text = f"{lowest:+.2%}"
-    return text if lowest == highest else f"{text} to {highest:+.2%}"
+    errors = tuple((what, one) for what, one in ranges.items() if one)
+    return PredictionErrors(capability, quantized, known.runs, errors)

@@ -10,14 +10,15 @@ from sft_play.engines.registry import engine_of, engines_for
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
+from sft_play.reasons import Precision, Reason
 from sft_play.units import AUTOCAST
 
 # (split, optimizer steps of the run) -> the most tokens, and the most supervised tokens, of a micro-batch
 LargestMicroBatch = Callable[[BatchSplit, int], tuple[int, int]]
 
 
-def choose_precision(config: RunConfig, device: Device) -> tuple[str, str, str]:
-    """The dtype of the weights, the autocast type, and the reason.
+def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]:
+    """The dtype of the weights, and the autocast type.
 
     Raises:
         ConfigError: the config sets a precision that the device or the tuning mode does not support.
@@ -32,28 +33,32 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, str, str]:
         raise ConfigError(
             "train.mixed_precision=fp16: fp16 training is not supported on the CPU; use auto, bf16 or no"
         )
-    precision, reason = _autocast(asked, device)
+    autocast = _autocast(asked, device)
     chosen: str = dtype
     if dtype == "auto" and (device.kind == "cpu" or config.tuning.mode == "full"):
         chosen = "float32"
     elif dtype == "auto":
-        chosen = AUTOCAST.get(precision, "float32")
+        chosen = AUTOCAST.get(autocast.precision, "float32")
     if config.tuning.mode == "full" and chosen == "float16":
         raise ConfigError(
             "model.dtype=float16 with tuning.mode=full: small weight updates are lost in fp16; "
             "use float32 or bfloat16"
         )
-    return chosen, precision, reason
+    return chosen, autocast
 
 
-def _autocast(asked: str, device: Device) -> tuple[str, str]:
-    """The autocast type and the reason."""
+def _autocast(asked: str, device: Device) -> Precision:
     if asked != "auto":
-        return asked, f"{asked} autocast, as set in the config"
+        return Precision(asked, "config", device.name)
     if device.kind == "cpu":
-        return "no", "fp32 on the CPU"
-    precision = "bf16" if device.bf16 else "fp16"
-    return precision, f"{precision} autocast, which {device.name} supports"
+        return Precision("no", "cpu", device.name)
+    return Precision("bf16" if device.bf16 else "fp16", "device", device.name)
+
+
+def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
+    """What all drafts of a run share: the precision and the learning rate."""
+    rate = scaled_learning_rate(config.train, draft.effective_batch_size)
+    return [choose_precision(config, device)[1], rate]
 
 
 def require_possible(config: RunConfig, device: Device) -> None:
@@ -109,9 +114,9 @@ def draft_plans(
     require_possible(config, device)
     train = config.train
     unit = max_seq_len if train.packing else 1
-    dtype, precision, precision_reason = choose_precision(config, device)
+    dtype, autocast = choose_precision(config, device)
     splits = batch_choices(train, world_size, max_seq_len if train.packing else None)
-    rate, rate_reason = scaled_learning_rate(train, splits[0].effective * unit)
+    rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
     checkpointing = [train.gradient_checkpointing is True]
     if train.gradient_checkpointing == "auto":
@@ -123,7 +128,7 @@ def draft_plans(
         max_seq_len=max_seq_len,
         packing=train.packing,
         padding_free=padding_free,
-        mixed_precision=precision,
+        mixed_precision=autocast.precision,
         dtype=dtype,
         attention=attention,
         learning_rate=rate,
@@ -131,7 +136,6 @@ def draft_plans(
         total_steps=total,
         device=device.kind,
         compute_capability=device.compute_capability,
-        why=(precision_reason, rate_reason),
     )
     return [
         _draft(split, unit, tokens[split], engine=engine.name, gradient_checkpointing=recompute, **shared)

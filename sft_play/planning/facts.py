@@ -22,6 +22,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
+from sft_play.reasons import AssumedRows, Reason
 from sft_play.runlog import console
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -231,9 +232,6 @@ def _data_key(config: RunConfig) -> tuple[str, ...] | None:
     return model, config.data.model_dump_json(), str(config.train.seed), template, *digests
 
 
-def assumptions(facts: DataFacts) -> list[str]:
+def assumptions(facts: DataFacts) -> list[Reason]:
     """What a plan assumes about the data."""
-    if facts.seen:
-        return []
-    rows = f"planned for {len(facts.lengths):,} rows of {facts.longest_row:,} tokens"
-    return [f"no training rows found: {rows}, with loss on every token"]
+    return [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]

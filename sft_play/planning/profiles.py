@@ -107,9 +107,9 @@ def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
     Raises:
         ConfigError: the config sets a precision that the device does not support.
     """
-    dtype, autocast, _ = choose_precision(config, training_device(machine))
+    dtype, autocast = choose_precision(config, training_device(machine))
     try:
-        saved_profile(machine, processes, sixteen_bit=dtype == BF16 or autocast == "bf16")
+        saved_profile(machine, processes, sixteen_bit=dtype == BF16 or autocast.precision == "bf16")
     except LaunchError as error:
         console().print(f"  [yellow]{error}[/]")
 

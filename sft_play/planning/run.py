@@ -2,31 +2,42 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
-from sft_play.plan import Device, Plan
-from sft_play.planning.devices import memory_device, memory_notes, training_device
-from sft_play.planning.drafts import draft_plans
+from sft_play.plan import Device, Estimator, Memory, Plan
+from sft_play.planning.devices import memory_device, memory_reasons, training_device
+from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts, assumptions
-from sft_play.planning.methods import method_notes
+from sft_play.planning.methods import method_reasons
 from sft_play.planning.search import choose_plan
-from sft_play.planning.timing import plan_clock, profile_notes
+from sft_play.planning.timing import plan_clock, profile_reasons
+from sft_play.reasons import (
+    AttentionKernel,
+    FourBitBase,
+    NewTokens,
+    Padded,
+    Reason,
+    TrainedWhole,
+    UnknownFreeMemory,
+    Untraceable,
+)
+from sft_play.report.reasons import sentences
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.corrections import (
     corrected_clock,
     corrected_estimator,
-    correction_sentence,
-    ran_out_sentence,
+    correction_reason,
+    ran_out_reason,
     read_ran_out,
     read_ratios,
     record_path,
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
+from sft_play.sizing.memory import DeviceBudget
 from sft_play.sizing.step import StepSpec
 
 
@@ -58,49 +69,93 @@ def plan_run(
         DoesNotFitError: nothing fits.
     """
     device, architecture = training_device(machine), Architecture.of(model_config)
-    drafts, padding = allowed_plans(config, architecture, facts, device, processes)
+    drafts, about_rows = allowed_plans(config, architecture, facts, device, processes)
     drafts = [draft for draft in drafts if accept(draft)]
     if not drafts:
         raise DoesNotFitError("the config allows no other plan")
-    notes = [*_trained_besides(config, architecture), *padding, *assumptions(facts)]
-    budget = memory_device(config, machine, processes)
-    if budget is None:
-        plan = choose_plan(config, drafts, None, None)
-        return replace(plan, why=(*plan.why, f"free memory of {device.name} is unknown", *notes))
-    if budget_bytes is not None:
-        budget = replace(budget, budget_bytes=budget_bytes)
-    notes += memory_notes(config, machine, processes, budget)
-    notes += profile_notes(machine, processes)
+    besides = [*_trained_besides(config, architecture), *about_rows, *assumptions(facts)]
 
     def record(run: RunConfig, plan: Plan) -> Path:
         return record_path(architecture.text, device.name, run, plan)
 
-    try:
-        memory_of = corrected_estimator(estimator(architecture, budget, facts.eval_shape), record)
-        predicted = plan_clock(architecture, facts, machine, processes)
-        time_of = corrected_clock(predicted, record, facts.tokens_per_process)
-        plan = choose_plan(config, drafts, memory_of, time_of, explain=explain)
-    except UntraceableModel as error:
-        plan = choose_plan(config, drafts, None, None)
-        return replace(plan, why=(*plan.why, str(error).splitlines()[0], *notes))
+    found: list[Reason]
+    usual = memory_device(config, machine, processes)
+    if usual is None:
+        plan, why = choose_plan(config, drafts, None, None)
+        found = [UnknownFreeMemory(device.name)]
+    else:
+        budget = usual if budget_bytes is None else replace(usual, budget_bytes=budget_bytes)
+        besides += memory_reasons(config, machine, processes, budget)
+        besides += profile_reasons(machine, processes)
+        estimate = _estimator(config, architecture, facts, machine, processes, budget)
+        seconds = plan_clock(architecture, facts, machine, processes)
+        memory_of = corrected_estimator(estimate, record)
+        time_of = corrected_clock(seconds, record, facts.tokens_per_process)
+        try:
+            plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain)
+            found = _about_the_step(config, plan, architecture, facts, record(config, plan))
+        except UntraceableModel as error:
+            plan, why = choose_plan(config, drafts, None, None)
+            found = [Untraceable(str(error).splitlines()[0])]
+    return replace(plan, why=sentences([*why, *draft_reasons(config, device, plan), *found, *besides]))
+
+
+def _estimator(
+    config: RunConfig,
+    architecture: Architecture,
+    facts: DataFacts,
+    machine: Machine,
+    processes: int,
+    budget: DeviceBudget,
+) -> Estimator:
+    """Predicts the memory of plans of a run, and of the same run in another mode or on more processes.
+
+    These have a budget of their own: more processes need communicators, or share the RAM, and 4-bit weights
+    may need a larger guard. `budget` is that of the run as it is.
+    """
+    usual = memory_device(config, machine, processes)
+    assert usual
+    given = budget.budget_bytes - usual.budget_bytes
+    known = {(config.tuning.mode == "qlora", processes): estimator(architecture, budget, facts.eval_shape)}
+
+    def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
+        kind = run.tuning.mode == "qlora", plan.world_size
+        if kind not in known:
+            other = memory_device(run, machine, plan.world_size)
+            assert other
+            other = replace(other, budget_bytes=other.budget_bytes + given)
+            known[kind] = estimator(architecture, other, facts.eval_shape)
+        return known[kind](run, plan, complete=complete)
+
+    return estimate
+
+
+def _about_the_step(
+    config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Path
+) -> list[Reason]:
+    """The kernel of attention, the methods, and what earlier runs have shown."""
     assert plan.memory
-    path = record(config, plan)
-    correction = correction_sentence(read_ratios(path), plan.memory.peak_phase)
-    correction += ran_out_sentence(read_ran_out(path), plan, plan.memory)
     kernel = architecture.ask(questions.attention_kernel, StepSpec.of(config, plan))
-    methods = method_notes(config, plan, partial(_trained_elements, config, plan, architecture, facts))
-    return replace(plan, why=(*plan.why, *([kernel] if kernel else []), *methods, *correction, *notes))
+
+    def trained_elements() -> int:
+        work = work_of_plans(architecture, facts.eval_shape)
+        return work(config, plan, plan.micro_batch_tokens).trained_elements
+
+    return [
+        *([AttentionKernel(*kernel)] if kernel else []),
+        *method_reasons(config, plan, trained_elements),
+        *correction_reason(read_ratios(record), plan.memory.peak_phase),
+        *ran_out_reason(read_ran_out(record), plan, plan.memory),
+    ]
 
 
-def _trained_elements(config: RunConfig, plan: Plan, model_config: AnyArchitecture, facts: DataFacts) -> int:
-    work = work_of_plans(model_config, facts.eval_shape)
-    return work(config, plan, plan.micro_batch_tokens).trained_elements
-
-
-def _trained_besides(config: RunConfig, architecture: Architecture) -> list[str]:
+def _trained_besides(config: RunConfig, architecture: Architecture) -> list[Reason]:
     tokens = len(config.model.new_tokens)
     modules = config.tuning.lora.modules_to_save if config.tuning.mode != "full" else ()
-    return architecture.ask(questions.trained_besides, tokens, modules) if tokens or modules else []
+    if not tokens and not modules:
+        return []
+    rows, whole = architecture.ask(questions.trained_besides, tokens, modules)
+    return [*([NewTokens(*rows)] if rows else []), *([TrainedWhole(*whole)] if whole else [])]
 
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:
@@ -112,18 +167,17 @@ def _attention(config: RunConfig, architecture: Architecture, device: Device) ->
 
 def allowed_plans(
     config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, device: Device, processes: int
-) -> tuple[list[Plan], list[str]]:
-    """Every plan that the config allows, before memory is estimated, and notes, as on padded rows.
+) -> tuple[list[Plan], list[Reason]]:
+    """Every plan that the config allows, before memory is estimated, and what is known of rows and weights.
 
     Raises:
         ConfigError: settings contradict each other, the model or the device.
     """
     architecture, train = Architecture.of(model_config), config.train
-    packed = [architecture.ask(questions.packable)] if config.tuning.mode == "qlora" else []
+    quantized = config.tuning.mode == "qlora"
+    packed = [FourBitBase(*architecture.ask(questions.packable))] if quantized else []
     attention = _attention(config, architecture, device)
-    padding_free, reason = architecture.ask(
-        questions.joined_rows, train.packing, train.padding_free, attention
-    )
+    padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
     hidden_size = architecture.ask(questions.hidden_size)
     drafts = draft_plans(
         config,
@@ -132,7 +186,8 @@ def allowed_plans(
         rows=facts.rows,
         max_seq_len=facts.longest_row,
         attention=attention,
-        padding_free=padding_free,
-        largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, padding_free),
+        padding_free=not padded,
+        largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
-    return [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts], [*packed, *reason]
+    drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
+    return drafts, [*packed, *([Padded(*padded)] if padded else [])]

@@ -20,17 +20,26 @@ smallest one fit.
 Pure: memory and time are functions, so traced, measured and made-up numbers are interchangeable.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
-from sft_play.engines.registry import distributed_engines, engine_of
-from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.engines.registry import engine_of
+from sft_play.errors import DoesNotFitError
 from sft_play.plan import Clock, Estimator, Plan
-from sft_play.planning.sentences import batch_sentence, dealing_sentence
-from sft_play.units import AUTOCAST, format_bytes
+from sft_play.planning.advice import helpful_changes
+from sft_play.reasons import (
+    Activations,
+    Dealing,
+    EffectiveBatch,
+    EngineChoice,
+    MicroBatch,
+    Misfit,
+    OtherKind,
+    Reason,
+    Unsized,
+)
+from sft_play.report.reasons import misfit_text
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
@@ -43,8 +52,8 @@ def choose_plan(
     clock: Clock | None,
     *,
     explain: bool = True,
-) -> Plan:
-    """The plan to run.
+) -> tuple[Plan, list[Reason]]:
+    """The plan to run, and why.
 
     Args:
         config: the run's config.
@@ -69,15 +78,13 @@ def choose_plan(
             break
     else:
         smallest = min(sized, key=_needed)
-        raise DoesNotFitError(explain_misfit(config, smallest, estimate) if explain else _misfit(smallest))
+        changes = helpful_changes(config, smallest, estimate) if explain else ()
+        raise DoesNotFitError(misfit_text(Misfit(smallest, changes), explain=explain))
     if explain:
         sized += _recomputed(config, chosen, drafts, sized, estimate)
-    return replace(
-        chosen,
-        step_seconds=seconds,
-        why=_reasons(config, chosen, sized, seconds),
-        alternatives=_alternative_rows(config, chosen, sized, clock),
-    )
+    alternatives = _alternative_rows(config, chosen, sized, clock)
+    why = _reasons(config, chosen, sized, seconds)
+    return replace(chosen, step_seconds=seconds, alternatives=alternatives), why
 
 
 def _fitting(sized: list[Plan]) -> list[Plan]:
@@ -163,11 +170,9 @@ def _best_without_memory_limit(
     return best if seconds and (larger_is_slower or largest) and not could_keep else None
 
 
-def _without_estimate(drafts: list[Plan]) -> Plan:
-    reason = "the smallest micro-batch, since this model's memory cannot be predicted"
-    if len({draft.micro_batch_size for draft in drafts}) == 1:
-        reason = "micro-batch as set in the config"
-    return replace(drafts[0], why=(batch_sentence(drafts[0]), reason, *drafts[0].why))
+def _without_estimate(drafts: list[Plan]) -> tuple[Plan, list[Reason]]:
+    given = len({draft.micro_batch_size for draft in drafts}) == 1
+    return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given)]
 
 
 def _pick_fastest(config: RunConfig, fitting: list[Plan], clock: Clock | None) -> tuple[Plan, float | None]:
@@ -194,38 +199,37 @@ def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
     return engine_of(plan.engine).trades_speed and any(_same_split(plan, other) for other in others)
 
 
-def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> tuple[str, ...]:
+def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> list[Reason]:
     fitting = _fitting(sized)
-    return (
-        batch_sentence(chosen),
-        dealing_sentence(chosen),
-        _micro_batch_reason(chosen, sized, seconds),
-        _checkpointing_reason(config, chosen, fitting),
-        *([engine_sentence(chosen, fitting)] if chosen.world_size > 1 else []),
-        *chosen.why,
-    )
+    return [
+        EffectiveBatch(chosen),
+        Dealing(chosen),
+        _why_no_larger(chosen, sized, seconds),
+        _why_recomputed(config, chosen, fitting),
+        *([_why_engine(chosen, fitting)] if chosen.world_size > 1 else []),
+    ]
 
 
-def _micro_batch_reason(chosen: Plan, sized: list[Plan], seconds: float | None) -> str:
+def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> MicroBatch:
     """Why not a larger micro-batch; of the chosen kind, unless only others have one that fits."""
-    name = f"micro-batch {chosen.micro_batch_size:,}"
+    reason = MicroBatch(size=chosen.micro_batch_size, timed=bool(seconds))
     larger = [p for p in sized if p.gradient_accumulation_steps < chosen.gradient_accumulation_steps]
     alike = [plan for plan in larger if _kind(plan) == _kind(chosen)]
-    verdict = "predicted to be slower" if seconds else "not faster"
     if fitting := _fitting(alike):
-        return f"{name}: up to {_most(fitting):,} would fit, which is {verdict}"
+        return replace(reason, fits=max(map(_size, fitting)))
     if chosen.gradient_accumulation_steps == 1:
-        return f"{name}: all rows of a step at once"
-    reason = f"{name}: the largest that the config allows"
+        return replace(reason, whole_step=True)
     if alike:
-        next_larger = min(alike, key=lambda plan: plan.micro_batch_size)
-        seen = next_larger.memory and next_larger.memory.ran_out
-        shown = ", as an earlier run has shown" if seen else ""
-        reason = f"{name}: {next_larger.micro_batch_size:,} would not fit{shown}"
+        following = min(alike, key=_size)
+        ran_out = following.memory is not None and following.memory.ran_out
+        reason = replace(reason, misfit=following.micro_batch_size, ran_out=ran_out)
     if fitting := _fitting(larger):
-        how = _difference(max(fitting, key=lambda plan: plan.micro_batch_size), chosen)
-        reason += f"; {how}, up to {_most(fitting):,} would, which is {verdict}"
+        reason = replace(reason, other=_other_kind(max(fitting, key=_size), chosen))
     return reason
+
+
+def _size(plan: Plan) -> int:
+    return plan.micro_batch_size
 
 
 def _kind(plan: Plan) -> tuple[str, bool]:
@@ -233,42 +237,38 @@ def _kind(plan: Plan) -> tuple[str, bool]:
     return plan.engine, plan.gradient_checkpointing
 
 
-def _most(plans: list[Plan]) -> int:
-    return max(plan.micro_batch_size for plan in plans)
+def _other_kind(plan: Plan, chosen: Plan) -> OtherKind:
+    recompute = plan.gradient_checkpointing
+    return OtherKind(
+        size=plan.micro_batch_size,
+        engine=engine_of(plan.engine).label if plan.engine != chosen.engine else None,
+        recompute=recompute if recompute != chosen.gradient_checkpointing else None,
+    )
 
 
-def _difference(other: Plan, chosen: Plan) -> str:
-    """How the kind of a plan differs from that of the chosen one."""
-    engine = f"with {engine_of(other.engine).label}" if other.engine != chosen.engine else ""
-    activations = "recomputed" if other.gradient_checkpointing else "kept"
-    same = other.gradient_checkpointing == chosen.gradient_checkpointing
-    return " and ".join(part for part in (engine, "" if same else f"with activations {activations}") if part)
-
-
-def _checkpointing_reason(config: RunConfig, chosen: Plan, fitting: list[Plan]) -> str:
+def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan]) -> Activations:
     if config.train.gradient_checkpointing != "auto":
-        state = "on" if chosen.gradient_checkpointing else "off"
-        return f"gradient checkpointing {state}, as set in the config"
+        return Activations(chosen.gradient_checkpointing, "config")
     if not chosen.gradient_checkpointing:
-        return "gradient checkpointing off: activations fit, and recomputing them costs a third more compute"
-    if all(plan.gradient_checkpointing for plan in fitting):
-        return "gradient checkpointing on: stored activations would exceed the budget"
-    return "gradient checkpointing on: predicted to be faster, since larger micro-batches fit"
+        return Activations(False, "fit")
+    return Activations(True, "exceed" if all(plan.gradient_checkpointing for plan in fitting) else "faster")
 
 
-def engine_sentence(chosen: Plan, sized: Iterable[Plan]) -> str:
-    """What the engine does for the memory of this run, compared with the best other engine that was sized."""
+def _why_engine(chosen: Plan, fitting: list[Plan]) -> EngineChoice:
+    """What the engine does for the memory of this run, compared with the best other engine that fits."""
     engine = engine_of(chosen.engine)
-    choice = f"{engine.label} over {chosen.world_size} processes"
-    others = [plan for plan in sized if plan.engine != chosen.engine and _same_split(plan, chosen)]
+    reason = EngineChoice(
+        engine=engine.label,
+        principle=engine.principle,
+        trades_speed=engine.trades_speed,
+        world_size=chosen.world_size,
+    )
+    others = [plan for plan in fitting if plan.engine != chosen.engine and _same_split(plan, chosen)]
     if not others:
-        return choice
+        return reason
     other = min(others, key=_needed)
-    label, saved = engine_of(other.engine).label, _needed(other) - _needed(chosen)
-    if engine.trades_speed:
-        return f"{choice}: {engine.principle}, which saves {format_bytes(saved)} over {label}"
-    difference = f"save {format_bytes(-saved)}" if saved < 0 else f"need {format_bytes(saved)} more"
-    return f"{choice}: {engine.principle}; {label} would {difference}"
+    more = _needed(other) - _needed(chosen)
+    return replace(reason, other=engine_of(other.engine).label, more_bytes=more)
 
 
 def _alternative_rows(
@@ -310,86 +310,3 @@ def _alternative_rows(
 def _preference(row: dict[str, Any]) -> tuple[bool, float]:
     """Sorts alternatives: those that fit first, then the fastest."""
     return not row["fits"], -(row["relative_speed"] or 0)
-
-
-def possible_changes(config: RunConfig, plan: Plan) -> list[tuple[str, RunConfig, Plan]]:
-    """Changes that could make a run fit, cheapest first: the setting, the config and plan that it gives."""
-    tuning, train = config.tuning, config.train
-    found: list[tuple[str, RunConfig, Plan]] = []
-    if not plan.gradient_checkpointing:
-        checkpointed = replace(plan, gradient_checkpointing=True)
-        found.append(("train.gradient_checkpointing=true", config, checkpointed))
-    if plan.rows_per_micro_batch > 1:
-        one = plan.max_seq_len if plan.packing else 1
-        smallest = replace(
-            plan,
-            micro_batch_size=one,
-            micro_batch_tokens=plan.max_seq_len,
-            gradient_accumulation_steps=-(-plan.rows_per_step // plan.world_size),
-        )
-        found.append((f"train.batch_size={one}", config, smallest))
-    if train.optimizer == "adamw":
-        lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
-        found.append(("train.optimizer=adamw_8bit", lighter, plan))
-    for mode in lighter_modes(tuning.mode, tuning.lora.init):
-        changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
-        dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
-        found.append((f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)))
-    for length in (plan.max_seq_len * 3 // 4, plan.max_seq_len // 2, plan.max_seq_len // 4):
-        shorter = length // 64 * 64
-        if shorter:
-            unit = shorter if plan.packing else 1
-            changed_plan = replace(
-                plan,
-                max_seq_len=shorter,
-                micro_batch_size=plan.rows_per_micro_batch * unit,
-                effective_batch_size=plan.rows_per_step * unit,
-                micro_batch_tokens=min(plan.micro_batch_tokens, plan.rows_per_micro_batch * shorter),
-            )
-            found.append((f"model.max_seq_len={shorter}", config, changed_plan))
-    for engine in distributed_engines():
-        if engine.trades_speed and engine.name != plan.engine and not engine.problem(config):
-            for world in sorted({max(2, plan.world_size), 2 * plan.world_size, 4 * plan.world_size}):
-                divided = replace(plan, engine=engine.name, world_size=world)
-                found.append((f"{world} GPUs with {engine.label}", config, divided))
-    return found
-
-
-def _misfit(smallest: Plan) -> str:
-    memory = smallest.memory
-    assert memory
-    over = memory.process_bytes - memory.budget_bytes
-    checkpointing = ", gradient checkpointing" if smallest.gradient_checkpointing else ""
-    return (
-        f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}{checkpointing}) "
-        f"needs {format_bytes(memory.process_bytes)} in the {memory.peak_phase} phase, "
-        f"{format_bytes(over)} more than the budget of {format_bytes(memory.budget_bytes)}"
-    )
-
-
-def explain_misfit(config: RunConfig, smallest: Plan, estimate: Estimator) -> str:
-    """By how much the smallest plan exceeds the budget, and the single changes that would make it fit."""
-    memory = smallest.memory
-    assert memory
-    terms = sorted(memory.terms.items(), key=lambda item: -item[1])[:4]
-    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size)
-    lines = [_misfit(smallest), f"largest parts: {largest}"]
-    sufficient: list[str] = []
-    partial: list[tuple[int, str]] = []
-    for what, changed_config, changed_plan in possible_changes(config, smallest):
-        try:
-            needed = estimate(changed_config, changed_plan)
-        except ConfigError:  # this model does not allow it
-            continue
-        change = format_bytes(needed.process_bytes - memory.process_bytes)
-        line = f"  {what}: {change}, then {format_bytes(needed.process_bytes)}"
-        if needed.fits:
-            sufficient.append(line)
-        else:
-            partial.append((needed.process_bytes, line))
-    if sufficient:
-        lines += ["any one of these changes makes it fit:", *sufficient]
-    else:
-        most = [line for _, line in sorted(partial)[:4]]
-        lines += ["no single change is enough; these help most:", *most]
-    return "\n".join(lines)

@@ -9,6 +9,7 @@ from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import MicroBatch
 from sft_play.planning.profiles import collectives_of, profile_of
+from sft_play.reasons import Communication, ProfileSource, Reason
 from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.estimator import work_of_plans
 
@@ -20,26 +21,19 @@ def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
     return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.padding_free else 1.0)
 
 
-def profile_notes(machine: Machine, processes: int) -> list[str]:
-    """Sentences about where predicted seconds come from."""
-    profile = profile_of(machine, device_speed(machine, processes), processes)
+def profile_reasons(machine: Machine, processes: int) -> list[Reason]:
+    """Where predicted seconds come from."""
+    speed = device_speed(machine, processes)
+    profile = profile_of(machine, speed, processes)
     if profile is None:
         return []
-    notes = [f"seconds from the profile of {profile.device}, {profile.source}"]
-    return notes + ([_exchange_note(machine, processes)] if processes > 1 else [])
-
-
-def _exchange_note(machine: Machine, processes: int) -> str:
-    """Where the seconds of communication between processes come from."""
-    speed = device_speed(machine, processes)
-    found = collectives_of(machine, speed, processes)
-    if found and found.measured:
-        return f"communication: as measured between {processes} processes here"
-    later = "" if machine.what_if else f"; the first run of {processes} processes measures it"
-    if found and speed.link_bandwidth:
-        rate = f"{speed.link_bandwidth / 1e9:g} GB/s"
-        return f"communication: derived from the data sheet ({rate} between devices), not measured{later}"
-    return f"communication: not counted, since the link between processes is unknown{later}"
+    found: list[Reason] = [ProfileSource(profile.device, profile.source)]
+    if processes > 1:
+        collectives = collectives_of(machine, speed, processes)
+        measured = collectives is not None and collectives.measured
+        link = speed.link_bandwidth if collectives else None
+        found.append(Communication(processes, measured, link, not machine.what_if))
+    return found
 
 
 def plan_clock(

@@ -13,6 +13,7 @@ from sft_play.model.architecture import setting
 from sft_play.model.attention import type_name
 from sft_play.model.attention_choice import has_sinks
 from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Capability, Kernel, fused_kernel
+from sft_play.reasons import AttentionKernel
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import counted
 from sft_play.sizing.step import StepSpec
@@ -199,7 +200,7 @@ def _heads_of(config: "PretrainedConfig", spec: StepSpec) -> tuple[Capability, s
     return spec.compute_capability, AUTOCAST.get(spec.mixed_precision, spec.dtype), head_dim
 
 
-def attention_sentence(config: "PretrainedConfig", spec: StepSpec) -> str | None:
+def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:
     """The kernel of attention that a GPU runs, for the plan; None for a CPU, and for masks."""
     row = ATTENTIONS[spec.attention]
     if spec.device == "cpu" or not row.boundaries:
@@ -207,7 +208,5 @@ def attention_sentence(config: "PretrainedConfig", spec: StepSpec) -> str | None
     one_call = row.is_package or takes_one_call(config, spec)
     kernel = row.joined if one_call else fused_kernel(*_heads_of(config, spec), masked=False) or EFFICIENT
     if not spec.joined:
-        calls = "rows are padded"
-    else:
-        calls = "one call for all rows of a micro-batch" if one_call else "a call for each row"
-    return f"attention: {kernel.label}, {calls}"
+        return AttentionKernel(kernel.label, "padded")
+    return AttentionKernel(kernel.label, "one" if one_call else "each_row")

@@ -9,6 +9,7 @@ from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
 from sft_play.plan import Clock, Estimator, Memory, Plan
+from sft_play.reasons import Corrected, RanOutBefore, Reason
 from sft_play.sizing.step import step_code
 
 MENTIONED_FROM = 0.005  # a smaller correction is not listed among the reasons of a plan
@@ -341,22 +342,17 @@ def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan]
     return estimate_corrected
 
 
-def ran_out_sentence(ran_out: RanOut | None, plan: Plan, memory: Memory) -> list[str]:
-    """What a plan does about memory that ran out before, as one of its reasons; empty if it never did."""
+def ran_out_reason(ran_out: RanOut | None, plan: Plan, memory: Memory) -> list[Reason]:
+    """What a plan makes of memory that ran out before; empty if it never did."""
     if ran_out is None:
         return []
-    tokens = f"{ran_out.micro_batch_tokens:,} tokens in a micro-batch"
-    said = f"in an earlier run of this kind, memory ran out with {tokens}"
+    tokens = ran_out.micro_batch_tokens
     if memory.ran_out:
-        return [f"{said}; the config allows no smaller plan that fits, so this one is tried again"]
-    if plan.micro_batch_tokens >= ran_out.micro_batch_tokens:
-        return [f"{said}, when less of it was free"]
-    return [said]
+        return [RanOutBefore(tokens, "again")]
+    return [RanOutBefore(tokens, "more_free" if plan.micro_batch_tokens >= tokens else "smaller")]
 
 
-def correction_sentence(ratios: Ratios, phase: str) -> list[str]:
-    """The correction as one of the reasons of a plan; empty if it is too small to mention."""
+def correction_reason(ratios: Ratios, phase: str) -> list[Reason]:
+    """The correction of a phase; empty if it is too small to mention."""
     ratio = ratios.get(phase, 1.0)
-    if abs(ratio - 1) < MENTIONED_FROM:
-        return []
-    return [f"corrected by an earlier probe of this kind of step: memory above the weights x {ratio:.3f}"]
+    return [] if abs(ratio - 1) < MENTIONED_FROM else [Corrected(ratio)]

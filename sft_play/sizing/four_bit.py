@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import ConfigError
 from sft_play.model.architecture import empty_model
 from sft_play.model.targets import fused_experts
+from sft_play.reasons import FourBitBase
 from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def _counted(config: "PretrainedConfig") -> FourBit:
     )
 
 
-def require_packable(config: "PretrainedConfig") -> str:
-    """A sentence on how much of the base is 4-bit.
+def require_packable(config: "PretrainedConfig") -> FourBitBase:
+    """How much of the base is 4-bit.
 
     Raises:
         ConfigError: much of it would not be, since fused experts stay in 16 bit, or it does not work at all.
@@ -76,7 +77,4 @@ def require_packable(config: "PretrainedConfig") -> str:
             f"in 16 bit, so that the base would take {as_it_is} instead of {format_bytes(found.bytes(0))}; "
             "set tuning.mode=lora, or use QLoRA with a model without experts"
         )
-    return (
-        f"{found.packed / found.weights:.0%} of the weights of the base are 4-bit "
-        f"({format_bytes(found.bytes(found.packed))} in all, {format_bytes(found.bytes(0))} in 16 bit)"
-    )
+    return FourBitBase(found.packed / found.weights, found.bytes(found.packed), found.bytes(0))

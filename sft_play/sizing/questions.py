@@ -3,6 +3,7 @@
 Arguments are all that an answer depends on besides the architecture; answers are JSON values.
 """
 
+from dataclasses import astuple
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -44,31 +45,38 @@ def has_attention_packages() -> bool:
     return any(find_spec(name) for row in ATTENTIONS.values() for name in row.modules)
 
 
-def joined_rows(
+def why_padded(
     config: "PretrainedConfig", packing: bool, padding_free: Any, attention_name: str
-) -> tuple[bool, list[str]]:
-    """As `joins_rows`."""
-    from sft_play.model.attention_choice import joins_rows
+) -> tuple[Any, ...] | None:
+    """The fields of a `Padded`, as in `model.attention_choice`."""
+    from sft_play.model.attention_choice import why_padded
 
-    return joins_rows(packing, padding_free, config, attention_name)
-
-
-def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> str | None:
-    """As `attention_sentence`."""
-    from sft_play.sizing.attention_kernels import attention_sentence
-
-    return attention_sentence(config, spec)
+    return _fields(why_padded(packing, padding_free, config, attention_name))
 
 
-def packable(config: "PretrainedConfig") -> str:
-    """As `require_packable`."""
+def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> tuple[Any, ...] | None:
+    """The fields of an `AttentionKernel`, as in `sizing.attention_kernels`."""
+    from sft_play.sizing.attention_kernels import attention_kernel
+
+    return _fields(attention_kernel(config, spec))
+
+
+def packable(config: "PretrainedConfig") -> tuple[Any, ...]:
+    """The fields of a `FourBitBase`, as in `sizing.four_bit`."""
     from sft_play.sizing.four_bit import require_packable
 
-    return require_packable(config)
+    return astuple(require_packable(config))
 
 
-def trained_besides(config: "PretrainedConfig", tokens: int, modules: tuple[str, ...]) -> list[str]:
-    """As in `sizing.trained`."""
+def trained_besides(
+    config: "PretrainedConfig", tokens: int, modules: tuple[str, ...]
+) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
+    """The fields of a `NewTokens` and of a `TrainedWhole`, as in `sizing.trained`."""
     from sft_play.sizing.trained import trained_besides
 
-    return trained_besides(config, tokens, modules)
+    new_tokens, whole = trained_besides(config, tokens, modules)
+    return _fields(new_tokens), _fields(whole)
+
+
+def _fields(reason: Any) -> Any:
+    return None if reason is None else astuple(reason)

@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.model.architecture import empty_model
 from sft_play.model.targets import modules_to_save
-from sft_play.units import counted
+from sft_play.reasons import NewTokens, TrainedWhole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def trained_besides(config: "PretrainedConfig", tokens: int, names: Sequence[str]) -> list[str]:
-    """A sentence on the rows of new tokens, and one on modules that are trained whole.
+def trained_besides(
+    config: "PretrainedConfig", tokens: int, names: Sequence[str]
+) -> tuple[NewTokens | None, TrainedWhole | None]:
+    """The rows of new tokens, and the modules that are trained whole.
 
     Args:
         config: the architecture.
@@ -22,22 +24,14 @@ def trained_besides(config: "PretrainedConfig", tokens: int, names: Sequence[str
     Raises:
         ConfigError: this model has no such module.
     """
-    if not tokens and not names:
-        return []
     model: Any = empty_model(config)
-    found = []
+    rows = whole = None
     if tokens:
         outer = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        rows = sum({id(weight): tokens * weight.shape[1] for weight in outer}.values())
-        where = "tied embedding" if outer[0] is outer[1] else "embedding and output head"
-        found.append(
-            f"{counted(tokens, 'new token')}: {rows:,} parameters of the {where} are trained for them"
-        )
+        parameters = sum({id(weight): tokens * weight.shape[1] for weight in outer}.values())
+        rows = NewTokens(tokens, parameters, tied=outer[0] is outer[1])
     if names:
-        whole = modules_to_save(model, names)
-        weights = {id(p): p.numel() for name in whole for p in model.get_submodule(name).parameters()}
-        found.append(
-            f"{sum(weights.values()):,} parameters of {counted(len(whole), 'module')} are trained whole "
-            f"(tuning.lora.modules_to_save: {', '.join(names)})"
-        )
-    return found
+        modules = modules_to_save(model, names)
+        weights = {id(p): p.numel() for name in modules for p in model.get_submodule(name).parameters()}
+        whole = TrainedWhole(sum(weights.values()), len(modules), tuple(names))
+    return rows, whole

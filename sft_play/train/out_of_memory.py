@@ -15,7 +15,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from sft_play.errors import DoesNotFitError, OutOfMemory
 from sft_play.job import Job
 from sft_play.plan import Plan
-from sft_play.planning.sentences import batch_sentence
+from sft_play.report.reasons import batch_sentence
 from sft_play.runlog import read_json
 from sft_play.sizing.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step

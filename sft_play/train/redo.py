@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.job import Job
 from sft_play.plan import Plan
-from sft_play.planning.sentences import batch_sentence
+from sft_play.report.reasons import batch_sentence
 from sft_play.runlog import console
 from sft_play.train.memory_meter import MemoryMeter, release_unreferenced
 from sft_play.train.out_of_memory import is_out_of_memory, remember

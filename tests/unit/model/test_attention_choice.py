@@ -23,8 +23,10 @@ from transformers.utils import import_utils
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.model import attention
-from sft_play.model.attention_choice import choose_attention, joins_rows
+from sft_play.model.attention_choice import choose_attention, why_padded
 from sft_play.model.attention_table import ATTENTIONS
+from sft_play.reasons import Padded
+from sft_play.report.reasons import padding_cause
 
 
 def test_the_table_has_a_row_for_each_value_of_the_setting():
@@ -113,24 +115,27 @@ def run_config(**train) -> RunConfig:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Qwen3NextConfig(), "Qwen3NextForCausalLM passes no row boundaries"),
-        (FalconConfig(), "FalconForCausalLM passes no row boundaries"),
-        (NemotronConfig(), "NemotronForCausalLM passes no row boundaries"),  # its layers keep them back
-        (DeepseekV32Config(), "layers of type indexed_attention would mix them"),
+        (Qwen3NextConfig(), Padded("boundaries", "Qwen3NextForCausalLM")),
+        (FalconConfig(), Padded("boundaries", "FalconForCausalLM")),
+        (NemotronConfig(), Padded("boundaries", "NemotronForCausalLM")),  # its layers keep them back
+        (DeepseekV32Config(), Padded("layers", "indexed_attention")),
     ],
 )
 def test_rows_that_would_mix_are_padded_and_not_packed(config, reason):
     name = choose_attention("auto", config, "cpu")
-    assert joins_rows(False, "auto", config, name) == (False, [f"rows are padded: {joins_reason(reason)}"])
+    assert why_padded(False, "auto", config, name) == reason
     for asked in ((True, "auto"), (False, True)):
-        with pytest.raises(ConfigError, match=f"train.*=true joins rows .* {reason}.*; set train"):
-            joins_rows(*asked, config, name)
-
-
-def joins_reason(reason: str) -> str:
-    return f"{reason} to its attention" if "passes" in reason else reason
+        with pytest.raises(
+            ConfigError, match=f"train.*=true joins rows .*, but {padding_cause(reason)}; set train"
+        ):
+            why_padded(*asked, config, name)
 
 
 def test_rows_of_gpt_oss_can_be_packed():
-    assert joins_rows(True, "auto", GptOssConfig(), attention.NAME) == (True, [])
-    assert joins_rows(False, "auto", GptOssConfig(), attention.NAME) == (True, [])
+    assert why_padded(True, "auto", GptOssConfig(), attention.NAME) is None
+    assert why_padded(False, "auto", GptOssConfig(), attention.NAME) is None
+
+
+def test_rows_are_padded_where_the_config_or_the_attention_says_so():
+    assert why_padded(False, False, LlamaConfig(), attention.NAME) == Padded("config")
+    assert why_padded(False, "auto", LlamaConfig(), "eager") == Padded("attention", "eager")

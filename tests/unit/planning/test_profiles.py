@@ -18,6 +18,7 @@ from sft_play.planning import profiles, profiling, timing
 from sft_play.planning.clock import Speed
 from sft_play.planning.collectives import Collectives
 from sft_play.planning.profile import Curve, derived_from_data_sheet
+from sft_play.reasons import Communication
 
 HOST = Host(
     cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False
@@ -154,13 +155,13 @@ def test_damaged_measurements_are_none(text):
 
 
 def test_the_plan_says_where_the_seconds_of_communication_come_from():
-    alone, pair = timing.profile_notes(CPU, 1), timing.profile_notes(CPU, 2)
+    alone, pair = timing.profile_reasons(CPU, 1), timing.profile_reasons(CPU, 2)
     assert len(alone) == 1
-    assert "not counted" in pair[1] and "the first run of 2 processes measures it" in pair[1]
+    assert pair[1] == Communication(2, measured=False, link_bandwidth=None, measured_later=True)
     profiles.write_collectives(profiles.device_name(CPU), 2, measured(0.2))
-    assert timing.profile_notes(CPU, 2)[1] == "communication: as measured between 2 processes here"
-    sheet = timing.profile_notes(what_if("H100 80GB", 8), 8)[1]
-    assert "data sheet" in sheet and "GB/s" in sheet and "first run" not in sheet
+    assert timing.profile_reasons(CPU, 2)[1].measured
+    sheet = timing.profile_reasons(what_if("H100 80GB", 8), 8)[1]
+    assert sheet.link_bandwidth > 1e9 and not sheet.measured and not sheet.measured_later
 
 
 def test_this_cpu_is_measured(monkeypatch):

@@ -6,9 +6,10 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.plan import Device, Memory
+from sft_play.plan import Device, Memory, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
+from sft_play.reasons import Activations, EngineChoice, MicroBatch, OtherKind
 from sft_play.units import GIB
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
@@ -58,11 +59,17 @@ def clock(overhead: float, per_row: float = 1.0):
     return seconds
 
 
-def choose(run: RunConfig, estimate, time, world_size: int = 1):
+def choose(run: RunConfig, estimate, time, world_size: int = 1) -> Plan:
+    return chosen_because(run, estimate, time, world_size)[0]
+
+
+def chosen_because(run: RunConfig, estimate, time, world_size: int = 1) -> tuple[Plan, dict]:
+    """The plan, and its reasons by their kind."""
     drafts = draft_plans(
         run, device=GPU, world_size=world_size, rows=1000, max_seq_len=1024, attention="sdpa"
     )
-    return choose_plan(run, drafts, estimate, time)
+    plan, why = choose_plan(run, drafts, estimate, time)
+    return plan, {type(reason): reason for reason in why}
 
 
 def test_the_effective_batch_is_kept_whatever_fits():
@@ -74,33 +81,32 @@ def test_the_effective_batch_is_kept_whatever_fits():
 
 def test_activations_are_kept_when_they_fit_and_recomputed_when_they_do_not():
     assert not choose(config(), memory_of(40), clock(0.1)).gradient_checkpointing
-    tight = choose(config(), memory_of(13), clock(0.1))
-    assert tight.gradient_checkpointing
-    assert any("stored activations would exceed the budget" in reason for reason in tight.why)
+    tight, why = chosen_because(config(), memory_of(13), clock(0.1))
+    assert tight.gradient_checkpointing and why[Activations] == Activations(True, "exceed")
 
 
 def test_the_fastest_is_taken_and_on_a_tie_the_larger_micro_batch():
-    flat = choose(config(), memory_of(1000), lambda config, plan: 1.0 + 0.2 * plan.gradient_checkpointing)
+    flat, why = chosen_because(
+        config(), memory_of(1000), lambda config, plan: 1.0 + 0.2 * plan.gradient_checkpointing
+    )
     assert (flat.micro_batch_size, flat.step_seconds) == (32, 1.0)
-    assert any("all rows of a step at once" in reason for reason in flat.why)
+    assert why[MicroBatch] == MicroBatch(size=32, timed=True, whole_step=True)
     steep = choose(config(), memory_of(1000), clock(5.0))
     assert steep.micro_batch_size == 32
 
 
 def test_a_larger_micro_batch_that_is_slower_is_left():
-    plan = choose(config(), memory_of(1000), lambda config, plan: 1.0 + abs(plan.micro_batch_size - 8))
-    assert plan.micro_batch_size == 8
-    assert any("up to 32 would fit, which is predicted to be slower" in reason for reason in plan.why)
-
-
-def test_the_sentence_about_the_micro_batch_speaks_of_the_plans_in_the_table():
-    """What would fit with activations recomputed would not fit without; both are said."""
-    plan = choose(config(), memory_of(20), clock(0.1))
-    (reason,) = (reason for reason in plan.why if reason.startswith("micro-batch 2:"))
-    assert reason == (
-        "micro-batch 2: 4 would not fit; with activations recomputed, up to 8 would, which is predicted to be "
-        "slower"
+    plan, why = chosen_because(
+        config(), memory_of(1000), lambda config, plan: 1.0 + abs(plan.micro_batch_size - 8)
     )
+    assert plan.micro_batch_size == 8 and why[MicroBatch] == MicroBatch(size=8, timed=True, fits=32)
+
+
+def test_the_reason_for_the_micro_batch_speaks_of_the_plans_in_the_table():
+    """What would fit with activations recomputed would not fit without; both are said."""
+    plan, why = chosen_because(config(), memory_of(20), clock(0.1))
+    recomputed = OtherKind(size=8, recompute=True)
+    assert why[MicroBatch] == MicroBatch(size=2, timed=True, misfit=4, other=recomputed)
     fits = {
         (row["micro_batch_size"], row["gradient_checkpointing"]): row["fits"] for row in plan.alternatives
     }
@@ -122,9 +128,9 @@ def test_recomputing_is_never_shown_as_faster_than_the_same_plan_without():
 
 
 def test_checkpointing_is_taken_where_the_larger_micro_batch_is_worth_its_compute():
-    plan = choose(config(), memory_of(20), clock(5.0))
+    plan, why = chosen_because(config(), memory_of(20), clock(5.0))
     assert plan.gradient_checkpointing and plan.micro_batch_size == 8
-    assert any("predicted to be faster, since larger micro-batches fit" in reason for reason in plan.why)
+    assert why[Activations] == Activations(True, "faster")
 
 
 def test_unknown_speed_takes_the_largest_micro_batch_that_fits_without_checkpointing():
@@ -138,10 +144,10 @@ def test_what_was_fixed_by_hand_stays_fixed():
     assert (plan.micro_batch_size, plan.gradient_checkpointing) == (4, True)
 
 
-def test_ddp_is_preferred_and_the_sentence_says_what_zero_would_save():
-    plan = choose(config(), memory_of(40), clock(0.1), world_size=2)
-    assert plan.engine == "ddp"
-    assert any("do not lower the peak; ZeRO-2 would save 1.00 GiB" in reason for reason in plan.why)
+def test_ddp_is_preferred_and_the_reason_says_what_zero_would_save():
+    plan, why = chosen_because(config(), memory_of(40), clock(0.1), world_size=2)
+    assert plan.engine == "ddp" and why[EngineChoice].engine == "DDP"
+    assert (why[EngineChoice].other, why[EngineChoice].more_bytes) == ("ZeRO-2", -GIB)
 
 
 def test_zero_is_not_taken_for_its_smaller_update_alone():
@@ -155,8 +161,8 @@ def test_zero_is_not_taken_for_its_smaller_update_alone():
 
 
 def test_zero_is_taken_where_only_it_fits():
-    plan = choose(config(gradient_checkpointing=True), memory_of(10.5), clock(0.1), world_size=4)
-    assert plan.engine == "deepspeed_z2"
+    plan, why = chosen_because(config(gradient_checkpointing=True), memory_of(10.5), clock(0.1), world_size=4)
+    assert plan.engine == "deepspeed_z2" and why[EngineChoice].other is None
 
 
 def test_a_misfit_says_by_how_much_and_what_would_fit():
@@ -247,9 +253,9 @@ def test_the_other_engine_is_searched_only_where_its_memory_could_help(budget, t
         asked.extend([] if complete else [plan])  # the chosen one is asked for again
         return inner(run, plan)
 
-    plan = choose(config(**train), counting, clock(2.0), world_size=2)
+    _, why = chosen_because(config(**train), counting, clock(2.0), world_size=2)
     assert sum(other.engine == "deepspeed_z2" for other in asked) == looked_at
-    assert any("ZeRO-2" in reason for reason in plan.why)
+    assert "ZeRO-2" in (why[EngineChoice].engine, why[EngineChoice].other)
 
 
 def that_ran_out(rows: int, checkpointing: bool = True):
@@ -265,9 +271,9 @@ def that_ran_out(rows: int, checkpointing: bool = True):
 
 def test_a_plan_with_which_memory_ran_out_is_left_for_a_smaller_one():
     assert choose(config(), memory_of(40), clock(0.1)).micro_batch_size == 4
-    plan = choose(config(gradient_checkpointing=False), that_ran_out(4), clock(0.1))
+    plan, why = chosen_because(config(gradient_checkpointing=False), that_ran_out(4), clock(0.1))
     assert plan.micro_batch_size == 2 and plan.memory.fits
-    assert any("micro-batch 2: 4 would not fit, as an earlier run has shown" in reason for reason in plan.why)
+    assert why[MicroBatch] == MicroBatch(size=2, timed=True, misfit=4, ran_out=True)
     [larger] = [row for row in plan.alternatives if row["micro_batch_size"] == 4]
     assert larger["ran_out"] and not larger["fits"] and larger["process_bytes"] < 40 * GIB
 

@@ -18,7 +18,7 @@ ASKED = [
     (questions.hidden_size,),
     (questions.position_limit,),
     (questions.attention, "auto", "cuda", (8, 0)),
-    (questions.joined_rows, True, "auto", "varlen_sdpa"),
+    (questions.why_padded, True, "auto", "varlen_sdpa"),
     (questions.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
     (questions.attention_kernel, StepSpec(mode="lora")),
     (questions.packable,),
@@ -48,7 +48,7 @@ def test_every_answer_is_kept_and_the_same_the_second_time():
     for other in (
         (questions.attention, "auto", "cuda", (7, 5)),
         (questions.trained_besides, 3, ("embed_tokens",)),
-        (questions.joined_rows, False, "auto", "varlen_sdpa"),
+        (questions.why_padded, False, "auto", "varlen_sdpa"),
         (questions.attention_kernel, StepSpec(mode="full")),
     ):
         with pytest.raises(AssertionError, match="loaded"):

@@ -1,7 +1,6 @@
 """Which attention kernel each GPU runs, and what it allocates."""
 
 import itertools
-import re
 from dataclasses import replace
 
 import bitsandbytes  # noqa: F401  registers its operations
@@ -17,10 +16,11 @@ from sft_play.machine.catalogue import SPECS_FILE, find_specs
 from sft_play.model import attention_table
 from sft_play.model.attention import type_name
 from sft_play.model.attention_table import EFFICIENT, FLASH, fused_kernel, same_kernels
+from sft_play.reasons import AttentionKernel
 from sft_play.sizing.attention_kernels import (
     FusedAttention,
     _call_of,
-    attention_sentence,
+    attention_kernel,
     cuda_attention,
     takes_one_call,
     varlen_attention,
@@ -249,22 +249,19 @@ def test_version_3_sums_the_gradients_of_grouped_keys_in_fp32():
 
 
 @pytest.mark.parametrize(
-    ("capability", "changes", "calls"),
+    ("capability", "changes", "kernel"),
     [
-        (A100, {}, "flash kernel, one call for all rows"),
-        (A100, dict(batch=PaddedRows(2, 64)), "flash kernel, rows are padded"),
-        (A100, dict(dtype="float32", mixed_precision="no"), "memory-efficient .*, a call for each row"),
-        (T4, dict(dtype="float16", mixed_precision="fp16"), "memory-efficient .*, a call for each row"),
-        (H100, dict(attention="flash_attention_3"), "FlashAttention 3, one call for all rows"),
+        (A100, {}, AttentionKernel(FLASH.label, "one")),
+        (A100, dict(batch=PaddedRows(2, 64)), AttentionKernel(FLASH.label, "padded")),
+        (A100, dict(dtype="float32", mixed_precision="no"), AttentionKernel(EFFICIENT.label, "each_row")),
+        (T4, dict(dtype="float16", mixed_precision="fp16"), AttentionKernel(EFFICIENT.label, "each_row")),
+        (H100, dict(attention="flash_attention_3"), AttentionKernel("FlashAttention 3", "one")),
     ],
 )
-def test_the_plan_says_which_kernel_runs(capability, changes, calls):
-    sentence = attention_sentence(small_config("llama", WIDE), joined_spec(capability, **changes))
-    assert re.search(calls, sentence)
-    assert (
-        attention_sentence(small_config("llama", WIDE), replace(joined_spec(capability), device="cpu"))
-        is None
-    )
+def test_the_plan_says_which_kernel_runs(capability, changes, kernel):
+    config = small_config("llama", WIDE)
+    assert attention_kernel(config, joined_spec(capability, **changes)) == kernel
+    assert attention_kernel(config, replace(joined_spec(capability), device="cpu")) is None
 
 
 def test_joined_rows_with_a_window_need_a_mask_only_where_a_row_has_its_own_call():

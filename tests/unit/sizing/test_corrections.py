@@ -5,6 +5,7 @@ import pytest
 from sft_play.cache import read_value
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Memory
+from sft_play.reasons import Corrected, RanOutBefore
 from sft_play.sizing import step
 from sft_play.sizing.corrections import (
     MeasuredSpeed,
@@ -13,8 +14,8 @@ from sft_play.sizing.corrections import (
     corrected,
     corrected_clock,
     corrected_estimator,
-    correction_sentence,
-    ran_out_sentence,
+    correction_reason,
+    ran_out_reason,
     ratios_of,
     read_overhead,
     read_ran_out,
@@ -187,8 +188,8 @@ def test_a_plan_fits_if_the_peak_is_within_the_budget_and_memory_did_not_run_out
 
 
 def test_a_small_correction_is_not_talked_about():
-    assert correction_sentence({"forward": 1.004}, "forward") == []
-    assert "x 1.100" in correction_sentence({"forward": 1.1}, "forward")[0]
+    assert correction_reason({"forward": 1.004}, "forward") == []
+    assert correction_reason({"forward": 1.1}, "forward") == [Corrected(1.1)]
 
 
 def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_and_by_whether_there_is_a_communicator():
@@ -241,17 +242,16 @@ def test_what_ran_out_with_clearly_more_memory_is_news_also_of_a_larger_micro_ba
 
 
 @pytest.mark.parametrize(
-    ("tokens", "memory", "words"),
+    ("tokens", "memory", "outcome"),
     [
-        (500, MEMORY, "with 800 tokens in a micro-batch"),
-        (800, with_budget(5000), "when less of it was free"),
-        (800, replace(MEMORY, ran_out=True), "the config allows no smaller plan that fits"),
+        (500, MEMORY, "smaller"),
+        (800, with_budget(5000), "more_free"),
+        (800, replace(MEMORY, ran_out=True), "again"),
     ],
 )
-def test_a_plan_says_what_it_makes_of_memory_that_ran_out(tokens, memory, words):
-    [said] = ran_out_sentence(RanOut(800, 1000), timed(tokens), memory)
-    assert said.startswith("in an earlier run of this kind, memory ran out") and words in said
-    assert ran_out_sentence(None, timed(tokens), memory) == []
+def test_a_plan_says_what_it_makes_of_memory_that_ran_out(tokens, memory, outcome):
+    assert ran_out_reason(RanOut(800, 1000), timed(tokens), memory) == [RanOutBefore(800, outcome)]
+    assert ran_out_reason(None, timed(tokens), memory) == []
 
 
 def test_without_a_budget_nothing_is_known_of_what_ran_out(tmp_path):

@@ -1,0 +1,289 @@
+"""Why a plan is as it is, as facts. `report.reasons` writes them as sentences; nothing else does."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sft_play.plan import Plan
+
+Range = tuple[float, float]  # of relative errors; negative if the prediction was too low
+
+
+class Reason:
+    """One thing to know about a plan."""
+
+
+@dataclass(frozen=True)
+class EffectiveBatch(Reason):
+    """The equation of the effective batch."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Dealing(Reason):
+    """How many tokens a micro-batch has, and how its rows lie."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherKind:
+    """The largest micro-batch that fits with another engine, or with other activations."""
+
+    size: int
+    engine: str | None = None  # its label, if it differs
+    recompute: bool | None = None  # if it differs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(Reason):
+    """Why not a larger micro-batch; of the chosen kind, unless only others have one that fits."""
+
+    size: int
+    timed: bool  # whether speed is predicted
+    fits: int | None = None  # the largest of the chosen kind that fits
+    whole_step: bool = False  # all rows of a step at once
+    misfit: int | None = None  # the next larger one, which does not fit
+    ran_out: bool = False  # as an earlier run has shown
+    other: OtherKind | None = None
+
+
+@dataclass(frozen=True)
+class Activations(Reason):
+    """Whether activations are recomputed, and why."""
+
+    recompute: bool
+    cause: Literal["config", "fit", "exceed", "faster"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice(Reason):
+    """The engine, and what another one would need with the same micro-batch; labels of both."""
+
+    engine: str
+    principle: str  # what the engine does to the memory of a process
+    trades_speed: bool  # for memory
+    world_size: int
+    other: str | None = None
+    more_bytes: int = 0  # that the other one needs; negative if it needs less
+
+
+@dataclass(frozen=True)
+class Unsized(Reason):
+    """The micro-batch of a model whose memory cannot be predicted."""
+
+    given: bool
+
+
+@dataclass(frozen=True)
+class Precision(Reason):
+    """The autocast type."""
+
+    precision: str
+    cause: Literal["config", "cpu", "device"]
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate(Reason):
+    """The learning rate, and the rule that scaled it from another effective batch."""
+
+    given: float
+    used: float
+    rule: str = "none"
+    reference: int | None = None
+    effective: int
+
+
+@dataclass(frozen=True)
+class UnknownFreeMemory(Reason):
+    """Nothing tells how much memory is free."""
+
+    device: str
+
+
+@dataclass(frozen=True)
+class Untraceable(Reason):
+    """Memory cannot be predicted; the first line of the error."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class MemoryLimit(Reason):
+    """parallel.memory_gib, and the bytes that are free if they are fewer."""
+
+    asked_gib: float
+    free_bytes: int | None
+
+
+@dataclass(frozen=True)
+class GuardKept(Reason):
+    """Bytes that stay free, and where the number comes from."""
+
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Assumed(Reason):
+    """Parts of each process that are assumed, not measured."""
+
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UnknownCapability(Reason):
+    """The GPU's compute capability is unknown; its kernels are assumed to be those of another."""
+
+    assumed: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PredictionErrors(Reason):
+    """Errors of predictions in published runs on such GPUs, by what was predicted; unknown without runs."""
+
+    capability: tuple[int, int]
+    quantized: bool
+    runs: int
+    errors: tuple[tuple[str, Range], ...]
+
+
+@dataclass(frozen=True)
+class ProfileSource(Reason):
+    """Where the predicted seconds come from."""
+
+    device: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Communication(Reason):
+    """Where the seconds of communication come from."""
+
+    processes: int
+    measured: bool
+    link_bandwidth: float | None  # bytes a second by the data sheet
+    measured_later: bool  # by the first run
+
+
+@dataclass(frozen=True)
+class AssumedRows(Reason):
+    """There are no training rows yet."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class OptimizerStates(Reason):
+    """States of an optimizer that is not the default, and those that may leave the GPU."""
+
+    optimizer: str
+    bytes: int
+    paged_bytes: int | None = None  # None if they never do
+
+
+@dataclass(frozen=True)
+class Ranks(Reason):
+    """Ranks of adapters that are not alike."""
+
+    rank: int
+    others: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class LoraPlus(Reason):
+    """Learning rates of the two factors of adapters."""
+
+    rate: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Decomposed(Reason):
+    """Adapters start from a decomposition of the base weights."""
+
+    init: str
+
+
+@dataclass(frozen=True)
+class Noise(Reason):
+    """NEFTune's noise on the embeddings."""
+
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Corrected(Reason):
+    """An earlier probe corrects the predicted memory."""
+
+    ratio: float
+
+
+@dataclass(frozen=True)
+class RanOutBefore(Reason):
+    """Memory ran out in an earlier run of this kind."""
+
+    tokens: int  # in a micro-batch
+    outcome: Literal["again", "more_free", "smaller"]  # what this plan makes of it
+
+
+@dataclass(frozen=True)
+class FourBitBase(Reason):
+    """How much of the base QLoRA packs."""
+
+    share: float
+    bytes: int
+    sixteen_bit_bytes: int
+
+
+@dataclass(frozen=True)
+class Padded(Reason):
+    """Rows are padded."""
+
+    cause: Literal["config", "boundaries", "layers", "attention"]
+    what: str = ""  # the model's class, the types of its layers, or the attention
+
+
+@dataclass(frozen=True)
+class NewTokens(Reason):
+    """Rows of a frozen embedding that are trained."""
+
+    tokens: int
+    parameters: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class TrainedWhole(Reason):
+    """tuning.lora.modules_to_save."""
+
+    parameters: int
+    modules: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AttentionKernel(Reason):
+    """The kernel of attention that a GPU runs."""
+
+    kernel: str
+    calls: Literal["one", "each_row", "padded"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to a run that does not fit, and the bytes of a process with it."""
+
+    what: str  # the setting, as it is typed
+    process_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """No plan fits: the smallest one, and what would help, cheapest first."""
+
+    smallest: Plan
+    changes: tuple[Change, ...] = ()

@@ -1,0 +1,321 @@
+"""The English of a plan's reasons: one function for each kind of fact in `sft_play.reasons`."""
+
+from collections.abc import Iterable
+from functools import singledispatch
+
+from sft_play import reasons
+from sft_play.plan import Plan
+from sft_play.units import counted, format_bytes
+
+CALLS = {
+    "one": "one call for all rows of a micro-batch",
+    "each_row": "a call for each row",
+    "padded": "rows are padded",
+}
+
+
+def sentences(found: Iterable[reasons.Reason]) -> tuple[str, ...]:
+    """The reasons as sentences, without a full stop."""
+    return tuple(map(sentence, found))
+
+
+@singledispatch
+def sentence(reason: reasons.Reason) -> str:
+    """A reason as a sentence, without a full stop."""
+    raise NotImplementedError(type(reason).__name__)
+
+
+def batch_sentence(plan: Plan) -> str:
+    """The equation of the effective batch."""
+    words = "tokens" if plan.packing else "sequences"
+    return (
+        f"effective batch {plan.effective_batch_size:,} {words} = micro-batch {plan.micro_batch_size:,} x "
+        f"accumulation {plan.gradient_accumulation_steps} x {counted(plan.world_size, 'process')}"
+    )
+
+
+@sentence.register
+def _effective_batch(reason: reasons.EffectiveBatch) -> str:
+    return batch_sentence(reason.plan)
+
+
+@sentence.register
+def _dealing(reason: reasons.Dealing) -> str:
+    tokens = f"at most {reason.plan.micro_batch_tokens:,} tokens in a micro-batch"
+    if reason.plan.padding_free:
+        return f"{tokens}: rows joined end to end, none padded"
+    return f"{tokens}: rows of similar length, padded to the longest"
+
+
+@sentence.register
+def _micro_batch(reason: reasons.MicroBatch) -> str:
+    name = f"micro-batch {reason.size:,}"
+    verdict = "predicted to be slower" if reason.timed else "not faster"
+    if reason.fits:
+        return f"{name}: up to {reason.fits:,} would fit, which is {verdict}"
+    if reason.whole_step:
+        return f"{name}: all rows of a step at once"
+    text = f"{name}: the largest that the config allows"
+    if reason.misfit:
+        shown = ", as an earlier run has shown" if reason.ran_out else ""
+        text = f"{name}: {reason.misfit:,} would not fit{shown}"
+    if reason.other:
+        return f"{text}; {_with(reason.other)}, up to {reason.other.size:,} would, which is {verdict}"
+    return text
+
+
+def _with(other: reasons.OtherKind) -> str:
+    """How the kind of a plan differs from that of the chosen one."""
+    parts = [f"with {other.engine}"] if other.engine else []
+    if other.recompute is not None:
+        parts.append(f"with activations {'recomputed' if other.recompute else 'kept'}")
+    return " and ".join(parts)
+
+
+@sentence.register
+def _activations(reason: reasons.Activations) -> str:
+    name = f"gradient checkpointing {'on' if reason.recompute else 'off'}"
+    return {
+        "config": f"{name}, as set in the config",
+        "fit": f"{name}: activations fit, and recomputing them costs a third more compute",
+        "exceed": f"{name}: stored activations would exceed the budget",
+        "faster": f"{name}: predicted to be faster, since larger micro-batches fit",
+    }[reason.cause]
+
+
+@sentence.register
+def _engine(reason: reasons.EngineChoice) -> str:
+    choice = f"{reason.engine} over {reason.world_size} processes"
+    if reason.other is None:
+        return choice
+    if reason.trades_speed:
+        saved = format_bytes(reason.more_bytes)
+        return f"{choice}: {reason.principle}, which saves {saved} over {reason.other}"
+    size = format_bytes(abs(reason.more_bytes))
+    would = f"save {size}" if reason.more_bytes < 0 else f"need {size} more"
+    return f"{choice}: {reason.principle}; {reason.other} would {would}"
+
+
+@sentence.register
+def _unsized(reason: reasons.Unsized) -> str:
+    if reason.given:
+        return "micro-batch as set in the config"
+    return "the smallest micro-batch, since this model's memory cannot be predicted"
+
+
+@sentence.register
+def _precision(reason: reasons.Precision) -> str:
+    return {
+        "config": f"{reason.precision} autocast, as set in the config",
+        "cpu": "fp32 on the CPU",
+        "device": f"{reason.precision} autocast, which {reason.device} supports",
+    }[reason.cause]
+
+
+@sentence.register
+def _learning_rate(reason: reasons.LearningRate) -> str:
+    if reason.rule == "none" or reason.reference is None:
+        return f"learning rate {reason.given:g} as given, not scaled"
+    factor = reason.used / reason.given
+    return (
+        f"learning rate {reason.given:g} x {factor:.3g} = {reason.used:.3g}: {reason.rule} scaling from "
+        f"batch {reason.reference} to {reason.effective}"
+    )
+
+
+@sentence.register
+def _unknown_free_memory(reason: reasons.UnknownFreeMemory) -> str:
+    return f"the free memory of {reason.device} is unknown"
+
+
+@sentence.register
+def _untraceable(reason: reasons.Untraceable) -> str:
+    return reason.message
+
+
+@sentence.register
+def _memory_limit(reason: reasons.MemoryLimit) -> str:
+    less = f", but only {format_bytes(reason.free_bytes)} are free" if reason.free_bytes is not None else ""
+    return f"each process may use {reason.asked_gib:g} GiB (parallel.memory_gib){less}"
+
+
+@sentence.register
+def _guard(reason: reasons.GuardKept) -> str:
+    return f"guard {format_bytes(reason.bytes)}: {reason.why}"
+
+
+@sentence.register
+def _assumed(reason: reasons.Assumed) -> str:
+    return f"assumed, not measured: {' and '.join(reason.parts)} of each process"
+
+
+@sentence.register
+def _unknown_capability(reason: reasons.UnknownCapability) -> str:
+    major, minor = reason.assumed
+    return f"the GPU's compute capability is unknown; assumed: the kernels of {major}.{minor}"
+
+
+@sentence.register
+def _prediction_errors(reason: reasons.PredictionErrors) -> str:
+    name = "compute capability {}.{}".format(*reason.capability)
+    if not reason.runs:
+        return f"no measurements on {name} are published: errors there are unknown"
+    errors = ", ".join(f"{what} {_range(*one)}" for what, one in reason.errors)
+    weights = "4-bit" if reason.quantized else "16-bit"
+    runs = counted(reason.runs, "published run")
+    return f"errors in {runs} with {weights} weights and fixed segments on {name}: {errors}"
+
+
+def _range(lowest: float, highest: float) -> str:
+    text = f"{lowest:+.2%}"
+    return text if lowest == highest else f"{text} to {highest:+.2%}"
+
+
+@sentence.register
+def _profile_source(reason: reasons.ProfileSource) -> str:
+    return f"seconds from the profile of {reason.device}, {reason.source}"
+
+
+@sentence.register
+def _communication(reason: reasons.Communication) -> str:
+    if reason.measured:
+        return f"communication: as measured between {reason.processes} processes here"
+    later = f"; the first run of {reason.processes} processes measures it" if reason.measured_later else ""
+    if reason.link_bandwidth:
+        rate = f"{reason.link_bandwidth / 1e9:g} GB/s"
+        return f"communication: derived from the data sheet ({rate} between devices), not measured{later}"
+    return f"communication: not counted, since the link between processes is unknown{later}"
+
+
+@sentence.register
+def _assumed_rows(reason: reasons.AssumedRows) -> str:
+    rows = f"planned for {reason.rows:,} rows of {reason.tokens:,} tokens"
+    return f"no training rows found: {rows}, with loss on every token"
+
+
+@sentence.register
+def _optimizer_states(reason: reasons.OptimizerStates) -> str:
+    found = f"{reason.optimizer}: {format_bytes(reason.bytes)} of optimizer states"
+    if reason.paged_bytes is None:
+        return f"{found} in each process"
+    if reason.paged_bytes <= 0:
+        return f"{found}, none of them paged: only those of large weights are"
+    return (
+        f"{found} on the GPU, and about {format_bytes(reason.paged_bytes)} that move to RAM, which costs "
+        "time, while the GPU is full; not counted below"
+    )
+
+
+@sentence.register
+def _ranks(reason: reasons.Ranks) -> str:
+    return f"rank {reason.rank}, but {', '.join(f'{rank} for {name}' for name, rank in reason.others)}"
+
+
+@sentence.register
+def _lora_plus(reason: reasons.LoraPlus) -> str:
+    return f"LoRA+: learning rate {reason.rate * reason.ratio:.2e} for B, {reason.rate:.2e} for A"
+
+
+@sentence.register
+def _decomposed(reason: reasons.Decomposed) -> str:
+    return (
+        f"{reason.init}: every adapted weight is decomposed before the first step; the saved adapter has "
+        "twice the rank"
+    )
+
+
+@sentence.register
+def _noise(reason: reasons.Noise) -> str:
+    return f"NEFTune: noise within {reason.alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings"
+
+
+@sentence.register
+def _corrected(reason: reasons.Corrected) -> str:
+    factor = f"memory above the weights x {reason.ratio:.3f}"
+    return f"corrected by an earlier probe of this kind of step: {factor}"
+
+
+@sentence.register
+def _ran_out_before(reason: reasons.RanOutBefore) -> str:
+    said = f"in an earlier run of this kind, memory ran out with {reason.tokens:,} tokens in a micro-batch"
+    return (
+        said
+        + {
+            "again": "; the config allows no smaller plan that fits, so this one is tried again",
+            "more_free": ", when less of it was free",
+            "smaller": "",
+        }[reason.outcome]
+    )
+
+
+@sentence.register
+def _four_bit_base(reason: reasons.FourBitBase) -> str:
+    return (
+        f"{reason.share:.0%} of the weights of the base are 4-bit "
+        f"({format_bytes(reason.bytes)} in all, {format_bytes(reason.sixteen_bit_bytes)} in 16 bit)"
+    )
+
+
+@sentence.register
+def _padded(reason: reasons.Padded) -> str:
+    if reason.cause == "config":
+        return "rows are padded because train.padding_free=false"
+    return f"rows are padded: {padding_cause(reason)}"
+
+
+def padding_cause(reason: reasons.Padded) -> str:
+    """Why joined rows would see each other."""
+    return {
+        "config": "train.padding_free=false",
+        "boundaries": f"{reason.what} passes no row boundaries to its attention",
+        "layers": f"layers of type {reason.what} would mix them",
+        "attention": f"{reason.what} attention does not support row boundaries",
+    }[reason.cause]
+
+
+@sentence.register
+def _new_tokens(reason: reasons.NewTokens) -> str:
+    where = "tied embedding" if reason.tied else "embedding and output head"
+    trained = f"{reason.parameters:,} parameters of the {where} are trained for them"
+    return f"{counted(reason.tokens, 'new token')}: {trained}"
+
+
+@sentence.register
+def _trained_whole(reason: reasons.TrainedWhole) -> str:
+    return (
+        f"{reason.parameters:,} parameters of {counted(reason.modules, 'module')} are trained whole "
+        f"(tuning.lora.modules_to_save: {', '.join(reason.names)})"
+    )
+
+
+@sentence.register
+def _attention_kernel(reason: reasons.AttentionKernel) -> str:
+    return f"attention: {reason.kernel}, {CALLS[reason.calls]}"
+
+
+def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:
+    """By how much the smallest plan exceeds the budget, and the single changes that would make it fit."""
+    plan, memory = misfit.smallest, misfit.smallest.memory
+    assert memory
+    over = memory.process_bytes - memory.budget_bytes
+    checkpointing = ", gradient checkpointing" if plan.gradient_checkpointing else ""
+    first = (
+        f"this run does not fit: the smallest plan (micro-batch {plan.micro_batch_size}{checkpointing}) "
+        f"needs {format_bytes(memory.process_bytes)} in the {memory.peak_phase} phase, "
+        f"{format_bytes(over)} more than the budget of {format_bytes(memory.budget_bytes)}"
+    )
+    if not explain:
+        return first
+    terms = sorted(memory.terms.items(), key=lambda item: -item[1])[:4]
+    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size)
+    lines = [first, f"largest parts: {largest}"]
+    enough = [change for change in misfit.changes if change.fits]
+    if enough:
+        heading = "any one of these changes makes it fit:"
+    else:
+        heading = "no single change is enough; these help most:"
+        enough = sorted(misfit.changes, key=lambda change: change.process_bytes)[:4]
+    for change in enough:
+        difference = format_bytes(change.process_bytes - memory.process_bytes)
+        lines.append(f"  {change.what}: {difference}, then {format_bytes(change.process_bytes)}")
+    return "\n".join([*lines[:2], heading, *lines[2:]])

@@ -1,0 +1,179 @@
+"""Each reason of a plan is one sentence, in the same words wherever it is read."""
+
+from dataclasses import replace
+
+import pytest
+
+from sft_play import reasons
+from sft_play.plan import Memory
+from sft_play.reasons import (
+    Activations,
+    AttentionKernel,
+    Change,
+    Communication,
+    Corrected,
+    Dealing,
+    EffectiveBatch,
+    EngineChoice,
+    FourBitBase,
+    LearningRate,
+    MemoryLimit,
+    MicroBatch,
+    Misfit,
+    NewTokens,
+    OptimizerStates,
+    OtherKind,
+    Padded,
+    Precision,
+    PredictionErrors,
+    RanOutBefore,
+    TrainedWhole,
+    UnknownCapability,
+    Unsized,
+)
+from sft_play.report.reasons import misfit_text, sentence
+from sft_play.units import GIB, MIB
+from tests.unit.report.written_run import make_plan
+
+PLAN = make_plan()
+ZERO = dict(engine="ZeRO-2", principle="partitions optimizer states", trades_speed=True, world_size=4)
+DDP = dict(engine="DDP", principle="each process holds the whole model", trades_speed=False, world_size=2)
+MICRO = MicroBatch(size=2, timed=True)
+LATER = "; the first run of 2 processes measures it"
+SENTENCES = [
+    (MICRO, "micro-batch 2: the largest that the config allows"),
+    (replace(MICRO, fits=32), "micro-batch 2: up to 32 would fit, which is predicted to be slower"),
+    (replace(MICRO, fits=32, timed=False), "micro-batch 2: up to 32 would fit, which is not faster"),
+    (replace(MICRO, whole_step=True), "micro-batch 2: all rows of a step at once"),
+    (
+        replace(MICRO, misfit=4, other=OtherKind(size=8, recompute=True)),
+        "micro-batch 2: 4 would not fit; with activations recomputed, up to 8 would, which is predicted to be "
+        "slower",
+    ),
+    (
+        replace(MICRO, misfit=4, ran_out=True, other=OtherKind(size=8, engine="ZeRO-2", recompute=False)),
+        "micro-batch 2: 4 would not fit, as an earlier run has shown; with ZeRO-2 and with activations kept, "
+        "up to 8 would, which is predicted to be slower",
+    ),
+    (Activations(True, "exceed"), "gradient checkpointing on: stored activations would exceed the budget"),
+    (Activations(False, "config"), "gradient checkpointing off, as set in the config"),
+    (EngineChoice(**DDP), "DDP over 2 processes"),
+    (
+        EngineChoice(**DDP, other="ZeRO-2", more_bytes=-GIB),
+        "DDP over 2 processes: each process holds the whole model; ZeRO-2 would save 1.00 GiB",
+    ),
+    (
+        EngineChoice(**DDP, other="ZeRO-2", more_bytes=MIB),
+        "DDP over 2 processes: each process holds the whole model; ZeRO-2 would need 1.00 MiB more",
+    ),
+    (
+        EngineChoice(**ZERO, other="DDP", more_bytes=GIB),
+        "ZeRO-2 over 4 processes: partitions optimizer states, which saves 1.00 GiB over DDP",
+    ),
+    (Unsized(given=True), "micro-batch as set in the config"),
+    (Precision("bf16", "device", "NVIDIA A100"), "bf16 autocast, which NVIDIA A100 supports"),
+    (LearningRate(given=2e-4, used=2e-4, effective=16), "learning rate 0.0002 as given, not scaled"),
+    (
+        LearningRate(given=2e-4, used=4e-4, rule="linear", reference=8, effective=16),
+        "learning rate 0.0002 x 2 = 0.0004: linear scaling from batch 8 to 16",
+    ),
+    (
+        MemoryLimit(20, 16 * GIB),
+        "each process may use 20 GiB (parallel.memory_gib), but only 16.00 GiB are free",
+    ),
+    (
+        UnknownCapability((8, 0)),
+        "the GPU's compute capability is unknown; assumed: the kernels of 8.0",
+    ),
+    (
+        PredictionErrors((8, 9), False, 1, (("allocated", (-0.0004, -0.0004)), ("reserved", (0.0, 0.05)))),
+        "errors in 1 published run with 16-bit weights and fixed segments on compute capability 8.9: "
+        "allocated -0.04%, reserved +0.00% to +5.00%",
+    ),
+    (Communication(2, True, None, True), "communication: as measured between 2 processes here"),
+    (
+        Communication(2, False, None, True),
+        f"communication: not counted, since the link between processes is unknown{LATER}",
+    ),
+    (
+        Communication(8, False, 9e11, False),
+        "communication: derived from the data sheet (900 GB/s between devices), not measured",
+    ),
+    (OptimizerStates("lion", MIB), "lion: 1.00 MiB of optimizer states in each process"),
+    (
+        OptimizerStates("paged_lion_32bit", MIB, 0),
+        "paged_lion_32bit: 1.00 MiB of optimizer states, none of them paged: only those of large weights are",
+    ),
+    (
+        Corrected(1.1),
+        "corrected by an earlier probe of this kind of step: memory above the weights x 1.100",
+    ),
+    (
+        RanOutBefore(800, "more_free"),
+        "in an earlier run of this kind, memory ran out with 800 tokens in a micro-batch, when less of it was "
+        "free",
+    ),
+    (
+        FourBitBase(0.82, MIB, 3 * MIB),
+        "82% of the weights of the base are 4-bit (1.00 MiB in all, 3.00 MiB in 16 bit)",
+    ),
+    (Padded("attention", "eager"), "rows are padded: eager attention does not support row boundaries"),
+    (Padded("config"), "rows are padded because train.padding_free=false"),
+    (
+        NewTokens(2, 1024, tied=False),
+        "2 new tokens: 1,024 parameters of the embedding and output head are trained for them",
+    ),
+    (
+        TrainedWhole(100, 1, ("lm_head",)),
+        "100 parameters of 1 module are trained whole (tuning.lora.modules_to_save: lm_head)",
+    ),
+    (
+        AttentionKernel("FlashAttention 3", "one"),
+        "attention: FlashAttention 3, one call for all rows of a micro-batch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "expected"), SENTENCES, ids=lambda value: type(value).__name__)
+def test_a_reason_is_one_sentence(reason, expected):
+    assert sentence(reason) == expected
+
+
+def test_the_batch_is_an_equation_and_says_how_rows_lie():
+    plan = replace(PLAN, padding_free=False, micro_batch_tokens=1234)
+    equation = sentence(EffectiveBatch(plan))
+    assert equation.startswith(f"effective batch {plan.effective_batch_size} sequences = micro-batch ")
+    assert equation.endswith(f" x {plan.world_size} process{'es' if plan.world_size > 1 else ''}")
+    assert sentence(Dealing(plan)) == (
+        "at most 1,234 tokens in a micro-batch: rows of similar length, padded to the longest"
+    )
+
+
+def test_every_kind_of_reason_has_its_words():
+    kinds = reasons.Reason.__subclasses__()
+    assert len(kinds) > 20
+    assert [kind.__name__ for kind in kinds if sentence.dispatch(kind) is sentence.dispatch(object)] == []
+
+
+MEMORY = Memory(
+    budget_bytes=8 * GIB, peak_bytes=11 * GIB, peak_phase="backward", terms={"weights": 10 * GIB, "loss": GIB}
+)
+
+
+def test_a_misfit_says_by_how_much_and_what_would_help():
+    smallest = replace(PLAN, memory=MEMORY, micro_batch_size=1, gradient_checkpointing=True)
+    near, far = Change("tuning.mode=qlora", 4 * GIB, True), Change("model.max_seq_len=64", 10 * GIB, False)
+    first, parts, heading, *changes = misfit_text(Misfit(smallest, (near, far))).splitlines()
+    assert first == (
+        "this run does not fit: the smallest plan (micro-batch 1, gradient checkpointing) needs 11.00 GiB in "
+        "the backward phase, 3.00 GiB more than the budget of 8.00 GiB"
+    )
+    assert parts == "largest parts: weights 10.00 GiB, loss 1.00 GiB"
+    assert heading == "any one of these changes makes it fit:"
+    assert changes == ["  tuning.mode=qlora: -7.00 GiB, then 4.00 GiB"]
+    hopeless = misfit_text(Misfit(smallest, (far,))).splitlines()
+    assert hopeless[2:] == [
+        "no single change is enough; these help most:",
+        "  model.max_seq_len=64: -1.00 GiB, then 10.00 GiB",
+    ]
+    assert misfit_text(Misfit(smallest), explain=False) == first
