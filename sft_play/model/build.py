@@ -1,6 +1,5 @@
 """Builds models with their weights: for full fine-tuning, LoRA and QLoRA, and to generate with."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
 from sft_play.model.attention_choice import generation_attention
+from sft_play.model.cpu import keep_differentiable
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.load import (
     empty_base,
@@ -154,26 +154,6 @@ def _release_what_was_split(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.untyped_storage().nbytes() > parameter.nbytes:
             parameter.data = parameter.data.clone()
-
-
-def keep_differentiable(model: torch.nn.Module) -> None:
-    """Stops bitsandbytes from repacking 4-bit weights at the first evaluation, as on AVX-512 BF16 CPUs.
-
-    The product with repacked weights has no gradient, so training after an evaluation would continue without
-    those layers.
-
-    Raises:
-        ConfigError: bitsandbytes no longer has this switch.
-    """
-    bitsandbytes: Any = sys.modules.get("bitsandbytes")  # already imported if there are 4-bit layers
-    for module in model.modules() if bitsandbytes else ():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            if not hasattr(module, "support_avx512bf16_for_cpu"):
-                raise ConfigError(
-                    "tuning.mode=qlora: 4-bit layers have no support_avx512bf16_for_cpu, so this version of "
-                    "bitsandbytes is not supported: run `make install`"
-                )
-            module.support_avx512bf16_for_cpu = False
 
 
 def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":

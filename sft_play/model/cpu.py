@@ -1,16 +1,20 @@
-"""What only training on a CPU needs: an output head in tiles, and a heap that keeps its memory.
+"""What only training on a CPU needs. How much memory a step takes there is measured by sizing/phase_meter.py.
 
-TRL's head computes in tiles too, but its kernel is made for GPUs. On a CPU it goes over each tile a dozen
-times, scores tokens that carry no loss, and computes everything again in the backward pass, which takes four
-times as long as full logits. Here PyTorch's cross entropy scores a tile of supervised tokens and its gradient
-is taken at once, while the tile is in the cache. Nothing is computed twice, and one tile of logits is alive.
+The output head works in tiles. TRL's does so too, but its kernel is made for GPUs. On a CPU it goes over
+each tile a dozen times, scores tokens that carry no loss, and computes everything again in the backward
+pass, which takes four times as long as full logits. Here PyTorch's cross entropy scores a tile of
+supervised tokens and its gradient is taken at once, while the tile is in the cache. Nothing is computed
+twice, and one tile of logits is alive.
 """
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy, linear
+
+from sft_play.errors import ConfigError
 
 TILE = 256  # tokens; larger tiles are no faster and take more memory
 
@@ -128,3 +132,23 @@ def _scaled(logits: torch.Tensor, scale: float, softcap: float | None, temperatu
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits if temperature == 1 else logits / temperature
+
+
+def keep_differentiable(model: torch.nn.Module) -> None:
+    """Stops bitsandbytes from repacking 4-bit weights at the first evaluation, as on AVX-512 BF16 CPUs.
+
+    The product with repacked weights has no gradient, so training after an evaluation would continue without
+    those layers.
+
+    Raises:
+        ConfigError: bitsandbytes no longer has this switch.
+    """
+    bitsandbytes: Any = sys.modules.get("bitsandbytes")  # already imported if there are 4-bit layers
+    for module in model.modules() if bitsandbytes else ():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            if not hasattr(module, "support_avx512bf16_for_cpu"):
+                raise ConfigError(
+                    "tuning.mode=qlora: 4-bit layers have no support_avx512bf16_for_cpu, so this version of "
+                    "bitsandbytes is not supported: run `make install`"
+                )
+            module.support_avx512bf16_for_cpu = False

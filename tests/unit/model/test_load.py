@@ -18,7 +18,8 @@ from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.build import freeze_what_gets_no_gradient, keep_differentiable, load_base
+from sft_play.model.build import freeze_what_gets_no_gradient, load_base
+from sft_play.model.cpu import keep_differentiable
 from sft_play.model.load import hub_arguments, load_model_config, load_tokenizer, not_loadable
 
 CPU = torch.device("cpu")
