@@ -33,10 +33,7 @@ class DoesNotFitError(SftPlayError):
 
 
 class OutOfMemory(DoesNotFitError):
-    """Memory ran out in the middle of training, where the step could not be done again.
-
-    A smaller plan may go on from the last checkpoint.
-    """
+    """Memory ran out in the middle of training; a smaller plan may go on from the last checkpoint."""
 
 
 class NonFiniteError(SftPlayError):

@@ -41,6 +41,8 @@ from sft_play.runlog import (
     update_summary,
 )
 
+MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has a smaller plan
+
 
 def train_command(
     path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool, nodes: Nodes = ALONE
@@ -135,8 +137,8 @@ def open_job(resolved: ResolvedConfig, processes: int) -> Job:
 def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, Any]:
     """Trains, here or in several processes; returns the summary.
 
-    If memory runs out in a step that cannot be done again, goes on from the last checkpoint with a smaller
-    plan: once, and only on one machine.
+    If memory runs out in the middle, goes on from the last checkpoint with a smaller plan, on one machine and
+    at most MOST_RECOVERIES times.
 
     Args:
         job: the run.
@@ -147,23 +149,35 @@ def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, 
         OutOfMemory: memory ran out again, or there is no smaller plan; further errors as in `train` and
             `launch_ranks`.
     """
-    try:
-        return _train_once(job, argv, link)
-    except OutOfMemory as error:
-        if link:
-            raise
-        reason = str(error)
-    # here the error no longer refers to the memory of the session that failed
+    said: list[str] = []
+    while True:
+        try:
+            summary = _train_once(job, argv, link)
+            return update_summary(job.run, out_of_memory=said) if said else summary
+        except OutOfMemory as error:
+            if link or len(said) == MOST_RECOVERIES:
+                raise
+            reason = str(error)
+        # here the error no longer refers to the memory of the session that failed
+        job, line = _smaller_job(job, reason)
+        argv = [*argv, f"train.resume={job.config.train.resume}", "eval.batch_size=auto"]
+        said.append(line)
+        console().print(f"  [yellow]{escape(line)}[/]")
+
+
+def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
+    """The job that goes on after memory ran out for this reason, and what is said about it.
+
+    Raises:
+        OutOfMemory: there is no smaller plan.
+    """
     from sft_play.train.out_of_memory import continuation, smaller_job
 
     try:
         job = smaller_job(job)
     except DoesNotFitError as error:
         raise OutOfMemory(f"{reason}\nThere is no smaller plan to go on with: {error}") from None
-    said = f"{reason.splitlines()[0]}; {continuation(job)}"
-    console().print(f"  [yellow]{escape(said)}[/]")
-    summary = _train_once(job, [*argv, f"train.resume={job.config.train.resume}"], link)
-    return update_summary(job.run, out_of_memory=[said, *summary["out_of_memory"]])
+    return job, f"{reason.splitlines()[0]}; {continuation(job)}"
 
 
 def _train_once(job: Job, argv: list[str], link: Link | None) -> dict[str, Any]:

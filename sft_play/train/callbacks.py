@@ -3,8 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,9 +19,6 @@ from sft_play.runlog import RunDir, append_metrics, console
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import TrainingRows
 from sft_play.units import GIB, counted, format_bytes, format_duration
-
-if TYPE_CHECKING:
-    from sft_play.train.redo import Redo
 
 
 class Reporter(TrainerCallback):
@@ -123,16 +119,11 @@ class Reporter(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True
 
-    def showing_phases(self, begin: Callable[[str], None]) -> Callable[[str], None]:
-        """`begin`, which is told of each phase; the bar then shows whether it trains or evaluates."""
-
-        def begin_phase(phase: str) -> None:
-            begin(phase)
-            doing = "evaluating" if phase == "evaluation" else "training"
-            if doing != self._progress.tasks[self._task].description:
-                self._progress.update(self._task, description=doing)
-
-        return begin_phase
+    def show_phase(self, phase: str) -> None:
+        """Shows on the bar whether the run trains or evaluates."""
+        doing = "evaluating" if phase == "evaluation" else "training"
+        if doing != self._progress.tasks[self._task].description:
+            self._progress.update(self._task, description=doing)
 
     def numbers(self, step: int) -> dict[str, float | None]:
         """Speed since the last record, and the share of time spent waiting for data; None if unknown."""
@@ -261,16 +252,15 @@ class EvaluateAtEnd(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """After SIGTERM, SIGINT or SIGUSR1 on any rank: finishes the step, saves a checkpoint and stops.
 
-    A second SIGINT stops at once, and so does the first one before the first step is done. The same message
-    between the ranks tells how small their micro-batches have become because memory ran out (redo.py).
+    A second SIGINT stops at once, and so does the first one before the first step is done.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, world_size: int, device: torch.device, redo: "Redo") -> None:
+    def __init__(self, world_size: int, device: torch.device) -> None:
         self.stopped = False
         self._asked = self._stepped = False
-        self._world_size, self._device, self._redo = world_size, device, redo
+        self._world_size, self._device = world_size, device
         self._earlier: dict[int, Any] = {}
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -286,12 +276,11 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops all ranks at the same step if any of them got a signal."""
         self._stepped = True
-        asked, pieces = int(self._asked), self._redo.cut.pieces
+        asked = self._asked
         if self._world_size > 1:
-            highest = torch.tensor([asked, pieces], device=self._device)
-            torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
-            asked, pieces = highest.tolist()
-        self._redo.agree(pieces)
+            any_rank = torch.tensor(int(asked), device=self._device)
+            torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
+            asked = bool(any_rank)
         if asked and not self.stopped and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
             console().print(f"  stopping after step {state.global_step}: saving a checkpoint")

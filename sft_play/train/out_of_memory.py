@@ -1,7 +1,7 @@
-"""What a run does when memory runs out while it trains, and its step cannot be done again.
+"""What a run does when memory runs out while it trains.
 
-It ends with exit code 4, and remembers which micro-batch was too large. Whoever started it goes on once from
-the last checkpoint, with a smaller plan.
+The rank where it runs out ends with exit code 4, and the launcher ends the others. Which micro-batch was too
+large is remembered. The command that started the run goes on from the last checkpoint, with a smaller plan.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from sft_play.report.reasons import batch_sentence
 from sft_play.runlog import read_json
 from sft_play.sizing.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step
-from sft_play.train.memory_meter import MemoryMeter, release_unreferenced
+from sft_play.train.memory_meter import release_unreferenced
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.session import Session
 from sft_play.train.settle import plan_again, takes_less
@@ -51,15 +51,9 @@ def _explained(plan: Plan, error: BaseException) -> str:
     return f"memory ran out at micro-batch {plan.micro_batch_size}: {first_line}\n{memory_advice(plan)}"
 
 
-def remember(job: Job, plan: Plan, meter: MemoryMeter) -> None:
-    """Records that memory ran out under this plan, so that the next plan of this kind is smaller."""
-    used = meter.peak_bytes() if plan.device == "cuda" else 0  # on a CPU, it is not what is predicted
-    write_ran_out(correction_path(job, plan), plan, used)
-
-
 @contextlib.contextmanager
 def remembered(session: Session) -> Iterator[None]:
-    """Ends a run whose memory runs out in the block in such a way that a smaller plan can go on.
+    """Remembers the plan if memory runs out in the block, so that a smaller one can go on.
 
     Raises:
         OutOfMemory: memory ran out.
@@ -69,9 +63,10 @@ def remembered(session: Session) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        redo = session.trainer.redo
-        plan = redo.own_plan() if redo else session.job.plan
-        remember(session.job, plan, session.reporter.meter)
+        plan = session.job.plan
+        # on a CPU, the peak is not what is predicted
+        used = session.reporter.meter.peak_bytes() if plan.device == "cuda" else 0
+        write_ran_out(correction_path(session.job, plan), plan, used)
         step = session.trainer.state.global_step + 1
         raise OutOfMemory(
             f"in step {step}, {_explained(plan, error)}. Go on from the last checkpoint: "
@@ -83,7 +78,8 @@ def smaller_job(job: Job) -> Job:
     """The job that goes on from the last checkpoint after memory ran out in the middle of training.
 
     Its effective batch is the same. Before a run, a plan that the config prescribes is the user's to change;
-    in the middle of one, the work done counts for more, so `batch_size` and `grad_accum` are not binding.
+    in the middle of one, the work done counts for more, so `train.batch_size`, `train.grad_accum` and
+    `eval.batch_size` are not binding.
 
     Raises:
         DoesNotFitError: there is no smaller plan.
@@ -95,21 +91,25 @@ def smaller_job(job: Job) -> Job:
         "grad_accum": "auto",
         "effective_batch_size": ran_out.effective_batch_size,
     }
-    plan = plan_again(_with_train(replace(job, plan=ran_out), **free), takes_less(ran_out))
+    plan = plan_again(_with(replace(job, plan=ran_out), "train", **free), takes_less(ran_out))
     reason = f"chosen because memory ran out at micro-batch {ran_out.micro_batch_size}"
     own = by_step(job.run) or job.config.train.resume == "never"
     resume = "auto" if own else job.config.train.resume
-    return replace(_with_train(job, resume=resume), plan=replace(plan, why=(*plan.why, reason)))
+    job = _with(_with(job, "train", resume=resume), "eval", batch_size="auto")
+    return replace(job, plan=replace(plan, why=(*plan.why, reason)))
 
 
-def _with_train(job: Job, **settings: Any) -> Job:
-    train = job.config.train.model_copy(update=settings)
-    config = job.config.model_copy(update={"train": train})
+def _with(job: Job, section: str, **settings: Any) -> Job:
+    """The job with other settings in a section of its config."""
+    changed = getattr(job.config, section).model_copy(update=settings)
+    config = job.config.model_copy(update={section: changed})
     return replace(job, resolved=replace(job.resolved, config=config))
 
 
 def continuation(job: Job) -> str:
     """From where, and how, the smaller job goes on."""
-    start = "from the last checkpoint" if by_step(job.run) else "from the beginning, without a checkpoint"
+    resume = job.config.train.resume
+    start = "from the beginning, without a checkpoint" if resume == "auto" else f"from {resume}"
+    start = "from the last checkpoint" if by_step(job.run) else start
     recomputed = ", activations recomputed" if job.plan.gradient_checkpointing else ""
     return f"going on {start} with a smaller plan: {batch_sentence(job.plan)}{recomputed}"

@@ -11,8 +11,6 @@ from sft_play.data.batching import (
     FILLER,
     Schedule,
     Share,
-    deal,
-    deal_alike,
     make_schedule,
     pack_shares,
     padded_length,
@@ -173,23 +171,6 @@ def validation_rows(job: Job) -> MicroBatches | None:
         pad_id=job.tokenizer.pad_token_id,
         rows_per_batch=None if asked == "auto" else asked,
     )
-
-
-def cut(batches: MicroBatches, pieces: int, *, padding_free: bool) -> Dataset:
-    """Deals the rows of each micro-batch to `pieces` smaller ones, balanced by tokens.
-
-    The result has the columns of `batches.dataset`; its element m x pieces + p is piece p of micro-batch m. A
-    piece without rows holds a filler.
-    """
-    lists = batches.dataset.with_format("arrow")[:]["rows"].combine_chunks()
-    counts = lists.value_lengths().to_numpy()
-    rows = np.full((len(counts), counts.max()), FILLER)
-    rows[np.arange(counts.max()) < counts[:, None]] = lists.flatten().to_numpy()
-    lengths, filler = column_of(batches.rows, "length"), len(batches.rows) - 1
-    costs = np.where((rows == FILLER) | (rows == filler), 0, lengths[rows])
-    schedule = Schedule(rows, (deal if padding_free else deal_alike)(costs, pieces), pieces)
-    seen = schedule.sums(lengths) if padding_free else schedule.padded_tokens(lengths)
-    return _as_dataset(*schedule.micro_batches(), filler=filler, tokens=np.maximum(seen.ravel(), 1))
 
 
 def _as_dataset(values: np.ndarray, offsets: np.ndarray, *, filler: int, tokens: np.ndarray) -> Dataset:

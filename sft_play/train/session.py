@@ -42,7 +42,6 @@ from sft_play.train.saving import CheckpointWriter
 from sft_play.train.trackers import trackers, use_groups
 
 if TYPE_CHECKING:
-    from sft_play.train.redo import Redo
     from sft_play.train.space import SpaceForSaves
 
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
@@ -73,7 +72,6 @@ class PlannedTrainer(AdapterTrainer):
         self,
         *args: Any,
         rows: MicroBatches,
-        eval_rows: MicroBatches | None,
         eval_collator: Any,
         checkpoint_parts: int,
         writer: CheckpointWriter,
@@ -83,9 +81,7 @@ class PlannedTrainer(AdapterTrainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
-        self._eval_rows = eval_rows
-        self.redo: Redo | None = None  # this and the next: while the steps of the run are computed
-        self.space: SpaceForSaves | None = None
+        self.space: SpaceForSaves | None = None  # while the steps of the run are computed
         self._step_loss: torch.Tensor | float = 0.0
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
@@ -95,25 +91,20 @@ class PlannedTrainer(AdapterTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward pass of a micro-batch; returns its share of its step's loss, a scalar.
 
-        If memory runs out, what is done of the step is done again in smaller pieces (redo.py). The library's
-        own method walks through all modules of the model to set their training mode.
+        The library's own method walks through all modules of the model to set their training mode.
         """
         unwrapped: Any = self.model
         if not unwrapped.training:
             model.train()
         # compute_loss has already divided the loss by the number of micro-batches
         engine = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
-
-        def learn(batch: Any) -> torch.Tensor:
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(
-                    model, self._prepare_inputs(batch), num_items_in_batch=num_items_in_batch
-                )
-            self.accelerator.backward(loss, **engine)
-            # added to the mean loss of the log, which a NaN would never leave again
-            return loss.detach().nan_to_num(0.0, 0.0, 0.0)
-
-        share = self.redo.learn(model, inputs, learn) if self.redo else learn(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(
+                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+            )
+        self.accelerator.backward(loss, **engine)
+        # added to the mean loss of the log, which a NaN would never leave again
+        share = loss.detach().nan_to_num(0.0, 0.0, 0.0)
         self._step_loss = self._step_loss + share
         return share
 
@@ -133,7 +124,7 @@ class PlannedTrainer(AdapterTrainer):
         self.begin_phase("forward")
         # DDP and ZeRO-2 average gradients over the ranks, and the loss is divided by the tokens of all.
         ranks = self.accelerator.num_processes
-        shares = self.current_gradient_accumulation_steps * ranks * (self.redo.cut.pieces if self.redo else 1)
+        shares = self.current_gradient_accumulation_steps * ranks
         balance = self.router_aux_loss_coef / shares if self.aux_loss_enabled else 0.0
         loss = ranks * token_loss(model, inputs, num_items_in_batch, router_weight=balance)
         self.begin_phase("backward")
@@ -215,24 +206,14 @@ class PlannedTrainer(AdapterTrainer):
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         was_training = model.training
         model.eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-
-        def score(batch: Any) -> torch.Tensor:
-            with self.compute_loss_context_manager():
-                return score_batch(model, self._prepare_inputs(batch))
-
+        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
         # the loader draws a number, which would change later dropout
         with torch.random.fork_rng(devices=[]), averaged(self.optimizer):
-            for number, batch in enumerate(loader):
-                place = number * ranks + rank
-                sums[:3] += self.redo.score(place, batch, score) if self.redo else score(batch)
+            for batch in loader:
+                with self.compute_loss_context_manager():
+                    sums += score_batch(model, self._prepare_inputs(batch))
         model.train(was_training)
-        sums[3] = self.redo.eval_times if self.redo else 0
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        total = TokenScore.of(sums[:3])
-        if self.redo:
-            self.redo.evaluated(int(sums[3]))
+        total = TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
         metrics = {
             f"{metric_key_prefix}_loss": total.loss,
             f"{metric_key_prefix}_token_accuracy": total.accuracy,
@@ -358,7 +339,6 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
             trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         ),
         rows=rows,
-        eval_rows=validation,
         skipped=SkippedSteps(config.train.max_skipped_steps),
         numbers=reporter.shown,
         train_dataset=rows.dataset,

@@ -30,7 +30,6 @@ from sft_play.train.nonfinite import check_weights
 from sft_play.train.out_of_memory import memory_errors_explained, remembered
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
-from sft_play.train.redo import Redo
 from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.saving import BestOfThisRun
 from sft_play.train.session import Session, open_session, ordered_rows
@@ -47,7 +46,7 @@ def train(job: Job) -> dict[str, Any]:
     Raises:
         Interrupted: a signal stopped it after a checkpoint was saved.
         NonFiniteError: loss or gradients were NaN or infinite in too many steps, or the weights are.
-        OutOfMemory: memory ran out in a step that could not be done again.
+        OutOfMemory: memory ran out in a step or an evaluation.
         DoesNotFitError: memory ran out before the first step.
         StorageError: the disk is full.
         LaunchError: the ranks do not agree.
@@ -97,9 +96,8 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
         # it was done at the start; doing it again would count against the patience of early stopping
         trainer.args.eval_on_start = False
         trainer.add_callback(BestOfThisRun(checkpoint))
-    trainer.redo = Redo(trainer, session.job, session.reporter.meter)
-    trainer.begin_phase = session.reporter.showing_phases(trainer.redo.begin_phase)
-    stop = StopOnSignal(session.job.plan.world_size, trainer.args.device, trainer.redo)
+    trainer.begin_phase = session.reporter.show_phase
+    stop = StopOnSignal(session.job.plan.world_size, trainer.args.device)
     trainer.add_callback(stop)
     trainer.space = SpaceForSaves(session)
     trainer.add_callback(trainer.space)  # the last one, which sees whether the others want to save
@@ -113,11 +111,10 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
 
 
 def remember_speed(session: Session) -> None:
-    """Stores how fast the steps were, for the next plan, if there were enough of them and none was cut."""
-    job, reporter, redo = session.job, session.reporter, session.trainer.redo
-    assert redo
+    """Stores how fast the steps were, for the next plan, if there were enough of them."""
+    job, reporter = session.job, session.reporter
     speed, seconds = reporter.tokens_per_second, reporter.step_seconds
-    if job.ranks.is_main and redo.plan == job.plan and reporter.timed_steps >= TIMED_STEPS:
+    if job.ranks.is_main and reporter.timed_steps >= TIMED_STEPS:
         assert speed and seconds
         write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
 
@@ -187,9 +184,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         Interrupted: after writing, when a signal stopped the run.
     """
     job, rows, reporter = session.job, session.rows, session.reporter
-    redo, state = session.trainer.redo, session.trainer.state
-    assert redo
-    plan = redo.plan
+    plan, state = job.plan, session.trainer.state
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     evaluations = evaluations_by_step(job.run)  # also those from before an interruption
     summary = {
@@ -205,7 +200,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "optimizer_steps": state.global_step,
         "skipped_steps": session.trainer.skipped.total,
-        "out_of_memory": redo.said,
+        "out_of_memory": [],  # whoever goes on after it adds what was said (commands/train.py)
         "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
         "tokens_per_second": reporter.tokens_per_second,
         "training_seconds": reporter.training_seconds,

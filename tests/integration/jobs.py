@@ -41,6 +41,7 @@ def make_job(
     val=None,
     world_size: int = 1,
     engine: str = "auto",
+    evaluated: int | str = "auto",
     ranks: RankEnvironment = SINGLE_PROCESS,
     **train,
 ) -> Job:
@@ -61,6 +62,7 @@ def make_job(
             "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,
             "parallel": {"engine": engine},
+            "eval": {"batch_size": evaluated},
             "output": {"name": name, "dir": str(output)},
         }
     )

@@ -1,20 +1,20 @@
-"""Memory that runs out in the middle of training: the step is done again, or a smaller plan goes on."""
+"""Memory that runs out in the middle of a run: a smaller plan goes on, and the result is the same."""
 
-import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
-from sft_play.commands.train import train_job
+from sft_play.commands.train import MOST_RECOVERIES, train_job
 from sft_play.errors import OutOfMemory
-from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.model.build import build_model
 from sft_play.plan import Plan
-from sft_play.runlog import RunDir, read_json
-from sft_play.train import session
+from sft_play.runlog import RunDir, read_json, read_metrics
+from sft_play.train.checkpoints import by_step
+from sft_play.train.rows import validation_rows
+from sft_play.train.settle import takes_less
 from sft_play.train.trainer import train
 from tests.integration.cli import make_workspace, sft
 from tests.integration.jobs import losses, make_job
@@ -22,7 +22,9 @@ from tests.integration.memory_faults import failing, failing_optimizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 PACKED = {"mode": "lora", "packing": True, "effective_batch_size": 8 * 64, "batch_size": 2 * 64}
+KEPT = {"batch_size": 4, "gradient_checkpointing": False, "save_steps": 2, "eval_steps": 2, "max_steps": 6}
 BUILD = "sft_play.train.trainer.build_model"
+SECONDS = 60  # far more than two launches take, far less than the limit for a collective operation
 
 
 @pytest.fixture
@@ -52,6 +54,25 @@ def assert_same_result(job, clean) -> None:
         torch.testing.assert_close(weights(job)[name], expected, rtol=1e-4, atol=1e-5)
 
 
+def goes_on_as_if_nothing_had_happened(model: Path, folder: Path, fail, **settings) -> list[str]:
+    """Trains without and with the fault that `fail()` injects; returns what was said about it."""
+    settings = KEPT | settings
+    clean = make_job(model, folder, "clean", **settings)
+    before = train(clean)
+    assert before["out_of_memory"] == []
+    fail()
+    job = make_job(model, folder, "one", **settings)
+    summary = train_job(job, [])
+    assert_same_result(job, clean)
+    assert summary == read_json(job.run.summary)
+    assert summary["effective_batch_size"] == before["effective_batch_size"]
+    plan = Plan.from_json(read_json(job.run.plan))
+    assert plan.micro_batch_size == summary["micro_batch_size"]
+    assert takes_less(job.plan)(plan)
+    assert not list(folder.glob("one.*"))
+    return summary["out_of_memory"]
+
+
 @pytest.mark.parametrize(
     ("where", "settings"),
     [
@@ -61,81 +82,65 @@ def assert_same_result(job, clean) -> None:
     ],
     ids=["forward", "backward-padded", "backward-packed"],
 )
-def test_the_step_is_done_again_in_smaller_micro_batches(
+def test_a_smaller_plan_goes_on_from_the_last_checkpoint(
     tiny_model, tmp_path, fault, capsys, where, settings
 ):
-    settings = {"batch_size": 4, **settings}
-    clean = make_job(tiny_model, tmp_path, "clean", **settings)
-    before = train(clean)
-    assert before["out_of_memory"] == []
-    fault(where, 2 * 4 + 2)  # the third of four micro-batches of step 3
-    job = make_job(tiny_model, tmp_path, "one", **settings)
-    summary = train(job)
-    assert_same_result(job, clean)
-    assert summary["effective_batch_size"] == before["effective_batch_size"]
-    assert summary["micro_batch_size"] == before["micro_batch_size"] // 2
-    assert summary["gradient_accumulation_steps"] == 8
-    assert summary["micro_batch_tokens"] < before["micro_batch_tokens"]
-    assert Plan.from_json(read_json(job.run.plan)).gradient_accumulation_steps == 8
-    [said] = summary["out_of_memory"]
-    assert "in step 3 at micro-batch" in said and said in " ".join(capsys.readouterr().out.split())
+    third_of_step_4 = 3 * 4 + 2  # of four micro-batches; step 2 was saved
+    [said] = goes_on_as_if_nothing_had_happened(
+        tiny_model, tmp_path, lambda: fault(where, third_of_step_4), **settings
+    )
+    assert "in step 4, memory ran out at micro-batch" in said
+    assert "going on from the last checkpoint with a smaller plan" in said
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_a_checkpoint_it_begins_at_the_start(tiny_model, tmp_path, fault):
+    [said] = goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, lambda: fault("backward", 4 + 1))
+    assert "in step 2, " in said and "going on from the beginning, without a checkpoint" in said
 
 
 @pytest.mark.faults
-def test_memory_may_run_out_until_each_row_is_alone(tiny_model, tmp_path, fault):
-    clean = make_job(tiny_model, tmp_path, "clean", batch_size=16)
-    train(clean)
-    fault("backward", 1, 2, 4)  # step 2 three times: whole, in halves, in the second of the quarters
-    job = make_job(tiny_model, tmp_path, "one", batch_size=16)
-    summary = train(job)
-    assert_same_result(job, clean)
-    assert (summary["micro_batch_size"], summary["gradient_accumulation_steps"]) == (2, 8)
+def test_in_the_update_too(tiny_model, tmp_path, optimizer_fault):
+    [said] = goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, lambda: optimizer_fault(3))
+    assert "in step 4, " in said
 
 
-def test_the_step_draws_the_same_random_numbers_again(tiny_model, tmp_path, fault, monkeypatch):
-    """Bit for bit as if its micro-batches had been as small from its beginning."""
-    settings = dict(batch_size=4, dropout=0.3, mode="lora")
+@pytest.mark.faults
+@pytest.mark.parametrize("evaluated", ["auto", 7])
+@pytest.mark.parametrize(("earlier", "start"), [(0, "the beginning"), (2, "the last checkpoint")])
+def test_in_an_evaluation_too(tiny_model, tmp_path, fault, earlier, start, evaluated):
+    """Also if the config says how many rows its batches have."""
+    settings = {"batch_size": 16, "evaluated": evaluated}
+    batches = validation_rows(make_job(tiny_model, tmp_path, "one", **KEPT | settings))
+    number = earlier * len(batches.dataset)  # the first batch after so many evaluations
+    [said] = goes_on_as_if_nothing_had_happened(
+        tiny_model, tmp_path, lambda: fault("evaluation", number), **settings
+    )
+    assert f"going on from {start}" in said
+
+
+@pytest.mark.faults
+def test_memory_may_run_out_again_and_each_plan_is_smaller(tiny_model, tmp_path, fault):
+    said = goes_on_as_if_nothing_had_happened(
+        tiny_model, tmp_path, lambda: fault("backward", 2, 4, 9), batch_size=16, gradient_checkpointing=True
+    )
+    sizes = [int(line.split("at micro-batch ")[1].split(":")[0]) for line in said]
+    assert len(sizes) == 3 and sizes == sorted(set(sizes), reverse=True)
+
+
+def test_it_does_not_begin_again_for_ever(tiny_model, tmp_path, fault):
+    fault("forward", *range(1000))
+    job = make_job(tiny_model, tmp_path, "one", **KEPT | {"batch_size": 16})
+    began = []
     with pytest.MonkeyPatch.context() as patch:
-
-        class Smaller(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == 2:
-                    running[0].redo.cut.into(2)
-
-        running = []
-        make = session._make_trainer
-
-        def remember_trainer(*given):
-            running.append(make(*given))
-            running[0].add_callback(Smaller())
-            return running[0]
-
-        patch.setattr(session, "_make_trainer", remember_trainer)
-        torch.manual_seed(1)
-        expected = make_job(tiny_model, tmp_path, "expected", **settings)
-        train(expected)
-    fault("backward", 2 * 4 + 1)
-    torch.manual_seed(1)
-    job = make_job(tiny_model, tmp_path, "one", **settings)
-    train(job)
-    assert losses(job)[1] == losses(expected)[1]
-    assert losses(job)[0] == pytest.approx(
-        losses(expected)[0], rel=1e-6
-    )  # the log adds them up in another order
-    for name, tensor in weights(expected).items():
-        assert torch.equal(weights(job)[name], tensor), name
-
-
-@pytest.mark.faults
-def test_an_evaluation_goes_on_in_smaller_batches_and_training_as_before(tiny_model, tmp_path, fault, capsys):
-    clean = make_job(tiny_model, tmp_path, "clean", batch_size=16)
-    train(clean)
-    fault("evaluation", 1, 2)
-    job = make_job(tiny_model, tmp_path, "one", batch_size=16)
-    summary = train(job)
-    assert_same_result(job, clean)
-    assert (summary["micro_batch_size"], len(summary["out_of_memory"])) == (16, 1)
-    assert "memory ran out in the evaluation" in capsys.readouterr().out
+        patch.setattr(
+            "sft_play.commands.train.train_here", lambda job: (began.append(job.plan), train(job))[1]
+        )
+        with pytest.raises(OutOfMemory, match="in step 1, memory ran out at micro-batch") as ended:
+            train_job(job, [])
+    assert len(began) == 1 + MOST_RECOVERIES and ended.value.exit_code == 4
+    tokens = [(plan.micro_batch_tokens, not plan.gradient_checkpointing) for plan in began]
+    assert tokens == sorted(set(tokens), reverse=True)
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run(tiny_model, tmp_path, fault):
@@ -161,89 +166,17 @@ def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
     summary = train_job(job, [])
     assert_same_result(job, clean)
     plan = Plan.from_json(read_json(job.run.plan))
-    assert plan.gradient_checkpointing and (plan.micro_batch_size, plan.gradient_accumulation_steps) == (
-        1,
-        16,
-    )
+    assert plan.gradient_checkpointing
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (1, 16)
     assert "going on from the last checkpoint" in summary["out_of_memory"][0]
     assert "activations recomputed" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.faults
-def test_an_update_is_never_done_again_but_a_smaller_plan_goes_on_from_the_checkpoint(
-    tiny_model, tmp_path, optimizer_fault, capsys
-):
-    settings = dict(batch_size=16, gradient_checkpointing=False, save_steps=2, eval_steps=2, max_steps=6)
-    clean = make_job(tiny_model, tmp_path, "clean", **settings)
-    train(clean)
-    optimizer_fault(3)
-    job = make_job(tiny_model, tmp_path, "one", **settings)
-    summary = train_job(job, [])
-    assert_same_result(job, clean)
-    assert summary["effective_batch_size"] == 16 and summary["micro_batch_size"] < 16
-    [said] = summary["out_of_memory"]
-    assert (
-        "in step 4, memory ran out" in said
-        and "going on from the last checkpoint with a smaller plan" in said
-    )
-    assert said in " ".join(capsys.readouterr().out.split())
-    assert read_json(job.run.summary)["out_of_memory"] == [said]
-    assert not list(tmp_path.glob("one.*"))
-
-
-@pytest.mark.faults
-def test_without_a_checkpoint_the_smaller_plan_begins_at_the_start_and_only_once(
-    tiny_model, tmp_path, optimizer_fault
-):
-    optimizer_fault(1, 3)  # the second update of both attempts
-    job = make_job(tiny_model, tmp_path, "one", batch_size=16, gradient_checkpointing=False)
-    with pytest.raises(OutOfMemory, match="in step 2, memory ran out at micro-batch"):
-        train_job(job, [])
-    assert Plan.from_json(read_json(job.run.plan)).micro_batch_size < 16
-
-
-def launched(tmp_path: Path, engine: str, specs: list[dict]):
-    file = tmp_path / "specs.json"
-    file.write_text(json.dumps(specs))
-    worker = [str(Path(__file__).with_name("worker.py")), str(file)]
-    command = launch_command(worker, engine=engine, device="cpu", processes=2, cores=1)
-    return run_launcher(command, RunDir(tmp_path), processes=2, timeout_s=300)
-
-
-@pytest.mark.faults
-def test_one_rank_of_two_does_its_share_of_the_step_or_of_the_evaluation_again(tiny_model, tmp_path):
-    """DDP; the second fault is in the pass that exchanges gradients."""
-    settings = dict(batch_size=4, mode="full")
-    shared = {"model": str(tiny_model), "output": str(tmp_path), "settings": settings | {"engine": "ddp"}}
-    faults = {
-        "early": ("backward", [2 * 2]),
-        "late": ("forward", [2 * 2 + 1]),
-        "evaluation": ("evaluation", [1]),
-    }
-    specs = [
-        shared | {"name": name, "fault": {"rank": 1, "where": where, "passes": passes}}
-        for name, (where, passes) in faults.items()
-    ]
-    result = launched(tmp_path, "ddp", specs)
-    assert result.code == 0, result.message
-    alone = make_job(tiny_model, tmp_path, "alone", batch_size=8, mode="full")
-    train(alone)
-    for name in faults:
-        two = make_job(tiny_model, tmp_path, name, **settings)
-        assert_same_result(two, alone)
-        summary = read_json(two.run.summary)
-        if name == "evaluation":
-            assert summary["micro_batch_size"] == 4
-            assert "memory ran out in the evaluation" in summary["out_of_memory"][0]
-            continue
-        assert (summary["micro_batch_size"], summary["gradient_accumulation_steps"]) == (2, 4)
-        assert (
-            summary["effective_batch_size"] == 16 and "step 3 at micro-batch 4" in summary["out_of_memory"][0]
-        )
-
+# --- two ranks
+# ---------------------------------------------------------------------------------------------------------
 
 FAULTY_RANK = """\
-import os, sys
+import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {repository!r})
 from sft_play.machine.process import die_with_parent
@@ -262,42 +195,52 @@ raise SystemExit(run_rank(sys.argv[1:]))
 """
 
 
+def curves(run: RunDir) -> dict[int, list[float]]:
+    """Training and evaluation losses by step."""
+    found: dict[int, list[float]] = {}
+    for record in read_metrics(run):
+        found.setdefault(record["step"], []).append(record.get("train/loss", record.get("eval/loss")))
+    return found
+
+
 @pytest.mark.faults
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2"])
 @pytest.mark.parametrize(
-    ("engine", "where"),
+    ("where", "number", "start"),
     [
-        ("ddp", "backward"),
-        ("ddp", "update"),
-        ("deepspeed_z2", "forward"),
-        ("deepspeed_z2", "backward"),
-        ("deepspeed_z2", "update"),
+        ("forward", 5, "the last checkpoint"),
+        ("backward", 5, "the last checkpoint"),
+        ("backward", 2, "the beginning"),
+        ("update", 5, "the last checkpoint"),
+        ("evaluation", 0, "the beginning"),
+        ("evaluation", 1, "the last checkpoint"),
     ],
 )
-def test_where_ranks_exchange_gradients_the_launcher_goes_on_with_a_smaller_plan(
-    tiny_model, tmp_path, monkeypatch, engine, where
+def test_one_rank_of_two_ends_both_within_seconds_and_a_smaller_plan_goes_on(
+    tiny_model, tmp_path, monkeypatch, engine, where, number, start
 ):
-    """Memory runs out on rank 1 in step 6, where the other rank cannot do it again; step 5 was saved."""
+    """Step 5 was saved; the other rank would wait for ten minutes."""
     config = make_workspace(tmp_path, tiny_model)
     words = [f"parallel.engine={engine}", "eval.generate=false", "train.save_steps=5", "train.eval_steps=5"]
-    words += [
-        "train.gradient_checkpointing=false",
-        "train.probe=false",
-        "train.report_to=[]",
-        "parallel.timeout_s=60",
-    ]
-    clean = sft("train", "--config", config, *words, "output.name=clean", "--processes", "2")
+    words += ["train.gradient_checkpointing=false", "train.probe=false", "train.report_to=[]"]
+    words += ["parallel.timeout_s=600", "--processes", "2"]
+    clean = sft("train", "--config", config, *words, "output.name=clean")
     assert clean.code == 0, clean.err
     script = tmp_path / "scripts" / "train_distributed.py"
     script.parent.mkdir()
     repository = str(Path(__file__).resolve().parents[2])
     script.write_text(
-        FAULTY_RANK.format(repository=repository, once=str(tmp_path / "once"), where=where, number=5)
+        FAULTY_RANK.format(repository=repository, once=str(tmp_path / "once"), where=where, number=number)
     )
     monkeypatch.chdir(tmp_path)
-    done = sft("train", "--config", config, *words, "--processes", "2")
+    began = time.monotonic()
+    done = sft("train", "--config", config, *words)
     assert done.code == 0, done.err
+    assert time.monotonic() - began < SECONDS
     one, expected = RunDir(tmp_path / "runs" / "one"), RunDir(tmp_path / "runs" / "clean")
     summary = read_json(one.summary)
-    assert "going on from the last checkpoint with a smaller plan" in summary["out_of_memory"][0]
+    [said] = summary["out_of_memory"]
+    assert f"going on from {start}" in said
     assert summary["effective_batch_size"] == 8 and summary["micro_batch_size"] < 4
-    assert summary["train_loss"] == pytest.approx(read_json(expected.summary)["train_loss"], rel=1e-5)
+    assert [path.name for path in by_step(one)] == [path.name for path in by_step(expected)]
+    assert curves(one) == {step: pytest.approx(values, rel=1e-5) for step, values in curves(expected).items()}

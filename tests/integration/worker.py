@@ -19,13 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds i
 from sft_play.job import Job  # noqa: E402
 from sft_play.launch.ranks import RankEnvironment, finish_rank  # noqa: E402
 from sft_play.model import decomposition  # noqa: E402
-from sft_play.model.build import build_model  # noqa: E402
 from sft_play.runlog import quiet_libraries  # noqa: E402
-from sft_play.train import trainer  # noqa: E402
 from sft_play.train.group import process_group  # noqa: E402
 from sft_play.train.trainer import prepare_session, train  # noqa: E402
 from tests.integration.jobs import make_job  # noqa: E402
-from tests.integration.memory_faults import failing  # noqa: E402
 
 
 def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:
@@ -78,15 +75,11 @@ def main(path: Path) -> int:
     log = path.with_name(f"{path.stem}.{rank}.log")
     with quiet_libraries(log, silent=not ranks.is_main), process_group(jobs[0]):
         for job, spec in zip(jobs, specs, strict=True):
-            fault = spec.get("fault") or {"rank": None}
-            if fault["rank"] == rank:
-                trainer.build_model = failing(build_model, fault["where"], set(fault["passes"]))
             with other_signs() if spec.get("other_signs_on") == rank else nullcontext():
                 if spec.get("only_look"):
                     (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
                 else:
                     train(job)
-            trainer.build_model = build_model
     return finish_rank(ranks, 0)
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,8 +45,7 @@ def test_without_an_interrupt_nothing_happens():
 
 @pytest.fixture
 def stop():
-    uncut = SimpleNamespace(cut=SimpleNamespace(pieces=1), agree=lambda pieces: None)
-    callback = StopOnSignal(1, torch.device("cpu"), uncut)
+    callback = StopOnSignal(1, torch.device("cpu"))
     callback.on_train_begin(None, TrainerState(), TrainerControl())
     yield callback
     callback.give_signals_back()

@@ -7,7 +7,7 @@ from sft_play.data.chat import IGNORED
 from sft_play.data.store import count_supervised
 from sft_play.model.collators import joined_micro_batches, padded_collator, padded_micro_batches
 from sft_play.plan import Plan
-from sft_play.train.rows import cut, evaluation_rows, pack_rows, training_rows
+from sft_play.train.rows import evaluation_rows, pack_rows, training_rows
 from tests.conftest import token_rows
 
 ROWS = token_rows(50)
@@ -65,27 +65,6 @@ def test_a_step_has_the_same_rows_however_it_is_cut(split, padding_free):
         learned = [row["input_ids"] for row in micro if row["input_ids"] != [PAD]]
         asked = [row["input_ids"] for row in batches_of(whole)[step] if row["input_ids"] != [PAD]]
         assert sorted(learned) == sorted(asked)
-
-
-@pytest.mark.parametrize("padding_free", [True, False])
-@pytest.mark.parametrize("pieces", [2, 4, 16])
-def test_the_pieces_of_a_micro_batch_hold_its_rows_and_none_is_much_larger(pieces, padding_free):
-    rows = rows_of(plan(2, 1, 4, padding_free=padding_free))
-    smaller = cut(rows, pieces, padding_free=padding_free)
-    assert len(smaller) == pieces * len(rows.dataset)
-    filler = len(rows.rows) - 1
-    for number, whole in enumerate(rows.dataset):
-        own = smaller[number * pieces : (number + 1) * pieces]
-        held = sorted(row for piece in own["rows"] for row in piece if row != filler)
-        assert held == sorted(row for row in whole["rows"] if row != filler)
-        lengths = [[rows.rows[row]["length"] for row in piece] for piece in own["rows"]]
-        if padding_free:
-            assert own["tokens"] == [sum(piece) for piece in lengths]
-            assert max(own["tokens"]) <= max(whole["tokens"] / pieces * 4 / 3, max(map(max, lengths)) * 4 / 3)
-        else:
-            assert own["tokens"] == [
-                -(-max(piece) // 8) * 8 * len(piece) if piece != [1] else 1 for piece in lengths
-            ]
 
 
 def test_an_epoch_learns_each_token_once_and_filler_nothing():
