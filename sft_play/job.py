@@ -1,9 +1,10 @@
 """A run before training: its directory, data and plan, and what they were derived from."""
 
+import contextlib
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.engines.registry import engine_of
-from sft_play.errors import LaunchError
+from sft_play.errors import DoesNotFitError, LaunchError
 from sft_play.files import write_atomic
 from sft_play.fingerprints import installed_versions
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
@@ -138,6 +139,42 @@ def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
     if len({plan.device for plan in plans}) > 1:
         raise LaunchError("only some of the processes found a GPU; compare `make gpu-info` on the machines")
     return min(plans, key=lambda plan: plan.memory.budget_bytes if plan.memory else 0)
+
+
+def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
+    """The fastest plan that `accept` allows, with the same engine, world size and budget as the job's.
+
+    Raises:
+        DoesNotFitError: there is none.
+    """
+    earlier = job.plan
+    return plan_run(
+        job.config,
+        job.architecture,
+        DataFacts.of(job.data, job.config),
+        job.machine,
+        earlier.world_size,
+        accept=lambda draft: draft.engine == earlier.engine and accept(draft),
+        budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
+    )
+
+
+def find_plan(job: Job, accept: Callable[[Plan], bool]) -> Plan | None:
+    """As `plan_again`; None if there is none."""
+    with contextlib.suppress(DoesNotFitError):
+        return plan_again(job, accept)
+    return None
+
+
+def takes_less(plan: Plan) -> Callable[[Plan], bool]:
+    """Tells of another plan whether it needs less memory than this one."""
+
+    def less(other: Plan) -> bool:
+        if other.micro_batch_tokens == plan.micro_batch_tokens:
+            return other.gradient_checkpointing and not plan.gradient_checkpointing
+        return other.micro_batch_tokens < plan.micro_batch_tokens
+
+    return less
 
 
 def begin_run(job: Job) -> None:

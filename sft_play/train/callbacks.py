@@ -5,7 +5,6 @@ import signal
 import time
 from typing import Any
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import (
     EarlyStoppingCallback,
@@ -17,6 +16,7 @@ from transformers import (
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
 from sft_play.train.memory_meter import MemoryMeter
+from sft_play.train.ranks import any_rank
 from sft_play.train.rows import TrainingRows
 from sft_play.units import GIB, counted, format_bytes, format_duration
 
@@ -257,10 +257,9 @@ class StopOnSignal(TrainerCallback):
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.stopped = False
         self._asked = self._stepped = False
-        self._world_size, self._device = world_size, device
         self._earlier: dict[int, Any] = {}
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -276,12 +275,7 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops all ranks at the same step if any of them got a signal."""
         self._stepped = True
-        asked = self._asked
-        if self._world_size > 1:
-            any_rank = torch.tensor(int(asked), device=self._device)
-            torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
-            asked = bool(any_rank)
-        if asked and not self.stopped and state.global_step < state.max_steps:
+        if any_rank(self._asked, args.device) and not self.stopped and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
             console().print(f"  stopping after step {state.global_step}: saving a checkpoint")
 

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from sft_play.job import Job
+from sft_play.job import Job, find_plan
 from sft_play.model.build import local_device
 from sft_play.planning.collectives import SIZES, Collectives
 from sft_play.planning.profile import Curve
 from sft_play.planning.profiles import device_name, read_collectives, write_collectives
 from sft_play.report.progress import spinner
 from sft_play.runlog import console
-from sft_play.train.group import from_all
-from sft_play.train.settle import from_main, plan_again
+from sft_play.train.ranks import all_agree, from_all, from_main
 from sft_play.units import counted, format_bytes, format_duration
 
 RUNS = 5  # of each operation and size; the fastest one counts
@@ -40,7 +39,7 @@ def with_known_exchange(job: Job) -> Job:
     if count == 1 or job.config.train.probe is False:
         return job
     device = device_name(job.machine)
-    if from_all(count in read_collectives(device))[0]:
+    if from_main(lambda: count in read_collectives(device)):
         return job
     found, problem = None, ""
     with spinner(f"measuring what communication between {count} processes costs, once"):
@@ -63,12 +62,14 @@ def with_known_exchange(job: Job) -> Job:
 
 def _planned_again(job: Job) -> Job:
     """The job with the plan that is fastest now, of the same engine and budget."""
-    plans = from_main(job, lambda: [plan_again(job, lambda plan: True)]) if job.plan.step_seconds else []
-    if not plans:
+    if not job.plan.step_seconds:
         return job
-    if plans[0].gradient_accumulation_steps != job.plan.gradient_accumulation_steps:
-        console().print(f"  planned again with that: {plans[0].why[0]}")
-    return replace(job, plan=plans[0])
+    plan = from_main(lambda: find_plan(job, lambda plan: True))
+    if plan is None:
+        return job
+    if plan.gradient_accumulation_steps != job.plan.gradient_accumulation_steps:
+        console().print(f"  planned again with that: {plan.why[0]}")
+    return replace(job, plan=plan)
 
 
 def _measure(job: Job) -> Collectives:
@@ -79,7 +80,7 @@ def _measure(job: Job) -> Collectives:
     """
     device = local_device(job.plan.device, job.ranks.local_rank)
     tensors = _tensors(device, distributed.get_world_size())
-    if not all(from_all(tensors is not None)) or tensors is None:
+    if not all_agree(tensors is not None) or tensors is None:
         raise RuntimeError("too little memory is free for it")
     limit_s = job.config.parallel.timeout_s
     if device.type == "cpu":

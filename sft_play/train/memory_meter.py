@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 
 from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
 from sft_play.sizing.corrections import ProbeResult
+from sft_play.train.ranks import from_all
 
 KINDS = ("peak", "reserved", "process")  # allocated, reserved, and as the driver counts it
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -96,7 +96,7 @@ def measured_memory(
         reserved_bytes=meter.reserved_bytes(),
         overhead_bytes=overhead_bytes(device),
     )
-    run = ProbeResult.of_all(gather_object([of_rank]))
+    run = ProbeResult.of_all(from_all(of_rank))
     reserved = max(probe.reserved_bytes or 0, run.reserved_bytes or 0)
     process = None if run.overhead_bytes is None else reserved + run.overhead_bytes
     return _entries("measured", max(probe.peak_bytes or 0, run.phases["run"]), reserved, process)

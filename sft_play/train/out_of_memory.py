@@ -13,7 +13,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from sft_play.errors import DoesNotFitError, OutOfMemory
-from sft_play.job import Job
+from sft_play.job import Job, plan_again, takes_less
 from sft_play.plan import Plan
 from sft_play.report.reasons import batch_sentence
 from sft_play.runlog import read_json
@@ -22,7 +22,6 @@ from sft_play.train.checkpoints import by_step
 from sft_play.train.memory_meter import release_unreferenced
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.session import Session
-from sft_play.train.settle import plan_again, takes_less
 
 
 def is_out_of_memory(error: BaseException) -> bool:

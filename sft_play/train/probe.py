@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
@@ -40,6 +39,7 @@ from sft_play.sizing.trace import prepare_for_training
 from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.memory_meter import overhead_bytes
 from sft_play.train.nonfinite import SkippedSteps
+from sft_play.train.ranks import all_agree, from_all
 from sft_play.train.session import PlannedTrainer, Session, release_memory
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
@@ -56,10 +56,10 @@ def probe(session: Session) -> ProbeResult:
     with _as_it_was(trainer):
         alone = _fits_alone(session, rows) if plan.world_size > 1 else True
         result = ProbeResult(ran_out=True)
-        if all_agree(trainer, alone):
+        if all_agree(alone):
             with spinner("  probe: two steps and an evaluation at the largest batch"):
                 for _ in range(ATTEMPTS):
-                    result = ProbeResult.of_all(gather_object([_measure(session, rows)]))
+                    result = ProbeResult.of_all(from_all(_measure(session, rows)))
                     if result.phases or result.ran_out:
                         break
     if session.job.ranks.is_main:
@@ -109,11 +109,6 @@ def _fits_alone(session: Session, rows: Dataset) -> bool:
     finally:
         model.zero_grad(set_to_none=True)
     return True
-
-
-def all_agree(trainer: PlannedTrainer, fine: bool) -> bool:
-    """Whether `fine` is true on all ranks; all of them must call it."""
-    return all(gather_object([fine])) if trainer.accelerator.num_processes > 1 else fine
 
 
 class _Clock(TrainerCallback):

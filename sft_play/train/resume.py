@@ -10,8 +10,8 @@ from sft_play.job import Job
 from sft_play.manifest import has_manifest
 from sft_play.runlog import console, read_json
 from sft_play.train.checkpoints import STATE, find_problem, newest_whole, require_movable, set_aside_stale
-from sft_play.train.group import from_all
 from sft_play.train.identity import require_same_run
+from sft_play.train.ranks import from_all
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from sft_play.manifest import (
 )
 from sft_play.runlog import console, read_json
 from sft_play.train.checkpoints import INCOMPLETE, STALE, STATE, delete_old, set_aside
-from sft_play.train.group import from_all
 from sft_play.train.identity import settings_of
 from sft_play.train.pickles import UNUSED
+from sft_play.train.ranks import from_all
 
 OF_A_RANK = re.compile(r"(?:zero_pp_rank_|rng_state_)(\d+)")  # in the names of files that each rank writes
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
 from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback
 
@@ -37,6 +36,7 @@ from sft_play.train.nonfinite import (
     poisoned_if_not_finite,
     rows_not_finite,
 )
+from sft_play.train.ranks import from_all
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.saving import CheckpointWriter
 from sft_play.train.trackers import trackers, use_groups
@@ -152,7 +152,8 @@ class PlannedTrainer(AdapterTrainer):
 
     def _skip_step(self, model: Any) -> None:
         step = self.state.global_step + 1
-        message = self.skipped.message(step, gather_object(self._rows_not_finite()))
+        rows = [row for own in from_all(self._rows_not_finite()) for row in own]
+        message = self.skipped.message(step, rows)
         updated = self.is_deepspeed_enabled and not model.optimizer.overflow
         if updated or self.skipped.in_a_row >= self.skipped.limit:
             raise ended(message)

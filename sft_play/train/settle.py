@@ -1,23 +1,19 @@
 """Settles the plan by probing: it is kept, or all ranks switch together to another one that was measured."""
 
-import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.padding import Padding
 
 from sft_play.errors import DoesNotFitError
-from sft_play.job import Job
+from sft_play.job import Job, find_plan, takes_less
 from sft_play.plan import Plan
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.run import plan_run
 from sft_play.report.probe import probe_line
 from sft_play.runlog import console
 from sft_play.sizing.corrections import ProbeResult, read_speed
-from sft_play.train.group import from_all
-from sft_play.train.probe import all_agree, correction_path, memory_advice, probe
+from sft_play.train.probe import correction_path, memory_advice, probe
+from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.session import Session, close_session
 from sft_play.units import format_bytes, format_duration
 
@@ -77,35 +73,6 @@ def _probe_and_print(session: Session) -> ProbeResult:
     return result
 
 
-def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
-    """The fastest plan that `accept` allows, with the same engine, world size and budget as the job's.
-
-    Raises:
-        DoesNotFitError: there is none.
-    """
-    earlier = job.plan
-    return plan_run(
-        job.config,
-        job.architecture,
-        DataFacts.of(job.data, job.config),
-        job.machine,
-        earlier.world_size,
-        accept=lambda draft: draft.engine == earlier.engine and accept(draft),
-        budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
-    )
-
-
-def takes_less(plan: Plan) -> Callable[[Plan], bool]:
-    """Tells of another plan whether it needs less memory than this one."""
-
-    def less(other: Plan) -> bool:
-        if other.micro_batch_tokens == plan.micro_batch_tokens:
-            return other.gradient_checkpointing and not plan.gradient_checkpointing
-        return other.micro_batch_tokens < plan.micro_batch_tokens
-
-    return less
-
-
 def _too_much(plan: Plan, result: ProbeResult) -> str:
     measured = None if plan.memory is None else result.budgeted_bytes(plan.memory)
     if result.ran_out or measured is None or plan.memory is None:
@@ -123,23 +90,14 @@ def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
         DoesNotFitError: the config allows none.
     """
     job, plan = session.job, session.job.plan
-    found = from_main(job, lambda: [plan_again(job, takes_less(plan))])
-    if not found:
+    found = from_main(lambda: find_plan(job, takes_less(plan)))
+    if found is None:
         raise DoesNotFitError(
             f"{_too_much(plan, result)}, and the config allows no smaller plan\n{memory_advice(plan)}"
         )
     reason = f"chosen because {_too_much(plan, result)}"
-    console().print(f"  [yellow]{_too_much(plan, result)}; planned again:[/] {found[0].why[0]}")
-    return replace(found[0], why=(*found[0].why, reason))
-
-
-def from_main(job: Job, make: Callable[[], list[Plan]]) -> list[Plan]:
-    """Plans that the main rank makes for all; none if nothing fits."""
-    trees: list[Any] = []
-    if job.ranks.is_main:
-        with contextlib.suppress(DoesNotFitError):
-            trees = [plan.to_json() for plan in make()]
-    return [Plan.from_json(tree) for tree in from_all(trees)[0]]
+    console().print(f"  [yellow]{_too_much(plan, result)}; planned again:[/] {found.why[0]}")
+    return replace(found, why=(*found.why, reason))
 
 
 def _fastest_by_measurement(
@@ -156,10 +114,10 @@ def _fastest_by_measurement(
     """
     job, began, spent = session.job, time.monotonic(), 0.0
     best = job.plan, result
-    worth_it = all_agree(session.trainer, result.step_seconds is not None and cost <= allowance)
-    rivals = from_main(job, lambda: _plans_to_time(job)) if worth_it else []
+    worth_it = all_agree(result.step_seconds is not None and cost <= allowance)
+    rivals = from_main(lambda: _plans_to_time(job)) if worth_it else []
     for number, other in enumerate(rivals):
-        if not all_agree(session.trainer, spent + cost <= allowance):
+        if not all_agree(spent + cost <= allowance):
             break
         if number == 0:
             console().print(f"  timing other plans, for at most {format_duration(allowance)}")
@@ -184,10 +142,9 @@ def _plans_to_time(job: Job) -> list[Plan]:
         def is_it(plan: Plan, wanted: tuple[int, bool] = (accumulation, checkpointing)) -> bool:
             return (plan.gradient_accumulation_steps, plan.gradient_checkpointing) == wanted
 
-        with contextlib.suppress(DoesNotFitError):  # the first probe may have corrected the prediction
-            plan = plan_again(job, is_it)
-            if read_speed(correction_path(job, plan)).of(plan) is None:
-                plans.append(plan)
+        plan = find_plan(job, is_it)  # the first probe may have corrected the prediction
+        if plan is not None and read_speed(correction_path(job, plan)).of(plan) is None:
+            plans.append(plan)
     return plans
 
 

@@ -16,7 +16,7 @@ from sft_play.sizing.optimizers import optimizer_state
 from sft_play.sizing.step import StepSpec
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.disk import write_failure
-from sft_play.train.probe import all_agree
+from sft_play.train.ranks import all_agree
 from sft_play.train.session import Session
 from sft_play.units import format_bytes
 
@@ -62,7 +62,7 @@ def require_space(session: Session) -> None:
     job = session.job
     needed = int((checkpoint_bytes(session) + weights_bytes(session)) * MARGIN)
     free = free_bytes(job.run.path)
-    if not all_agree(session.trainer, free >= needed or not job.keeps_files):
+    if not all_agree(free >= needed or not job.keeps_files):
         raise StorageError(
             f"{job.run.path}: {format_bytes(free)} free, but a checkpoint and the result need "
             f"{format_bytes(needed)}. Free space, or choose another output.dir"
@@ -92,7 +92,7 @@ class SpaceForSaves(TrainerCallback):
         saved = by_step(job.run)
         size = size_of(saved[-1]) if saved else checkpoint_bytes(self._session)
         needed, free = int(size * MARGIN), free_bytes(job.run.path)
-        if all_agree(self._session.trainer, free >= needed or not job.keeps_files):
+        if all_agree(free >= needed or not job.keeps_files):
             return
         self._leave_out(
             f"step {state.global_step}: no checkpoint, since it needs {format_bytes(needed)} and "

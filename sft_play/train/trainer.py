@@ -97,7 +97,7 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
         trainer.args.eval_on_start = False
         trainer.add_callback(BestOfThisRun(checkpoint))
     trainer.begin_phase = session.reporter.show_phase
-    stop = StopOnSignal(session.job.plan.world_size, trainer.args.device)
+    stop = StopOnSignal()
     trainer.add_callback(stop)
     trainer.space = SpaceForSaves(session)
     trainer.add_callback(trainer.space)  # the last one, which sees whether the others want to save

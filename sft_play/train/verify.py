@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.plan import Plan
 from sft_play.runlog import console
+from sft_play.train.ranks import from_all
 
 ISOLATION_TOKENS = 8
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
@@ -30,8 +31,6 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
         LaunchError: they differ, or processes are missing.
         ConfigError: the model sees later tokens or other rows, or its output head is unlike others.
     """
-    from accelerate.utils import gather_object
-
     accelerator = trainer.accelerator
     if accelerator.num_processes != plan.world_size:
         raise LaunchError(
@@ -50,7 +49,7 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
     device = str(accelerator.device)
     if accelerator.device.type == "cuda":
         device += f" ({torch.cuda.get_device_name(accelerator.device)})"
-    members = gather_object([(accelerator.process_index, device, digest)])
+    members = from_all((accelerator.process_index, device, digest))
     if len({member[2] for member in members}) > 1:
         raise LaunchError(
             "the processes made different plans; are config, data and GPUs the same on every machine?"

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 from sft_play.commands.train import MOST_RECOVERIES, train_job
 from sft_play.errors import OutOfMemory
+from sft_play.job import takes_less
 from sft_play.model.build import build_model
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.train.checkpoints import by_step
 from sft_play.train.rows import validation_rows
-from sft_play.train.settle import takes_less
 from sft_play.train.trainer import train
 from tests.integration.cli import make_workspace, sft
 from tests.integration.jobs import losses, make_job

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import TrainerControl, TrainerState
 
 from sft_play.train.callbacks import StopOnSignal
 from sft_play.train.interrupt import ended_by_ctrl_c
+
+ARGS = SimpleNamespace(device=torch.device("cpu"))
 
 
 class Swallows:
@@ -45,7 +48,7 @@ def test_without_an_interrupt_nothing_happens():
 
 @pytest.fixture
 def stop():
-    callback = StopOnSignal(1, torch.device("cpu"))
+    callback = StopOnSignal()
     callback.on_train_begin(None, TrainerState(), TrainerControl())
     yield callback
     callback.give_signals_back()
@@ -58,9 +61,9 @@ def test_before_the_first_step_is_done_ctrl_c_ends_training_at_once(stop):
 
 def test_after_a_step_ctrl_c_saves_a_checkpoint_and_a_second_one_ends_at_once(stop):
     state, control = TrainerState(global_step=1, max_steps=9), TrainerControl()
-    stop.on_step_end(None, state, control)
+    stop.on_step_end(ARGS, state, control)
     signal.raise_signal(signal.SIGINT)
-    stop.on_step_end(None, state, control)
+    stop.on_step_end(ARGS, state, control)
     assert control.should_save and control.should_training_stop and stop.stopped
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -69,5 +72,5 @@ def test_after_a_step_ctrl_c_saves_a_checkpoint_and_a_second_one_ends_at_once(st
 def test_before_the_first_step_is_done_sigterm_still_saves(stop):
     signal.raise_signal(signal.SIGTERM)
     control = TrainerControl()
-    stop.on_step_end(None, TrainerState(global_step=1, max_steps=9), control)
+    stop.on_step_end(ARGS, TrainerState(global_step=1, max_steps=9), control)
     assert control.should_save

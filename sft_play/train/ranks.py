@@ -1,11 +1,11 @@
-"""The process group of a launched run, and what its ranks agree on before they load a model."""
+"""The ranks of a launched run: their process group, and how they agree."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -16,6 +16,8 @@ from sft_play.job import Job, agreed_plan, job_digest
 from sft_play.launch.beats import read_beats
 from sft_play.launch.ranks import reports_folder
 from sft_play.model.build import local_device
+
+Value = TypeVar("Value")
 
 
 @contextmanager
@@ -100,10 +102,31 @@ def agree_on_files(job: Job) -> Job:
     return replace(job, run=replace(job.run, shared=all(seen)))
 
 
-def from_all(value: Any) -> list[Any]:
+def from_all(value: Value) -> list[Value]:
     """What each rank passes, by rank; all ranks must call it. Alone, the list of this one's value."""
     if not distributed.is_initialized():
         return [value]
     everyone: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, value)
     return everyone
+
+
+def from_main(make: Callable[[], Value]) -> Value:
+    """What the main rank makes, on all ranks; all must call it."""
+    is_main = not distributed.is_initialized() or distributed.get_rank() == 0
+    made: list[Any] = from_all(make() if is_main else None)
+    return made[0]
+
+
+def all_agree(fine: bool) -> bool:
+    """Whether `fine` is true on all ranks; all of them must call it."""
+    return all(from_all(fine))
+
+
+def any_rank(asked: bool, device: torch.device) -> bool:
+    """Whether it is true on any rank; all must call it. One small tensor, quick enough for every step."""
+    if not distributed.is_initialized():
+        return asked
+    highest = torch.tensor(int(asked), device=device)
+    distributed.all_reduce(highest, op=distributed.ReduceOp.MAX)
+    return bool(highest)
