@@ -32,7 +32,7 @@ def probe_command(path: str, overrides: list[str], *, processes: int, engine: st
 
 def probe_here(job: Job) -> dict[str, Any]:
     """Probes in this process; the main rank also writes the result into the run directory."""
-    from sft_play.train.trainer import settled_session
+    from sft_play.train.run import settled_session
 
     session, probed = settled_session(job)
     result = {"plan": session.job.plan.to_json(), "probe": asdict(probed) if probed else None}

@@ -171,7 +171,7 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
     Raises:
         OutOfMemory: there is no smaller plan.
     """
-    from sft_play.train.out_of_memory import continuation, smaller_job
+    from sft_play.train.recovery import continuation, smaller_job
 
     try:
         job = smaller_job(job)
@@ -187,7 +187,7 @@ def _train_once(job: Job, argv: list[str], link: Link | None) -> dict[str, Any]:
 def train_here(job: Job) -> dict[str, Any]:
     """Trains in this process."""
     with collector_off():
-        from sft_play.train.trainer import train
+        from sft_play.train.run import train
     return train(job)
 
 
@@ -238,7 +238,7 @@ def compare(job: Job) -> dict[str, Any] | None:
     merged = {when: {**(scores.get(when) or {}), **comparison[when]} for when in ("before", "after")}
     update_summary(job.run, eval=merged, samples=comparison["samples"])
     if "tensorboard" in job.config.train.report_to:
-        from sft_play.train.board import show_answers
+        from sft_play.train.trackers import show_answers
 
         steps = read_json(job.run.summary).get("optimizer_steps") or 0
         try:

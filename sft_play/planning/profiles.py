@@ -1,7 +1,7 @@
 """The device profile that a plan is timed with: measured, now or before, or from a data sheet.
 
 Likewise for the collective operations of several processes, which are measured by the ranks of a run
-(train/exchange.py).
+(train/ranks.py).
 """
 
 import os

@@ -1,7 +1,6 @@
-"""Trainer callbacks: metrics for files and the console, a clean stop on a signal."""
+"""Trainer callbacks: metrics for files and the console, early stopping, and where a rank is."""
 
 import math
-import signal
 import time
 from typing import Any
 
@@ -13,10 +12,10 @@ from transformers import (
     TrainerState,
 )
 
+from sft_play.launch.beats import Pulse
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
 from sft_play.train.memory_meter import MemoryMeter
-from sft_play.train.ranks import any_rank
 from sft_play.train.rows import TrainingRows
 from sft_play.units import GIB, counted, format_bytes, format_duration
 
@@ -249,38 +248,41 @@ class EvaluateAtEnd(TrainerCallback):
             control.should_evaluate = control.should_save = True
 
 
-class StopOnSignal(TrainerCallback):
-    """After SIGTERM, SIGINT or SIGUSR1 on any rank: finishes the step, saves a checkpoint and stops.
+class Heartbeat(TrainerCallback):
+    """One rank's heartbeats while it trains.
 
-    A second SIGINT stops at once, and so does the first one before the first step is done.
+    If none comes within the limit, the rank writes its stack traces and exits.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    def __init__(self, run: RunDir, rank: int, limit_s: float) -> None:
+        self._pulse = Pulse(run, rank, limit_s)
+        self._where, self._passes = "model setup", 0
+        self._pulse.beat(self._where)
 
-    def __init__(self) -> None:
-        self.stopped = False
-        self._asked = self._stepped = False
-        self._earlier: dict[int, Any] = {}
+    def _now(self, where: str) -> None:
+        self._where, self._passes = where, 0
+        self._pulse.beat(where)
+        self._pulse.restart_watchdog()
 
-    def _on_signal(self, number: int, frame: Any) -> None:
-        at_once = self._asked or not self._stepped
-        self._asked = True
-        if at_once and number == signal.SIGINT:
-            raise KeyboardInterrupt
+    def _on_forward(self, *inputs: Any) -> None:
+        self._passes += 1
+        self._pulse.beat(f"{self._where}, in or after forward pass {self._passes}")
+        self._pulse.restart_watchdog()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Installs the signal handlers."""
-        self._earlier = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
+        """Starts to enforce the limit."""
+        self._hook = kwargs["model"].register_forward_pre_hook(self._on_forward)
+        self._now("the first evaluation")
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Reports the step that begins."""
+        self._now(f"step {state.global_step + 1}")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stops all ranks at the same step if any of them got a signal."""
-        self._stepped = True
-        if any_rank(self._asked, args.device) and not self.stopped and state.global_step < state.max_steps:
-            self.stopped = control.should_save = control.should_training_stop = True
-            console().print(f"  stopping after step {state.global_step}: saving a checkpoint")
+        """Reports that a step has ended; evaluation and saving may follow."""
+        self._now(f"evaluation, saving or data loading after step {state.global_step}")
 
-    def give_signals_back(self) -> None:
-        """Restores the handlers from before training; also needed after an error, when no callback runs."""
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-        self._earlier = {}
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops: nothing after training waits for other ranks."""
+        self._hook.remove()
+        self._pulse.stop()

@@ -19,7 +19,6 @@ from transformers import Trainer
 
 from sft_play.errors import CheckpointError
 from sft_play.runlog import read_json
-from sft_play.train.adapter_trainer import rate_factors
 from sft_play.train.checkpoints import STATE, shards_of
 from sft_play.train.pickles import load_mapped, only_tensors
 
@@ -156,6 +155,12 @@ def _into_zero2(optimizer: Any, parameters: dict[str, Tensor], state_of: StateOf
         safe_set_full_fp32_param(parameter, state["weight"])
         for key in MOMENTS:
             safe_set_full_optimizer_state(parameter, state[key], key)
+
+
+def rate_factors(schedule: Any) -> list[float]:
+    """How many times the learning rate of the first group each group of parameters has."""
+    first = schedule.base_lrs[0]
+    return [base / first for base in schedule.base_lrs]
 
 
 def use_own_rate(trainer: Trainer) -> None:

@@ -1,14 +1,26 @@
-"""Explains errors of the disk while checkpoints are written, such as a full disk."""
+"""The disk of a run: room for what it saves, and the errors of writes that fail."""
 
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import SftPlayError, StorageError
-from sft_play.runlog import RunDir
+from sft_play.machine.host import free_bytes
+from sft_play.runlog import RunDir, console
+from sft_play.sizing.optimizers import optimizer_state
+from sft_play.sizing.step import StepSpec
+from sft_play.train.checkpoints import INCOMPLETE, by_step
+from sft_play.train.ranks import all_agree
+from sft_play.train.session import Session
+from sft_play.units import format_bytes
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EXDEV}
@@ -53,3 +65,118 @@ def write_failure(error: Exception, folder: Path) -> str | None:
     if number and int(number[1]) in FULL | GONE:
         return os.strerror(int(number[1]))
     return "a file could not be written" if any(words in str(error) for words in TORCH_SAVE) else None
+
+
+MARGIN = 1.2  # disks allocate whole blocks, and logs grow meanwhile
+FP32 = 4  # bytes
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def weights_bytes(session: Session) -> int:
+    """Size of the weights that the run saves."""
+    everything = session.job.config.tuning.mode == "full"
+    model: Any = session.trainer.model
+    saved = [weight for weight in model.parameters() if everything or weight.requires_grad]
+    return sum(weight.numel() * weight.element_size() for weight in saved)
+
+
+def checkpoint_bytes(session: Session) -> int:
+    """Size of a checkpoint: the weights, and the optimizer's state of each trained one."""
+    job, model = session.job, session.trainer.model
+    spec = StepSpec.of(job.config, job.plan)
+
+    def state_bytes(weight: Any) -> int:
+        if job.plan.engine == "deepspeed_z2":  # keeps the moments and a copy of the weights in fp32
+            return 3 * FP32 * weight.numel()
+        with torch.device("meta"):
+            state = optimizer_state(torch.empty_like(weight, device="meta"), spec, embedding=False)
+        return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+
+    trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
+    return weights_bytes(session) + sum(map(state_bytes, trained))
+
+
+def require_space(session: Session) -> None:
+    """Checks before the first step that a checkpoint and the result fit on the disk.
+
+    Raises:
+        StorageError: they do not.
+    """
+    job = session.job
+    needed = int((checkpoint_bytes(session) + weights_bytes(session)) * MARGIN)
+    free = free_bytes(job.run.path)
+    if not all_agree(free >= needed or not job.keeps_files):
+        raise StorageError(
+            f"{job.run.path}: {format_bytes(free)} free, but a checkpoint and the result need "
+            f"{format_bytes(needed)}. Free space, or choose another output.dir"
+        )
+
+
+class SpaceForSaves(TrainerCallback):
+    """Leaves out a checkpoint that does not fit on the disk; the run ends if the next one does not either.
+
+    Older checkpoints are deleted after a newer one is complete, so there must be room for one more. A write
+    that fails all the same is treated alike in a single process; several wait for each other while saving.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._left_out = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Decides whether the checkpoint of this step is saved; all ranks decide the same.
+
+        Raises:
+            StorageError: the checkpoint before was left out too, there is none, or the run is being stopped.
+        """
+        if not control.should_save:
+            return
+        job = self._session.job
+        saved = by_step(job.run)
+        size = size_of(saved[-1]) if saved else checkpoint_bytes(self._session)
+        needed, free = int(size * MARGIN), free_bytes(job.run.path)
+        if all_agree(free >= needed or not job.keeps_files):
+            return
+        self._leave_out(
+            f"step {state.global_step}: no checkpoint, since it needs {format_bytes(needed)} and "
+            f"{format_bytes(free)} are free on the disk of {job.run.path}"
+        )
+        control.should_save = False
+
+    def _leave_out(self, text: str) -> None:
+        trainer = self._session.trainer
+        last = trainer.state.global_step >= trainer.state.max_steps
+        needed = self._left_out or not by_step(self._session.job.run) or trainer.control.should_training_stop
+        if needed and not last:
+            then = self._session.job.resume_command
+            raise StorageError(f"{text}. Free space, and continue from the last checkpoint: {then}")
+        self._left_out = True
+        then = "the result follows" if last else "free space before the next one, or the run ends there"
+        console().print(f"  [yellow]{text}; {then}[/]")
+
+    @contextmanager
+    def while_saving(self) -> Iterator[None]:
+        """In the block, a checkpoint is written; if that fails, it is left out.
+
+        Raises:
+            StorageError: it cannot be left out, for the reasons of `on_step_end`.
+        """
+        job, state = self._session.job, self._session.trainer.state
+        best = state.best_model_checkpoint
+        try:
+            yield
+        except Exception as error:
+            reason = write_failure(error, job.run.path)
+            if reason is None or job.plan.world_size > 1 or not by_step(job.run):
+                raise
+            shutil.rmtree(job.run.checkpoints / INCOMPLETE, ignore_errors=True)
+            state.best_model_checkpoint = best
+            self._leave_out(
+                f"step {state.global_step}: no checkpoint, since {job.run.path} cannot be written: {reason}"
+            )
+        else:
+            self._left_out = False

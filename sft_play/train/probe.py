@@ -36,11 +36,12 @@ from sft_play.sizing.corrections import (
 from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import prepare_for_training
-from sft_play.train.heartbeat import Heartbeat
+from sft_play.train.callbacks import Heartbeat
 from sft_play.train.memory_meter import overhead_bytes
 from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.ranks import all_agree, from_all
-from sft_play.train.session import PlannedTrainer, Session, release_memory
+from sft_play.train.session import Session, release_memory
+from sft_play.train.trainer import PlannedTrainer
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
 ACCUMULATION = 2  # as good as any larger number: from the second micro-batch on, gradients exist

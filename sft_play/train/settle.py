@@ -24,7 +24,7 @@ RIVALS = 2  # plans that are timed of those that differ from the chosen one in t
 
 
 class PrepareSession(Protocol):
-    """Sets up data, model and trainer for a job (train/trainer.py)."""
+    """Sets up data, model and trainer for a job (train/run.py)."""
 
     def __call__(self, job: Job, *, announce: bool = True) -> Session:
         """A session that is ready for its first step."""

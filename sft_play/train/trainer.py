@@ -1,229 +1,314 @@
-"""The main path of a training run; `train(job)` is its table of contents.
+"""The trainer of a run: TRL's, with what it has no argument or callback for."""
 
-data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
-"""
-
-from dataclasses import asdict, replace
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
+import torch
+from rich.markup import escape
+from transformers import TrainerCallback
+from trl import SFTTrainer
 
-from sft_play.data.prepare import PreparedData
-from sft_play.data.splits import SPLITS
-from sft_play.errors import Interrupted
-from sft_play.fingerprints import installed_versions
-from sft_play.job import Job, begin_run
-from sft_play.manifest import CARD, replacing
-from sft_play.model.architecture import class_to_name
-from sft_play.model.build import build_model
-from sft_play.model.decomposition import save_trained
-from sft_play.report.progress import LOADING, spinner
-from sft_play.runlog import RunDir, read_metrics, update_summary
-from sft_play.sizing.corrections import ProbeResult, write_speed
-from sft_play.train.callbacks import StopOnSignal
-from sft_play.train.checkpoints import step_of
-from sft_play.train.disk import disk_errors_explained
-from sft_play.train.interrupt import ended_by_ctrl_c
-from sft_play.train.memory_meter import MemoryMeter, measured_memory, predicted_memory
-from sft_play.train.nonfinite import check_weights
-from sft_play.train.out_of_memory import memory_errors_explained, remembered
-from sft_play.train.pickles import only_tensors
-from sft_play.train.probe import correction_path
-from sft_play.train.resume import checkpoint_to_resume, clear_way
-from sft_play.train.saving import BestOfThisRun
-from sft_play.train.session import Session, open_session, ordered_rows
-from sft_play.train.settle import settle_plan
-from sft_play.train.space import SpaceForSaves, require_space
-from sft_play.train.verify import verify
+from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch, token_loss
+from sft_play.runlog import console
+from sft_play.train.checkpoints import CheckpointWriter, is_split_as
+from sft_play.train.convert import load_moved, use_own_rate
+from sft_play.train.nonfinite import (
+    SHOWN_TOKENS,
+    SkippedSteps,
+    check_optimizer,
+    check_weights,
+    ended,
+    poisoned_if_not_finite,
+    rows_not_finite,
+)
+from sft_play.train.ranks import from_all
+from sft_play.train.rows import MicroBatches
 
-TIMED_STEPS = 5  # from which on their average says more than the probe's single step
+HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
 
-def train(job: Job) -> dict[str, Any]:
-    """Trains on this process's device, together with the other ranks if there are any; returns the summary.
+class AdapterTrainer(SFTTrainer):
+    """TRL's trainer with LoRA+ if `plus_ratio` is set."""
 
-    Raises:
-        Interrupted: a signal stopped it after a checkpoint was saved.
-        NonFiniteError: loss or gradients were NaN or infinite in too many steps, or the weights are.
-        OutOfMemory: memory ran out in a step or an evaluation.
-        DoesNotFitError: memory ran out before the first step.
-        StorageError: the disk is full.
-        LaunchError: the ranks do not agree.
-        CheckpointError: no checkpoint is left to resume from.
-        ConfigError: the checkpoint belongs to a run with other settings; or as in `prepare_session`.
+    plus_ratio: float | None = None  # learning rate of the B matrices / that of the A matrices
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(NoiseOfStep())
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer of the arguments; for LoRA+, the B matrices are in groups of their own.
+
+        PEFT's function for it gives their rate to vectors too, such as norms that are trained whole.
+        """
+        if self.plus_ratio is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        named = (self.model if model is None else model).named_parameters()  # type: ignore[union-attr]
+        b_matrices = {weight for name, weight in named if "lora_B" in name}
+        for group in list(optimizer.param_groups):
+            fast = [weight for weight in group["params"] if weight in b_matrices]
+            group["params"] = [weight for weight in group["params"] if weight not in b_matrices]
+            optimizer.add_param_group({**group, "params": fast, "lr": self.plus_ratio * group["lr"]})
+        # DeepSpeed drops groups without parameters, after the schedule has got a rate for each
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.optimizer.train()  # type: ignore[union-attr]
+        return prepared
+
+    def _load_best_model(self) -> None:
+        self.optimizer.eval()  # type: ignore[union-attr]  # what is loaded is an average already
+        super()._load_best_model()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with averaged(self.optimizer):
+            super()._save_checkpoint(model, trial)
+
+
+class NoiseOfStep(TrainerCallback):
+    """Tells the model which step its noise is for (model/noise.py)."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts as the trainer does, also in a resumed run."""
+        kwargs["model"].noise_step = state.global_step
+
+
+@contextmanager
+def averaged(optimizer: Any) -> Iterator[None]:
+    """In the block, the weights are those that a schedule-free optimizer has found; others change nothing.
+
+    Between its steps, they are the point where the next gradient is computed.
+
+    Args:
+        optimizer: as accelerate wrapped it; None before it exists.
     """
-    checkpoint = checkpoint_to_resume(job)  # before anything large is loaded
-    job = replace(job, checkpoint=checkpoint)
-    with memory_errors_explained(job.plan), disk_errors_explained(job.run):
-        session, probed = settled_session(job)
-        require_space(session)
-        begin_run(session.job)
-        clear_way(session.job, checkpoint)
-        with remembered(session):
-            stopped = run_steps(session, checkpoint)
-        remember_speed(session)
-        save(session, stopped)
-    return summarise(session, probed, stopped)
-
-
-def prepare_session(job: Job, *, announce: bool = True) -> Session:
-    """Everything that the steps of a plan need; with `announce`, prints which processes take part.
-
-    Raises:
-        LaunchError: the ranks do not agree.
-        ConfigError: the model cannot be loaded, or its attention does not keep packed sequences apart.
-    """
-    meter = MemoryMeter.start(job.plan.device)
-    rows = ordered_rows(job)
-    with spinner(LOADING):
-        model = build_model(job.config, job.plan, job.ranks.local_rank)
-    session = open_session(job, model, rows, meter)
-    verify(session.trainer, job.plan, announce=announce)
-    return session
-
-
-def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
-    """A session whose plan was measured to fit, and the probe result; Ctrl-C ends it at once."""
-    with ended_by_ctrl_c():
-        return settle_plan(prepare_session(job), prepare_session)
-
-
-def run_steps(session: Session, checkpoint: Path | None) -> bool:
-    """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
-    trainer = session.trainer
-    if checkpoint:
-        # it was done at the start; doing it again would count against the patience of early stopping
-        trainer.args.eval_on_start = False
-        trainer.add_callback(BestOfThisRun(checkpoint))
-    trainer.begin_phase = session.reporter.show_phase
-    stop = StopOnSignal()
-    trainer.add_callback(stop)
-    trainer.space = SpaceForSaves(session)
-    trainer.add_callback(trainer.space)  # the last one, which sees whether the others want to save
-    try:
-        with only_tensors(deepspeed=session.job.plan.engine == "deepspeed_z2"):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    finally:
-        stop.give_signals_back()
-        session.reporter.end_bar()
-    return stop.stopped
-
-
-def remember_speed(session: Session) -> None:
-    """Stores how fast the steps were, for the next plan, if there were enough of them."""
-    job, reporter = session.job, session.reporter
-    speed, seconds = reporter.tokens_per_second, reporter.step_seconds
-    if job.ranks.is_main and reporter.timed_steps >= TIMED_STEPS:
-        assert speed and seconds
-        write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
-
-
-def result_folder(job: Job) -> Path:
-    """Where the trained weights go."""
-    return job.run.model if job.config.tuning.mode == "full" else job.run.adapter
-
-
-def save(session: Session, stopped: bool) -> None:
-    """Writes the trained weights and the tokenizer on the main rank.
-
-    A stopped run has its checkpoint instead.
-
-    Raises:
-        NonFiniteError: a trained weight is NaN or infinite.
-    """
-    trainer, job = session.trainer, session.job
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if not stopped:
-        trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one
-        check_weights(model)
-    if stopped or not trainer.accelerator.is_main_process:
+    if optimizer is None:
+        yield
         return
-    facts = {
-        "step": trainer.state.global_step,
-        "versions": installed_versions(),
-        "new_tokens": list(job.config.model.new_tokens),
-    }
-    with replacing(result_folder(job), facts) as folder:
-        save_trained(model, folder)
-        job.tokenizer.save_pretrained(str(folder))
-        (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
+    optimizer.eval()
+    yield
+    optimizer.train()
 
 
-def data_counts(data: PreparedData) -> dict[str, Any]:
-    """Counts of each split, and the fingerprint of the tokenized rows."""
-    counts: dict[str, Any] = {"fingerprint": data.fingerprint}
-    for split in SPLITS:
-        found = data.stats[split]
-        counts[split] = (
-            {key: found[key] for key in ("rows", "tokens", "supervised_tokens")} if found else None
-        )
-    return counts
+def _no_phase(phase: str) -> None:
+    """Ignores phases, which matter only in a probe."""
 
 
-def best_step(state: TrainerState) -> int:
-    """The step whose weights were kept: the best checkpoint's, or the last."""
-    kept = step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else None
-    return kept if kept is not None else state.global_step
+class PlannedTrainer(AdapterTrainer):
+    """TRL's trainer with eleven methods overridden, each where the library has no callback.
 
-
-def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
-    """Step -> {"loss", "token_accuracy"} of the validation rows, from metrics.jsonl."""
-    found = {}
-    for record in read_metrics(run):
-        if "eval/loss" in record:
-            scores = (name for name in record if name.startswith("eval/"))
-            found[record["step"]] = {name.removeprefix("eval/"): record[name] for name in scores}
-    return found
-
-
-def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> dict[str, Any]:
-    """Writes summary.json on the main rank.
-
-    Raises:
-        Interrupted: after writing, when a signal stopped the run.
+    - `training_step` sets training mode once instead of in every micro-batch.
+    - `create_model_card` writes none into the checkpoints.
+    - `compute_loss` tells a probe where the forward pass begins and ends.
+    - `floating_point_ops` counts nothing, since our own count is known before the run.
+    - `_get_grad_norm` skips the update of a step whose gradients are not finite; `log` leaves it out of the
+      mean loss, and adds the speed.
+    - `evaluate` averages the loss over supervised tokens. The library averages the means of batches, so its
+      loss depends on the batch size and on how rows are dealt to processes.
+    - `_save_checkpoint` publishes a checkpoint once it is complete, from the staging folder that
+      `_get_output_dir` returns.
+    - `_prepare_for_training` converts a checkpoint of another engine or world size while loading it.
+    - `_load_best_model` loads only weights, which every engine saves in the same way, if they are undamaged.
     """
-    job, rows, reporter = session.job, session.rows, session.reporter
-    plan, state = job.plan, session.trainer.state
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    evaluations = evaluations_by_step(job.run)  # also those from before an interruption
-    summary = {
-        "status": "interrupted" if stopped else "done",
-        "error": None,  # of an earlier attempt
-        "device": plan.device,
-        "world_size": plan.world_size,
-        "packing": plan.packing,
-        "effective_batch_size": plan.effective_batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "micro_batch_tokens": plan.micro_batch_tokens,
-        "padding_free": plan.padding_free,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "optimizer_steps": state.global_step,
-        "skipped_steps": session.trainer.skipped.total,
-        "out_of_memory": [],  # whoever goes on after it adds what was said (commands/train.py)
-        "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
-        "tokens_per_second": reporter.tokens_per_second,
-        "training_seconds": reporter.training_seconds,
-        "mfu": reporter.mfu,
-        "data_wait": reporter.data_wait,
-        "padding_share": rows.padding_share,
-        "predicted_step_seconds": plan.step_seconds,
-        "measured_step_seconds": reporter.step_seconds,
-        **predicted_memory(plan),
-        **measured_memory(reporter.meter, session.trainer.args.device, probed),
-        "probe": asdict(probed) if probed else None,
-        "train_loss": losses[-1] if losses else None,
-        "data": data_counts(job.data),
-        "model_class": class_to_name(job.architecture),
-        "versions": installed_versions(),
-        "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
-        "best_checkpoint": state.best_model_checkpoint,
-    }
-    if job.ranks.is_main:
-        summary = update_summary(job.run, **summary)
-    if stopped:
-        raise Interrupted(
-            f"stopped at step {state.global_step} with a checkpoint in {job.run.checkpoints}; "
-            f"continue with: {job.resume_command}"
-        )
-    return summary
+
+    def __init__(
+        self,
+        *args: Any,
+        rows: MicroBatches,
+        eval_collator: Any,
+        checkpoint_parts: int,
+        writer: CheckpointWriter,
+        skipped: SkippedSteps,
+        numbers: Callable[[int], dict[str, float | None]],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._rows, self.skipped, self._numbers = rows, skipped, numbers
+        self.while_saving: Callable[[], AbstractContextManager[Any]] = nullcontext  # run.py sets it
+        self._step_loss: torch.Tensor | float = 0.0
+        add_loss_head(self.model)
+        self._train_collator, self._eval_collator = self.data_collator, eval_collator
+        self._checkpoint_parts, self._writer = checkpoint_parts, writer
+        self.begin_phase: Callable[[str], None] = _no_phase
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward pass of a micro-batch; returns its share of its step's loss, a scalar.
+
+        The library's own method walks through all modules of the model to set their training mode.
+        """
+        unwrapped: Any = self.model
+        if not unwrapped.training:
+            model.train()
+        # compute_loss has already divided the loss by the number of micro-batches
+        engine = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(
+                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+            )
+        self.accelerator.backward(loss, **engine)
+        # added to the mean loss of the log, which a NaN would never leave again
+        share = loss.detach().nan_to_num(0.0, 0.0, 0.0)
+        self._step_loss = self._step_loss + share
+        return share
+
+    def compute_loss(
+        self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any
+    ) -> Any:
+        """A micro-batch's share of its step's loss; tells a probe where the forward pass begins and ends.
+
+        The library's own method also logs metrics that nobody reads here, for which it waits for the device
+        three times per micro-batch.
+
+        Args:
+            model: as the engine wrapped it.
+            inputs: of a collator (model/collators.py).
+            num_items_in_batch: supervised tokens of the step, over all ranks.
+        """
+        self.begin_phase("forward")
+        # DDP and ZeRO-2 average gradients over the ranks, and the loss is divided by the tokens of all.
+        ranks = self.accelerator.num_processes
+        shares = self.current_gradient_accumulation_steps * ranks
+        balance = self.router_aux_loss_coef / shares if self.aux_loss_enabled else 0.0
+        loss = ranks * token_loss(model, inputs, num_items_in_batch, router_weight=balance)
+        self.begin_phase("backward")
+        return poisoned_if_not_finite(loss)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The norm of the gradients, which clipping has computed; if it is not finite, the step is skipped.
+
+        Gradients are summed over the ranks before, so all ranks skip the same steps. DeepSpeed skips such a
+        step itself, in bf16 if its config has bf16.check_grad_overflow. In fp16, gradients may be infinite
+        because they are scaled too much; the scaler skips such a step and halves its scale.
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped, or DeepSpeed has updated the weights.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        finite = norm is None or math.isfinite(norm)
+        self.skipped.count(finite=finite)
+        if not finite:
+            self._tr_loss -= self._step_loss
+            if not self.args.fp16 or self.skipped.in_a_row > HALVINGS:
+                self._skip_step(model)
+        self._step_loss = 0.0
+        return norm
+
+    def _skip_step(self, model: Any) -> None:
+        step = self.state.global_step + 1
+        rows = [row for own in from_all(self._rows_not_finite()) for row in own]
+        message = self.skipped.message(step, rows)
+        updated = self.is_deepspeed_enabled and not model.optimizer.overflow
+        if updated or self.skipped.in_a_row >= self.skipped.limit:
+            raise ended(message)
+        if self.accelerator.is_main_process:
+            console().print(f"  [yellow]{escape(message)}[/]")
+        model.zero_grad()  # AdamW leaves weights without gradients as they are
+
+    def _rows_not_finite(self) -> list[str]:
+        """This rank's rows of the step whose loss is not finite by themselves."""
+        ranks, accumulation = self.accelerator.num_processes, self.args.gradient_accumulation_steps
+        first = self.state.global_step * accumulation * ranks + self.accelerator.process_index
+        places = range(first, first + accumulation * ranks, ranks)
+        micro_batches: Any = self.train_dataset
+        rows = [row for place in places for row in micro_batches[place]["rows"]]
+        tokenizer: Any = self.processing_class
+
+        def describe(row: int) -> str:
+            tokens = self._rows.rows[row]["input_ids"][:SHOWN_TOKENS]
+            return f"row {row} ({tokenizer.decode(tokens)!r} ...)"
+
+        def batch_of(row: int) -> Any:
+            return self._prepare_inputs(self._train_collator([{"rows": [row]}]))
+
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        with self.accelerator.autocast():
+            return rows_not_finite(model, rows, batch_of, describe)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Logs a record, with the speed for TensorBoard; its loss is the mean of the steps not skipped."""
+        record = self.skipped.corrected(logs)
+        if "loss" in record:
+            numbers = self._numbers(self.state.global_step)
+            record = record | {name: value for name, value in numbers.items() if value is not None}
+        super().log(record, start_time)
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Writes none: TRL's has nothing but placeholders, and ours (report/card.py) comes at the end."""
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted here: the library walks through all modules for it, in every micro-batch."""
+        return 0
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and token accuracy over the validation rows of all ranks."""
+        self.begin_phase("evaluation")
+        self.data_collator = self._eval_collator
+        loader = self.get_eval_dataloader(eval_dataset)
+        self.data_collator = self._train_collator
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        was_training = model.training
+        model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        # the loader draws a number, which would change later dropout
+        with torch.random.fork_rng(devices=[]), averaged(self.optimizer):
+            for batch in loader:
+                with self.compute_loss_context_manager():
+                    sums += score_batch(model, self._prepare_inputs(batch))
+        model.train(was_training)
+        total = TokenScore.of(self.accelerator.reduce(sums, reduction="sum"))
+        metrics = {
+            f"{metric_key_prefix}_loss": total.loss,
+            f"{metric_key_prefix}_token_accuracy": total.accuracy,
+        }
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The staging folder, for the library; our own code knows where checkpoints are published."""
+        return str(self._writer.staging)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes a checkpoint, which appears in its place once it is complete.
+
+        Raises:
+            NonFiniteError: a trained weight or the optimizer's state is NaN or infinite; nothing is written.
+        """
+        unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        check_weights(unwrapped)
+        check_optimizer(self.optimizer, unwrapped)
+        with self.while_saving(), self._writer.staged(self.state):
+            super()._save_checkpoint(model, trial)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Wraps model and optimizer and loads the checkpoint, converting it if it is split differently."""
+        engine = "deepspeed_z2" if self.is_deepspeed_enabled else "ddp"
+        checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        if checkpoint is None or is_split_as(checkpoint, engine, self._checkpoint_parts):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        else:
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+            load_moved(self, checkpoint)
+        if checkpoint is not None:
+            use_own_rate(self)
+        return prepared
+
+    def _load_best_model(self) -> None:
+        """Loads only the best weights: they may have been saved before the run moved to this engine."""
+        if not self._writer.best_is_whole(self.state):
+            return
+        sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
+        try:
+            super()._load_best_model()
+        finally:
+            self.is_deepspeed_enabled = sharded

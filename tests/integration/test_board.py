@@ -7,8 +7,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sft_play.runlog import read_metrics
-from sft_play.train.board import show_answers
-from sft_play.train.trainer import train
+from sft_play.train.run import train
+from sft_play.train.trackers import show_answers
 from tests.conftest import token_rows
 from tests.integration.jobs import make_job
 

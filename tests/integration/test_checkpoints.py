@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.manifest import MANIFEST, files_in, find_damage, read_manifest
 from sft_play.runlog import read_json
-from sft_play.train import trainer as trainer_module
+from sft_play.train import run as run_module
 from sft_play.train.checkpoints import find_problem
-from sft_play.train.trainer import train
+from sft_play.train.run import train
 from tests.integration.jobs import losses, make_job, seal
 from tests.unit.test_manifest import flip_bit
 from tests.unit.train.test_checkpoints import Payload
@@ -102,7 +102,7 @@ def test_with_all_checkpoints_damaged_no_model_is_loaded(again, monkeypatch):
     job = again()
     for checkpoint in job.run.checkpoints.glob("checkpoint-*"):
         flip_bit(checkpoint / "optimizer.pt", 50)
-    monkeypatch.setattr(trainer_module, "build_model", None)
+    monkeypatch.setattr(run_module, "build_model", None)
     for _ in range(2):
         with pytest.raises(
             CheckpointError, match="(?s)no checkpoint is left to resume from.*make train"
@@ -190,7 +190,7 @@ def test_a_damaged_best_checkpoint_is_not_published(again, whole, capsys, monkey
 )
 def test_a_checkpoint_is_never_written_with_values_that_are_not_finite(tiny_model, tmp_path, broken, said):
     job = make_job(tiny_model, tmp_path, "run", **SETTINGS)
-    real, saves = trainer_module.prepare_session, []
+    real, saves = run_module.prepare_session, []
 
     def prepare(*args, **kwargs):
         session = real(*args, **kwargs)
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_never_written_with_values_that_are_not_finite(tiny_mode
         return session
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "prepare_session", prepare)
+        patch.setattr(run_module, "prepare_session", prepare)
         with pytest.raises(NonFiniteError, match=said):
             train(job)
     assert [path.name for path in job.run.checkpoints.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -219,7 +219,7 @@ def test_a_run_directory_that_is_deleted_or_closed_while_training_is_an_error_of
     tiny_model, tmp_path
 ):
     job = make_job(tiny_model, tmp_path, "run", **{**SETTINGS, "eval_steps": 6, "save_steps": 6})
-    real = trainer_module.clear_way
+    real = run_module.clear_way
 
     def delete(*args):
         real(*args)
@@ -227,6 +227,6 @@ def test_a_run_directory_that_is_deleted_or_closed_while_training_is_an_error_of
         job.run.checkpoints.write_text("a file where the folder was")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "clear_way", delete)
+        patch.setattr(run_module, "clear_way", delete)
         with pytest.raises(StorageError, match="cannot write to .*run: .*make resume"):
             train(job)

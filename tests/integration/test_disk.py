@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.errors import StorageError
 from sft_play.train.callbacks import Reporter
-from sft_play.train.trainer import train
+from sft_play.train.run import train
 from tests.conftest import file_size_limit
 from tests.integration.cli import sft
 from tests.integration.jobs import losses, make_job

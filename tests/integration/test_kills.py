@@ -48,9 +48,9 @@ sys.path.insert(0, {repository!r})
 from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.cli import run_rank
-from sft_play.train import saving
+from sft_play.train import checkpoints
 
-hash_files, calls = saving.hash_files, itertools.count()
+hash_files, calls = checkpoints.hash_files, itertools.count()
 
 def fail(*given, **named):
     if next(calls) == {call}:
@@ -58,7 +58,7 @@ def fail(*given, **named):
     return hash_files(*given, **named)
 
 if os.environ["RANK"] == "{rank}":
-    saving.hash_files = fail
+    checkpoints.hash_files = fail
 raise SystemExit(run_rank(sys.argv[1:]))
 """
 KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", 'raise ValueError("an injected fault")'

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sft_play.errors import CheckpointError
 from sft_play.manifest import MANIFEST
 from sft_play.runlog import RunDir, read_metrics
-from sft_play.train.trainer import train
+from sft_play.train.run import train
 from tests.conftest import token_rows
 from tests.integration.jobs import SEQ, make_job, seal
 from tests.integration.processes import assert_same_curve, launch_jobs

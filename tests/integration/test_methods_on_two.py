@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.engines.zero2 import OPTIMIZERS
-from sft_play.train.trainer import train
+from sft_play.train.run import train
 from tests.conftest import token_rows
 from tests.integration.jobs import NEW_TOKENS, make_job, new_token_rows, tied_copy
 from tests.integration.processes import assert_same_curve, launch_jobs

@@ -14,7 +14,7 @@ from sft_play.errors import ConfigError, NonFiniteError
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.model.build import build_model
 from sft_play.runlog import RunDir, read_json, read_metrics
-from sft_play.train.trainer import train
+from sft_play.train.run import train
 from tests.conftest import token_rows
 from tests.integration.jobs import losses, make_job
 
@@ -104,7 +104,7 @@ def test_a_single_gradient_that_is_infinite_costs_its_step(tiny_model, tmp_path,
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft_play.train.trainer.build_model", build)
+        patch.setattr("sft_play.train.run.build_model", build)
         train(job)
     folder = job.run.model if mode == "full" else job.run.adapter
     saved = load_file(next(folder.glob("*.safetensors")))

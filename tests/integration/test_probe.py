@@ -21,9 +21,9 @@ from sft_play.sizing.corrections import read_speed
 from sft_play.sizing.guard import LEAST_BYTES
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
+from sft_play.train.run import prepare_session, train
 from sft_play.train.session import ordered_rows
 from sft_play.train.settle import settle_plan
-from sft_play.train.trainer import prepare_session, train
 from sft_play.units import GIB
 from tests.conftest import token_rows
 from tests.integration.cli import make_workspace, sft

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.data.batching import pack
-from sft_play.train.trainer import train
+from sft_play.train.run import train
 from tests.conftest import VOCABULARY, token_rows
 from tests.integration.jobs import SEQ, losses, make_job
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import StorageError
-from sft_play.train import space
+from sft_play.train import disk
 from sft_play.train.checkpoints import by_step, step_of
-from sft_play.train.session import PlannedTrainer
-from sft_play.train.trainer import prepare_session, train
+from sft_play.train.run import prepare_session, train
+from sft_play.train.trainer import PlannedTrainer
 from tests.conftest import file_size_limit
 from tests.integration.jobs import losses, make_job
 
@@ -22,7 +22,7 @@ SAVING = dict(mode="full", batch_size=16, save_steps=1, eval_steps=1, max_steps=
 @pytest.fixture
 def disk_is_full(monkeypatch):
     """`disk_is_full(*steps)`: there is no room at the ends of these steps."""
-    free = space.free_bytes
+    free = disk.free_bytes
 
     def fill(*steps):
         def free_now(folder):
@@ -30,7 +30,7 @@ def disk_is_full(monkeypatch):
             return 1000 if len(asked) - 1 in steps else free(folder)
 
         asked = []  # once before the first step, then at the end of each
-        monkeypatch.setattr(space, "free_bytes", free_now)
+        monkeypatch.setattr(disk, "free_bytes", free_now)
 
     return fill
 
@@ -81,10 +81,10 @@ def test_without_a_checkpoint_to_go_back_to_a_full_disk_ends_the_run_at_once(
 @pytest.mark.parametrize("mode", ["full", pytest.param("lora", marks=pytest.mark.faults)])
 def test_the_size_of_the_first_checkpoint_is_known_before_it_is_written(tiny_model, tmp_path, mode):
     job = make_job(tiny_model, tmp_path, "one", **SAVING | {"mode": mode})
-    expected = space.checkpoint_bytes(prepare_session(job))
+    expected = disk.checkpoint_bytes(prepare_session(job))
     train(job)
-    found = space.size_of(by_step(job.run)[-1])
-    assert expected < found < space.MARGIN * expected + 200_000  # tokenizer, state of the trainer
+    found = disk.size_of(by_step(job.run)[-1])
+    assert expected < found < disk.MARGIN * expected + 200_000  # tokenizer, state of the trainer
 
 
 @pytest.mark.parametrize(

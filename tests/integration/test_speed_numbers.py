@@ -6,8 +6,8 @@ import pytest
 
 from sft_play.machine.gpus import what_if
 from sft_play.runlog import read_metrics
+from sft_play.train.run import train
 from sft_play.train.session import flops_share
-from sft_play.train.trainer import train
 from tests.integration.jobs import make_job
 
 

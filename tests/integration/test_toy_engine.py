@@ -11,7 +11,7 @@ from sft_play.machine.gpus import what_if
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.runlog import RunDir
-from sft_play.train.trainer import train
+from sft_play.train.run import train
 from tests.integration.jobs import make_job
 from tests.integration.processes import assert_same_curve
 from tests.integration.toy_engine import BUFFER, with_toy

@@ -4,8 +4,8 @@ import pytest
 from transformers import TrainerState
 
 from sft_play.runlog import RunDir, read_json
+from sft_play.train.run import train
 from sft_play.train.trackers import grouped, keep_id, kept_id
-from sft_play.train.trainer import train
 from tests.conftest import token_rows
 from tests.integration.jobs import make_job
 

@@ -9,8 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 AT_HOME = ("engines/", "config/schema.py")
 NAMES = {engine.name for engine in ENGINES} - {ALONE.name}  # that one's is also a word for other things
 TO_CLEAN = {
-    "train/arguments.py", "train/checkpoints.py", "train/disk.py", "train/run.py", "train/session.py", "train/space.py",
-    "train/trainer.py", "train/verify.py",
+    "train/checkpoints.py", "train/disk.py", "train/run.py", "train/session.py", "train/trainer.py", "train/verify.py",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from sft_play.model.noise import add_noise
 from sft_play.sizing.optimizers import PAGED_FROM, make_optimizer, optimizer_state
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
-from sft_play.train.arguments import OPTIMIZERS
+from sft_play.train.session import OPTIMIZERS
 
 ALL = TrainConfig.model_json_schema()["properties"]["optimizer"]["enum"]
 INSTALLED = [name for name in ALL if name != SCHEDULE_FREE or find_spec("schedulefree")]

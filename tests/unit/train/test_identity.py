@@ -12,7 +12,7 @@ from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.manifest import write_manifest
 from sft_play.runlog import RunDir
-from sft_play.train.identity import differences, require_same_run, settings_of
+from sft_play.train.resume import differences, require_same_run, settings_of
 from tests.unit.train.plans import PLAN
 
 

@@ -10,7 +10,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.launch.ranks import SINGLE_PROCESS
 from sft_play.machine.gpus import detect
 from sft_play.planning.profiles import device_name, read_collectives
-from sft_play.train import exchange
+from sft_play.train import ranks
 from tests.unit.train.plans import PLAN
 
 
@@ -18,7 +18,7 @@ from tests.unit.train.plans import PLAN
 def job(tmp_path, monkeypatch):
     """A job for two processes, in a process group of one."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    monkeypatch.setattr(exchange, "SIZES", (1 << 10, 1 << 14))
+    monkeypatch.setattr(ranks, "SIZES", (1 << 10, 1 << 14))
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(
         plan=replace(PLAN, world_size=2, engine="ddp"),
@@ -34,19 +34,19 @@ def known(job):
 
 
 def test_it_is_measured_once(job, capsys, monkeypatch):
-    assert exchange.with_known_exchange(job) is job  # without a prediction there is nothing to plan again
+    assert ranks.with_known_exchange(job) is job  # without a prediction there is nothing to plan again
     found = known(job)[2]
     for curve in (found.all_reduce, found.all_gather):
-        assert curve.sizes == exchange.SIZES and min(curve.seconds) > 0
+        assert curve.sizes == ranks.SIZES and min(curve.seconds) > 0
     assert "measured between 2 processes, once" in capsys.readouterr().out
-    monkeypatch.setattr(exchange, "_measure", None)
-    assert exchange.with_known_exchange(job) is job
+    monkeypatch.setattr(ranks, "_measure", None)
+    assert ranks.with_known_exchange(job) is job
 
 
 def test_sizes_that_would_take_too_long_are_left_out(job, monkeypatch):
-    monkeypatch.setattr(exchange, "ENOUGH_S", 0.0)
-    exchange.with_known_exchange(job)
-    assert known(job)[2].all_reduce.sizes == exchange.SIZES[:1]
+    monkeypatch.setattr(ranks, "ENOUGH_S", 0.0)
+    ranks.with_known_exchange(job)
+    assert known(job)[2].all_reduce.sizes == ranks.SIZES[:1]
 
 
 @pytest.mark.parametrize("what", ["_all_gather", "_tensors"])
@@ -54,8 +54,8 @@ def test_a_measurement_that_fails_changes_nothing(job, monkeypatch, capsys, what
     def broken(*_):
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr(exchange, what, broken if what == "_all_gather" else lambda *_: None)
-    assert exchange.with_known_exchange(job) is job and known(job) == {}
+    monkeypatch.setattr(ranks, what, broken if what == "_all_gather" else lambda *_: None)
+    assert ranks.with_known_exchange(job) is job and known(job) == {}
     reason = "no such operation" if what == "_all_gather" else "too little memory is free"
     assert f"could not be measured: {reason}" in " ".join(capsys.readouterr().out.split())
 
@@ -63,5 +63,5 @@ def test_a_measurement_that_fails_changes_nothing(job, monkeypatch, capsys, what
 def test_without_a_probe_nothing_is_measured(job):
     quiet = job.config.model_copy(update={"train": job.config.train.model_copy(update={"probe": False})})
     job.config = quiet
-    exchange.with_known_exchange(job)
+    ranks.with_known_exchange(job)
     assert known(job) == {}

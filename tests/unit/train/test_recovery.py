@@ -1,4 +1,4 @@
-"""Ctrl-C before the first step ends the run, wherever Python is at that moment."""
+"""What ends a run in the middle: memory that runs out; Ctrl-C, wherever Python is at that moment."""
 
 import os
 import signal
@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from sft_play.train.callbacks import StopOnSignal
-from sft_play.train.interrupt import ended_by_ctrl_c
+from sft_play.errors import DoesNotFitError
+from sft_play.train.recovery import StopOnSignal, ended_by_ctrl_c, is_out_of_memory, memory_errors_explained
+from tests.unit.train.plans import PLAN
 
 ARGS = SimpleNamespace(device=torch.device("cpu"))
 
@@ -74,3 +75,20 @@ def test_before_the_first_step_is_done_sigterm_still_saves(stop):
     control = TrainerControl()
     stop.on_step_end(ARGS, TrainerState(global_step=1, max_steps=9), control)
     assert control.should_save
+
+
+def test_the_error_of_the_allocator_of_the_cpu_is_recognized():
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.uint8)  # more than an address space holds
+    assert is_out_of_memory(error.value)
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_running_out_of_memory_says_what_to_change():
+    with (
+        pytest.raises(
+            DoesNotFitError, match=r"micro-batch 4: .*\n.*gradient_checkpointing=true or train.batch_size=1"
+        ),
+        memory_errors_explained(PLAN),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")

@@ -1,27 +1,35 @@
-"""What a run does when memory runs out while it trains.
+"""What ends a run in the middle, and how it goes on: memory that runs out, Ctrl-C and signals.
 
-The rank where it runs out ends with exit code 4, and the launcher ends the others. Which micro-batch was too
-large is remembered. The command that started the run goes on from the last checkpoint, with a smaller plan.
+The rank where memory runs out ends with exit code 4, and the launcher ends the others. Which micro-batch was
+too large is remembered. The command that started the run goes on from the last checkpoint,
+with a smaller plan.
 """
 
 import contextlib
+import os
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import DoesNotFitError, OutOfMemory
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.plan import Plan
 from sft_play.report.reasons import batch_sentence
-from sft_play.runlog import read_json
+from sft_play.runlog import console, read_json
 from sft_play.sizing.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step
 from sft_play.train.memory_meter import release_unreferenced
 from sft_play.train.probe import correction_path, memory_advice
+from sft_play.train.ranks import any_rank
 from sft_play.train.session import Session
+from sft_play.units import counted
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -66,9 +74,9 @@ def remembered(session: Session) -> Iterator[None]:
         # on a CPU, the peak is not what is predicted
         used = session.reporter.meter.peak_bytes() if plan.device == "cuda" else 0
         write_ran_out(correction_path(session.job, plan), plan, used)
-        step = session.trainer.state.global_step + 1
+        done = counted(session.trainer.state.global_step, "step")
         raise OutOfMemory(
-            f"in step {step}, {_explained(plan, error)}. Go on from the last checkpoint: "
+            f"after {done}, {_explained(plan, error)}. Go on from the last checkpoint: "
             f"{session.job.resume_command}"
         ) from error
 
@@ -112,3 +120,77 @@ def continuation(job: Job) -> str:
     start = "from the last checkpoint" if by_step(job.run) else start
     recomputed = ", activations recomputed" if job.plan.gradient_checkpointing else ""
     return f"going on {start} with a smaller plan: {batch_sentence(job.plan)}{recomputed}"
+
+
+AGAIN_SECONDS = 1.0
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Within it, Ctrl-C raises KeyboardInterrupt until that arrives at the end of the block.
+
+    Python drops an exception that a signal raises while a destructor or a weak reference's callback runs, as
+    garbage collection does in a probe: one Ctrl-C may have no effect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
+        return
+    arrived = threading.Event()
+
+    def again() -> None:
+        while not arrived.wait(AGAIN_SECONDS):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    repeating = threading.Thread(target=again, daemon=True)
+
+    def interrupt(number: int, frame: Any) -> None:
+        if repeating.ident is None:
+            repeating.start()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        arrived.set()
+        signal.signal(signal.SIGINT, before)
+        if repeating.ident is not None:
+            repeating.join()
+            raise KeyboardInterrupt
+
+
+class StopOnSignal(TrainerCallback):
+    """After SIGTERM, SIGINT or SIGUSR1 on any rank: finishes the step, saves a checkpoint and stops.
+
+    A second SIGINT stops at once, and so does the first one before the first step is done.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._asked = self._stepped = False
+        self._earlier: dict[int, Any] = {}
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        at_once = self._asked or not self._stepped
+        self._asked = True
+        if at_once and number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Installs the signal handlers."""
+        self._earlier = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops all ranks at the same step if any of them got a signal."""
+        self._stepped = True
+        if any_rank(self._asked, args.device) and not self.stopped and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_training_stop = True
+            console().print(f"  stopping after step {state.global_step}: saving a checkpoint")
+
+    def give_signals_back(self) -> None:
+        """Restores the handlers from before training; also needed after an error, when no callback runs."""
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+        self._earlier = {}

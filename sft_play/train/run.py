@@ -1,0 +1,226 @@
+"""The main path of a training run; `train(job)` is its table of contents.
+
+data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
+"""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+from sft_play.data.prepare import PreparedData
+from sft_play.data.splits import SPLITS
+from sft_play.errors import Interrupted
+from sft_play.fingerprints import installed_versions
+from sft_play.job import Job, begin_run
+from sft_play.manifest import CARD, replacing
+from sft_play.model.architecture import class_to_name
+from sft_play.model.build import build_model
+from sft_play.model.decomposition import save_trained
+from sft_play.report.progress import LOADING, spinner
+from sft_play.runlog import RunDir, read_metrics, update_summary
+from sft_play.sizing.corrections import ProbeResult, write_speed
+from sft_play.train.checkpoints import BestOfThisRun, step_of
+from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
+from sft_play.train.memory_meter import MemoryMeter, measured_memory, predicted_memory
+from sft_play.train.nonfinite import check_weights
+from sft_play.train.pickles import only_tensors
+from sft_play.train.probe import correction_path
+from sft_play.train.recovery import StopOnSignal, ended_by_ctrl_c, memory_errors_explained, remembered
+from sft_play.train.resume import checkpoint_to_resume, clear_way
+from sft_play.train.session import Session, open_session, ordered_rows
+from sft_play.train.settle import settle_plan
+from sft_play.train.verify import verify
+
+TIMED_STEPS = 5  # from which on their average says more than the probe's single step
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Trains on this process's device, together with the other ranks if there are any; returns the summary.
+
+    Raises:
+        Interrupted: a signal stopped it after a checkpoint was saved.
+        NonFiniteError: loss or gradients were NaN or infinite in too many steps, or the weights are.
+        OutOfMemory: memory ran out in a step or an evaluation.
+        DoesNotFitError: memory ran out before the first step.
+        StorageError: the disk is full.
+        LaunchError: the ranks do not agree.
+        CheckpointError: no checkpoint is left to resume from.
+        ConfigError: the checkpoint belongs to a run with other settings; or as in `prepare_session`.
+    """
+    checkpoint = checkpoint_to_resume(job)  # before anything large is loaded
+    job = replace(job, checkpoint=checkpoint)
+    with memory_errors_explained(job.plan), disk_errors_explained(job.run):
+        session, probed = settled_session(job)
+        require_space(session)
+        begin_run(session.job)
+        clear_way(session.job, checkpoint)
+        with remembered(session):
+            stopped = run_steps(session, checkpoint)
+        remember_speed(session)
+        save(session, stopped)
+    return summarise(session, probed, stopped)
+
+
+def prepare_session(job: Job, *, announce: bool = True) -> Session:
+    """Everything that the steps of a plan need; with `announce`, prints which processes take part.
+
+    Raises:
+        LaunchError: the ranks do not agree.
+        ConfigError: the model cannot be loaded, or its attention does not keep packed sequences apart.
+    """
+    meter = MemoryMeter.start(job.plan.device)
+    rows = ordered_rows(job)
+    with spinner(LOADING):
+        model = build_model(job.config, job.plan, job.ranks.local_rank)
+    session = open_session(job, model, rows, meter)
+    verify(session.trainer, job.plan, announce=announce)
+    return session
+
+
+def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
+    """A session whose plan was measured to fit, and the probe result; Ctrl-C ends it at once."""
+    with ended_by_ctrl_c():
+        return settle_plan(prepare_session(job), prepare_session)
+
+
+def run_steps(session: Session, checkpoint: Path | None) -> bool:
+    """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
+    trainer = session.trainer
+    if checkpoint:
+        # it was done at the start; doing it again would count against the patience of early stopping
+        trainer.args.eval_on_start = False
+        trainer.add_callback(BestOfThisRun(checkpoint))
+    trainer.begin_phase = session.reporter.show_phase
+    stop = StopOnSignal()
+    trainer.add_callback(stop)
+    space = SpaceForSaves(session)
+    trainer.while_saving = space.while_saving
+    trainer.add_callback(space)  # the last one, which sees whether the others want to save
+    try:
+        with only_tensors(deepspeed=session.job.plan.engine == "deepspeed_z2"):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        stop.give_signals_back()
+        session.reporter.end_bar()
+    return stop.stopped
+
+
+def remember_speed(session: Session) -> None:
+    """Stores how fast the steps were, for the next plan, if there were enough of them."""
+    job, reporter = session.job, session.reporter
+    speed, seconds = reporter.tokens_per_second, reporter.step_seconds
+    if job.ranks.is_main and reporter.timed_steps >= TIMED_STEPS:
+        assert speed and seconds
+        write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
+
+
+def result_folder(job: Job) -> Path:
+    """Where the trained weights go."""
+    return job.run.model if job.config.tuning.mode == "full" else job.run.adapter
+
+
+def save(session: Session, stopped: bool) -> None:
+    """Writes the trained weights and the tokenizer on the main rank.
+
+    A stopped run has its checkpoint instead.
+
+    Raises:
+        NonFiniteError: a trained weight is NaN or infinite.
+    """
+    trainer, job = session.trainer, session.job
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not stopped:
+        trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one
+        check_weights(model)
+    if stopped or not trainer.accelerator.is_main_process:
+        return
+    facts = {
+        "step": trainer.state.global_step,
+        "versions": installed_versions(),
+        "new_tokens": list(job.config.model.new_tokens),
+    }
+    with replacing(result_folder(job), facts) as folder:
+        save_trained(model, folder)
+        job.tokenizer.save_pretrained(str(folder))
+        (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
+
+
+def data_counts(data: PreparedData) -> dict[str, Any]:
+    """Counts of each split, and the fingerprint of the tokenized rows."""
+    counts: dict[str, Any] = {"fingerprint": data.fingerprint}
+    for split in SPLITS:
+        found = data.stats[split]
+        counts[split] = (
+            {key: found[key] for key in ("rows", "tokens", "supervised_tokens")} if found else None
+        )
+    return counts
+
+
+def best_step(state: TrainerState) -> int:
+    """The step whose weights were kept: the best checkpoint's, or the last."""
+    kept = step_of(Path(state.best_model_checkpoint)) if state.best_model_checkpoint else None
+    return kept if kept is not None else state.global_step
+
+
+def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
+    """Step -> {"loss", "token_accuracy"} of the validation rows, from metrics.jsonl."""
+    found = {}
+    for record in read_metrics(run):
+        if "eval/loss" in record:
+            scores = (name for name in record if name.startswith("eval/"))
+            found[record["step"]] = {name.removeprefix("eval/"): record[name] for name in scores}
+    return found
+
+
+def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> dict[str, Any]:
+    """Writes summary.json on the main rank.
+
+    Raises:
+        Interrupted: after writing, when a signal stopped the run.
+    """
+    job, rows, reporter = session.job, session.rows, session.reporter
+    plan, state = job.plan, session.trainer.state
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    evaluations = evaluations_by_step(job.run)  # also those from before an interruption
+    summary: dict[str, Any] = {
+        "status": "interrupted" if stopped else "done",
+        "error": None,  # of an earlier attempt
+        "device": plan.device,
+        "world_size": plan.world_size,
+        "packing": plan.packing,
+        "effective_batch_size": plan.effective_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "micro_batch_tokens": plan.micro_batch_tokens,
+        "padding_free": plan.padding_free,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "optimizer_steps": state.global_step,
+        "skipped_steps": session.trainer.skipped.total,
+        "out_of_memory": [],  # whoever goes on after it adds what was said (commands/train.py)
+        "supervised_tokens": sum(rows.supervised_per_step[: state.global_step]),
+        "tokens_per_second": reporter.tokens_per_second,
+        "training_seconds": reporter.training_seconds,
+        "mfu": reporter.mfu,
+        "data_wait": reporter.data_wait,
+        "padding_share": rows.padding_share,
+        "predicted_step_seconds": plan.step_seconds,
+        "measured_step_seconds": reporter.step_seconds,
+        **predicted_memory(plan),
+        **measured_memory(reporter.meter, session.trainer.args.device, probed),
+        "probe": asdict(probed) if probed else None,
+        "train_loss": losses[-1] if losses else None,
+        "data": data_counts(job.data),
+        "model_class": class_to_name(job.architecture),
+        "versions": installed_versions(),
+        "eval": {"before": evaluations.get(0), "after": evaluations.get(best_step(state))},
+        "best_checkpoint": state.best_model_checkpoint,
+    }
+    if job.ranks.is_main:
+        summary = update_summary(job.run, **summary)
+    if stopped:
+        raise Interrupted(
+            f"stopped at step {state.global_step} with a checkpoint in {job.run.checkpoints}; "
+            f"continue with: {job.resume_command}"
+        )
+    return summary
