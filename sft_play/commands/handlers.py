@@ -17,6 +17,13 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
+def _done(args: argparse.Namespace, result: Any) -> int:
+    """Ends a command that has said what it did; with --json, its result is printed as well."""
+    if args.json:
+        print_json(result)
+    return 0
+
+
 def load_resolved(args: argparse.Namespace) -> Any:
     """The config of a command, with its built-in data made."""
     from sft_play.job import load_job_config
@@ -280,9 +287,7 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     options = Options(tasks, args.what, folder, args.limit, args.shots, args.chat)
     result = evaluate_tasks(load_resolved(args).config, run, options)
     try_report(run)
-    if args.json:
-        print_json(result)
-    return 0
+    return _done(args, result)
 
 
 def infer(args: argparse.Namespace) -> int:
@@ -297,9 +302,7 @@ def infer(args: argparse.Namespace) -> int:
         return 0
     output = Path(args.output or run.path / "answers.jsonl")
     result = infer_batch(resolved.config, run, Path(args.input), output)
-    if args.json:
-        print_json(result)
-    return 0
+    return _done(args, result)
 
 
 def merge(args: argparse.Namespace) -> int:
@@ -326,9 +329,7 @@ def export(args: argparse.Namespace) -> int:
         from sft_play.commands.export import export as export_run
     resolved = load_resolved(args)
     result = export_run(resolved.config, run, args.format, _output(args), args.dtype)
-    if args.json:
-        print_json(result)
-    return 0
+    return _done(args, result)
 
 
 def push(args: argparse.Namespace) -> int:
@@ -343,9 +344,7 @@ def push(args: argparse.Namespace) -> int:
         from sft_play.commands.push import push as push_run
     resolved = load_resolved(args)
     result = push_run(resolved.config, run, args.repo, part=args.what, public=args.public)
-    if args.json:
-        print_json(result)
-    return 0
+    return _done(args, result)
 
 
 def merge_test(args: argparse.Namespace) -> int:

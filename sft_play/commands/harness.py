@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sft_play.commands.merge import require_merged
+from sft_play.commands.merge import merged_folder
 from sft_play.commands.models import BASE, MERGED, trained_name
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, SftPlayError
@@ -126,10 +126,7 @@ def _weights(config: RunConfig, run: RunDir, part: str) -> tuple[Path | None, st
     if part == BASE:
         return None, BASE
     if part == MERGED:
-        if config.tuning.mode == "full":
-            raise ConfigError("WHAT=merged: after full fine-tuning there is nothing to merge; leave WHAT out")
-        require_merged(run.merged, weights)
-        return run.merged, MERGED
+        return merged_folder(config, run, weights), MERGED
     return weights, trained_name(config)
 
 

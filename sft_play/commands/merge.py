@@ -250,6 +250,19 @@ def require_merged(output: Path, adapter: Path) -> str:
     return info["dtype"]
 
 
+def merged_folder(config: RunConfig, run: RunDir, weights: Path) -> Path:
+    """The folder of the merged model, for WHAT=merged.
+
+    Raises:
+        ConfigError: there is none after full fine-tuning.
+        CheckpointError: it was not merged from these weights, or it is damaged.
+    """
+    if config.tuning.mode == "full":
+        raise ConfigError("WHAT=merged: after full fine-tuning there is nothing to merge; leave WHAT out")
+    require_merged(run.merged, weights)
+    return run.merged
+
+
 def _test_rows(config: RunConfig) -> list[list[int]]:
     data = load_data(config).rows
     rows = data.val if data.val is not None else data.train

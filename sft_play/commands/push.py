@@ -5,7 +5,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from sft_play.commands.merge import require_merged
+from sft_play.commands.merge import merged_folder
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.hub import access_token, is_network_error, limit_network
@@ -73,13 +73,7 @@ def push(
 
 def _verified_folder(config: RunConfig, run: RunDir, part: str) -> Path:
     weights = finished_weights(config, run)
-    if part == "result":
-        return weights
-    if config.tuning.mode == "full":
-        raise ConfigError("WHAT=merged: after full fine-tuning there is nothing to merge; leave WHAT out")
-    merged = run.merged
-    require_merged(merged, weights)
-    return merged
+    return weights if part == "result" else merged_folder(config, run, weights)
 
 
 def _content(path: Path) -> bytes | Path:
