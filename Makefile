@@ -12,12 +12,18 @@
 #? PROBE=search                     time several plans, use the fastest
 #? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
+#? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite: if typed only
 #! make train                                            the demo, no GPU needed
 #! make plan MODEL=qwen3-8b GPU="RTX 4090"               what would fit, and why
 #! make train CONFIG=configs/run_lora.yaml ARGS="data.train_path=my.jsonl"
+# What publishes, deletes or overwrites is typed, and never taken from the environment.
+AS_TYPED = CONFIRM FORCE OUT PUBLIC REPO
+$(foreach name,$(AS_TYPED),$(if $(findstring environment,$(origin $(name))),$(eval override $(name) =)))
+# What clean-all would remove because of the environment.
+$(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval INHERITED += $(name))))
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
-TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODEL NGPU NODES \
         OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
@@ -40,6 +46,10 @@ endef
 one_line = $(if $(findstring $(NEWLINE),$(1)),$(error a setting has more than one line: $(1)),$(1))
 quote = '$(subst ','\'',$(call one_line,$(1)))'
 flag = $(if $(2),$(1) $(call quote,$(2)))
+# Nothing for no, 1 for yes.
+YES = 1 yes true
+NO = 0 no false
+yes = $(if $(filter-out $(YES) $(NO),$($(1)))$(word 2,$($(1))),$(error $(1)=$($(1)) is neither yes (1, yes, true) nor no (0, no, false, empty)),$(if $(filter $(YES),$($(1))),1))
 required = $(if $($(1)),,$(error $(1)=$(2) is required))
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -119,7 +129,7 @@ check: $(READY) ## Check config, data, model, devices, disk, versions
 
 .PHONY: setup-accelerate
 setup-accelerate: $(READY) ## Run accelerate's wizard; AUTO=1 answers for you
-	$(SFT) setup-accelerate $(if $(AUTO),--auto)
+	$(SFT) setup-accelerate $(if $(call yes,AUTO),--auto)
 
 ##@ Data
 
@@ -205,7 +215,7 @@ eval: $(READY) ## Compare base, adapter, merged; SPLIT=val|test LIMIT=100
 
 .PHONY: eval-lm
 eval-lm: $(READY) ## Run lm-eval: TASKS=a,b LIMIT=10 WHAT=base IN=dir CHAT=1
-	$(call required,TASKS,hellaswag)$(SFT) eval-lm --tasks $(call quote,$(TASKS)) $(call flag,--what,$(WHAT)) $(call flag,--input,$(IN)) $(call flag,--limit,$(LIMIT)) $(call flag,--shots,$(SHOTS)) $(if $(CHAT),--chat) $(WITH_CONFIG)
+	$(call required,TASKS,hellaswag)$(SFT) eval-lm --tasks $(call quote,$(TASKS)) $(call flag,--what,$(WHAT)) $(call flag,--input,$(IN)) $(call flag,--limit,$(LIMIT)) $(call flag,--shots,$(SHOTS)) $(if $(call yes,CHAT),--chat) $(WITH_CONFIG)
 
 .PHONY: infer
 infer: $(READY) ## Chat with the trained model
@@ -237,7 +247,7 @@ export: $(READY) ## Write a GGUF and a Modelfile; DTYPE=q8_0 OUT=dir
 
 .PHONY: push
 push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
-	$(call required,REPO,user/name)$(SFT) push --repo $(call quote,$(REPO)) $(call flag,--what,$(WHAT)) $(if $(PUBLIC),--public) $(WITH_CONFIG)
+	$(call required,REPO,user/name)$(SFT) push --repo $(call quote,$(REPO)) $(call flag,--what,$(WHAT)) $(if $(call yes,PUBLIC),--public) $(WITH_CONFIG)
 
 ##@ Development
 
@@ -370,4 +380,4 @@ clean: ## Remove tool caches; keep data, runs and .venv
 
 .PHONY: clean-all
 clean-all: ## Also remove .venv, .cache and runs; needs CONFIRM=1
-	$(if $(CONFIRM),,$(error this removes $(VENV), .cache, logs and $(RUNS) with all checkpoints; add CONFIRM=1 to proceed))rm -rf $(TOOL_CACHES) $(call quote,$(VENV)) .cache logs $(call quote,$(RUNS))
+	$(if $(INHERITED),$(error clean-all takes no $(INHERITED) from the environment; type it: make clean-all $(firstword $(INHERITED))=<folder> CONFIRM=1))$(if $(call yes,CONFIRM),,$(error this removes $(VENV), .cache, logs and $(RUNS) with all checkpoints; add CONFIRM=1 to proceed))rm -rf $(TOOL_CACHES) $(call quote,$(VENV)) .cache logs $(call quote,$(RUNS))

@@ -337,8 +337,8 @@ def push(args: argparse.Namespace) -> int:
     from sft_play.hub import access_token
 
     what = "the merged model" if args.what == "merged" else "what was trained"
-    visible = "for everybody" if args.public else "in a private repository"
-    run = finished_run(announce(args, f"uploads {what} to {args.repo} on the Hugging Face Hub, {visible}"))
+    visible = "public" if args.public else "private"
+    run = finished_run(announce(args, f"uploads {what} to {args.repo} on the Hugging Face Hub: {visible}"))
     access_token(args.repo, args.what)  # reports mistakes before libraries are loaded
     with importing():
         from sft_play.commands.push import push as push_run

@@ -105,6 +105,45 @@ def test_a_required_setting_is_asked_for(target, setting):
     assert done.returncode != 0 and setting in done.stderr
 
 
+YES_NO = {
+    "PUBLIC": ("push", "--public"),
+    "CHAT": ("eval-lm", "--chat"),
+    "AUTO": ("setup-accelerate", "--auto"),
+    "CONFIRM": ("clean-all", "rm -rf"),
+}
+OTHERS = {name: value for name, value in SETTINGS.items() if name != "CONFIRM"}
+
+
+@pytest.mark.parametrize("setting", YES_NO)
+def test_a_setting_that_is_yes_or_no_understands_both_and_refuses_the_rest(ready, setting):
+    target, done_if_yes = YES_NO[setting]
+    said = {
+        word: make(target, VENV=ready, **OTHERS, **{setting: word})
+        for word in ("1", "yes", "true", "0", "no", "false", "", "maybe", "1 0")
+    }
+    assert [word for word, done in said.items() if done_if_yes in done.stdout] == ["1", "yes", "true"]
+    for word in ("maybe", "1 0"):
+        assert said[word].returncode and f"{setting}={word} is neither yes" in said[word].stderr
+
+
+@pytest.mark.parametrize("flag", [[], ["-e"]])
+def test_what_publishes_deletes_or_overwrites_is_never_taken_from_the_environment(ready, flag):
+    others = {"VENV": ready, "dry": True}
+    everything = {"PUBLIC": "1", "CONFIRM": "1", "FORCE": "1", "REPO": "a/b", "OUT": "o.jsonl"}
+    push = make(*flag, "push", REPO="user/name", environment=everything, **others)
+    assert push.returncode == 0 and "--public" not in push.stdout
+    assert "REPO=user/name is required" in make(*flag, "push", environment=everything, **others).stderr
+    assert "add CONFIRM=1" in make(*flag, "clean-all", environment=everything, **others).stderr
+    assert "--output" not in make(*flag, "merge", environment=everything, **others).stdout
+
+
+@pytest.mark.parametrize("setting", ["RUNS", "VENV"])
+def test_clean_all_removes_no_folder_that_the_environment_names(setting):
+    refused = make("clean-all", CONFIRM="1", environment={setting: "/data"})
+    assert refused.returncode and f"no {setting} from the environment" in refused.stderr
+    assert "'/data'" in recipe("clean-all", CONFIRM="1", **{setting: "/data"})
+
+
 @pytest.fixture
 def ready(tmp_path) -> str:
     venv = tmp_path / "venv"
@@ -238,8 +277,10 @@ USERS = {
 SLURM = {"ACCOUNT", "PARTITION", "SBATCH", "TIME"}
 
 
-@pytest.mark.parametrize("given_as", ["argument", "environment"])
-@pytest.mark.parametrize("setting", FREE)
+GIVEN = [(name, "argument") for name in FREE] + [(name, "environment") for name in FREE if name != "OUT"]
+
+
+@pytest.mark.parametrize(("setting", "given_as"), GIVEN)
 def test_no_setting_is_run_or_changed_by_make_or_the_shell(words_of, tmp_path, setting, given_as):
     text = NASTY.replace("FILE", str(tmp_path / "pwned"))
     target = "train-slurm" if setting in SLURM else USERS.get(setting, "train")
