@@ -106,7 +106,7 @@ class Timeline:
 
     @cached_property
     def replays(self) -> dict[Any, Any]:
-        """What `sft_play.sizing.history` has replayed of this timeline."""
+        """What `sft_play.sizing.allocator` has replayed of this timeline."""
         return {}
 
     def changes(self, sizes: np.ndarray) -> np.ndarray:

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 from transformers import PretrainedConfig
 
+from benchmarks.evidence.habits import Habits, history
 from benchmarks.evidence.runs import Head, Row, Run, Source
 from benchmarks.evidence.steps import head_peak, trace_run, warmup_bytes
 from sft_play.cache import entry, read_value, write_value
 from sft_play.fingerprints import sources_digest
-from sft_play.sizing.history import Habits, replay_steps
+from sft_play.sizing.allocator import replay
 from sft_play.sizing.memory import ASSUMED_CONTEXT, CONTEXTS, CUDA_GRANULARITY, HANDLES, cublas_workspace
 from sft_play.sizing.step import step_code
 from sft_play.timeline import PHASES, Step
@@ -58,7 +59,7 @@ def predict_run(config: PretrainedConfig, run: Run) -> dict[str, int]:
         clears_cache=run.clears_cache,
         holds_outputs=run.outputs_kept_until == "next forward",
     )
-    replayed = replay_steps(trace.step, habits, expandable=run.expandable)
+    replayed = replay(history(trace.step, habits), expandable=run.expandable)
     peaks = trace.step.rounded(CUDA_GRANULARITY).peaks()
     context = CONTEXTS.get(run.compute_capability, ASSUMED_CONTEXT)
     return {

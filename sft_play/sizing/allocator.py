@@ -1,4 +1,4 @@
-"""A model of PyTorch's caching allocator: what it reserves for a sequence of allocations. Pure.
+"""A model of PyTorch's caching allocator: what it reserves for the first steps of a run. Pure.
 
 After c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13: sizes are multiples of 512 bytes; small blocks (up to
 1 MiB) and large ones come from separate pools; a request takes the smallest free block that is large enough,
@@ -9,10 +9,12 @@ Of equally large free blocks, the one with the lowest address is taken. The driv
 address than those before it, as the reserved bytes of published runs show (docs/reference/evidence.md).
 """
 
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from sft_play.timeline import PHASES, TERMS, Step
 from sft_play.units import MIB
 
 ROUND = 512
@@ -175,3 +177,81 @@ def replay(changes: Iterable[tuple[int, int]], *, expandable: bool = True) -> Re
             allocated, requested = allocated - block.size, requested - rounded
             pool.give_back(block)
     return Replay(most_allocated, most_reserved, most_requested)
+
+
+def replay_steps(
+    step: Step, *, workspace_bytes: int = 0, warmup_bytes: int = 0, expandable: bool = True
+) -> Replay:
+    """What PyTorch's caching allocator reserves for loading and two such steps.
+
+    The order decides which freed blocks can be reused: optimizer states are born in the first optimizer step,
+    when the memory of the backward pass is free, and the second step finds the cached blocks of the first.
+
+    Args:
+        step: the step, from loading the weights to the evaluation.
+        workspace_bytes: as in `first_steps`.
+        warmup_bytes: as in `first_steps`.
+        expandable: as in `replay`.
+    """
+    key = (step.sizes.tobytes(), workspace_bytes, warmup_bytes, expandable)
+    known = step.timeline.replays
+    if key not in known:  # plans for several numbers of processes often have the same step
+        sizes, parts = first_steps(step, workspace_bytes, warmup_bytes)
+        known[key] = replay(as_changes(sizes, parts), expandable=expandable)
+    return known[key]
+
+
+def first_steps(
+    step: Step, workspace_bytes: int = 0, warmup_bytes: int = 0
+) -> tuple[dict[int, int], list[list[int]]]:
+    """The first steps of a run as its allocator sees them.
+
+    Args:
+        step: the step.
+        workspace_bytes: that cuBLAS keeps from its first product in either direction.
+        warmup_bytes: allocated and freed before the weights are loaded.
+
+    Returns:
+        The bytes of each block by its number, which is positive in an event that allocates it and negative in
+        one that frees it, and the events in parts: loading; forward pass, backward pass and the rest of the
+        first step; and the four phases of the second one.
+    """
+    sizes = dict(enumerate(step.sizes[step.timeline.source].tolist(), start=1))
+    events, states = events_by_phase(step)
+    forward, backward, warmup = (len(sizes) + more for more in (1, 2, 3))
+    sizes |= {forward: workspace_bytes, backward: workspace_bytes, warmup: warmup_bytes}
+    first = [
+        [warmup, -warmup, *events["load"]],
+        [forward, *events["forward"]],
+        [backward, *events["backward"], *states],
+        [*events["optimizer"], *events["evaluation"]],
+    ]
+    return sizes, first + _again(events)
+
+
+def as_changes(sizes: dict[int, int], parts: Iterable[list[int]]) -> Iterator[tuple[int, int]]:
+    """The events as `replay` takes them; blocks without bytes are left out."""
+    for event in itertools.chain.from_iterable(parts):
+        if sizes[abs(event)]:
+            yield abs(event), sizes[event] if event > 0 else 0
+
+
+def events_by_phase(step: Step) -> tuple[dict[str, list[int]], list[int]]:
+    """The events of each phase, and the blocks of the optimizer's states, which they do not have."""
+    line = step.timeline
+    terms = line.terms[line.source].tolist()
+    events: dict[str, list[int]] = {phase: [] for phase in PHASES}
+    states = []
+    for event, number in zip(line.events.tolist(), line.phases.tolist(), strict=True):
+        if PHASES[number] == "forward" and TERMS[terms[abs(event) - 1]] == "optimizer":
+            states.append(event)
+        else:
+            events[PHASES[number]].append(event)
+    return events, states
+
+
+def _again(events: dict[str, list[int]]) -> list[list[int]]:
+    """The events of another step, by phase: of blocks that a step both allocates and frees."""
+    parts = [events[phase] for phase in PHASES if phase != "load"]
+    every = set(itertools.chain.from_iterable(parts))
+    return [[event for event in part if -event in every] for part in parts]

@@ -8,8 +8,8 @@ import numpy as np
 from sft_play.engines.base import Division, Engine
 from sft_play.engines.registry import ALONE
 from sft_play.plan import Memory
+from sft_play.sizing.allocator import replay_steps
 from sft_play.sizing.guard import Guard, guard
-from sft_play.sizing.history import Habits, replay_steps
 from sft_play.timeline import Peak, Step, StepTrace
 from sft_play.units import MIB
 from sft_play.work import directions
@@ -204,6 +204,10 @@ def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget) -> int:
         device: the fixed costs of the process, and how its allocator works.
     """
     weights = step.peaks()["load"].terms["weights"]
-    habits = Habits(workspace_bytes=device.workspace_bytes // HANDLES, warmup_bytes=weights)
-    replayed = replay_steps(step, habits, expandable=device.expandable)
+    replayed = replay_steps(
+        step,
+        workspace_bytes=device.workspace_bytes // HANDLES,
+        warmup_bytes=weights,
+        expandable=device.expandable,
+    )
     return peak_bytes + replayed.reserved - replayed.requested

@@ -21,7 +21,7 @@ FLOORS = [
     ["data"],
     ["data.prepare", "report"],
     ["data.show"],
-    ["sizing.step", "sizing.allocator", "sizing.guard", "sizing.history", "sizing.memory"],
+    ["sizing.step", "sizing.allocator", "sizing.guard", "sizing.memory"],
     ["planning.batch", "planning.drafts", "planning.search", "planning.advice", "planning.profile",
      "planning.collectives", "planning.clock"],
     ["launch"],

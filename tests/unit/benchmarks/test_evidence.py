@@ -7,13 +7,13 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.evidence.__main__ import FILE, main
+from benchmarks.evidence.habits import Habits, history
 from benchmarks.evidence.predict import errors_of, predict, spread, summary
 from benchmarks.evidence.runs import ROWS, Head, Run, read_sources
 from benchmarks.evidence.steps import trace_run, warmup_bytes
 from sft_play.model.architecture import empty_model
 from sft_play.sizing.allocator import replay
 from sft_play.sizing.guard import KNOWN, LOOSE_SHARE, guard
-from sft_play.sizing.history import Habits, history
 from sft_play.sizing.memory import CONTEXTS
 from sft_play.timeline import PHASES
 from sft_play.units import MIB

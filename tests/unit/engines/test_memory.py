@@ -8,7 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.engines.zero2 import Buckets
-from sft_play.sizing.history import Habits, history
+from sft_play.sizing.allocator import as_changes, first_steps
 from sft_play.sizing.memory import device_budget, estimate
 from sft_play.sizing.optimizers import state_bytes
 from sft_play.sizing.step import StepSpec
@@ -118,8 +118,8 @@ def test_a_checkpoint_finds_weights_and_states_and_under_ddp_the_gradients_too(e
 @pytest.mark.parametrize("engine", [DDP, ZERO2], ids=lambda engine: engine.name)
 def test_an_engines_buffers_are_in_the_replay_of_the_allocator(engine):
     """In both of its steps, and those that live through the run are never freed."""
-    changes = list(history(engine.transform(trained_step(), division(accumulates=True)), Habits()))
-    alone = list(history(trained_step(), Habits()))
+    changes = list(as_changes(*first_steps(engine.transform(trained_step(), division(accumulates=True)))))
+    alone = list(as_changes(*first_steps(trained_step())))
     assert len(changes) > len(alone)
     allocated = {number for number, size in changes if size}
     freed = {number for number, size in changes if number and not size}

@@ -1,9 +1,9 @@
-"""The order of a run's first steps."""
+"""The order of the first steps of a run, ours and published ones."""
 
 import pytest
 
-from sft_play.sizing.allocator import EMPTY_CACHE
-from sft_play.sizing.history import Habits, history, replay_steps
+from benchmarks.evidence.habits import Habits, history
+from sft_play.sizing.allocator import EMPTY_CACHE, replay, replay_steps
 from sft_play.timeline import TERMS
 from sft_play.units import MIB
 from tests.unit.sizing.handmade import TraceBuilder, step_of
@@ -66,6 +66,14 @@ def test_outputs_can_live_until_the_next_forward_pass_has_ended():
 @pytest.mark.parametrize("expandable", [True, False])
 def test_a_workspace_is_reserved(expandable):
     step = step_of(3, (0, 1, 2), saved=30 * MIB).step
-    without = replay_steps(step, Habits(), expandable=expandable)
-    found = replay_steps(step, Habits(workspace_bytes=32 * MIB), expandable=expandable)
+    without = replay_steps(step, expandable=expandable)
+    found = replay_steps(step, workspace_bytes=32 * MIB, expandable=expandable)
     assert found.allocated == without.allocated + 64 * MIB and found.reserved > without.reserved
+
+
+def test_without_habits_published_runs_are_as_ours():
+    step = step_of(3, (0, 1, 2), saved=30 * MIB).step
+    habits = Habits(workspace_bytes=32 * MIB, warmup_bytes=40 * MIB)
+    assert replay(history(step, habits)) == replay_steps(
+        step, workspace_bytes=32 * MIB, warmup_bytes=40 * MIB
+    )
