@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
 import torch
 from rich.table import Table
 from transformers import PretrainedConfig
@@ -32,6 +33,7 @@ from sft_play.runlog import console
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trained_parameters
 from sft_play.sizing.traces import Traces
+from sft_play.work import PRODUCT, TIMES, K, M, N, Work
 
 CPU = torch.device("cpu")
 GEOMETRIES = {
@@ -83,6 +85,13 @@ def measured_step(config: PretrainedConfig, spec: StepSpec) -> dict[str, float]:
     return dict(zip(("forward", "backward", "update"), map(min, zip(*times, strict=True)), strict=True))
 
 
+def flop(work: Work) -> np.ndarray:
+    """Floating-point operations of each operation in `work.order`, [n]: 2 m n k of a matrix product."""
+    sizes = work.sizes
+    products = 2 * sizes[:, M] * sizes[:, N] * sizes[:, K] * sizes[:, TIMES] * (work.kinds == PRODUCT)
+    return products[work.order]
+
+
 def results(profile: DeviceProfile) -> Iterator[Result]:
     """Predicts and measures the steps of each model, mode and token count."""
     for name, geometry in GEOMETRIES.items():
@@ -99,7 +108,7 @@ def results(profile: DeviceProfile) -> Iterator[Result]:
             for tokens in TOKENS:
                 row = min(tokens, ROW_TOKENS)
                 work = line.at(tokens)
-                if work.flop().sum() > MOST_FLOP:
+                if flop(work).sum() > MOST_FLOP:
                     continue
                 real = StepSpec(
                     mode=mode, gradient_checkpointing=checkpointing, batch=PaddedRows(tokens // row, row)

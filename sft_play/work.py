@@ -47,21 +47,6 @@ class Work:
             and np.array_equal(self.order, other.order)
         )
 
-    @property
-    def operations(self) -> int:
-        """Number of operations that are dispatched."""
-        return len(self.order)
-
-    def flop(self) -> np.ndarray:
-        """Floating-point operations of each operation in `order`, [n]: 2 m n k of a matrix product."""
-        sizes = self.sizes
-        flop = 2 * sizes[:, M] * sizes[:, N] * sizes[:, K] * sizes[:, TIMES] * (self.kinds == PRODUCT)
-        return flop[self.order]
-
-    def moved(self) -> np.ndarray:
-        """Bytes read and written by each operation in `order`, [n], as if nothing stayed in caches."""
-        return (self.sizes[:, BYTES] * self.sizes[:, TIMES])[self.order]
-
 
 NO_WORK = Work(
     kinds=np.zeros(0, np.int8),

@@ -1,4 +1,4 @@
-"""What only training on a CPU needs. How much memory a step takes there is measured by sizing/phase_meter.py.
+"""What only training on a CPU needs: an output head, a heap that keeps its memory, a memory meter.
 
 The output head works in tiles. TRL's does so too, but its kernel is made for GPUs. On a CPU it goes over
 each tile a dozen times, scores tokens that carry no loss, and computes everything again in the backward
@@ -9,12 +9,24 @@ twice, and one tile of logits is alive.
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _ExperimentalConfig,
+)
 from torch.nn.functional import cross_entropy, linear
+from torch.profiler import record_function
 
 from sft_play.errors import ConfigError
+from sft_play.units import KIB
 
 TILE = 256  # tokens; larger tiles are no faster and take more memory
 
@@ -22,6 +34,12 @@ TILE = 256  # tokens; larger tiles are no faster and take more memory
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_KEPT = 2**31 - 1  # bytes of free memory at the top of the heap; an int is all that mallopt takes
 LARGEST_ON_HEAP = 32 << 20  # glibc's own maximum
+
+MARK, MEMORY = "sft-play ", "[memory]"
+# Events that may be missing: this share of the peak, and in any case this many bytes.
+LOST, LOST_BYTES = 0.01, 64 * KIB
+
+Event = tuple[int, int, str]  # time in ns, bytes (negative when freed), name
 
 
 def keep_freed_memory() -> None:
@@ -152,3 +170,94 @@ def keep_differentiable(model: torch.nn.Module) -> None:
                     "bitsandbytes is not supported: run `make install`"
                 )
             module.support_avx512bf16_for_cpu = False
+
+
+def storage_bytes(model: torch.nn.Module) -> int:
+    """Bytes of parameters, buffers and the quantization tables of 4-bit weights; each storage counts once."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        while state is not None:
+            tensors += [t for t in (state.absmax, state.code, state.offset) if t is not None]
+            state = state.state2
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def mark(name: str) -> None:
+    """Leaves a timestamped mark in the profile."""
+    with record_function(MARK + name):
+        pass
+
+
+@contextmanager
+def allocator_events() -> Iterator[list[Event]]:
+    """Collects the events of the CPU allocator and our marks, in chronological order.
+
+    The list is filled when the context ends. torch.profiler itself would also record every operation, which
+    takes longer than the step.
+    """
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
+    activities = {ProfilerActivity.CPU}
+    found: list[Event] = []
+    # The type stub lacks the third argument: only marks are recorded, not every operation.
+    enable: Any = torch.autograd._enable_profiler
+    torch.autograd._prepare_profiler(config, activities)
+    enable(config, activities, {RecordScope.USER_SCOPE})
+    try:
+        yield found
+    finally:
+        result: Any = torch.autograd._disable_profiler()
+        found += sorted((event.start_ns(), event.nbytes(), event.name()) for event in result.events())
+
+
+def peaks_by_mark(events: list[Event], *, of_last_half: bool = False) -> dict[str, int]:
+    """The peak between each mark and the next one, by the name of the mark.
+
+    Bytes that were allocated before the first event do not count.
+
+    Args:
+        events: as `allocator_events` collects them.
+        of_last_half: use only the second half of the marks, for two rounds that leave the same marks.
+    """
+    changes = [(start, size) for start, size, name in events if name == MEMORY]
+    marks = [(start, name) for start, _, name in events if name.startswith(MARK)]
+    first = len(marks) // 2 + 1 if of_last_half else 1
+    peaks: dict[str, int] = {}
+    live = position = 0
+    for number, ((_, name), (stop, _)) in enumerate(pairwise([(0, ""), *marks, (2**63, "")])):
+        peak = live
+        while position < len(changes) and changes[position][0] < stop:
+            live += changes[position][1]
+            peak = max(peak, live)
+            position += 1
+        if number >= first:
+            kind = name.removeprefix(MARK)
+            peaks[kind] = max(peak, peaks.get(kind, 0))
+    return peaks
+
+
+class CpuMeter:
+    """The peak of each phase, from the events of the CPU allocator, which keeps no statistics."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = storage_bytes(model)
+        self.begin = mark
+
+    def start(self) -> None:
+        """Begins to collect events."""
+        self.block = allocator_events()
+        self.events = self.block.__enter__()
+
+    def stop(self) -> tuple[dict[str, int] | None, None, int]:
+        """Peaks by phase with the weights, None if events were lost; nothing is reserved or freed again."""
+        self.block.__exit__(None, None, None)
+        peaks = peaks_by_mark(self.events)
+        left_over = sum(size for _, size, name in self.events if name == MEMORY)
+        # DDP broadcasts the weights when it wraps the model; gloo's own thread frees that copy, without an
+        # event here.
+        broadcast = min(max(left_over, 0), self.weights) if torch.distributed.is_initialized() else 0
+        if abs(left_over - broadcast) > max(LOST_BYTES, LOST * max(peaks.values())):
+            return None, None, 0
+        with_weights = {phase: self.weights + peak - broadcast for phase, peak in peaks.items()}
+        with_weights["load"] += broadcast
+        return with_weights, None, 0

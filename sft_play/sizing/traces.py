@@ -3,21 +3,23 @@
 They are kept on disk by content, so nothing is traced twice, whatever machine a plan is for.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
+from io import BytesIO
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from sft_play.cache import cache_dir, entry
+from sft_play.cache import cache_dir, entry, read_bytes, write_bytes
 from sft_play.errors import UntraceableModel
 from sft_play.machine.process import importing_libraries
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code
-from sft_play.sizing.trace_files import load_trace, save_trace
-from sft_play.timeline import Step, StepTrace
+from sft_play.timeline import Segment, Step, StepTrace
 from sft_play.work import TIMES, Work, WorkLine
 
 # Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
@@ -246,3 +248,26 @@ class Traces:
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._kinds[kind_of(spec)][size_of(spec)] = trace
         self._all_layers = not trace.stand_ins
+
+
+def save_trace(path: Path, trace: StepTrace) -> None:
+    """Keeps a trace in the cache, as a compressed .npz file."""
+    arrays: dict[str, Any] = {n: value for n, value in vars(trace).items() if isinstance(value, np.ndarray)}
+    work = {f"work.{name}": value for name, value in vars(trace.work).items()}
+    segments = json.dumps([astuple(segment) for segment in trace.segments])
+    content = BytesIO()
+    np.savez_compressed(content, **arrays, **work, segments=segments, stand_ins=trace.stand_ins)
+    write_bytes(path, content.getvalue())
+
+
+def load_trace(path: Path) -> StepTrace | None:
+    """The trace in a file of the cache; None if it is damaged."""
+    content = read_bytes(path)
+    if content is None:
+        return None
+    with np.load(BytesIO(content)) as file:
+        arrays = {name: array if array.ndim else array.item() for name, array in file.items()}
+    work = {name[5:]: arrays.pop(name) for name in list(arrays) if name.startswith("work.")}
+    segments = tuple(Segment(*parts) for parts in json.loads(arrays.pop("segments")))
+    stand_ins = tuple(arrays.pop("stand_ins").tolist())
+    return StepTrace(**arrays, segments=segments, stand_ins=stand_ins, work=Work(**work))

@@ -45,7 +45,7 @@ from sft_play.train.trainer import PlannedTrainer
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
 ACCUMULATION = 2  # as good as any larger number: from the second micro-batch on, gradients exist
-ATTEMPTS = 3  # on a CPU, events may be lost (sizing/phase_meter.py)
+ATTEMPTS = 3  # on a CPU, events may be lost (model/cpu.py)
 # What accelerate.prepare leaves on a model.
 WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
 

@@ -1,6 +1,7 @@
 import torch
 
-from sft_play.sizing.phase_meter import PhaseMeter, storage_bytes
+from sft_play.model.cpu import storage_bytes
+from sft_play.sizing.phase_meter import PhaseMeter
 
 
 def test_each_phase_has_the_peak_of_its_own_time():
