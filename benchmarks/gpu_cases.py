@@ -116,7 +116,7 @@ def _measured(
         mode=mode,
         lora=LoraSettings(r=16),
         attention=choose_attention("auto", architecture(model), target.kind),
-        gradient_checkpointing=checkpointing,
+        activations="recompute" if checkpointing else "keep",
         batch=JoinedRows(rows * row_tokens) if packing else PaddedRows(rows, row_tokens),
         longest=row_tokens,
         device=target.kind,
@@ -172,7 +172,7 @@ def planned_cases(
         max_seq_len=row_tokens,
         attention=choose_attention("auto", architecture_, target.kind),
     )
-    checkpointed = [draft for draft in drafts if draft.gradient_checkpointing]
+    checkpointed = [draft for draft in drafts if draft.recomputes]
     random_share = random.Random(f"{model} {mode}")
     cases = []
     sizes = [draft.rows_per_micro_batch * row_tokens for draft in checkpointed]

@@ -142,7 +142,7 @@ def run_config(load: Workload, rows: Dataset, folder: Path) -> RunConfig:
 
 def cut(plan: Plan) -> tuple[int, bool]:
     """What tells a plan from the others of its workload."""
-    return plan.gradient_accumulation_steps, plan.gradient_checkpointing
+    return plan.gradient_accumulation_steps, plan.recomputes
 
 
 def all_plans(work: "Work") -> Iterator[Plan]:
@@ -210,7 +210,7 @@ def worker(load: Workload, rounds: list[int]) -> None:
                     "round": number,
                     "accumulation": plan.gradient_accumulation_steps,
                     "micro_batch": plan.micro_batch_size,
-                    "checkpointing": plan.gradient_checkpointing,
+                    "checkpointing": plan.recomputes,
                     "chosen": plan is plans[0],
                     "predicted": plan.step_seconds,
                     "measured": work.seconds(plan),

@@ -132,7 +132,7 @@ def trl_sft_figures() -> list[Figure]:
             mode="full",
             dtype="bfloat16",
             batch=PaddedRows(1, 2048),
-            gradient_checkpointing=True,
+            activations="recompute",
             accumulates=False,
         )
         figures.append(
@@ -146,7 +146,7 @@ def trl_sft_figures() -> list[Figure]:
             dtype="bfloat16",
             mixed_precision="bf16",
             batch=PaddedRows(tokens // 2048, 2048),
-            gradient_checkpointing=True,
+            activations="recompute",
             accumulates=False,
         )
         what = f"TRL LoRA r=16 on attention, Qwen3-8B, {tokens} tokens"
@@ -181,7 +181,7 @@ def torchtune_figures() -> list[Figure]:
     lora = LoraSettings(r=8, alpha=16)
 
     def checkpointed(mode: str, **changes: object) -> int:
-        changes = common | changes | dict(mode=mode, gradient_checkpointing=True)
+        changes = common | changes | dict(mode=mode, activations="recompute")
         return peak(LLAMA_3_2_3B, workspace=OTHER_WORKSPACE, **changes)
 
     eager = "ours runs in eager mode, with TRL's loss head"

@@ -119,7 +119,7 @@ def spec_of(shape: Shape, mode: str, checkpointing: bool, packing: bool) -> Step
         mode=mode,
         lora=LoraSettings(r=shape.lora_rank),
         mixed_precision=shape.mixed_precision,
-        gradient_checkpointing=checkpointing,
+        activations="recompute" if checkpointing else "keep",
         batch=JoinedRows(tokens) if packing else PaddedRows(shape.rows, shape.row_tokens),
         longest=shape.row_tokens,
     )
@@ -172,7 +172,7 @@ def run_shape(
         yield Result(
             architecture=name,
             mode=spec.mode,
-            checkpointing=spec.gradient_checkpointing,
+            checkpointing=spec.activations == "recompute",
             packing=spec.joined,
             shape=shape.name,
             weights=measured.weights,

@@ -89,7 +89,7 @@ def bare_parts(session: Session, model: Any) -> Parts:
     weights = trained_parameters(model.train())
     optimizer = torch.optim.AdamW(weights, plan.learning_rate, fused=True)
     optimizer.register_step_post_hook(parts.end_step)
-    if plan.gradient_checkpointing:
+    if plan.recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     collate = parts.timed("data", session.trainer.data_collator)
     forward = parts.timed("forward", lambda **batch: model(**batch, use_cache=False).loss)
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     load = next(load for load in WORKLOADS if load.name == WORKLOAD)
     with tempfile.TemporaryDirectory() as folder, quiet_libraries(Path(folder) / "log.txt"):
         work = Work(load, Path(folder))
-        kept = [plan for plan in all_plans(work) if not plan.gradient_checkpointing]
+        kept = [plan for plan in all_plans(work) if not plan.recomputes]
         plans = [plan for plan in kept if args.micro_batch in (None, plan.micro_batch_size)]
         if args.operations:
             operations(work, plans[0], args.operations)

@@ -97,10 +97,10 @@ def results(profile: DeviceProfile) -> Iterator[Result]:
     for name, geometry in GEOMETRIES.items():
         config = small_config("llama", geometry)
         traces = Traces(config)
-        for mode, checkpointing in product(("full", "lora"), (False, True)):
+        for mode, activations in product(("full", "lora"), ("keep", "recompute")):
             spec = StepSpec(
                 mode=mode,
-                gradient_checkpointing=checkpointing,
+                activations=activations,
                 batch=PaddedRows(2, ROW_TOKENS),
                 accumulates=False,
             )  # fmt: skip
@@ -110,13 +110,11 @@ def results(profile: DeviceProfile) -> Iterator[Result]:
                 work = line.at(tokens)
                 if flop(work).sum() > MOST_FLOP:
                     continue
-                real = StepSpec(
-                    mode=mode, gradient_checkpointing=checkpointing, batch=PaddedRows(tokens // row, row)
-                )
+                real = StepSpec(mode=mode, activations=activations, batch=PaddedRows(tokens // row, row))
                 yield Result(
                     name,
                     mode,
-                    checkpointing,
+                    activations == "recompute",
                     tokens,
                     step_seconds(work, profile, MicroBatch(tokens, tokens * row)),
                     measured_step(config, real),

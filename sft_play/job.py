@@ -171,7 +171,7 @@ def takes_less(plan: Plan) -> Callable[[Plan], bool]:
 
     def less(other: Plan) -> bool:
         if other.micro_batch_tokens == plan.micro_batch_tokens:
-            return other.gradient_checkpointing and not plan.gradient_checkpointing
+            return other.recomputes and not plan.recomputes
         return other.micro_batch_tokens < plan.micro_batch_tokens
 
     return less

@@ -4,7 +4,7 @@ Plain frozen data; nothing here decides anything.
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sft_play.config.schema import RunConfig
 
@@ -73,7 +73,7 @@ class Plan:
     micro_batch_tokens: int = 0  # of the largest micro-batch, including padding
     micro_batch_supervised: int = 0  # the most supervised tokens of any micro-batch
     sequence_tokens: int = 0  # of an average sequence, in which attention runs; 0 if unknown
-    gradient_checkpointing: bool
+    activations: Literal["keep", "recompute"]
     mixed_precision: str  # "bf16", "fp16" or "no"
     dtype: str  # of the weights: "bfloat16", "float16" or "float32"
     attention: str
@@ -88,6 +88,11 @@ class Plan:
     alternatives: tuple[dict[str, Any], ...] = ()
 
     @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
+        return self.activations == "recompute"
+
+    @property
     def rows_per_step(self) -> int:
         """Rows per optimizer step over all devices; a packed row holds max_seq_len tokens."""
         return self.effective_batch_size // self.max_seq_len if self.packing else self.effective_batch_size
@@ -99,8 +104,10 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The tree that `sft-play plan --json` prints and that plan.json contains."""
-        values = asdict(self)
-        _, why, alternatives = (values.pop(key) for key in ("memory", "why", "alternatives"))
+        values = asdict(self) | {"gradient_checkpointing": self.recomputes}
+        for key in ("memory", "why", "alternatives", "activations"):
+            del values[key]
+        why, alternatives = self.why, self.alternatives
         memory = self.memory.to_json() if self.memory else None
         return {"plan": values, "memory": memory, "why": list(why), "alternatives": list(alternatives)}
 
@@ -108,8 +115,10 @@ class Plan:
     def from_json(cls, tree: dict[str, Any]) -> "Plan":
         """The inverse of `to_json`."""
         memory = Memory.from_json(tree["memory"]) if tree.get("memory") else None
-        capability = tree["plan"].get("compute_capability")
-        values = tree["plan"] | {"compute_capability": tuple(capability) if capability else None}
+        values = dict(tree["plan"])
+        capability, recomputes = values.get("compute_capability"), values.pop("gradient_checkpointing")
+        values["compute_capability"] = tuple(capability) if capability else None
+        values["activations"] = "recompute" if recomputes else "keep"
         return cls(**values, memory=memory, why=tuple(tree["why"]), alternatives=tuple(tree["alternatives"]))
 
 

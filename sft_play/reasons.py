@@ -32,7 +32,7 @@ class OtherKind:
 
     size: int
     engine: str | None = None  # its label, if it differs
-    recompute: bool | None = None  # if it differs
+    activations: str | None = None  # if they differ: "keep" or "recompute"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class MicroBatch(Reason):
 
 @dataclass(frozen=True)
 class Activations(Reason):
-    """Whether activations are recomputed, and why."""
+    """What becomes of activations, and why."""
 
-    recompute: bool
+    activations: str  # "keep" or "recompute"
     cause: Literal["config", "fit", "exceed", "faster"]
 
 

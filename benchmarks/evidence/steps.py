@@ -60,7 +60,7 @@ def _spec(run: Run) -> StepSpec:
         lora=lora,
         dtype=run.dtype,
         attention="eager" if run.attention == "eager" else attention.NAME,
-        gradient_checkpointing=run.checkpointing,
+        activations="recompute" if run.checkpointing else "keep",
         batch=PaddedRows(run.rows, run.row_tokens),
         accumulates=False,
         device="cuda",

@@ -38,8 +38,8 @@ def possible_changes(config: RunConfig, plan: Plan) -> list[Changed]:
 
 
 def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
-    if not plan.gradient_checkpointing:
-        yield "train.gradient_checkpointing=true", config, replace(plan, gradient_checkpointing=True)
+    if not plan.recomputes:
+        yield "train.gradient_checkpointing=true", config, replace(plan, activations="recompute")
     if plan.rows_per_micro_batch > 1:
         one = plan.max_seq_len if plan.packing else 1
         smallest = replace(

@@ -86,7 +86,7 @@ def tokens_per_second(plan: Plan, facts: DataFacts) -> float | None:
 def _numbers(plan: Plan, facts: DataFacts) -> dict[str, Any]:
     return {
         "micro_batch_size": plan.micro_batch_size,
-        "gradient_checkpointing": plan.gradient_checkpointing,
+        "gradient_checkpointing": plan.recomputes,
         "engine": plan.engine,
         "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
         "tokens_per_second": tokens_per_second(plan, facts),

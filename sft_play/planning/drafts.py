@@ -118,9 +118,9 @@ def draft_plans(
     splits = batch_choices(train, world_size, max_seq_len if train.packing else None)
     rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
-    checkpointing = [train.gradient_checkpointing is True]
+    ways = ["recompute" if train.gradient_checkpointing else "keep"]
     if train.gradient_checkpointing == "auto":
-        checkpointing = [False, True]
+        ways = ["keep", "recompute"]
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
     tokens = {split: largest(split, total) for split in splits}
     shared = dict(
@@ -138,8 +138,8 @@ def draft_plans(
         compute_capability=device.compute_capability,
     )
     return [
-        _draft(split, unit, tokens[split], engine=engine.name, gradient_checkpointing=recompute, **shared)
-        for engine, recompute, split in product(engines_for(config, world_size), checkpointing, splits)
+        _draft(split, unit, tokens[split], engine=engine.name, activations=way, **shared)
+        for engine, way, split in product(engines_for(config, world_size), ways, splits)
     ]
 
 

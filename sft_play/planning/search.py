@@ -116,14 +116,14 @@ def _size_all(config: RunConfig, drafts: list[Plan], estimate: Estimator, clock:
 def _size_engine(config: RunConfig, drafts: list[Plan], estimate: Estimator) -> list[Plan]:
     """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode."""
     sized: list[Plan] = []
-    exhausted: set[bool] = set()
+    exhausted: set[str] = set()
     for draft in drafts:
         needless = any(_recomputes(draft, plan) for plan in _fitting(sized))
-        if draft.gradient_checkpointing not in exhausted and not needless:
+        if draft.activations not in exhausted and not needless:
             memory = estimate(config, draft)
             sized.append(replace(draft, memory=memory))
             if not memory.fits:
-                exhausted.add(draft.gradient_checkpointing)
+                exhausted.add(draft.activations)
     return sized
 
 
@@ -132,8 +132,8 @@ def _recomputes(one: Plan, other: Plan) -> bool:
     return (
         one.engine == other.engine
         and one.gradient_accumulation_steps == other.gradient_accumulation_steps
-        and one.gradient_checkpointing
-        and not other.gradient_checkpointing
+        and one.recomputes
+        and not other.recomputes
     )
 
 
@@ -141,16 +141,16 @@ def _recomputed(
     config: RunConfig, chosen: Plan, drafts: list[Plan], sized: list[Plan], estimate: Estimator
 ) -> list[Plan]:
     """The chosen plan with activations recomputed, unless any such plan has been sized."""
-    if any(plan.gradient_checkpointing for plan in sized):
+    if any(plan.recomputes for plan in sized):
         return []
     found = [draft for draft in drafts if _recomputes(draft, chosen)]
     return [replace(draft, memory=estimate(config, draft)) for draft in found]
 
 
 def _same_split(one: Plan, other: Plan) -> bool:
-    return (one.gradient_accumulation_steps, one.gradient_checkpointing) == (
+    return (one.gradient_accumulation_steps, one.activations) == (
         other.gradient_accumulation_steps,
-        other.gradient_checkpointing,
+        other.activations,
     )
 
 
@@ -166,7 +166,7 @@ def _best_without_memory_limit(
         plan.gradient_accumulation_steps < best.gradient_accumulation_steps for plan in fitting
     )
     largest = best.gradient_accumulation_steps == min(draft.gradient_accumulation_steps for draft in drafts)
-    could_keep = best.gradient_checkpointing and not all(draft.gradient_checkpointing for draft in drafts)
+    could_keep = best.recomputes and not all(draft.recomputes for draft in drafts)
     return best if seconds and (larger_is_slower or largest) and not could_keep else None
 
 
@@ -186,8 +186,8 @@ def _pick_fastest(config: RunConfig, fitting: list[Plan], clock: Clock | None) -
     times = [clock(config, plan) if clock else None for plan in fitting]
     known = [(plan, time) for plan, time in zip(fitting, times, strict=True) if time is not None]
     if len(known) < len(fitting):
-        first = (fitting[0].engine, fitting[0].gradient_checkpointing)
-        alike = [plan for plan in fitting if (plan.engine, plan.gradient_checkpointing) == first]
+        first = _kind(fitting[0])
+        alike = [plan for plan in fitting if _kind(plan) == first]
         return min(alike, key=lambda plan: plan.gradient_accumulation_steps), None
     best = min(time for _, time in known)
     tied = [(plan, time) for plan, time in known if time <= best * (1 + TIE)]
@@ -232,26 +232,25 @@ def _size(plan: Plan) -> int:
     return plan.micro_batch_size
 
 
-def _kind(plan: Plan) -> tuple[str, bool]:
+def _kind(plan: Plan) -> tuple[str, str]:
     """What plans of different micro-batches may have in common."""
-    return plan.engine, plan.gradient_checkpointing
+    return plan.engine, plan.activations
 
 
 def _other_kind(plan: Plan, chosen: Plan) -> OtherKind:
-    recompute = plan.gradient_checkpointing
     return OtherKind(
         size=plan.micro_batch_size,
         engine=engine_of(plan.engine).label if plan.engine != chosen.engine else None,
-        recompute=recompute if recompute != chosen.gradient_checkpointing else None,
+        activations=plan.activations if plan.activations != chosen.activations else None,
     )
 
 
 def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan]) -> Activations:
     if config.train.gradient_checkpointing != "auto":
-        return Activations(chosen.gradient_checkpointing, "config")
-    if not chosen.gradient_checkpointing:
-        return Activations(False, "fit")
-    return Activations(True, "exceed" if all(plan.gradient_checkpointing for plan in fitting) else "faster")
+        return Activations(chosen.activations, "config")
+    if not chosen.recomputes:
+        return Activations("keep", "fit")
+    return Activations("recompute", "exceed" if all(plan.recomputes for plan in fitting) else "faster")
 
 
 def _why_engine(chosen: Plan, fitting: list[Plan]) -> EngineChoice:
@@ -279,7 +278,7 @@ def _alternative_rows(
     A kind is an engine with or without checkpointing.
     """
     base = clock(config, chosen) if clock else None
-    kinds: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for plan in sized:
         if _same_split(plan, chosen) and plan.engine == chosen.engine:
             continue
@@ -291,7 +290,7 @@ def _alternative_rows(
         row = {
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-            "gradient_checkpointing": plan.gradient_checkpointing,
+            "gradient_checkpointing": plan.recomputes,
             "engine": plan.engine,
             "peak_bytes": plan.memory.peak_bytes,
             "process_bytes": plan.memory.process_bytes,

@@ -7,6 +7,7 @@ from sft_play import reasons
 from sft_play.plan import Plan
 from sft_play.units import counted, format_bytes
 
+ACTIVATIONS = {"keep": "kept", "recompute": "recomputed"}
 CALLS = {
     "one": "one call for all rows of a micro-batch",
     "each_row": "a call for each row",
@@ -67,14 +68,14 @@ def _micro_batch(reason: reasons.MicroBatch) -> str:
 def _with(other: reasons.OtherKind) -> str:
     """How the kind of a plan differs from that of the chosen one."""
     parts = [f"with {other.engine}"] if other.engine else []
-    if other.recompute is not None:
-        parts.append(f"with activations {'recomputed' if other.recompute else 'kept'}")
+    if other.activations:
+        parts.append(f"with activations {ACTIVATIONS[other.activations]}")
     return " and ".join(parts)
 
 
 @sentence.register
 def _activations(reason: reasons.Activations) -> str:
-    name = f"gradient checkpointing {'on' if reason.recompute else 'off'}"
+    name = f"gradient checkpointing {'on' if reason.activations == 'recompute' else 'off'}"
     return {
         "config": f"{name}, as set in the config",
         "fit": f"{name}: activations fit, and recomputing them costs a third more compute",
@@ -298,7 +299,7 @@ def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:
     plan, memory = misfit.smallest, misfit.smallest.memory
     assert memory
     over = memory.process_bytes - memory.budget_bytes
-    checkpointing = ", gradient checkpointing" if plan.gradient_checkpointing else ""
+    checkpointing = ", gradient checkpointing" if plan.recomputes else ""
     first = (
         f"this run does not fit: the smallest plan (micro-batch {plan.micro_batch_size}{checkpointing}) "
         f"needs {format_bytes(memory.process_bytes)} in the {memory.peak_phase} phase, "

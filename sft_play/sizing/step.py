@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.data.batching import padded_length
@@ -82,7 +82,7 @@ class StepSpec:
     dtype: str = "float32"  # of the weights
     mixed_precision: str = "no"  # autocast type: "bf16", "fp16" or "no"
     attention: str = "varlen_sdpa"
-    gradient_checkpointing: bool = False
+    activations: Literal["keep", "recompute"] = "keep"
     batch: Batch = PaddedRows(1, 128)  # the micro-batch
     longest: int | None = None  # tokens of the longest sequence; default: of a row of the batch
     sequence_tokens: int | None = None  # of an average sequence, if rows are joined; default `longest`
@@ -167,7 +167,7 @@ class StepSpec:
             dtype=plan.dtype,
             mixed_precision=plan.mixed_precision,
             attention=plan.attention,
-            gradient_checkpointing=plan.gradient_checkpointing,
+            activations=plan.activations,
             # With several processes, gradients live in the engine's buffers from the first step on.
             accumulates=plan.gradient_accumulation_steps > 1 or engine.distributes,
             device=plan.device,

@@ -128,7 +128,7 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:
     """Sets the model up as the trainer does before the first step."""
-    if spec.gradient_checkpointing:
+    if spec.activations == "recompute":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if spec.mode != "full":
             model.enable_input_require_grads()

@@ -118,7 +118,7 @@ def continuation(job: Job) -> str:
     resume = job.config.train.resume
     start = "from the beginning, without a checkpoint" if resume == "auto" else f"from {resume}"
     start = "from the last checkpoint" if by_step(job.run) else start
-    recomputed = ", activations recomputed" if job.plan.gradient_checkpointing else ""
+    recomputed = ", activations recomputed" if job.plan.recomputes else ""
     return f"going on {start} with a smaller plan: {batch_sentence(job.plan)}{recomputed}"
 
 

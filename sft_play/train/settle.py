@@ -140,7 +140,7 @@ def _plans_to_time(job: Job) -> list[Plan]:
     for accumulation, checkpointing in _worth_timing(job):
 
         def is_it(plan: Plan, wanted: tuple[int, bool] = (accumulation, checkpointing)) -> bool:
-            return (plan.gradient_accumulation_steps, plan.gradient_checkpointing) == wanted
+            return (plan.gradient_accumulation_steps, plan.recomputes) == wanted
 
         plan = find_plan(job, is_it)  # the first probe may have corrected the prediction
         if plan is not None and read_speed(correction_path(job, plan)).of(plan) is None:
@@ -159,10 +159,10 @@ def _worth_timing(job: Job) -> list[tuple[int, bool]]:
         for row in plan.alternatives
         if row["fits"] and row["engine"] == plan.engine and (row["relative_speed"] or 1) >= slowest
     ]
-    chosen = plan.gradient_accumulation_steps, plan.gradient_checkpointing
+    chosen = plan.gradient_accumulation_steps, plan.recomputes
     fitting = {accumulation for accumulation, checkpointing in [*close, chosen] if not checkpointing}
     close = [split for split in close if not (split[1] and split[0] in fitting)]
-    alike = [split for split in close if split[1] == plan.gradient_checkpointing]
+    alike = [split for split in close if split[1] == plan.recomputes]
     return [split for split in close if split not in alike[RIVALS:]]
 
 
@@ -170,5 +170,5 @@ def _print_tried(plan: Plan, result: ProbeResult) -> None:
     step = "does not fit"
     if result.step_seconds is not None:
         step = f"{format_duration(result.step_seconds)} per step"
-    activations = "recomputed" if plan.gradient_checkpointing else "kept"
+    activations = "recomputed" if plan.recomputes else "kept"
     console().print(f"  [dim]tried micro-batch {plan.micro_batch_size}, activations {activations}: {step}[/]")

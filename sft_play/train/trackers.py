@@ -226,7 +226,7 @@ def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | st
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "world_size": plan.world_size,
         "packing": plan.packing,
-        "gradient_checkpointing": plan.gradient_checkpointing,
+        "gradient_checkpointing": plan.recomputes,
         "mixed_precision": plan.mixed_precision,
         "max_seq_len": plan.max_seq_len,
         "steps": plan.total_steps,

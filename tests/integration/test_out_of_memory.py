@@ -139,7 +139,7 @@ def test_it_does_not_begin_again_for_ever(tiny_model, tmp_path, fault):
         with pytest.raises(OutOfMemory, match="after 0 steps, memory ran out at micro-batch") as ended:
             train_job(job, [])
     assert len(began) == 1 + MOST_RECOVERIES and ended.value.exit_code == 4
-    tokens = [(plan.micro_batch_tokens, not plan.gradient_checkpointing) for plan in began]
+    tokens = [(plan.micro_batch_tokens, not plan.recomputes) for plan in began]
     assert tokens == sorted(set(tokens), reverse=True)
 
 
@@ -159,14 +159,14 @@ def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
 ):
     settings = dict(batch_size=1, save_steps=2, eval_steps=2, max_steps=4)
     clean = make_job(tiny_model, tmp_path, "clean", **settings)
-    assert not clean.plan.gradient_checkpointing
+    assert not clean.plan.recomputes
     train(clean)
     fault("forward", 2 * 16 + 5)  # a row of step 3
     job = make_job(tiny_model, tmp_path, "one", **settings)
     summary = train_job(job, [])
     assert_same_result(job, clean)
     plan = Plan.from_json(read_json(job.run.plan))
-    assert plan.gradient_checkpointing
+    assert plan.recomputes
     assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (1, 16)
     assert "going on from the last checkpoint" in summary["out_of_memory"][0]
     assert "activations recomputed" in " ".join(capsys.readouterr().out.split())

@@ -52,7 +52,7 @@ def test_frozen_weights_have_no_weight_gradients():
 
 
 def test_checkpointing_adds_a_forward_pass_of_the_layers():
-    kept, recomputed = (passes(replace(SPEC, gradient_checkpointing=c)) for c in (False, True))
+    kept, recomputed = (passes(replace(SPEC, activations=way)) for way in ("keep", "recompute"))
     last = 5 * 256 * 704  # nothing needs the output of a layer's last product
     assert recomputed[0] == kept[0]
     assert recomputed[1] - kept[1] == pytest.approx(2 * (BODY - last) * TOKENS, rel=1e-3)

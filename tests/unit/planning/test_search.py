@@ -33,7 +33,7 @@ def memory_of(
     """Peak = weights + rows x activations; ZeRO-2 partitions `shared` GiB, QLoRA has a third of the base."""
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
-        per_row = (recomputed_row if plan.gradient_checkpointing else row) * plan.max_seq_len / 1024
+        per_row = (recomputed_row if plan.recomputes else row) * plan.max_seq_len / 1024
         weights = base / 3 if run.tuning.mode == "qlora" else base
         if plan.engine == "deepspeed_z2":
             weights -= shared * (1 - 1 / plan.world_size)
@@ -53,7 +53,7 @@ def clock(overhead: float, per_row: float = 1.0):
     """A step's time: accumulation x (overhead + rows), a third more where activations are recomputed."""
 
     def seconds(run, plan) -> float:
-        work = per_row * plan.rows_per_micro_batch * (4 / 3 if plan.gradient_checkpointing else 1)
+        work = per_row * plan.rows_per_micro_batch * (4 / 3 if plan.recomputes else 1)
         return plan.gradient_accumulation_steps * (overhead + work)
 
     return seconds
@@ -80,15 +80,13 @@ def test_the_effective_batch_is_kept_whatever_fits():
 
 
 def test_activations_are_kept_when_they_fit_and_recomputed_when_they_do_not():
-    assert not choose(config(), memory_of(40), clock(0.1)).gradient_checkpointing
+    assert not choose(config(), memory_of(40), clock(0.1)).recomputes
     tight, why = chosen_because(config(), memory_of(13), clock(0.1))
-    assert tight.gradient_checkpointing and why[Activations] == Activations(True, "exceed")
+    assert tight.recomputes and why[Activations] == Activations("recompute", "exceed")
 
 
 def test_the_fastest_is_taken_and_on_a_tie_the_larger_micro_batch():
-    flat, why = chosen_because(
-        config(), memory_of(1000), lambda config, plan: 1.0 + 0.2 * plan.gradient_checkpointing
-    )
+    flat, why = chosen_because(config(), memory_of(1000), lambda config, plan: 1.0 + 0.2 * plan.recomputes)
     assert (flat.micro_batch_size, flat.step_seconds) == (32, 1.0)
     assert why[MicroBatch] == MicroBatch(size=32, timed=True, whole_step=True)
     steep = choose(config(), memory_of(1000), clock(5.0))
@@ -105,7 +103,7 @@ def test_a_larger_micro_batch_that_is_slower_is_left():
 def test_the_reason_for_the_micro_batch_speaks_of_the_plans_in_the_table():
     """What would fit with activations recomputed would not fit without; both are said."""
     plan, why = chosen_because(config(), memory_of(20), clock(0.1))
-    recomputed = OtherKind(size=8, recompute=True)
+    recomputed = OtherKind(size=8, activations="recompute")
     assert why[MicroBatch] == MicroBatch(size=2, timed=True, misfit=4, other=recomputed)
     fits = {
         (row["micro_batch_size"], row["gradient_checkpointing"]): row["fits"] for row in plan.alternatives
@@ -121,27 +119,25 @@ def test_every_micro_batch_of_the_chosen_kind_is_listed():
 
 def test_recomputing_is_never_shown_as_faster_than_the_same_plan_without():
     """As a clock would have it that was corrected by a measurement of the chosen plan alone."""
-    plan = choose(
-        config(batch_size=4), memory_of(1000), lambda run, plan: 1.0 - plan.gradient_checkpointing / 2
-    )
+    plan = choose(config(batch_size=4), memory_of(1000), lambda run, plan: 1.0 - plan.recomputes / 2)
     assert [row["relative_speed"] for row in plan.alternatives if row["gradient_checkpointing"]] == [1.0]
 
 
 def test_checkpointing_is_taken_where_the_larger_micro_batch_is_worth_its_compute():
     plan, why = chosen_because(config(), memory_of(20), clock(5.0))
-    assert plan.gradient_checkpointing and plan.micro_batch_size == 8
-    assert why[Activations] == Activations(True, "faster")
+    assert plan.recomputes and plan.micro_batch_size == 8
+    assert why[Activations] == Activations("recompute", "faster")
 
 
 def test_unknown_speed_takes_the_largest_micro_batch_that_fits_without_checkpointing():
     plan = choose(config(), memory_of(40), None)
-    assert plan.micro_batch_size > 1 and not plan.gradient_checkpointing
+    assert plan.micro_batch_size > 1 and not plan.recomputes
     assert plan.memory.peak_bytes <= plan.memory.budget_bytes
 
 
 def test_what_was_fixed_by_hand_stays_fixed():
     plan = choose(config(gradient_checkpointing=True, batch_size=4), memory_of(40), clock(0.1))
-    assert (plan.micro_batch_size, plan.gradient_checkpointing) == (4, True)
+    assert (plan.micro_batch_size, plan.recomputes) == (4, True)
 
 
 def test_ddp_is_preferred_and_the_reason_says_what_zero_would_save():
@@ -232,7 +228,7 @@ def test_recomputing_activations_that_fit_is_sized_for_the_report_alone():
         return inner(run, plan)
 
     plan = choose(config(), counting, clock(0.1))
-    recomputed = [other.micro_batch_size for other in asked if other.gradient_checkpointing]
+    recomputed = [other.micro_batch_size for other in asked if other.recomputes]
     assert recomputed == [plan.micro_batch_size]
     assert any(row["gradient_checkpointing"] for row in plan.alternatives)
 
@@ -262,7 +258,7 @@ def that_ran_out(rows: int, checkpointing: bool = True):
     """Memory as in `memory_of(40)`; it ran out with so many rows in a micro-batch, or more."""
 
     def estimate(run, plan, complete=False) -> Memory:
-        concerned = checkpointing or not plan.gradient_checkpointing
+        concerned = checkpointing or not plan.recomputes
         ran_out = concerned and plan.rows_per_micro_batch >= rows
         return replace(memory_of(40)(run, plan), ran_out=ran_out)
 
@@ -280,13 +276,13 @@ def test_a_plan_with_which_memory_ran_out_is_left_for_a_smaller_one():
 
 def test_where_memory_ran_out_with_one_row_it_is_tried_with_activations_recomputed():
     plan = choose(config(), that_ran_out(1, checkpointing=False), clock(0.1))
-    assert plan.gradient_checkpointing and plan.memory.fits
+    assert plan.recomputes and plan.memory.fits
 
 
 def test_if_memory_ran_out_with_all_plans_the_one_that_needs_least_is_tried_again():
     """The prediction says that it fits, and who asks again may have made room for it."""
     plan = choose(config(), that_ran_out(1), clock(0.1))
-    assert (plan.micro_batch_size, plan.gradient_checkpointing) == (1, True)
+    assert (plan.micro_batch_size, plan.recomputes) == (1, True)
     fixed = choose(config(batch_size=4, gradient_checkpointing=False), that_ran_out(1), clock(0.1))
     assert fixed.micro_batch_size == 4 and fixed.memory.ran_out and fixed.memory.within_budget
 

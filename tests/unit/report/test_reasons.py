@@ -46,17 +46,20 @@ SENTENCES = [
     (replace(MICRO, fits=32, timed=False), "micro-batch 2: up to 32 would fit, which is not faster"),
     (replace(MICRO, whole_step=True), "micro-batch 2: all rows of a step at once"),
     (
-        replace(MICRO, misfit=4, other=OtherKind(size=8, recompute=True)),
+        replace(MICRO, misfit=4, other=OtherKind(size=8, activations="recompute")),
         "micro-batch 2: 4 would not fit; with activations recomputed, up to 8 would, which is predicted to be "
         "slower",
     ),
     (
-        replace(MICRO, misfit=4, ran_out=True, other=OtherKind(size=8, engine="ZeRO-2", recompute=False)),
+        replace(MICRO, misfit=4, ran_out=True, other=OtherKind(size=8, engine="ZeRO-2", activations="keep")),
         "micro-batch 2: 4 would not fit, as an earlier run has shown; with ZeRO-2 and with activations kept, "
         "up to 8 would, which is predicted to be slower",
     ),
-    (Activations(True, "exceed"), "gradient checkpointing on: stored activations would exceed the budget"),
-    (Activations(False, "config"), "gradient checkpointing off, as set in the config"),
+    (
+        Activations("recompute", "exceed"),
+        "gradient checkpointing on: stored activations would exceed the budget",
+    ),
+    (Activations("keep", "config"), "gradient checkpointing off, as set in the config"),
     (EngineChoice(**DDP), "DDP over 2 processes"),
     (
         EngineChoice(**DDP, other="ZeRO-2", more_bytes=-GIB),
@@ -161,7 +164,7 @@ MEMORY = Memory(
 
 
 def test_a_misfit_says_by_how_much_and_what_would_help():
-    smallest = replace(PLAN, memory=MEMORY, micro_batch_size=1, gradient_checkpointing=True)
+    smallest = replace(PLAN, memory=MEMORY, micro_batch_size=1, activations="recompute")
     near, far = Change("tuning.mode=qlora", 4 * GIB, True), Change("model.max_seq_len=64", 10 * GIB, False)
     first, parts, heading, *changes = misfit_text(Misfit(smallest, (near, far))).splitlines()
     assert first == (

@@ -69,7 +69,7 @@ def make_plan(world_size: int = 1) -> Plan:
         engine="none" if world_size == 1 else "ddp",
         max_seq_len=400,
         packing=False,
-        gradient_checkpointing=False,
+        activations="keep",
         mixed_precision="no",
         dtype="float32",
         attention="sdpa",

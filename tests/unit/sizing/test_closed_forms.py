@@ -121,7 +121,7 @@ def test_a_layer_saves_what_the_closed_form_says(name, spec, per_token, constant
     ],
 )
 def test_a_recomputed_layer_needs_its_working_set_and_saves_its_input(spec, working_set, g):
-    trace = traced("llama", g, gradient_checkpointing=True, **spec)
+    trace = traced("llama", g, activations="recompute", **spec)
     random_state = torch.get_rng_state().numel()
     assert saved_by_the_middle_layer(trace) == 2 * g["h"] * TOKENS + random_state
     changes = np.sign(trace.events) * trace.sizes[np.abs(trace.events) - 1]

@@ -104,9 +104,7 @@ def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tm
         lambda run, p, complete=False: MEMORY, lambda run, p: record_path("{}", "card", run, p)
     )
     assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
-    assert (
-        ask(CONFIG, replace(plan, gradient_checkpointing=not plan.gradient_checkpointing)).peak_bytes == 300
-    )
+    assert ask(CONFIG, replace(plan, activations="recompute")).peak_bytes == 300
     assert record_path("{}", "another card", CONFIG, plan) != path
     assert record_path('{"layers": 2}', "card", CONFIG, plan) != path
     monkeypatch.setattr(step, "SOURCES", (tmp_path,))  # another predictor

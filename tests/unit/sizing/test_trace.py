@@ -59,7 +59,7 @@ def assert_alike(few, full):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture_traces_and_three_layers_represent_all(name):
-    spec = on_gpu(mode="qlora", gradient_checkpointing=True)
+    spec = on_gpu(mode="qlora", activations="recompute")
     config = small_config(name, SMALL)
     few, full = trace_step(config, spec), trace_step(config, spec, all_layers=True)
     assert len(few.stand_ins) == 5 and max(few.stand_ins) == 2
@@ -99,7 +99,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
     spec = StepSpec(
         mode=mode,
         lora=LORA,
-        gradient_checkpointing=checkpointing,
+        activations="recompute" if checkpointing else "keep",
         batch=JoinedRows(192) if packing else PaddedRows(3, 64),
         longest=64,
     )
@@ -260,10 +260,10 @@ def test_more_supervised_tokens_cost_more_on_a_gpu_and_nothing_on_the_cpu():
 def test_checkpointing_keeps_one_block_a_layer():
     config = small_config("llama", SMALL)
     stored, recomputed = (
-        trace_step(config, on_gpu(mode="lora", batch=PaddedRows(2, 256), gradient_checkpointing=c))
+        trace_step(config, on_gpu(mode="lora", batch=PaddedRows(2, 256), activations=c))
         .step.peaks()["forward"]
         .terms
-        for c in (False, True)
+        for c in ("keep", "recompute")
     )
     assert recomputed["activations"] < stored["activations"] / 4
 
@@ -340,7 +340,7 @@ def test_the_work_of_a_step_with_two_tiles_of_the_loss_needs_no_trace_of_another
 
 
 def test_what_this_process_does_on_real_tensors_is_not_changed_by_tracing():
-    trace_step(small_config("llama", SMALL), on_gpu(mode="lora", gradient_checkpointing=True))
+    trace_step(small_config("llama", SMALL), on_gpu(mode="lora", activations="recompute"))
     query = torch.randn(1, 2, 8, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     out, _ = attention.varlen_sdpa(torch.nn.Module(), query, query, query, None)

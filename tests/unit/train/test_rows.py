@@ -22,7 +22,7 @@ def plan(
     return Plan(
         micro_batch_size=unit * 16 // (accumulation * world_size), gradient_accumulation_steps=accumulation,
         world_size=world_size, effective_batch_size=16 * unit, engine="none", max_seq_len=64, packing=packing,
-        padding_free=padding_free, micro_batch_tokens=200, gradient_checkpointing=False, mixed_precision="no",
+        padding_free=padding_free, micro_batch_tokens=200, activations="keep", mixed_precision="no",
         dtype="float32", attention="varlen_sdpa", learning_rate=1e-3, steps_per_epoch=steps, total_steps=steps, device="cpu",
     )  # fmt: skip
 

@@ -34,5 +34,5 @@ def test_of_plans_that_differ_in_the_micro_batch_alone_the_two_best():
 
 def test_activations_are_not_recomputed_where_keeping_them_fits():
     assert worth(row(2, True), row(1, True), probe="search") == [(1, True)]
-    recomputed = dict(gradient_checkpointing=True)
+    recomputed = dict(activations="recompute")
     assert worth(row(4), row(4, True), row(1, True), **recomputed) == [(4, False), (1, True)]
