@@ -288,5 +288,8 @@ def same_kernels(capability: Capability) -> Capability:
     facts = {known.gpus for kernel in (JOINED, *FUSED) for known in kernel.inputs}
     facts |= {LARGE_TILES, ROW_PRODUCTS}
     edges = sorted({edge for spans in facts for span in spans for edge in span})
-    alike = [edge for edge in edges if all(within(edge, s) == within(capability, s) for s in facts)]
-    return alike[0] if alike else capability
+
+    def answers(gpu: Capability) -> list[bool]:
+        return [within(gpu, spans) for spans in facts]
+
+    return next((edge for edge in edges if answers(edge) == answers(capability)), capability)
