@@ -16,10 +16,9 @@ from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
 from sft_play.sizing import memory
-from sft_play.sizing.estimator import estimator
+from sft_play.sizing.estimator import estimator, shared_traces
 from sft_play.sizing.guard import guard
 from sft_play.sizing.step import ASSUMED_CAPABILITY, Batch, JoinedRows, PaddedRows, StepSpec
-from sft_play.sizing.traces import shared_traces
 
 MODES = ("full", "lora", "qlora")
 TOO_LARGE = {("Llama-3.1-8B", "full")}  # needs 18 bytes per parameter, more than a single GPU has

@@ -1,20 +1,283 @@
 """Memory and work of any plan of a run, derived from a few traces for the search.
 
 Steps are traced at a few micro-batch sizes of each kind (checkpointing, accumulation, sequence length, tuning
-mode); all other sizes follow exactly.
+mode); all other sizes follow exactly. Traces are kept on disk by content, so nothing is traced twice,
+whatever machine a plan is for.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, replace
+from io import BytesIO
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from sft_play.cache import cache_dir, entry, read_bytes, write_bytes
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
+from sft_play.errors import UntraceableModel
+from sft_play.machine.process import importing_libraries
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
-from sft_play.sizing.architecture import AnyArchitecture
-from sft_play.sizing.step import StepSpec
-from sft_play.sizing.traces import shared_traces
-from sft_play.work import Work
+from sft_play.sizing.architecture import AnyArchitecture, Architecture
+from sft_play.sizing.memory import Counts, StepScaling
+from sft_play.sizing.step import SHARES, StepSpec, step_code
+from sft_play.timeline import Segment, Step, StepTrace
+from sft_play.work import TIMES, Work, WorkLine
+
+# Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
+SMALLEST = 2
+
+Size = tuple[int, float]  # of a step: what its micro-batch grows by (`Batch.size`), and its supervised share
+
+_SHARED: dict[str, "Traces"] = {}
+
+
+def shared_traces(config: AnyArchitecture) -> "Traces":
+    """The traces of this architecture, shared by all of this process and kept in the project's cache."""
+    folder, architecture = cache_dir(), Architecture.of(config)
+    return _SHARED.setdefault(f"{folder} {architecture.text}", Traces(architecture, folder))
+
+
+def kind_of(spec: StepSpec) -> str:
+    """A key that is equal for steps whose block sizes are linear in their size and supervised tokens."""
+    alike = resized(spec, 0)
+    if spec.eval_batch is None:
+        # Otherwise the evaluation's supervised tokens depend on the share alone.
+        alike = replace(alike, supervised_share=0.0)
+    return repr((alike, spec.loss_tiles))
+
+
+def size_of(spec: StepSpec) -> Size:
+    """What tells a step from others of its kind."""
+    return spec.batch.size, spec.supervised_share
+
+
+def of_size(spec: StepSpec, size: Size) -> StepSpec:
+    """The step of the same kind that has this size."""
+    return replace(resized(spec, size[0]), supervised_share=size[1])
+
+
+def resized(spec: StepSpec, size: int) -> StepSpec:
+    """The same step with as many rows or, if they are joined, tokens."""
+    return replace(spec, batch=spec.batch.of_size(size))
+
+
+def counts_of(spec: StepSpec) -> Counts:
+    """What the blocks of a step grow by: the rows or tokens of its micro-batch, and its supervised tokens."""
+    return spec.batch.size, spec.supervised(spec.batch)
+
+
+def samples(spec: StepSpec, known: Iterable[Size]) -> Iterator[StepSpec]:
+    """The steps to trace, one after the other, until the traces of its kind give this step.
+
+    Beside the first step that is known, one of another size and the same supervised share gives the growth of
+    blocks along a line; if `spec` has another share, one with that share gives the rest of the plane.
+
+    Args:
+        spec: the step.
+        known: sizes of the traces of its kind; without any, there is nothing to begin with.
+    """
+    base = next((of_size(spec, size) for size in known if size[0] >= SMALLEST), None)
+    if base is None:
+        return
+    yield _distant(base)
+    if spec.supervised_share != base.supervised_share:
+        shares = (spec.supervised_share, *(steps / SHARES for steps in range(1, SHARES)))
+        others = (replace(base, supervised_share=share) for share in shares)
+        alike = (other for other in others if kind_of(other) == kind_of(base))
+        yield from [other for other in alike if counts_of(other) != counts_of(base)][:1]
+
+
+def more_samples(spec: StepSpec) -> Iterator[StepSpec]:
+    """What to trace if `samples` did not do: two of three sizes are likely to have the same structure."""
+    first, second, third = (resized(spec, max(SMALLEST, spec.batch.size) + more) for more in range(3))
+    yield from (first, _distant(first), second, third)
+
+
+def _distant(spec: StepSpec) -> StepSpec:
+    """A step of the same kind and share that is far enough away for the two to give the slopes of a line.
+
+    In steps of SHARES, supervised tokens and halves of sequences are whole numbers, so slopes are exact.
+    """
+    size = spec.batch.size
+    distance = max(SHARES, size // 2 // SHARES * SHARES)
+    while distance:
+        for other in (resized(spec, size + distance), resized(spec, size - distance)):
+            if other.batch.size >= SMALLEST and kind_of(other) == kind_of(spec):
+                return other
+        distance = distance // 2 // SHARES * SHARES
+    return resized(spec, size + max(SMALLEST, size // 2))
+
+
+def basis(spec: StepSpec, known: Mapping[Size, StepTrace]) -> list[Size]:
+    """The traces that this step follows from, which have the same structure; [] if there are none.
+
+    Three that are not on a line give the steps of any size and share, two of one share those of that share.
+    """
+    sizes = [size for size in known if size[0] >= SMALLEST]
+    triples = (three for three in combinations(sizes, 3) if _spans_plane(spec, three))
+    pairs = combinations([size for size in sizes if size[1] == spec.supervised_share], 2)
+    for found in chain(triples, pairs):
+        first, *others = (known[size] for size in found)
+        if all(first.same_structure(other) for other in others):
+            return list(found)
+    return []
+
+
+def _spans_plane(spec: StepSpec, sizes: Iterable[Size]) -> bool:
+    """Whether the counts of three such steps are not on a line."""
+    counts = np.array([counts_of(of_size(spec, size)) for size in sizes])
+    return bool(np.linalg.det(counts[1:] - counts[0]).round())
+
+
+def _in_proportion(work: Work, tokens: int) -> WorkLine:
+    """The work of a single trace, scaled with the tokens."""
+    per_token = np.zeros_like(work.sizes)
+    per_token[:, TIMES] = work.sizes[:, TIMES] / tokens
+    return WorkLine(work, tokens, per_token)
+
+
+class Traces:
+    """Traces steps on demand, until a few traces of a kind of step give all others of that kind."""
+
+    def __init__(self, config: AnyArchitecture, cache: Path | None = None):
+        """`cache`: folder of earlier traces; None keeps them in memory alone."""
+        self.architecture, self._cache = Architecture.of(config), cache
+        self.count = 0  # of steps that were traced, not read
+        self._kinds: dict[str, dict[Size, StepTrace]] = {}
+        self._all_layers = False  # whether fewer did not do, which takes a while to find out
+        self._untraceable: UntraceableModel | None = None  # kept, since finding out may take a while
+
+    def step(self, spec: StepSpec) -> Step:
+        """The step of this micro-batch, traced or derived from other traces.
+
+        Raises:
+            UntraceableModel: the architecture cannot be traced.
+        """
+        if self._untraceable:
+            raise self._untraceable
+        alike = replace(spec, eval_batch=None)
+        if spec.eval_batch is None or not spec.joined or alike.loss_tiles != spec.loss_tiles:
+            return self._step(spec)
+        # An evaluation batch of joined rows grows as the micro-batch does.
+        self._step(alike)
+        return self._derived(alike, replace(alike, batch=spec.eval_batch)) or self._traced(spec).step
+
+    def _step(self, spec: StepSpec) -> Step:
+        known = self._known(spec)
+        if not known or size_of(spec) in known or spec.batch.size < SMALLEST:
+            return self._traced(spec).step
+        return self._derived(spec, spec) or self._traced(spec).step
+
+    def _derived(self, spec: StepSpec, evaluated: StepSpec) -> Step | None:
+        """The step, with the evaluation of another one, as other traces give it; None if they do not."""
+        known = self._known(spec)
+        found = self._basis(spec, samples(spec, list(known)))
+        if not found:
+            return None
+        counts = [counts_of(of_size(spec, size)) for size in found]
+        scaling = StepScaling.fit(counts, [known[size] for size in found])
+        return scaling.at(counts_of(spec), counts_of(evaluated)) if scaling else None
+
+    def work(self, spec: StepSpec) -> WorkLine:
+        """What a micro-batch of this kind and share computes and moves, as a function of its tokens.
+
+        Raises:
+            UntraceableModel: the architecture cannot be traced.
+        """
+        if spec.joined:
+            spec = replace(spec, eval_batch=None)
+        known = self._known(spec)
+        found = self._basis(spec, chain(samples(spec, list(known)), more_samples(spec)))
+        if not found:  # no two have the same structure
+            nearest = min(known, key=lambda size: abs(size[0] - spec.batch.size))
+            return _in_proportion(known[nearest].work, of_size(spec, nearest).tokens)
+        steps = [of_size(spec, size) for size in found]
+        counts = [(step.tokens, step.supervised(step.batch)) for step in steps]
+        share = spec.supervised(spec.batch) / spec.tokens
+        line = WorkLine.fit(counts, [known[size].work for size in found], share)
+        assert line  # traces of the same structure have the same operations
+        return line
+
+    def _basis(self, spec: StepSpec, wanted: Iterable[StepSpec]) -> list[Size]:
+        """The traces that a step follows from, once as many of the wanted steps are traced as that takes."""
+        known = self._known(spec)
+        found = basis(spec, known)
+        for step in wanted:
+            if found:
+                break
+            self._traced(step)
+            found = basis(spec, known)
+        return found
+
+    def _known(self, spec: StepSpec) -> dict[Size, StepTrace]:
+        """The traces of this kind so far, at first those on disk."""
+        kind = kind_of(spec)
+        if kind not in self._kinds:
+            self._kinds[kind] = {}
+            for path in sorted(self._folder(spec).glob("[0-9]*")) if self._cache else ():
+                size, share = path.name.split("-")
+                trace = load_trace(path)
+                if trace is not None:
+                    self._add(of_size(spec, (int(size), float(share))), trace)
+        return self._kinds[kind]
+
+    def _folder(self, spec: StepSpec) -> Path:
+        assert self._cache
+        return entry("traces", self.architecture.text, kind_of(spec), step_code(), within=self._cache)
+
+    def _traced(self, spec: StepSpec) -> StepTrace:
+        """The trace of exactly this step."""
+        known = self._known(spec)
+        if size_of(spec) not in known:
+            self._add(spec, self._new_trace(spec))
+            self.count += 1
+            if self._cache:
+                size, share = size_of(spec)
+                save_trace(self._folder(spec) / f"{size}-{share}", known[size, share])
+        return known[size_of(spec)]
+
+    def _new_trace(self, spec: StepSpec) -> StepTrace:
+        with importing_libraries():  # torch among them, and most plans need no new trace
+            from sft_play.sizing.trace import trace_step
+
+        try:
+            return trace_step(self.architecture.config, spec, all_layers=self._all_layers)
+        except UntraceableModel as error:
+            self._untraceable = error
+            raise
+
+    def _add(self, spec: StepSpec, trace: StepTrace) -> None:
+        self._kinds[kind_of(spec)][size_of(spec)] = trace
+        self._all_layers = not trace.stand_ins
+
+
+def save_trace(path: Path, trace: StepTrace) -> None:
+    """Keeps a trace in the cache, as a compressed .npz file."""
+    arrays: dict[str, Any] = {n: value for n, value in vars(trace).items() if isinstance(value, np.ndarray)}
+    work = {f"work.{name}": value for name, value in vars(trace.work).items()}
+    segments = json.dumps([astuple(segment) for segment in trace.segments])
+    content = BytesIO()
+    np.savez_compressed(content, **arrays, **work, segments=segments, stand_ins=trace.stand_ins)
+    write_bytes(path, content.getvalue())
+
+
+def load_trace(path: Path) -> StepTrace | None:
+    """The trace in a file of the cache; None if it is damaged."""
+    content = read_bytes(path)
+    if content is None:
+        return None
+    with np.load(BytesIO(content)) as file:
+        arrays = {name: array if array.ndim else array.item() for name, array in file.items()}
+    work = {name[5:]: arrays.pop(name) for name in list(arrays) if name.startswith("work.")}
+    segments = tuple(Segment(*parts) for parts in json.loads(arrays.pop("segments")))
+    stand_ins = tuple(arrays.pop("stand_ins").tolist())
+    return StepTrace(**arrays, segments=segments, stand_ins=stand_ins, work=Work(**work))
 
 
 def estimator(

@@ -62,8 +62,8 @@ def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> tuple[Any, .
 
 
 def packable(config: "PretrainedConfig") -> tuple[Any, ...]:
-    """The fields of a `FourBitBase`, as in `sizing.four_bit`."""
-    from sft_play.sizing.four_bit import require_packable
+    """The fields of a `FourBitBase`, as in `sizing.parameters`."""
+    from sft_play.sizing.parameters import require_packable
 
     return astuple(require_packable(config))
 
@@ -71,8 +71,8 @@ def packable(config: "PretrainedConfig") -> tuple[Any, ...]:
 def trained_besides(
     config: "PretrainedConfig", tokens: int, modules: tuple[str, ...]
 ) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
-    """The fields of a `NewTokens` and of a `TrainedWhole`, as in `sizing.trained`."""
-    from sft_play.sizing.trained import trained_besides
+    """The fields of a `NewTokens` and of a `TrainedWhole`, as in `sizing.parameters`."""
+    from sft_play.sizing.parameters import trained_besides
 
     new_tokens, whole = trained_besides(config, tokens, modules)
     return _fields(new_tokens), _fields(whole)

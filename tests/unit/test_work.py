@@ -16,9 +16,9 @@ from benchmarks.small_models import WIDE, small_config
 from benchmarks.step_time import flop
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.model.loss_head import add_loss_head
+from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import LOSS_TILES, PaddedRows, StepSpec
 from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step
-from sft_play.sizing.traces import Traces
 from sft_play.work import ATTENTION, ATTENTION_BACKWARD, BYTES, PRODUCT, TIMES, UNPACK, K, M, WorkLine
 
 CONFIG = small_config("llama", WIDE | {"layers": 5})

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.small_models import small_config
 from sft_play.planning.clock import step_seconds
 from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
+from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import PaddedRows, StepSpec
-from sft_play.sizing.traces import shared_traces
 
 LARGE = small_config(
     "llama", dict(hidden=4096, inner=14336, heads=32, groups=8, head_dim=128, vocabulary=32000, layers=32)

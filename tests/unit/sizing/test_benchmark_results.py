@@ -16,7 +16,7 @@ from benchmarks.sizing import predict as predict_small
 from benchmarks.sizing_gpu import with_errors
 from benchmarks.small_models import small_config
 from sft_play.sizing import guard
-from sft_play.sizing.traces import Traces
+from sft_play.sizing.estimator import Traces
 from sft_play.units import GIB
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"

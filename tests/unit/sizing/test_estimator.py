@@ -9,7 +9,8 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
-from sft_play.sizing import step, trace, traces
+from sft_play.sizing import estimator as sizing_estimator
+from sft_play.sizing import step, trace
 from sft_play.sizing.estimator import estimator
 from sft_play.sizing.memory import device_budget
 from sft_play.units import GIB
@@ -52,7 +53,7 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
 
     def make(free=10 * GIB):
-        monkeypatch.setattr(traces, "_SHARED", {})
+        monkeypatch.setattr(sizing_estimator, "_SHARED", {})
         return estimator(small_config("llama", WIDE), device_budget("cuda", free))
 
     return make

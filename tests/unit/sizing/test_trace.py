@@ -18,10 +18,10 @@ from sft_play.errors import UntraceableModel
 from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.build import load_base
+from sft_play.sizing.estimator import Traces
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
-from sft_play.sizing.traces import Traces
 
 CPU = torch.device("cpu")
 LORA = LoraSettings(r=4)

@@ -1,15 +1,16 @@
-"""How much of a base model QLoRA really packs into 4 bits."""
+"""Parameters counted for the plan: those that QLoRA packs into 4 bits, and those trained beside adapters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ConfigError
 from sft_play.model.architecture import empty_model
-from sft_play.model.targets import fused_experts
-from sft_play.reasons import FourBitBase
+from sft_play.model.targets import fused_experts, modules_to_save
+from sft_play.reasons import FourBitBase, NewTokens, TrainedWhole
 from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
@@ -78,3 +79,29 @@ def require_packable(config: "PretrainedConfig") -> FourBitBase:
             "set tuning.mode=lora, or use QLoRA with a model without experts"
         )
     return FourBitBase(found.packed / found.weights, found.bytes(found.packed), found.bytes(0))
+
+
+def trained_besides(
+    config: "PretrainedConfig", tokens: int, names: Sequence[str]
+) -> tuple[NewTokens | None, TrainedWhole | None]:
+    """The rows of new tokens, and the modules that are trained whole.
+
+    Args:
+        config: the architecture.
+        tokens: number of new tokens.
+        names: tuning.lora.modules_to_save, if there is an adapter.
+
+    Raises:
+        ConfigError: this model has no such module.
+    """
+    model: Any = empty_model(config)
+    rows = whole = None
+    if tokens:
+        outer = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        parameters = sum({id(weight): tokens * weight.shape[1] for weight in outer}.values())
+        rows = NewTokens(tokens, parameters, tied=outer[0] is outer[1])
+    if names:
+        modules = modules_to_save(model, names)
+        weights = {id(p): p.numel() for name in modules for p in model.get_submodule(name).parameters()}
+        whole = TrainedWhole(sum(weights.values()), len(modules), tuple(names))
+    return rows, whole

@@ -4,7 +4,7 @@ import pytest
 from transformers import DbrxConfig, LlamaConfig, MixtralConfig
 
 from sft_play.errors import ConfigError
-from sft_play.sizing.four_bit import four_bit, require_packable
+from sft_play.sizing.parameters import four_bit, require_packable
 
 SIZES = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
