@@ -24,9 +24,9 @@ from sft_play.model.build import load_for_inference
 from sft_play.model.generation import DEFAULT_BATCH_SIZE, load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
-from sft_play.report.harness import harness_table
 from sft_play.report.layout import ending
 from sft_play.report.progress import LOADING, progress_bar, spinner
+from sft_play.report.tables import harness_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import counted
 

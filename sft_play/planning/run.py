@@ -2,23 +2,33 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.methods import PAGED
+from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
-from sft_play.plan import Device, Estimator, Memory, Plan
-from sft_play.planning.devices import memory_device, memory_reasons, training_device
+from sft_play.plan import Clock, Device, Estimator, Memory, Plan
+from sft_play.planning.clock import clock
+from sft_play.planning.devices import device_speed, memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts, assumptions
-from sft_play.planning.methods import method_reasons
+from sft_play.planning.profile import MicroBatch
+from sft_play.planning.profiles import collectives_of, profile_of
 from sft_play.planning.search import choose_plan
-from sft_play.planning.timing import plan_clock, profile_reasons
 from sft_play.reasons import (
     AttentionKernel,
+    Communication,
+    Decomposed,
     FourBitBase,
+    LoraPlus,
     NewTokens,
+    Noise,
+    OptimizerStates,
     Padded,
+    ProfileSource,
+    Ranks,
     Reason,
     TrainedWhole,
     UnknownFreeMemory,
@@ -191,3 +201,81 @@ def allowed_plans(
     )
     drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
     return drafts, [*packed, *([Padded(*padded)] if padded else [])]
+
+
+def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> list[Reason]:
+    """One for each method that is not the default.
+
+    Args:
+        config: the run.
+        plan: of the run, with its memory.
+        trained_elements: counts the trained elements, for which steps may have to be traced.
+    """
+    optimizer, alpha = config.train.optimizer, config.train.neftune_noise_alpha
+    adapters = _of_adapters(config.tuning.lora, plan) if config.tuning.mode != "full" else []
+    noise = [] if alpha is None else [Noise(alpha)]
+    return [*_of_optimizer(optimizer, plan, trained_elements), *adapters, *noise]
+
+
+def _of_optimizer(optimizer: str, plan: Plan, trained_elements: Callable[[], int]) -> list[Reason]:
+    if optimizer == "adamw" or plan.memory is None:
+        return []
+    states = plan.memory.phase_terms["forward"]["optimizer"]
+    if not optimizer.startswith(PAGED):
+        return [OptimizerStates(optimizer, states)]
+    each = (1 if optimizer.endswith("8bit") else 4) * (1 if "lion" in optimizer else 2)
+    return [OptimizerStates(optimizer, states, each * trained_elements() - states)]
+
+
+def _of_adapters(lora: LoraSettings, plan: Plan) -> list[Reason]:
+    found: list[Reason] = []
+    if lora.rank_pattern:
+        found.append(Ranks(lora.r, tuple(lora.rank_pattern.items())))
+    if lora.plus_ratio:
+        found.append(LoraPlus(plan.learning_rate, lora.plus_ratio))
+    if lora.init != "default":
+        found.append(Decomposed(lora.init))
+    return found
+
+
+def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
+    """A micro-batch of average size; attention runs once per row if rows are joined."""
+    tokens = facts.tokens_per_process(plan) / plan.gradient_accumulation_steps
+    rows = tokens / facts.mean_tokens
+    return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.padding_free else 1.0)
+
+
+def profile_reasons(machine: Machine, processes: int) -> list[Reason]:
+    """Where predicted seconds come from."""
+    speed = device_speed(machine, processes)
+    profile = profile_of(machine, speed, processes)
+    if profile is None:
+        return []
+    found: list[Reason] = [ProfileSource(profile.device, profile.source)]
+    if processes > 1:
+        collectives = collectives_of(machine, speed, processes)
+        measured = collectives is not None and collectives.measured
+        link = speed.link_bandwidth if collectives else None
+        found.append(Communication(processes, measured, link, not machine.what_if))
+    return found
+
+
+def plan_clock(
+    config: AnyArchitecture, facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
+) -> Clock:
+    """A clock that predicts the seconds of an optimizer step of a plan on this machine.
+
+    Args:
+        config: the architecture.
+        facts: of the training rows.
+        machine: that it runs on.
+        processes: number of processes that share it.
+        link: whether communication between processes takes time.
+    """
+    speed = device_speed(machine, processes)
+    return clock(
+        work_of_plans(config, facts.eval_shape),
+        profile_of(machine, speed, processes),
+        partial(mean_micro_batch, facts),
+        collectives_of(machine, speed, processes) if link else None,
+    )

@@ -13,8 +13,7 @@ from sft_play.planning.collectives import messages_of, sent_bytes
 from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profiles import collectives_of
-from sft_play.planning.run import plan_run
-from sft_play.planning.timing import plan_clock
+from sft_play.planning.run import plan_clock, plan_run
 from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.estimator import work_of_plans
 

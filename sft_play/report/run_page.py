@@ -9,15 +9,14 @@ from sft_play.config.resolved import Setting
 from sft_play.engines.registry import label_of
 from sft_play.report.card import public_name, without_folders
 from sft_play.report.curves import curve_figures, step_figure
-from sft_play.report.harness import harness_rows
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
-from sft_play.report.memory_section import memory_blocks
 from sft_play.report.plots import histogram
 from sft_play.report.record import RunRecord, Tree, scores_of_models
-from sft_play.report.scaling_section import scaling_blocks
+from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import (
     METRICS,
     MISSING,
+    harness_rows,
     step_line,
     unfinished_note,
 )

@@ -19,6 +19,7 @@ SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 400  # of each text on the console; files have the full texts
 
 Format = Callable[[Any], str]
+Models = Mapping[str, Mapping[str, Any]]  # model -> task with its settings -> what lm-eval found
 
 
 def _percent(value: float) -> str:
@@ -270,3 +271,36 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
     positions = result["merged"]["positions"]
     compared = f"{counted(result['rows'], 'row')}, {counted(positions, 'position')}"
     return Group(table, verdict + Text(f": compared with the adapter on the unquantized base, {compared}"))
+
+
+def harness_rows(models: Models, tasks: Iterable[str]) -> list[tuple[str, ...]]:
+    """Task, metric, number of rows, and the value of each model.
+
+    Args:
+        models: of eval-lm.json.
+        tasks: to show, with their settings.
+    """
+    rows = []
+    for task in tasks:
+        known = [found[task] for found in models.values() if task in found]
+        for metric in dict.fromkeys(name for one in known for name in one["metrics"]):
+            values = (_value(found.get(task, {}).get("metrics", {}).get(metric)) for found in models.values())
+            rows.append((task, metric, f"{known[0]['rows']:,}", *values))
+    return rows
+
+
+def harness_table(models: Models, tasks: Iterable[str]) -> RenderableType:
+    """The result of `make eval-lm`, beside what the other models of the run reached on the same rows."""
+    table = columns("task", "metric", "rows", *models)
+    table.columns[1].justify = "left"
+    for row in harness_rows(models, tasks):
+        table.add_row(*row)
+    return table
+
+
+def _value(found: Mapping[str, Any] | None) -> str:
+    """A value and its standard error."""
+    if not found:
+        return MISSING
+    error = found.get("stderr")
+    return f"{found['value']:.4g}" + (f" ± {error:.2g}" if error else "")

@@ -14,7 +14,7 @@ from rich.console import Console
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
-from sft_play.planning import profiles, profiling, timing
+from sft_play.planning import profiles, profiling, run
 from sft_play.planning.clock import Speed
 from sft_play.planning.collectives import Collectives
 from sft_play.planning.profile import Curve, derived_from_data_sheet
@@ -155,12 +155,12 @@ def test_damaged_measurements_are_none(text):
 
 
 def test_the_plan_says_where_the_seconds_of_communication_come_from():
-    alone, pair = timing.profile_reasons(CPU, 1), timing.profile_reasons(CPU, 2)
+    alone, pair = run.profile_reasons(CPU, 1), run.profile_reasons(CPU, 2)
     assert len(alone) == 1
     assert pair[1] == Communication(2, measured=False, link_bandwidth=None, measured_later=True)
     profiles.write_collectives(profiles.device_name(CPU), 2, measured(0.2))
-    assert timing.profile_reasons(CPU, 2)[1].measured
-    sheet = timing.profile_reasons(what_if("H100 80GB", 8), 8)[1]
+    assert run.profile_reasons(CPU, 2)[1].measured
+    sheet = run.profile_reasons(what_if("H100 80GB", 8), 8)[1]
     assert sheet.link_bandwidth > 1e9 and not sheet.measured and not sheet.measured_later
 
 
