@@ -75,14 +75,14 @@ GUIDE_TEXT = """# Which models train
 
 All causal language models that `transformers` knows, and multimodal ones that people train on text, built
 small with random weights, then planned, loaded and trained for two steps on a CPU by `make bench-models`,
-which writes this page: {found}. Other multimodal models go the same way, or are refused.
+which writes this page: {found}. Other multimodal models may train in the same way.
 
 - **yes**: it trained. The percentage is the error of the predicted peak memory against the measured one. Such
   small models have peaks of a few megabytes, so that a few kilobytes are a large share.
 - **packed**: LoRA with `train.packing=true`, which joins rows end to end. Models that would mix joined rows
-  are refused with it: "boundaries" do not tell their attention where a row ends; a name is that of the
-  layers that would mix them. Without it, rows of these models are padded.
-- **experts 46%**: QLoRA is refused, since so much of the model is in fused experts, which stay in 16 bit.
+  are refused: "boundaries" means that the model does not pass on where a row ends; otherwise the layers that
+  would mix rows are named. Without packing, rows of these models are padded.
+- **experts 46%**: QLoRA is refused, because 46% of the weights are fused experts, which would stay in 16 bit.
 - **no forecast**: what the step computes depends on the data, so it cannot be traced. The plan says so, and
   the probe measures its memory.
 - **no**: refused for the reason in the notes.
@@ -330,7 +330,7 @@ def guide(outcomes: list[Outcome]) -> str:
         else:
             rows.append(f"| {name} | {' | '.join(_mark(ways[way]) for way in WAYS)} | {_notes(ways)} |")
     count = sum(len(names) for names in refused.values())
-    found = f"{len(rows)} train, {count} are refused in words, {len(unbuilt)} were not built"
+    found = f"{len(rows)} train, {count} are refused with a reason, {len(unbuilt)} were not built"
     missing = sorted(set(architectures()) - set(by_type))
     if missing:
         found += f"; not walked yet: {', '.join(missing)}"
