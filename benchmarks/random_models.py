@@ -23,8 +23,8 @@ from sft_play.sizing.step import StepSpec
 @contextmanager
 def stock_forwards() -> Iterator[None]:
     """Models and adapters that are made in the block compute as transformers and PEFT wrote them."""
-    with patched(layer_forward, "speed_up", lambda model: None):
-        with patched(adapter_forward, "speed_up", lambda model, *, autocast: None):
+    with patched(layer_forward, "replace_forwards", lambda model: None):
+        with patched(adapter_forward, "replace_forwards", lambda model, *, autocast: None):
             yield
 
 
@@ -47,7 +47,7 @@ def random_base(
             dtype=getattr(torch, dtype),
             attn_implementation=attention.library_name(attn_implementation),
         )
-    layer_forward.speed_up(model)
+    layer_forward.replace_forwards(model)
     model.config.use_cache = False
     if quantize:
         quantize_linear_layers(model, getattr(torch, dtype))

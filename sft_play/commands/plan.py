@@ -13,12 +13,12 @@ from sft_play.config.load import ResolvedConfig, config_from, load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import detect, what_if
 from sft_play.model.published import hub_name
-from sft_play.planning.cards import MODES, plans_by_card, tokens_per_second
+from sft_play.planning.common_gpus import MODES, plans_by_gpu, tokens_per_second
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.profiles import ensure_profile
 from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
-from sft_play.report.plan import cards_report, plan_report
+from sft_play.report.plan import gpus_report, plan_report
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import quiet_libraries
 from sft_play.sizing.architecture import Architecture, planning_architecture
@@ -42,8 +42,8 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
             facts = data_facts(config, architecture, progress=not args.json)
         if args.model and not args.gpu:
             with spinner(PLANNING):
-                tree = _on_each_card(resolved, architecture, facts, args.gpus or 1) | {"why": notes}
-            return tree, cards_report(tree)
+                tree = _on_each_gpu(resolved, architecture, facts, args.gpus or 1) | {"why": notes}
+            return tree, gpus_report(tree)
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
         processes = args.gpus or len(machine.gpus) or 1
         if not args.gpu:
@@ -79,7 +79,7 @@ def _config(args: argparse.Namespace) -> ResolvedConfig:
     return materialise(config_from(tree, origins, args.overrides, Path("plan")))
 
 
-def _on_each_card(
+def _on_each_gpu(
     resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts, gpus: int
 ) -> dict[str, Any]:
     """The plans for the common GPUs, in the tuning mode that was asked for or in each."""
@@ -89,5 +89,5 @@ def _on_each_card(
         "model": config.model.name,
         "gpus": gpus,
         "row_tokens": facts.longest_row,
-        "cards": plans_by_card(config, architecture, facts, gpus, modes),
+        "cards": plans_by_gpu(config, architecture, facts, gpus, modes),
     }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def speed_up(model: "PeftModel", *, autocast: bool) -> None:
+def replace_forwards(model: "PeftModel", *, autocast: bool) -> None:
     """Lets the adapters of a model compute with fewer copies; not for DoRA.
 
     Args:

@@ -161,7 +161,7 @@ def attach_adapter(
     # "auto" would save a whole embedding that has grown, of which only single rows are trained
     adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)  # type: ignore
     if not lora.use_dora:  # which computes the norms of weights in the type of its input
-        adapter_forward.speed_up(adapted, autocast=autocast)  # type: ignore[arg-type]
+        adapter_forward.replace_forwards(adapted, autocast=autocast)  # type: ignore[arg-type]
     return adapted  # type: ignore[return-value]
 
 

@@ -109,7 +109,7 @@ def load_base(
     _require_all_weights(model, info)
     _release_what_was_split(loaded)
     keep_differentiable(loaded)
-    layer_forward.speed_up(loaded)
+    layer_forward.replace_forwards(loaded)
     add_rows(loaded, new_tokens(model))
     return loaded
 

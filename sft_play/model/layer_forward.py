@@ -80,7 +80,7 @@ LIKE_LLAMA: dict[str, tuple[str, ...]] = {
 }
 
 
-def speed_up(model: torch.nn.Module) -> None:
+def replace_forwards(model: torch.nn.Module) -> None:
     """Lets the listed modules compute in fewer passes; leaves all others as they are.
 
     Args:

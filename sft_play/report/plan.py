@@ -218,8 +218,8 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
     return apart(*parts)
 
 
-def cards_report(tree: Mapping[str, Any]) -> RenderableType:
-    """What a model would be like on common GPUs, from `plans_by_card`; fits in 80 columns."""
+def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
+    """What a model would be like on common GPUs, from `plans_by_gpu`; fits in 80 columns."""
     modes = list(tree["cards"][0]["plans"])
     names = [METHODS[mode].removesuffix(" fine-tuning") for mode in modes]
     heads = [f"{name}\n{what}" for name in names for what in ("tokens/s", "GiB")]

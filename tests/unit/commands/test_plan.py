@@ -11,9 +11,9 @@ from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import find_specs
 from sft_play.model import published
 from sft_play.model.load import planning_config
-from sft_play.planning import cards
-from sft_play.planning.cards import CARDS
-from sft_play.report.plan import cards_report
+from sft_play.planning import common_gpus
+from sft_play.planning.common_gpus import COMMON_GPUS
+from sft_play.report.plan import gpus_report
 from tests.conftest import REPOSITORY
 from tests.unit.report.test_plan import screen
 
@@ -55,7 +55,7 @@ def test_a_model_and_a_gpu_are_enough_for_a_plan():
 
 def test_without_a_gpu_there_is_a_row_for_each_of_twelve_cards():
     tree, report = plan("--model", "tiny-1", "tuning.mode=lora")
-    assert [row["gpu"] for row in tree["cards"]] == list(CARDS) and len(CARDS) == 12
+    assert [row["gpu"] for row in tree["cards"]] == list(COMMON_GPUS) and len(COMMON_GPUS) == 12
     json.dumps(tree)
     text = screen(report)
     for row in tree["cards"]:
@@ -66,7 +66,7 @@ def test_without_a_gpu_there_is_a_row_for_each_of_twelve_cards():
 
 
 def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
-    monkeypatch.setattr(cards, "CARDS", ("A100 80GB",))
+    monkeypatch.setattr(common_gpus, "COMMON_GPUS", ("A100 80GB",))
     tree, _ = plan("--model", "tiny-1")
     (row,) = tree["cards"]
     assert list(row["plans"]) == ["full", "lora", "qlora"]
@@ -77,20 +77,20 @@ def test_a_card_that_is_too_small_has_a_dash():
     plans = {"full": {"problem": "does not fit"}, "lora": {"tokens_per_second": None, "peak_bytes": 2**30}}
     row = {"gpu": "T4", "total_bytes": 15 * 2**30, "plans": plans}
     tree = {"model": "org/model", "gpus": 1, "row_tokens": 2048, "cards": [row], "why": ["a note"]}
-    lines = [line.rstrip() for line in screen(cards_report(tree)).splitlines()]
+    lines = [line.rstrip() for line in screen(gpus_report(tree)).splitlines()]
     assert lines[0] == "org/model on a GPU, rows of 2,048 tokens" and "a note" in lines
     assert any(line.split() == ["T4", "15", "-", "-", "n/a", "1.0"] for line in lines)
 
 
 def test_a_model_that_is_too_large_for_every_card_is_said_to_be(monkeypatch):
-    monkeypatch.setattr(cards, "CARDS", ("RTX 3060",))
+    monkeypatch.setattr(common_gpus, "COMMON_GPUS", ("RTX 3060",))
     words = ["parallel.memory_gib=0.3", "tuning.mode=full", "train.effective_batch_size=1"]
     tree, _ = plan("--model", "tiny-1", *words)
     assert tree["cards"][0]["plans"]["full"]["problem"].startswith("this run does not fit: the smallest plan")
 
 
 def test_every_card_has_a_known_memory():
-    assert all(find_specs(card)["memory_mib"] for card in CARDS)
+    assert all(find_specs(card)["memory_mib"] for card in COMMON_GPUS)
 
 
 def test_nothing_to_plan_says_what_to_type():

@@ -21,7 +21,11 @@ SHAPE = TALL | {"layers": 2, "vocabulary": 100}
 def one_step(base, *, autocast: bool, checkpointing: bool, dropout: float, stock: bool):
     """Loss and gradients of a step, as PEFT computes them or as we do."""
     torch.manual_seed(0)
-    with patched(adapter_forward, "speed_up", lambda *_, **__: None) if stock else contextlib.nullcontext():
+    with (
+        patched(adapter_forward, "replace_forwards", lambda *_, **__: None)
+        if stock
+        else contextlib.nullcontext()
+    ):
         lora = LoraSettings(r=4, alpha=12, dropout=dropout)
         model = attach_adapter(copy.deepcopy(base), lora, autocast=autocast)
     for name, parameter in model.named_parameters():
@@ -61,7 +65,7 @@ def test_a_layer_without_a_bias_writes_its_output_once(dropout):
     written = {}
     for name in ("PEFT", "ours"):
         if name == "ours":
-            adapter_forward.speed_up(model, autocast=False)
+            adapter_forward.replace_forwards(model, autocast=False)
         with AllocationRecorder() as recorder:
             model(torch.randn(1, 100, 8))
         written[name] = recorder.sizes.count(4 * 100 * 500)
@@ -76,7 +80,7 @@ def test_the_gradient_of_an_input_is_written_once(bias):
     written = {}
     for name in ("PEFT", "ours"):
         if name == "ours":
-            adapter_forward.speed_up(model, autocast=False)
+            adapter_forward.replace_forwards(model, autocast=False)
         with AllocationRecorder() as recorder:
             model(torch.randn(1, 100, 500, requires_grad=True)).sum().backward()
         written[name] = recorder.sizes.count(4 * 100 * 500) - 1  # of which one is the input
@@ -88,7 +92,7 @@ def test_an_adapter_that_is_switched_off_is_not_added():
         torch.nn.Sequential(torch.nn.Linear(8, 8)),
         LoraConfig(target_modules=["0"], init_lora_weights=False),
     )
-    adapter_forward.speed_up(model, autocast=False)
+    adapter_forward.replace_forwards(model, autocast=False)
     x = torch.randn(1, 5, 8)
     base = model.base_model.model[0].base_layer(x)
     assert not torch.equal(model(x), base)

@@ -81,7 +81,7 @@ def norms(kind):
     theirs = kind(SIZE)
     torch.nn.init.normal_(theirs.weight, 1, 0.3)
     ours = copy.deepcopy(theirs)
-    layer_forward.speed_up(ours)
+    layer_forward.replace_forwards(ours)
     assert replaced(ours) == ["_norm_forward"]
     x = torch.randn(TOKENS, SIZE)
     return results(theirs, x), results(ours, x)
@@ -117,7 +117,7 @@ def test_a_norm_in_16_bit_is_computed_in_fp32(dtype):
     torch.manual_seed(0)
     stock = LlamaRMSNorm(64).to(dtype)
     ours = copy.deepcopy(stock)
-    layer_forward.speed_up(ours)
+    layer_forward.replace_forwards(ours)
     found = []
     for norm in (stock, ours):
         x = (300 * torch.ones(3, 64)).normal_(300).to(dtype).requires_grad_()  # its squares overflow fp16
@@ -139,7 +139,7 @@ def test_layers_of_other_code_stay_as_they_are():
 
 def test_a_norm_that_is_copied_to_be_trained_uses_the_weight_of_the_copy():
     norm = LlamaRMSNorm(8)
-    layer_forward.speed_up(norm)
+    layer_forward.replace_forwards(norm)
     copied = copy.deepcopy(norm)
     torch.nn.init.constant_(copied.weight, 3)
     x = torch.randn(2, 8)
@@ -148,7 +148,7 @@ def test_a_norm_that_is_copied_to_be_trained_uses_the_weight_of_the_copy():
 
 def test_a_norm_keeps_its_input_and_one_number_per_token():
     norm = LlamaRMSNorm(1000).to(torch.bfloat16).requires_grad_(False)
-    layer_forward.speed_up(norm)
+    layer_forward.replace_forwards(norm)
     x = torch.randn(100, 1000, dtype=torch.bfloat16, requires_grad=True)
     with AllocationRecorder() as recorder:
         out = norm(x)

@@ -12,7 +12,7 @@ from sft_play.planning.run import plan_run
 from sft_play.sizing.architecture import AnyArchitecture
 
 # Names in configs/hardware.yaml, by memory.
-CARDS = (
+COMMON_GPUS = (
     "RTX 3060",
     "T4",
     "A10",
@@ -34,7 +34,7 @@ def with_mode(config: RunConfig, mode: str) -> RunConfig:
     return config.model_copy(update={"tuning": config.tuning.model_copy(update={"mode": mode})})
 
 
-def plans_by_card(
+def plans_by_gpu(
     config: RunConfig,
     model_config: AnyArchitecture,
     facts: DataFacts,
@@ -51,10 +51,10 @@ def plans_by_card(
         modes: tuning modes to plan for.
     """
     rows = []
-    for card in CARDS:
-        machine = what_if(card, gpus)
+    for name in COMMON_GPUS:
+        machine = what_if(name, gpus)
         plans = plans_by_mode(config, model_config, facts, machine, modes)
-        rows.append({"gpu": card, "total_bytes": machine.gpus[0].total_bytes, "plans": plans})
+        rows.append({"gpu": name, "total_bytes": machine.gpus[0].total_bytes, "plans": plans})
     return rows
 
 
