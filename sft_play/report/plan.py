@@ -230,7 +230,8 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
     each = "a GPU" if tree["gpus"] == 1 else f"{tree['gpus']} GPUs"
     title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
     notes = [
-        "-: does not fit. Predicted from data sheets; GiB: peak of tensors. In detail:",
+        "- means that it does not fit. Speed is predicted from data sheets; GiB is the peak of tensors. For "
+        "details:",
         f'make plan MODEL={tree["model"]} GPU="RTX 4090"',
         *tree["why"],
     ]

@@ -160,11 +160,11 @@ def _unknown_capability(reason: reasons.UnknownCapability) -> str:
 def _prediction_errors(reason: reasons.PredictionErrors) -> str:
     name = "compute capability {}.{}".format(*reason.capability)
     if not reason.runs:
-        return f"no measurements on {name} are published: errors there are unknown"
+        return f"no measurements on {name} are published, so prediction errors there are unknown"
     errors = ", ".join(f"{what} {_range(*one)}" for what, one in reason.errors)
     weights = "4-bit" if reason.quantized else "16-bit"
     runs = counted(reason.runs, "published run")
-    return f"errors in {runs} with {weights} weights and fixed segments on {name}: {errors}"
+    return f"prediction errors in {runs} with {weights} weights and fixed segments on {name}: {errors}"
 
 
 def _range(lowest: float, highest: float) -> str:
@@ -202,8 +202,8 @@ def _optimizer_states(reason: reasons.OptimizerStates) -> str:
     if reason.paged_bytes <= 0:
         return f"{found}, none of them paged: only those of large weights are"
     return (
-        f"{found} on the GPU, and about {format_bytes(reason.paged_bytes)} that move to RAM, which costs "
-        "time, while the GPU is full; not counted below"
+        f"{found} on the GPU, and about {format_bytes(reason.paged_bytes)} that move to RAM while the GPU is "
+        "full, which takes time that is not counted below"
     )
 
 

@@ -23,7 +23,7 @@ def memory_blocks(run: RunRecord) -> list[Block]:
     blocks += [table] if (table := _term_table(memory)) else []
     process = _process_lines(run.summary)
     if not measured:
-        process.append("Nothing was measured by phase: the run had no probe, or did not get to its end.")
+        process.append("Nothing was measured by phase: the run had no probe, or did not finish.")
     return [*blocks, Text(process)] if process else blocks
 
 

@@ -90,7 +90,7 @@ SENTENCES = [
     ),
     (
         PredictionErrors((8, 9), False, 1, (("allocated", (-0.0004, -0.0004)), ("reserved", (0.0, 0.05)))),
-        "errors in 1 published run with 16-bit weights and fixed segments on compute capability 8.9: "
+        "prediction errors in 1 published run with 16-bit weights and fixed segments on compute capability 8.9: "
         "allocated -0.04%, reserved +0.00% to +5.00%",
     ),
     (Communication(2, True, None, True), "communication: as measured between 2 processes here"),
