@@ -17,6 +17,7 @@ from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.runlog import console_on_stderr
 from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
+from sft_play.streams import require_output, secure_streams
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 # How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
@@ -53,6 +54,7 @@ class _Commands:
         config: bool = True,
         as_json: bool = False,
         needs_config: bool = True,
+        prints: bool = False,
     ) -> argparse.ArgumentParser:
         """Adds a command.
 
@@ -62,10 +64,11 @@ class _Commands:
             config: whether the command takes --config and overrides.
             as_json: whether the command takes --json.
             needs_config: whether --config must be given.
+            prints: whether all it makes is what it prints.
         """
         text = (function.__doc__ or "").splitlines()[0]
         command = self._commands.add_parser(name, help=text, description=text)
-        command.set_defaults(function=function, json=False)
+        command.set_defaults(function=function, json=False, prints=prints)
         if config:
             command.add_argument("--config", required=needs_config, help="YAML config file")
             command.add_argument(
@@ -101,14 +104,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_machine_commands(commands: _Commands) -> None:
-    commands.add("gpu-info", handlers.gpu_info, config=False, as_json=True)
-    commands.add("memory-check", handlers.memory_check, config=False, as_json=True)
-    command = commands.add("device-profile", handlers.device_profile, config=False, as_json=True)
+    commands.add("gpu-info", handlers.gpu_info, config=False, as_json=True, prints=True)
+    commands.add("memory-check", handlers.memory_check, config=False, as_json=True, prints=True)
+    command = commands.add("device-profile", handlers.device_profile, config=False, as_json=True, prints=True)
     command.add_argument("--again", action="store_true", help="measure again")
     command = commands.add("setup-accelerate", handlers.setup_accelerate, config=False)
     command.add_argument("--auto", action="store_true", help="write the config without asking questions")
-    commands.add("config-schema", handlers.config_schema, config=False)
-    commands.add("check", handlers.check, as_json=True)
+    commands.add("config-schema", handlers.config_schema, config=False, prints=True)
+    commands.add("check", handlers.check, as_json=True, prints=True)
 
 
 def _add_data_commands(commands: _Commands) -> None:
@@ -116,7 +119,7 @@ def _add_data_commands(commands: _Commands) -> None:
     command = commands.add("style", data_handlers.style)
     command.add_argument("--style", required=True, metavar="TEXT", help="system prompt to add")
     commands.add("render", data_handlers.render)
-    command = commands.add("prepare", data_handlers.prepare, as_json=True)
+    command = commands.add("prepare", data_handlers.prepare, as_json=True, prints=True)
     command.add_argument(
         "--show", type=_number_from(0, "SHOW"), default=0, metavar="N", help="print the first N training rows"
     )
@@ -126,7 +129,7 @@ def _add_data_commands(commands: _Commands) -> None:
 
 
 def _add_training_commands(commands: _Commands) -> None:
-    command = commands.add("plan", handlers.plan, as_json=True, needs_config=False)
+    command = commands.add("plan", handlers.plan, as_json=True, needs_config=False, prints=True)
     model_help = "plan for this model instead, e.g. qwen3-8b; without --gpu: on each common GPU"
     command.add_argument("--model", metavar="NAME", help=model_help)
     command.add_argument("--gpu", metavar="NAME", help='plan for this GPU instead, e.g. "RTX 4090"')
@@ -315,14 +318,16 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    secure_streams()
     set_environment()
     args = parse(build_parser(), argv)
+    if args.json or args.prints:
+        require_output()
     try:
         with console_on_stderr() if args.json else contextlib.nullcontext():
-            return args.function(args)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+            code = args.function(args)
+        sys.stdout.flush()
+        return code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every error becomes an exit code here
         return report_error(explained(error, args))
 
@@ -332,6 +337,7 @@ def run_rank(argv: list[str]) -> int:
 
     A rank that was launched by `sft-play` reports its error to the launcher; other ranks (torchrun) print it.
     """
+    secure_streams()
     set_environment()
     parser = argparse.ArgumentParser(
         prog="train_distributed.py", description="Run one rank of a distributed training run."

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
@@ -27,6 +27,7 @@ from sft_play.errors import RunInUseError, StorageError
 from sft_play.files import write_atomic
 from sft_play.screen import Screen
 from sft_play.secrets import redact, redact_file
+from sft_play.streams import open_output
 
 _console: Console | None = None
 _quiet = False  # whether a `quiet_libraries` block is running
@@ -323,7 +324,7 @@ def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     sys.stderr.flush()
     saved = {fd: os.dup(fd) for fd in (1, 2)}
     target = 2 if before is not None and before.file is sys.stderr else 1
-    person: TextIO = Path(os.devnull).open("w") if silent else os.fdopen(os.dup(target), "w", buffering=1)
+    person = open_output(os.open(os.devnull, os.O_WRONLY) if silent else os.dup(target))
     set_console(Screen(file=person, force_terminal=os.isatty(saved[target]) or None))
     for fd in saved:
         os.dup2(sink, fd)

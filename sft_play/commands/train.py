@@ -15,7 +15,7 @@ from sft_play.builtin.demo import materialise
 from sft_play.commands.report import end_reported, try_report
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFitError, OutOfMemory
+from sft_play.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemory
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate import CPU_PROCESSES
 from sft_play.launch.link import Link
@@ -31,8 +31,10 @@ from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
 from sft_play.report.progress import PLANNING, spinner
+from sft_play.report.record import other_runs
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import (
+    RunDir,
     console,
     hold_run,
     open_run,
@@ -59,9 +61,12 @@ def train_command(
 
     Raises:
         ConfigError: settings, flags or environment are invalid; further errors as in `train` and `launch`.
+        CheckpointError: there is no such run to resume.
     """
     overrides = [*overrides, *as_overrides(engine, resume)]
-    load_config(path, overrides)  # reports mistakes before waiting for other machines
+    config = load_config(path, overrides).config  # reports mistakes before waiting for other machines
+    if resume and not nodes.rank:
+        require_started(RunDir(Path(config.output.dir) / config.output.name))
     with (
         connected_machines(nodes) as link,
         opened_job(path, overrides, processes, nodes) as job,
@@ -75,6 +80,18 @@ def train_command(
         write_card(job.config, job.run, places(job)["weights"])
         console().print(closing_screen(summary, comparison, final_places(job), next_commands(job)))
     return 0
+
+
+def require_started(run: RunDir) -> None:
+    """Checks that there is something to resume.
+
+    Raises:
+        CheckpointError: no run of this name has begun.
+    """
+    if not run.plan.is_file() and not run.checkpoints.is_dir():
+        what = "has not begun to train" if run.path.is_dir() else "does not exist"
+        others = other_runs(run.path.parent)
+        raise CheckpointError(f"{run.path} {what}, so there is nothing to resume{others}")
 
 
 def as_overrides(engine: str | None, resume: bool) -> list[str]:

@@ -68,9 +68,9 @@ def read_run(path: Path) -> RunRecord:
     run = RunDir(path)
     known = (run.config, run.plan, run.metrics, run.summary, run.log)
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist{_others(path.parent)}")
+        raise CheckpointError(f"{path} does not exist{other_runs(path.parent)}")
     if not any(file.exists() for file in known):
-        raise CheckpointError(f"{path} is not the directory of a run{_others(path.parent)}")
+        raise CheckpointError(f"{path} is not the directory of a run{other_runs(path.parent)}")
     files = (run.plan, run.scaling, run.data, run.environment, run.summary, run.harness)
     trees = {file: read_json(file) for file in files}
     evaluations = {split: run.evaluation(split) for split in SPLITS}
@@ -134,7 +134,8 @@ def scores_of_models(evaluation: Tree) -> dict[str, Tree]:
     return {name: _sound(scores) for name, scores in _tree(evaluation.get("models")).items()}
 
 
-def _others(folder: Path) -> str:
+def other_runs(folder: Path) -> str:
+    """The end of a message that a run is not there: which ones are."""
     names = [path.name for path in runs_in(folder)[:5]]
     return f"; the latest runs beside it: {', '.join(names)}" if names else "; run `make train` first"
 

@@ -42,6 +42,7 @@ def checkpoint_to_resume(job: Job) -> Path | None:
     mine = next(offer for offer in reversed(offers) if offer.rank <= job.ranks.rank)
     checkpoint = mine.path
     if checkpoint is None:
+        console().print(f"  no checkpoint in {job.run.checkpoints}: training from the beginning")
         return None
     if not has_manifest(checkpoint):
         console().print(

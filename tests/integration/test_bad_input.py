@@ -410,6 +410,16 @@ def test_what_comes_after_training_says_so_when_nothing_was_trained(refuses, com
     refuses([*command, "output.name=never"], 8, "never", "make train")
 
 
+def test_a_run_that_does_not_exist_or_has_not_begun_is_not_resumed(refuses, finished):
+    refuses(["train", "--resume", "output.name=nothere"], 8, "nothere does not exist", "latest runs", "one")
+    begun = finished.run.path.with_name("begun")
+    begun.mkdir()
+    try:
+        refuses(["train", "--resume", "output.name=begun"], 8, "begun has not begun to train", "one")
+    finally:
+        shutil.rmtree(begun)
+
+
 @pytest.mark.parametrize("command", ["eval", "infer", "merge"])
 def test_a_finished_run_whose_weights_are_damaged_is_refused(finished, tmp_path, command):
     folder = shutil.copytree(finished.run.path, tmp_path / "runs" / "one")

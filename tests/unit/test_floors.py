@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
     ["__init__", "errors", "files", "fingerprints", "screen", "secrets", "units"],
-    ["config", "cache", "manifest"],
+    ["config", "cache", "manifest", "streams"],
     ["plan", "runlog", "work"],
     ["reasons", "timeline"],
     ["engines"],

@@ -71,7 +71,16 @@ def test_the_file_is_bash_and_hands_every_word_over_as_it_was_typed(tmp_path):
         ["bash", "-c", script], capture_output=True, text=True, env=env
     ).stdout.splitlines()
     assert lines[0].startswith("job 7 runs again (restart 2)")
-    argv = ["--config", RUN["config"], "--processes", "1", "--engine", "ddp", *RUN["overrides"], "--resume"]
+    argv = [
+        "--config",
+        RUN["config"],
+        "--processes",
+        "1",
+        "--engine",
+        "ddp",
+        *RUN["overrides"],
+        "train.resume=auto",
+    ]
     assert lines[1:] == [*argv, str(REPOSITORY), "py"]
 
 

@@ -1,0 +1,33 @@
+"""Streams that can always be written to."""
+
+import os
+import threading
+
+import pytest
+
+from sft_play.errors import StorageError
+from sft_play.streams import open_output
+
+TEXT = "a line of text \u2192\n" * 20_000
+
+
+def test_a_pipe_that_does_not_block_gets_everything():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    got = []
+    reader = threading.Thread(target=lambda: got.append(os.fdopen(reading, "rb").read()))
+    with open_output(writing) as stream:
+        stream.write(TEXT[:100])
+        reader.start()
+        stream.write(TEXT[100:])
+    reader.join()
+    assert got[0].decode(stream.encoding) == TEXT
+
+
+def test_what_cannot_be_written_is_dropped_or_is_an_error_where_it_is_all_there_is():
+    with open_output(os.open("/dev/full", os.O_WRONLY)) as stream:
+        print(TEXT, file=stream)
+    with open_output(os.open("/dev/full", os.O_WRONLY)) as stream:
+        stream.buffer.raw.needed = True
+        with pytest.raises(StorageError, match="No space left on device"):
+            print(TEXT, file=stream, flush=True)
