@@ -207,7 +207,7 @@ def make_job(model: Path, output: Path, way: str) -> Job:
     data = PreparedData(rows, held_out, None, LONGEST, dict.fromkeys(SPLITS), output)
     architecture, machine = load_model_config(config.model), detect()
     drafts, _ = allowed_plans(config, architecture, DataFacts.of(data, config), training_device(machine), 1)
-    plan = choose_plan(config, drafts, None, None)
+    plan, _ = choose_plan(config, drafts, None, None)
     run, tokenizer = open_run(str(output), way, 0), load_tokenizer(config.model)
     return Job(ResolvedConfig(config, {}, Path("bench")), run, architecture, tokenizer, data, machine, plan)
 

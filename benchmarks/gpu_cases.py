@@ -181,7 +181,7 @@ def planned_cases(
         high = _needed(model, StepSpec.of(config, checkpointed[first + 1]), target)
         budget = round(low + random_share.random() * (high - low))
         estimate = estimator(architecture_, replace(target.budget, budget_bytes=budget))
-        plan = choose_plan(config, drafts, estimate, _prefer_large)
+        plan, _ = choose_plan(config, drafts, estimate, _prefer_large)
         cases.append(_planned(model, mode, target, config, plan, drafts, budget))
     return cases
 

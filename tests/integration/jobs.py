@@ -89,7 +89,7 @@ def make_job(
         padding_free=padding_free,
         largest=lambda *cut: facts.largest_micro_batch(*cut, architecture.hidden_size, padding_free),
     )
-    plan = choose_plan(config, drafts, None, None)
+    plan, _ = choose_plan(config, drafts, None, None)
     return Job(
         ResolvedConfig(config, {}, Path("test")),
         open_run(str(output), name, ranks.rank),
