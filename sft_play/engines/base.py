@@ -44,6 +44,7 @@ class Engine:
     trades_speed = False  # for memory, more than the clock knows of: chosen only where no other engine fits
     casts_model = False  # to 16 bits, adapters too, instead of autocasting
     keeps_gradients = False  # in buffers that are never freed
+    shards_state = False  # each process has fp32 weights and states of its part, and saves them itself
 
     def problem(self, config: RunConfig) -> str | None:
         """Why a run cannot use it; None if it can."""

@@ -49,7 +49,7 @@ class Zero2(Engine):
     principle = "partitions optimizer states and gradients"
     distributed_type = "DEEPSPEED"
     packages = ("deepspeed",)
-    distributes = trades_speed = casts_model = True
+    distributes = trades_speed = casts_model = shards_state = True
 
     def problem(self, config: RunConfig) -> str | None:
         """The optimizer does not update each element on its own."""

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
 from sft_play.errors import CheckpointError
 from sft_play.files import publish
 from sft_play.fingerprints import installed_versions
@@ -83,18 +84,16 @@ def shards_of(checkpoint: Path) -> list[Path]:
     return sorted(files, key=lambda path: int(re.search(r"zero_pp_rank_(\d+)", path.name)[1]))  # type: ignore[index]
 
 
-def is_split_as(checkpoint: Path, engine: str, processes: int) -> bool:
+def is_split_as(checkpoint: Path, shards_state: bool, processes: int) -> bool:
     """Whether the optimizer state is split as a run on this engine would save it.
-
-    ZeRO-2 splits it by process; the other engines do not split it.
 
     Args:
         checkpoint: the folder.
-        engine: none, ddp or deepspeed_z2.
+        shards_state: whether the engine's processes save their own parts; otherwise the state is not split.
         processes: number of processes that save into this folder: all of the run, or those of one machine
             if each has a run directory of its own.
     """
-    return len(shards_of(checkpoint)) == (processes if engine == "deepspeed_z2" else 0)
+    return len(shards_of(checkpoint)) == (processes if shards_state else 0)
 
 
 def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: int) -> bool:
@@ -111,7 +110,7 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     Raises:
         CheckpointError: its optimizer state cannot be converted; says how to resume.
     """
-    if is_split_as(checkpoint, plan.engine, processes):
+    if is_split_as(checkpoint, engine_of(plan.engine).shards_state, processes):
         return False
     if config.train.optimizer == "adamw":
         return True

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError, StorageError
 from sft_play.machine.host import free_bytes
 from sft_play.runlog import RunDir, console
-from sft_play.sizing.optimizers import optimizer_state
+from sft_play.sizing.optimizers import optimizer_state, state_bytes
 from sft_play.sizing.step import StepSpec
 from sft_play.train.checkpoints import INCOMPLETE, by_step
 from sft_play.train.ranks import all_agree
@@ -89,15 +90,16 @@ def checkpoint_bytes(session: Session) -> int:
     job, model = session.job, session.trainer.model
     spec = StepSpec.of(job.config, job.plan)
 
-    def state_bytes(weight: Any) -> int:
-        if job.plan.engine == "deepspeed_z2":  # keeps the moments and a copy of the weights in fp32
-            return 3 * FP32 * weight.numel()
+    def own_state_bytes(weight: Any) -> int:
         with torch.device("meta"):
             state = optimizer_state(torch.empty_like(weight, device="meta"), spec, embedding=False)
         return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
-    return weights_bytes(session) + sum(map(state_bytes, trained))
+    if engine_of(job.plan.engine).shards_state:  # of one vector, with a copy of the weights in fp32
+        elements = sum(weight.numel() for weight in trained)
+        return weights_bytes(session) + FP32 * elements + state_bytes(spec, elements)
+    return weights_bytes(session) + sum(map(own_state_bytes, trained))
 
 
 def require_space(session: Session) -> None:

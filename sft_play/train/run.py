@@ -11,6 +11,7 @@ from transformers import TrainerState
 
 from sft_play.data.prepare import PreparedData
 from sft_play.data.splits import SPLITS
+from sft_play.engines.registry import engine_of
 from sft_play.errors import Interrupted
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
@@ -99,7 +100,7 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     trainer.while_saving = space.while_saving
     trainer.add_callback(space)  # the last one, which sees whether the others want to save
     try:
-        with only_tensors(deepspeed=session.job.plan.engine == "deepspeed_z2"):
+        with only_tensors(deepspeed="deepspeed" in engine_of(session.job.plan.engine).packages):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stop.give_signals_back()

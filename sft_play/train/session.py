@@ -12,6 +12,7 @@ from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.ddp import bucket_mib
+from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.model.architecture import flop_sizes, flops_per_token
@@ -265,7 +266,7 @@ def _evaluation_and_saving(
 def _deepspeed(
     config: RunConfig, plan: Plan, trained_parameters: int, *, shared: bool
 ) -> dict[str, Any] | None:
-    if plan.engine != "deepspeed_z2":
+    if "deepspeed" not in engine_of(plan.engine).packages:
         return None
     tree = deepspeed.checked_config(
         deepspeed.CONFIG,

@@ -292,9 +292,8 @@ class PlannedTrainer(AdapterTrainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
         """Wraps model and optimizer and loads the checkpoint, converting it if it is split differently."""
-        engine = "deepspeed_z2" if self.is_deepspeed_enabled else "ddp"
         checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        if checkpoint is None or is_split_as(checkpoint, engine, self._checkpoint_parts):
+        if checkpoint is None or is_split_as(checkpoint, self.is_deepspeed_enabled, self._checkpoint_parts):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         else:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)

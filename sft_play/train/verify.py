@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
+from sft_play.engines.registry import distributed_engines, engine_of
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.plan import Plan
 from sft_play.runlog import console
@@ -38,12 +39,14 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             "effective batch would be wrong. Launch with `make train-distributed NGPU=<n>`, or see "
             "MULTI_GPU_GUIDE.md"
         )
-    sharded = accelerator.distributed_type.value == "DEEPSPEED"
-    if sharded != (plan.engine == "deepspeed_z2"):
+    kinds = {engine.distributed_type: engine for engine in distributed_engines()}
+    plain, wanted = distributed_engines()[0], engine_of(plan.engine)
+    # accelerate has a type of its own for CPUs
+    started = kinds.get(accelerator.distributed_type.value, plain)
+    if started is not (wanted if wanted.distributes else plain):
         raise LaunchError(
-            f"the launcher started {'DeepSpeed' if sharded else 'DDP'}, but the plan is for engine "
-            f"{plan.engine}: add the override parallel.engine={'deepspeed_z2' if sharded else 'ddp'}, or "
-            "launch with another file from configs/accelerate/"
+            f"the launcher started {started.label}, but the plan is for engine {plan.engine}: add the "
+            f"override parallel.engine={started.name}, or launch with another file from configs/accelerate/"
         )
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
     device = str(accelerator.device)
