@@ -15,6 +15,7 @@ copy, character by character, and some of them render different text than the mo
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
 WORD = re.compile(r"\w+")
+HIDDEN_REASONING = "reasoning that the chat template does not render"
 
 Span = tuple[int, int]
 
@@ -104,8 +106,12 @@ def prompt_and_answer(conversation: Conversation) -> tuple[list[Message], str]:
     return list(conversation.messages[:last]), conversation.messages[last]["content"]
 
 
-def encode(chat: Chat, conversations: Sequence[Conversation]) -> list[list[Tokens]]:
+def encode(
+    chat: Chat, conversations: Sequence[Conversation], notes: Counter[str] | None = None
+) -> list[list[Tokens]]:
     """The rows of each conversation: one, several if the template rewrites turns, none without an answer.
+
+    `notes` counts conversations with HIDDEN_REASONING.
 
     Raises:
         DataError: the template cannot render a row, or the answers are not found in the rendered text; names
@@ -113,6 +119,9 @@ def encode(chat: Chat, conversations: Sequence[Conversation]) -> list[list[Token
     """
     with limited_renderings():
         rendered = [[] if row.text is not None else render_rows(chat, row) for row in conversations]
+    if notes is not None:
+        hidden = (_hides_reasoning(chat, *pair) for pair in zip(conversations, rendered, strict=True))
+        notes[HIDDEN_REASONING] += sum(hidden)
     tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
     encoded = [list(islice(tokens, len(rows))) for rows in rendered]
     plain = [index for index, row in enumerate(conversations) if row.text is not None]
@@ -137,8 +146,6 @@ def render_rows(chat: Chat, conversation: Conversation) -> list[RenderedRow]:
     turns = _supervised_turns(chat, conversation)
     if not turns:
         return []
-    if chat.supervise == "last":
-        turns = turns[-1:]
     template = chat.tokenizer.get_chat_template(None, conversation.tools)
     if "endgeneration" in template:
         return _render_with_tags(chat, conversation, turns)
@@ -152,11 +159,12 @@ def _supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
         excluded |= {i for i, message in enumerate(conversation.messages) if "tool_calls" in message}
     roles = [message["role"] for message in conversation.messages]
     first = max(roles.index("user") if "user" in roles else 1, conversation.context, 1)
-    return [
+    turns = [
         index
         for index, role in enumerate(roles)
         if role == "assistant" and index >= first and index not in excluded
     ]
+    return turns[-1:] if chat.supervise == "last" else turns
 
 
 def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> list[RenderedRow]:
@@ -213,6 +221,15 @@ def _check_shown(conversation: Conversation, turn: int, text: str) -> None:
             f"({answer[:60]!r}); it renders {text[-60:]!r}.\n"
             "Use another template: data.chat_template=plain, or a Jinja file"
         )
+
+
+def _hides_reasoning(chat: Chat, conversation: Conversation, rows: Sequence[RenderedRow]) -> bool:
+    """Whether the rendered rows lack the reasoning (its last line) of a turn that carries loss."""
+    if not rows:
+        return False
+    found = (conversation.messages[i].get("reasoning_content") for i in _supervised_turns(chat, conversation))
+    ends = [text.strip().rpartition("\n")[2] for text in found if text]
+    return any(not any(end in row.text for row in rows) for end in ends)
 
 
 def _end_of_turn(chat: Chat, text: str) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sft_play.data.reading import Row
 from sft_play.data.rows import require_shallow
+from sft_play.data.unused import REASONING_KEYS, TRAIN_KEYS, media_key, message_keys
 from sft_play.errors import DataError, kind_of
 
 Message = dict[str, Any]
@@ -19,9 +20,6 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     "function_call": "assistant",
 }
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-# Whether a message carries loss: axolotl's key, OpenAI's, and LLaMA-Factory's.
-TRAIN_KEYS = ("train", "weight", "loss_weight")
 
 NO_ASSISTANT, BLANK_ASSISTANT, BLANK_TEXT = "no assistant turn", "blank assistant turn", "blank text"
 
@@ -77,6 +75,16 @@ class _InvalidRow(Exception):
 
 def _invalid(key: str, value: Any, allowed: str) -> _InvalidRow:
     return _InvalidRow(f"{key} is {_found(value)}; expected {allowed}")
+
+
+def _require_text_only(data: dict[str, Any], prefix: str = "") -> None:
+    """Refuses a row or a message with images, video or audio."""
+    found = media_key(data)
+    if found:
+        raise _InvalidRow(
+            f"{prefix}{found} is {_found(data[found])}; images, video and audio are not supported. To train "
+            f"on the text alone, remove the key '{found}', and placeholders such as <image> from the text"
+        )
 
 
 def _text(value: Any, key: str, *, may_be_blank: bool = False) -> str:
@@ -171,8 +179,8 @@ def _message(value: Any, key: str) -> Message:
     """One message, with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     if not isinstance(value, dict):
         raise _invalid(key, value, 'an object such as {"role": "user", "content": "..."}')
-    is_sharegpt = "from" in value and "role" not in value
-    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
+    _require_text_only(value, f"{key}.")
+    role_key, content_key = message_keys(value)
     name = value.get(role_key)
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
@@ -318,6 +326,7 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
     """
     keys, reader = FORMATS[name]
     try:
+        _require_text_only(row.data)
         if reader is None:
             text = _text(row.data.get("text"), "text", may_be_blank=True)
             plain = Conversation((), text=text, source=row.where, begins=row.begins, ends=row.ends)

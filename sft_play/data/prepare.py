@@ -22,7 +22,7 @@ from sft_play.data import store
 from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert, detect_format
-from sft_play.data.raw_text import BLOCK_TOKENS
+from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, open_source, read_rows
 from sft_play.data.rows import Row
 from sft_play.data.splits import PART_SCHEMA, SPLITS, TEXTS, Part, write_splits
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOURCES, PACKAGES = Path(__file__).parent, ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
-MAX_PLAUSIBLE_LENGTH = 10_000_000  # tokenizers without a limit report 1e30
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def prepare(
         StorageError: the cache cannot be written.
     """
     origin = use_template(tokenizer, config.data.chat_template)
-    max_tokens = length_limit(config, tokenizer, model_limit)
+    max_tokens = length_limit(config.model, tokenizer, model_limit)
     chat = make_chat(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
@@ -128,7 +127,9 @@ def prepare(
                 bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
                 with bar if progress else nullcontext(lambda rows: None) as advance:
                     part = _encode(config, given, source, task, place, advance)
-                parts.append(replace(part, block=block_tokens(config, max_tokens) if task.raw_text else None))
+                parts.append(
+                    replace(part, block=block_tokens(config.model, max_tokens) if task.raw_text else None)
+                )
             stats, chosen = write_splits(config, parts, temporary, tokenizer, max_tokens)
             stats["warnings"] = data_warnings(config, stats, parts, chosen)
             markers = split_markers(tokenizer) if not all(task.raw_text for task in tasks) else []
@@ -137,34 +138,6 @@ def prepare(
             stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
             store.finish(temporary, {"stats": stats})
     return _load(config, folder)
-
-
-def length_limit(
-    config: RunConfig, tokenizer: "PreTrainedTokenizerBase", model_limit: int | None
-) -> int | None:
-    """The length limit in tokens: of the config, else the model, else the tokenizer; None for no limit.
-
-    Raises:
-        ConfigError: the config asks for more than the model supports.
-    """
-    asked = config.model.max_seq_len
-    if asked == "auto":
-        is_limited = tokenizer.model_max_length < MAX_PLAUSIBLE_LENGTH
-        return model_limit or (tokenizer.model_max_length if is_limited else None)
-    if model_limit is not None and asked > model_limit:
-        raise ConfigError(
-            f"model.max_seq_len={asked} exceeds the {model_limit} positions that '{config.model.name}' "
-            f"supports. Set it to at most {model_limit}, or to auto"
-        )
-    return asked
-
-
-def block_tokens(config: RunConfig, max_tokens: int | None) -> int:
-    """The tokens of a row of raw text: model.max_seq_len, for "auto" BLOCK_TOKENS or the limit below it."""
-    longest = max_tokens or BLOCK_TOKENS
-    if config.model.max_seq_len == "auto":
-        return min(longest, BLOCK_TOKENS)
-    return longest
 
 
 def _cache_key(
@@ -201,6 +174,7 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     if first is None:
         raise DataError(f"{given.key}: {source.path} has no rows")
     name = detect_format(first) if given.format == "auto" else given.format
+    _require_rows(given, source, name)
     task = EncodingTask(
         chat,
         name,
@@ -217,6 +191,16 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
                 check_template(chat.tokenizer, conversation, origin)
             break
     return task
+
+
+def _require_rows(given: DataInput, source: Source, name: str) -> None:
+    """Refuses a format of conversations for text files."""
+    document = next((file for file in source.files if file.suffix.lower() in TEXT_SUFFIXES), None)
+    if document and name != "text":
+        raise ConfigError(
+            f"{given.key}: {document} is a text file, which has no {name} rows. For raw text, remove the "
+            "format (data.format=auto) and set data.task=cpt; conversations go into a .jsonl file, one a line"
+        )
 
 
 def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) -> bool:
@@ -252,6 +236,7 @@ def _encode(
     conversations_file = rows_file.with_suffix(".conversations.part")
     notes: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     digests = [np.zeros(0, np.uint64)]
     read = conversations = 0
     size = sum(file.stat().st_size for file in source.files) or 200 * len(source.hub or ())
@@ -269,9 +254,11 @@ def _encode(
             digests.append(chunk.digests)
             conversations += len(chunk.digests)
             dropped += chunk.dropped
+            unused += chunk.unused
+            notes.update(chunk.notes)
             read += chunk.rows_read
             advance(chunk.rows_read)
-    return Part(given, rows_file, conversations_file, np.concatenate(digests), read, dropped, notes)
+    return Part(given, rows_file, conversations_file, np.concatenate(digests), read, dropped, notes, unused)
 
 
 def _part_batch(chunk: Chunk, first_owner: int) -> pa.RecordBatch:

@@ -15,8 +15,6 @@ from sft_play.data.formats import Conversation
 from sft_play.data.reading import sections
 from sft_play.data.store import token_lists
 
-BLOCK_TOKENS = 2048  # length of rows of raw text if model.max_seq_len is auto
-
 
 def in_sections(document: Conversation) -> list[Conversation]:
     """The document, cut into sections if it is long."""

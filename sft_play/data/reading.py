@@ -83,8 +83,12 @@ def _files_in(folder: Path, key: str) -> list[Path]:
     """The data files in a folder; if it has none, the text files in it and in the folders below."""
     try:
         paths = sorted(folder.iterdir())
-        files = [path for path in paths if path.is_file() and path.suffix.lower() in SUFFIXES]
-        files = files or [path for path in documents_in(folder, TEXT_SUFFIXES) if path.stat().st_size]
+        files = [path for path in paths if path.suffix.lower() in SUFFIXES and _is_there(path, key)]
+        files = files or [
+            path
+            for path in documents_in(folder, TEXT_SUFFIXES)
+            if _is_there(path, key) and path.stat().st_size
+        ]
     except OSError as error:
         raise DataError(f"{key}: folder {folder} cannot be read: {error.strerror}") from None
     if not files:
@@ -93,10 +97,27 @@ def _files_in(folder: Path, key: str) -> list[Path]:
     return files
 
 
+def _is_there(path: Path, key: str) -> bool:
+    """Whether a path in a folder is a file; a link to nothing is an error: its rows would be missing."""
+    if _is_broken(path):
+        raise DataError(
+            f"{key}: {path} is a link to {path.readlink()}, which does not exist; remove the link"
+        )
+    return path.is_file()
+
+
+def _is_broken(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
+
+
 def documents_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files with one of these suffixes in a folder and below, hidden ones left out, sorted."""
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
-    return sorted(path for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}")
+    """The files and broken links with one of these suffixes in a folder and below, sorted, no hidden ones."""
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    return sorted(
+        path
+        for path in found
+        if "/." not in f"/{path.relative_to(folder).as_posix()}" and (path.is_file() or _is_broken(path))
+    )
 
 
 def _checked(file: Path, key: str) -> Path:

@@ -43,6 +43,9 @@ class Part:
     read: int
     dropped: Counter[str]
     notes: Counter[str]
+    """Of reading and of encoding."""
+    unused: Counter[str]
+    """Rows with a key that is not read, by key."""
     block: int | None = None
     """Of raw text: tokens of the rows that it is cut into."""
 
@@ -167,7 +170,7 @@ def write_splits(
         tallies = _write_split(split, held, folder, unknown_id)
         own = held and held[0].part.given.split == split
         for one, tally in zip(held, tallies, strict=True):
-            if own and not tally.counts["rows"]:
+            if own and not tally.counts["supervised_tokens"]:
                 raise _nothing_left(config, one.part, max_tokens)
         stats[split] = _split_stats(held, tallies)
         if own:

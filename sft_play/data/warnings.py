@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.chat import HIDDEN_REASONING
 from sft_play.data.splits import Chosen, Part
 from sft_play.errors import ConfigError
 from sft_play.units import counted
 
 FEW_ROWS = 32
+MAX_KEYS = 10  # that are not used and named, the most frequent ones
 WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
 
 
@@ -48,7 +50,29 @@ def data_warnings(
             found.append(f"{lost} of {part.read} rows of {part.given.key} were dropped")
         nulls = {what: count for what, count in part.notes.items() if "null" in what}
         found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
+        found += _about_unused_keys(part) + _about_reasoning(part)
     return found
+
+
+def _about_unused_keys(part: Part) -> list[str]:
+    frequent = sorted(part.unused.items(), key=lambda item: (-item[1], item[0]))[:MAX_KEYS]
+    shown = [f"{key} ({counted(count, 'row')})" for key, count in frequent]
+    if not shown:
+        return []
+    more = len(part.unused) - len(shown)
+    shown += [f"{more} more"] if more else []
+    return [f"{part.given.key}: not used of its {counted(part.read, 'row')}: {', '.join(shown)}"]
+
+
+def _about_reasoning(part: Part) -> list[str]:
+    lost = part.notes[HIDDEN_REASONING]
+    if not lost:
+        return []
+    return [
+        f"{part.given.key}: {counted(lost, 'conversation')} with {HIDDEN_REASONING}, so it is not trained "
+        "on. Use a template that renders message.reasoning_content (data.chat_template=plain, or a Jinja "
+        "file), or write the reasoning into content, as the model should produce it"
+    ]
 
 
 def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[str]:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sft_play.data.chat import IGNORED, Chat, Tokens, encode
-from sft_play.data.formats import Conversation, convert
+from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import encode_sections, in_sections
 from sft_play.data.reading import Row
+from sft_play.data.unused import unused_keys
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
 from sft_play.machine.process import die_with_parent
@@ -62,6 +63,10 @@ class Chunk:
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """One hash per conversation, to find duplicates, [conversations]."""
     dropped: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
+    """How many rows have a key that is not read, by key."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """As of `encode`."""
     rows_read: int = 0
 
 
@@ -77,9 +82,12 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
         DataError: a row is invalid; names the first one.
     """
     dropped: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     conversations: list[Conversation] = []
     for row in rows:
         converted = convert(row, task.format, task.system_prompt)
+        unused.update(unused_keys(row.data, task.format, FORMATS[task.format][0]))
         if isinstance(converted, str):
             dropped[converted] += 1
         else:
@@ -87,7 +95,7 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
     encoded_rows = (
         [[row] for row in encode_sections(task.chat, conversations)]
         if task.raw_text
-        else encode(task.chat, conversations)
+        else encode(task.chat, conversations, notes)
     )
     kept: list[Conversation] = []
     tokens: list[Tokens] = []
@@ -116,6 +124,8 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
         conversations=list(map(conversation_to_json, kept)),
         digests=np.frombuffer(b"".join(map(_digest, kept)), np.uint64),
         dropped=dropped,
+        unused=unused,
+        notes=notes,
         rows_read=len(rows),
     )
 

@@ -16,6 +16,7 @@ from sft_play.data.batching import (
     row_weights,
     rows_per_epoch,
 )
+from sft_play.data.length import require_supported
 from sft_play.data.reading import fingerprint, open_source
 from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError
@@ -127,12 +128,15 @@ class DataFacts:
 
     @classmethod
     def unseen(cls, config: RunConfig, model_config: AnyArchitecture) -> "DataFacts":
-        """Assumptions if there is no data yet: full rows, every token supervised."""
+        """Assumptions if there is no data yet: full rows, every token supervised.
+
+        Raises:
+            ConfigError: model.max_seq_len is more than the model supports.
+        """
+        limit = Architecture.of(model_config).ask(questions.position_limit)
+        require_supported(config.model, limit)
         asked = config.model.max_seq_len
-        length = UNSEEN_SEQ_LEN if asked == "auto" else asked
-        if asked == "auto":
-            limit = Architecture.of(model_config).ask(questions.position_limit)
-            length = min(length, limit or length)
+        length = min(UNSEEN_SEQ_LEN, limit or UNSEEN_SEQ_LEN) if asked == "auto" else asked
         lengths = np.full(UNSEEN_ROWS, length)
         return cls(lengths, lengths, length, length, length**2, config.train.seed, seen=False)
 

@@ -53,6 +53,14 @@ def test_a_model_and_a_gpu_are_enough_for_a_plan():
     assert "to train it, accept its license at https://huggingface.co/org/Tiny-1" in text
 
 
+@pytest.mark.parametrize("machine", [["--gpu", "RTX 4090"], []])
+def test_rows_longer_than_the_model_supports_are_not_sized(machine):
+    with pytest.raises(
+        ConfigError, match=r"max_seq_len=10000000 exceeds the 512 positions that 'org/Tiny-1'"
+    ):
+        plan("--model", "tiny-1", *machine, "model.max_seq_len=10000000")
+
+
 def test_without_a_gpu_there_is_a_row_for_each_of_twelve_cards():
     tree, report = plan("--model", "tiny-1", "tuning.mode=lora")
     assert [row["gpu"] for row in tree["cards"]] == list(COMMON_GPUS) and len(COMMON_GPUS) == 12

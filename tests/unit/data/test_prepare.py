@@ -13,7 +13,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import prepare as module
 from sft_play.data import store, workers
 from sft_play.data.chat import IGNORED, make_chat
-from sft_play.data.prepare import length_limit, prepare
+from sft_play.data.length import length_limit
+from sft_play.data.prepare import prepare
 from sft_play.data.reading import Row
 from sft_play.data.splits import assign
 from sft_play.data.template import use_template
@@ -379,7 +380,7 @@ def test_the_length_limit_is_the_configs_then_the_models_then_the_tokenizers(mak
         config = RunConfig.model_validate(
             {"model": {"name": "m", "max_seq_len": asked}, "data": {"train_path": "x"}}
         )
-        return length_limit(config, make_tokenizer(**special), model_limit)
+        return length_limit(config.model, make_tokenizer(**special), model_limit)
 
     assert limit(100, 200) == 100
     assert limit("auto", 200, model_max_length=50) == 200
@@ -387,6 +388,9 @@ def test_the_length_limit_is_the_configs_then_the_models_then_the_tokenizers(mak
     assert limit("auto", None) is None
     with pytest.raises(ConfigError, match=r"model.max_seq_len=300 exceeds the 200 positions"):
         limit(300, 200)
+    assert limit(2**20, None) == 2**20
+    with pytest.raises(ConfigError, match=r"=10000000 exceeds the 1048576 positions that are allowed, since"):
+        limit(10_000_000, None)
 
 
 def test_a_cache_that_cannot_be_written_is_a_storage_error(run, monkeypatch, tmp_path):

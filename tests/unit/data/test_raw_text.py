@@ -8,7 +8,8 @@ import pytest
 from sft_play.config.schema import RunConfig
 from sft_play.data import reading
 from sft_play.data.chat import IGNORED
-from sft_play.data.prepare import block_tokens, prepare
+from sft_play.data.length import block_tokens
+from sft_play.data.prepare import prepare
 from sft_play.data.reading import open_source, read_rows, sections
 from sft_play.errors import ConfigError, DataError
 
@@ -103,9 +104,25 @@ def test_chat_and_raw_text_are_mixed_each_in_its_way(write_rows, make_tokenizer)
 
 def test_auto_cuts_raw_text_at_2048_tokens_or_at_what_the_model_supports(write_rows):
     config = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t", "task": "cpt"}})
-    assert [block_tokens(config, limit) for limit in (None, 131072, 512)] == [2048, 2048, 512]
+    assert [block_tokens(config.model, limit) for limit in (None, 131072, 512)] == [2048, 2048, 512]
     asked = config.model_copy(update={"model": config.model.model_copy(update={"max_seq_len": 8192})})
-    assert block_tokens(asked, 8192) == 8192
+    assert block_tokens(asked.model, 8192) == 8192
+
+
+def test_rows_of_one_token_are_refused_since_nothing_could_be_learned(write_rows, make_tokenizer):
+    data = {"train_path": str(write_rows([{"text": "What is two plus two?"}] * 20)), "task": "cpt"}
+    config = RunConfig.model_validate({"model": {"name": "toy", "max_seq_len": 1}, "data": data})
+    with pytest.raises(ConfigError, match="max_seq_len=1 cuts raw text into rows of one token"):
+        prepare(config, make_tokenizer(), progress=False)
+
+
+def test_a_format_of_conversations_is_refused_for_text_files(write_rows, make_tokenizer):
+    path = write_rows("What is two plus two?", "notes.txt")
+    for task in ("sft", "cpt", "mixed"):
+        data = {"train_path": str(path), "task": task, "format": "messages"}
+        config = RunConfig.model_validate({"model": {"name": "toy"}, "data": data})
+        with pytest.raises(ConfigError, match=r"notes.txt is a text file, which has no messages rows"):
+            prepare(config, make_tokenizer(), progress=False)
 
 
 def test_sections_end_at_lines_or_words_and_lose_nothing(monkeypatch):

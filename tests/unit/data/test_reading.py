@@ -150,6 +150,18 @@ def test_a_path_that_is_no_file_and_no_hub_name_is_an_error_that_says_what_is_al
         open_source(path, "val")
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "notes.txt", "below/notes.md"])
+@pytest.mark.parametrize("others", [True, False])
+def test_a_link_to_nothing_in_a_folder_is_named_since_its_rows_would_be_missing(tmp_path, name, others):
+    link = tmp_path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to("gone")
+    if others:
+        link.with_name(f"a{link.suffix}").write_text(LINE)
+    with pytest.raises(DataError, match=rf"{name} is a link to gone, which does not exist"):
+        open_source(str(tmp_path), "train")
+
+
 def test_a_folder_without_data_files_and_a_fifo_are_refused(tmp_path):
     with pytest.raises(DataError, match="has no data files"):
         open_source(str(tmp_path), "train")

@@ -1,0 +1,65 @@
+"""How many tokens a row may have."""
+
+from typing import TYPE_CHECKING
+
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BLOCK_TOKENS = 2048  # length of rows of raw text if model.max_seq_len is auto
+MAX_PLAUSIBLE_LENGTH = 10_000_000  # tokenizers without a limit report 1e30
+MAX_UNSTATED = 2**20  # tokens of a row of a model that has no number of positions, such as Mamba
+
+
+def require_supported(model: ModelConfig, positions: int | None) -> None:
+    """Checks model.max_seq_len.
+
+    Args:
+        model: of the config.
+        positions: the longest sequence that the model supports; None if it does not say.
+
+    Raises:
+        ConfigError: the config asks for more.
+    """
+    asked = model.max_seq_len
+    if asked == "auto" or asked <= (positions or MAX_UNSTATED):
+        return
+    limit, named = positions or MAX_UNSTATED, f"that '{model.name}' supports"
+    if positions is None:
+        named = f"that are allowed, since '{model.name}' does not say how many it supports"
+    raise ConfigError(
+        f"model.max_seq_len={asked} exceeds the {limit} positions {named}. Set it to at most {limit}, "
+        "or to auto"
+    )
+
+
+def length_limit(
+    model: ModelConfig, tokenizer: "PreTrainedTokenizerBase", positions: int | None
+) -> int | None:
+    """The length limit in tokens: of the config, else the model, else the tokenizer; None for no limit.
+
+    Raises:
+        ConfigError: the config asks for more than the model supports.
+    """
+    require_supported(model, positions)
+    if model.max_seq_len != "auto":
+        return model.max_seq_len
+    is_limited = tokenizer.model_max_length < MAX_PLAUSIBLE_LENGTH
+    return positions or (tokenizer.model_max_length if is_limited else None)
+
+
+def block_tokens(model: ModelConfig, max_tokens: int | None) -> int:
+    """The tokens of a row of raw text: model.max_seq_len, for "auto" BLOCK_TOKENS or the limit below it.
+
+    Raises:
+        ConfigError: rows of one token, in which there is nothing to predict.
+    """
+    longest = max_tokens or BLOCK_TOKENS
+    if longest < 2:
+        raise ConfigError(
+            f"model.max_seq_len={longest} cuts raw text into rows of one token, in which no token can be "
+            "predicted from those before it; set it to 2 or more"
+        )
+    return min(longest, BLOCK_TOKENS) if model.max_seq_len == "auto" else longest

@@ -1,0 +1,62 @@
+"""What a row holds that is not trained on: images, video and audio are refused, other keys are counted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+
+# Keys of a row that are read beside those that identify its format.
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "sharegpt": ("tools", "system"),
+    "alpaca": ("tools", "system", "input", "history"),
+    "prompt_completion": ("tools", "system"),
+    "question_answer": ("tools", "system"),
+    "system_user_assistant": ("tools", "system"),
+    "text": ("source",),  # make dapt-docx writes it, for people
+}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Whether a message carries loss: axolotl's key, OpenAI's, and LLaMA-Factory's.
+TRAIN_KEYS = ("train", "weight", "loss_weight")
+OF_MESSAGES = {"tool_calls", "tool_call_id", "name", *REASONING_KEYS, *TRAIN_KEYS}
+OPENAI, SHAREGPT = ("role", "content"), ("from", "value")
+
+
+def message_keys(message: Mapping[str, Any]) -> tuple[str, str]:
+    """The keys of a message's role and text: OpenAI's or ShareGPT's."""
+    return SHAREGPT if "from" in message and "role" not in message else OPENAI
+
+
+def media_key(data: Mapping[str, Any]) -> str | None:
+    """The first key of a row or a message that holds images, video or audio."""
+    found = {key: data[key] for key in MEDIA if not _is_empty(data.get(key))}
+    # numbers and booleans, such as `"image": false`, are none
+    return next((key for key, value in found.items() if not isinstance(value, bool | int | float)), None)
+
+
+def unused_keys(data: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> set[str]:
+    """The keys of a row that hold something and are not read; those of messages as "messages[].key".
+
+    Args:
+        data: the row.
+        name: its format.
+        keys: that identify the format.
+    """
+    used = {*keys, *OPTIONAL[name]}
+    if isinstance(data.get("prompt"), list):
+        used.discard("system")
+    found = {key for key, value in data.items() if key not in used and not _is_empty(value)}
+    for key in keys:
+        messages = data.get(key)
+        for message in messages if isinstance(messages, list) else ():
+            read = OF_MESSAGES.union(message_keys(message))
+            found |= {
+                f"{key}[].{inner}"
+                for inner, value in message.items()
+                if inner not in read and not _is_empty(value)
+            }
+    return found
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)

@@ -1,0 +1,108 @@
+"""What a row holds beside what is trained on: refused, or named with its count."""
+
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.formats import FORMATS, convert, detect_format
+from sft_play.data.prepare import prepare
+from sft_play.data.rows import Row
+from sft_play.data.unused import OPTIONAL, unused_keys
+from sft_play.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "What is two plus two?"}, {"role": "assistant", "content": "Four."}
+MESSAGES = {"messages": [USER, ANSWER]}
+THINKS = {"messages": [USER, {**ANSWER, "reasoning_content": "Two and two.\nIt is even."}]}
+SHOWS_NO_REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHOWS_IT_LAST = SHOWS_NO_REASONING.replace(
+    "{{ m.content }}", "{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}"
+)
+
+
+@pytest.fixture
+def warnings_of(write_rows, make_tokenizer, tmp_path, monkeypatch):
+    """`warnings_of(rows, template=...)`: the warnings about keys and reasoning."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+
+    def found(rows, template=None, **data):
+        data = {"train_path": str(write_rows(rows)), "val_fraction": 0, **data}
+        config = RunConfig.model_validate({"model": {"name": "toy"}, "data": data})
+        stats = prepare(config, make_tokenizer(template), progress=False).stats
+        return [line for line in stats["warnings"] if "not used" in line or "reasoning" in line]
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({**MESSAGES, "images": ["cat.jpg"]}, "images is a list"),  # LLaMA-Factory, ms-swift
+        ({**MESSAGES, "videos": ["cat.mp4"]}, "videos is a list"),
+        ({**MESSAGES, "audios": ["cat.wav"]}, "audios is a list"),
+        ({"instruction": "q", "output": "a", "images": ["cat.jpg"]}, "images is a list"),
+        ({"text": "t", "image": {"bytes": "..."}}, "image is an object"),
+        (
+            {
+                "image": "cat.jpg",  # LLaVA
+                "conversations": [{"from": "human", "value": "<image>\nq"}, {"from": "gpt", "value": "a"}],
+            },
+            "image is 'cat.jpg'",
+        ),
+        (
+            {"messages": [{**USER, "images": ["cat.jpg"]}, ANSWER]},
+            r"messages\[0\].images is a list",
+        ),  # Ollama
+    ],
+)
+def test_rows_with_images_video_or_audio_are_refused(data, key):
+    row = Row(data, "f.jsonl", 7)
+    with pytest.raises(DataError, match=rf"^f.jsonl:7: {key}.*not supported.*remove the key") as caught:
+        convert(row, detect_format(row))
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_lists_of_images_are_no_images():
+    row = Row({**MESSAGES, "images": [], "videos": None, "image": "", "audio": False}, "f.jsonl", 7)
+    assert not isinstance(convert(row, "messages"), str)
+
+
+def test_each_format_says_which_of_its_keys_are_read():
+    assert OPTIONAL.keys() == FORMATS.keys()
+    every = {"tools": [{}], "system": "s", "input": "i", "history": [["q", "a"]], "source": "s"}
+    for name, (keys, _) in FORMATS.items():
+        data = dict.fromkeys(keys, "x") | every
+        assert unused_keys(data, name, keys) == every.keys() - set(OPTIONAL[name])
+    listed = {"prompt": [USER], "completion": [ANSWER], "system": "s"}
+    assert unused_keys(listed, "prompt_completion", FORMATS["prompt_completion"][0]) == {"system"}
+
+
+def test_a_system_prompt_beside_messages_and_an_old_function_call_are_named_with_their_counts(warnings_of):
+    call = {**ANSWER, "function_call": {"name": "add", "arguments": "{}"}}
+    rows = [{**MESSAGES, "system": "Be brief.", "id": 3}] * 2 + [{"messages": [USER, call], "system": ""}]
+    assert warnings_of(rows) == [
+        "data.train_path: not used of its 3 rows: id (2 rows), system (2 rows), messages[].function_call (1 row)"
+    ]
+    assert warnings_of([MESSAGES, {**MESSAGES, "tools": []}]) == []
+
+
+def test_of_many_unused_keys_the_most_frequent_are_named(warnings_of):
+    rows = [{**MESSAGES, f"key{number}": "x", "score": 0.5} for number in range(30)]
+    (line,) = warnings_of(rows)
+    assert line.count("(1 row)") == 9 and "score (30 rows)" in line and line.endswith(", 21 more")
+
+
+def test_reasoning_that_the_template_leaves_out_is_named_with_what_to_do(warnings_of):
+    (line,) = warnings_of([THINKS, MESSAGES, THINKS], SHOWS_NO_REASONING)
+    assert line.startswith("data.train_path: 2 conversations with reasoning that the chat template does not")
+    assert "data.chat_template=plain" in line
+    assert warnings_of([THINKS, MESSAGES], SHOWS_NO_REASONING, chat_template="plain") == []
+    assert warnings_of([MESSAGES], SHOWS_NO_REASONING) == []
+
+
+def test_reasoning_that_is_left_out_of_history_only_is_no_reason_to_warn(warnings_of):
+    twice = {"messages": [*THINKS["messages"], *THINKS["messages"]]}
+    assert warnings_of([twice], SHOWS_IT_LAST) == []
+    assert warnings_of([twice], SHOWS_IT_LAST, supervise="last") == []
+    assert len(warnings_of([twice], SHOWS_NO_REASONING)) == 1
