@@ -151,7 +151,7 @@ render: $(READY) ## Step 3: render the text as the model sees it
 
 .PHONY: dapt-docx
 dapt-docx: $(READY) ## Documents to raw text: IN=folder OUT=text.jsonl
-	$(call required,IN,folder)$(call required,OUT,text.jsonl)$(SFT) dapt-docx --input $(call quote,$(IN)) --output $(call quote,$(OUT))
+	$(call required,IN,folder)$(call required,OUT,text.jsonl)$(SFT) dapt-docx --input $(call quote,$(IN)) --output $(call quote,$(OUT))$(if $(call yes,FORCE), --force)
 
 ##@ Training
 
@@ -223,7 +223,7 @@ infer: $(READY) ## Chat with the trained model
 
 .PHONY: infer-batch
 infer-batch: $(READY) ## Answer a file of prompts: IN=in.jsonl OUT=out.jsonl
-	$(call required,IN,questions.jsonl)$(SFT) infer --input $(call quote,$(IN)) $(call flag,--output,$(OUT)) $(WITH_CONFIG)
+	$(call required,IN,questions.jsonl)$(SFT) infer --input $(call quote,$(IN)) $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force) $(WITH_CONFIG)
 
 .PHONY: merge
 merge: $(READY) ## Merge the adapter into its base; DTYPE=bfloat16 OUT=dir
@@ -239,7 +239,7 @@ report: $(READY) ## Write a run as an HTML page: RUN=name (default: latest)
 
 .PHONY: compare
 compare: $(READY) ## Put runs side by side on an HTML page: RUNS="one two"
-	$(if $(filter file,$(origin RUNS)),$(error RUNS="one two" is required))$(SFT) compare $(call flag,--output,$(OUT)) $(foreach name,$(call one_line,$(RUNS)),$(call quote,$(name)))
+	$(if $(filter file,$(origin RUNS)),$(error RUNS="one two" is required))$(SFT) compare $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force )$(foreach name,$(call one_line,$(RUNS)),$(call quote,$(name)))
 
 .PHONY: export
 export: $(READY) ## Write a GGUF and a Modelfile; DTYPE=q8_0 OUT=dir

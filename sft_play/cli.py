@@ -126,6 +126,7 @@ def _add_data_commands(commands: _Commands) -> None:
     command = commands.add("dapt-docx", data_handlers.dapt_docx, config=False, as_json=True)
     command.add_argument("--input", required=True, metavar="FOLDER", help="folder of documents")
     command.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write")
+    _add_force(command)
 
 
 def _add_training_commands(commands: _Commands) -> None:
@@ -152,6 +153,7 @@ def _add_model_commands(commands: _Commands) -> None:
     command = commands.add("infer", handlers.infer, as_json=True)
     command.add_argument("--input", help="file with prompts; without it, start a chat")
     command.add_argument("--output", help="JSONL file to write the answers to")
+    _add_force(command)
     command = commands.add("merge", handlers.merge, as_json=True)
     command.add_argument(
         "--output", help="folder for the merged model (default: merged/ in the run directory)"
@@ -176,6 +178,11 @@ def _add_model_commands(commands: _Commands) -> None:
     command.add_argument("names", nargs="+", metavar="name", help="names or paths of runs")
     command.add_argument("--runs", default="runs", help="folder of all runs")
     command.add_argument("--output", help="HTML file to write (default: compare.html beside the first run)")
+    _add_force(command)
+
+
+def _add_force(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--force", action="store_true", help="overwrite a file that is not ours")
 
 
 def _add_harness_flags(command: argparse.ArgumentParser) -> None:

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from sft_play.commands.output import require_own_file
 from sft_play.errors import ConfigError
 from sft_play.report.compare_page import compare_page
-from sft_play.report.html import write_page
+from sft_play.report.html import is_page, write_page
 from sft_play.report.plots import COLOURS
 from sft_play.report.record import RunRecord, find_run, read_run
 
 
 def compare_command(
-    names: Sequence[str], folder: Path, output: Path | None = None
+    names: Sequence[str], folder: Path, output: Path | None = None, *, force: bool = False
 ) -> tuple[list[RunRecord], Path]:
     """Writes the page and returns the runs and its path.
 
@@ -21,9 +22,10 @@ def compare_command(
         names: of runs within `folder`, or paths.
         folder: of all runs.
         output: the file to write; default: compare.html beside the first run.
+        force: overwrite a file that is no page of ours.
 
     Raises:
-        ConfigError: fewer than two names, too many, or one twice.
+        ConfigError: fewer than two names, too many, or one twice; the file is not ours.
         CheckpointError: a run does not exist.
         StorageError: the page cannot be written.
     """
@@ -31,6 +33,7 @@ def compare_command(
     _require_several(names, paths)
     runs = _named_apart([read_run(path) for path in paths], names)
     target = output or paths[0].parent / "compare.html"
+    require_own_file(target, is_page, "compare", force=force)
     write_page(compare_page(runs), target)
     return runs, target
 

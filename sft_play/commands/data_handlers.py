@@ -92,7 +92,7 @@ def dapt_docx(args: argparse.Namespace) -> int:
     from sft_play.units import counted
 
     output = Path(args.output)
-    done = convert_documents(Path(args.input), output)
+    done = convert_documents(Path(args.input), output, force=args.force)
     if args.json:
         print_json({"output": args.output, "documents": done.counts["written"], "skipped": done.skipped})
         return 0

@@ -1,5 +1,7 @@
 """`make dapt-docx`: a folder of documents -> a file of raw text, which data.task=cpt trains on."""
 
+import itertools
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sft_play.commands.output import require_own_file
 from sft_play.data.reading import TEXT_SUFFIXES, documents_in
 from sft_play.data.show import write_rows
 from sft_play.errors import ConfigError, DataError
@@ -27,14 +30,20 @@ class Conversion:
     """File -> why it was left out."""
 
 
-def convert_documents(folder: Path, output: Path) -> Conversion:
+def convert_documents(folder: Path, output: Path, *, force: bool = False) -> Conversion:
     """Writes the text of each document in `folder` and below as a row with text and source.
 
     A document that cannot be read is left out, and said.
 
+    Args:
+        folder: of documents.
+        output: the JSONL file; a file with other content is replaced only with `force`.
+        force: replace any file.
+
     Raises:
-        ConfigError: `folder` is no folder, `output` is no JSONL file, or a library is missing.
-        DataError: no document has text.
+        ConfigError: `folder` is no folder, `output` is no JSONL file or has other content, or a library is
+            missing.
+        DataError: no document has text; then `output` stays as it was.
         StorageError: `output` cannot be written.
     """
     if not folder.is_dir():
@@ -45,13 +54,24 @@ def convert_documents(folder: Path, output: Path) -> Conversion:
     if not files:
         raise DataError(f"IN={folder} has no documents; expected {', '.join(DOCUMENTS)} files")
     _require_libraries({file.suffix.lower() for file in files})
+    require_own_file(output, _is_converted, "dapt-docx", force=force)
     done = Conversion()
-    write_rows(output, _rows(folder, files, done), done.counts)
-    if not done.counts["written"]:
-        output.unlink()
+    rows = _rows(folder, files, done)
+    first = next(rows, None)
+    if first is None:
         why = "; ".join(f"{file}: {reason}" for file, reason in list(done.skipped.items())[:3])
         raise DataError(f"IN={folder}: none of {len(files)} documents could be converted ({why})")
+    write_rows(output, itertools.chain([first], rows), done.counts)
     return done
+
+
+def _is_converted(file: Path) -> bool:
+    """Whether a file begins as ours do."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return json.loads(lines.readline()).keys() == {"text", "source"}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _require_libraries(suffixes: set[str]) -> None:

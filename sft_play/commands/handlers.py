@@ -301,7 +301,7 @@ def infer(args: argparse.Namespace) -> int:
         chat(resolved.config, run)
         return 0
     output = Path(args.output or run.path / "answers.jsonl")
-    result = infer_batch(resolved.config, run, Path(args.input), output)
+    result = infer_batch(resolved.config, run, Path(args.input), output, force=args.force)
     return _done(args, result)
 
 
@@ -381,7 +381,7 @@ def compare(args: argparse.Namespace) -> int:
     from sft_play.runlog import console, quiet_libraries
 
     with quiet_libraries(cache_dir() / "report.log"):
-        runs, path = compare_command(args.names, Path(args.runs), _output(args))
+        runs, path = compare_command(args.names, Path(args.runs), _output(args), force=args.force)
         console().print(compare_table(runs))
         console().print(f"wrote {path}", markup=False, soft_wrap=True)
     return 0

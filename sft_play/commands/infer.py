@@ -251,26 +251,28 @@ def read_prompts(path: Path, system_prompt: str | None = None) -> list[tuple[Row
     return rows
 
 
-def answered_rows(output: Path, rows: Sequence[Row], weights: Path) -> dict[int, str]:
+def answered_rows(output: Path, rows: Sequence[Row], weights: Path, *, force: bool = False) -> dict[int, str]:
     """Row index -> output line of an earlier, interrupted run; ignores a truncated last line.
 
     Raises:
-        ConfigError: `output` has answers to other rows, or from other weights.
+        ConfigError: `output` has answers to other rows, or from other weights, without `force`.
     """
     if not output.exists():
         return {}
     if not output.is_file():
         raise ConfigError(f"OUT={output} is not a file; use the path of a JSONL file")
+    if force:
+        return {}
     newest = max(file.stat().st_mtime for file in weights.glob("*.safetensors"))
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    remedy = "Remove it, or set OUT=<another file>"
+    remedy = "Set OUT=<another file>, or add FORCE=1 to overwrite it"
     if lines and output.stat().st_mtime < newest:
         raise ConfigError(
             f"OUT={output} is older than {weights}, so its answers are from another model. {remedy}"
         )
     done: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
+        if not line.endswith("\n") and (done or any(_begins_as(line, row) for row in rows)):
             break
         try:
             record = json.loads(line)
@@ -287,7 +289,19 @@ def answered_rows(output: Path, rows: Sequence[Row], weights: Path) -> dict[int,
     return done
 
 
-def infer_batch(config: RunConfig, run: RunDir, input: Path, output: Path) -> dict[str, Any]:
+def _begins_as(cut: str, row: Row) -> bool:
+    """Whether a truncated line, perhaps with half a character at its end, may be the answer to this row."""
+    begin, cut = _json(row.data)[:-1], cut.rstrip("\ufffd")
+    return cut.startswith(begin) or begin.startswith(cut)
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, default=str)
+
+
+def infer_batch(
+    config: RunConfig, run: RunDir, input: Path, output: Path, *, force: bool = False
+) -> dict[str, Any]:
     """Answers every prompt of a file; when run again after an interruption, answers the remaining ones.
 
     Each line of the output is the input row plus `generated` and `row` (its number). Lines are written as
@@ -299,6 +313,7 @@ def infer_batch(config: RunConfig, run: RunDir, input: Path, output: Path) -> di
         run: its run directory.
         input: file of rows with messages, conversations, prompt, question, instruction or user.
         output: JSONL file.
+        force: overwrite a file with other content, and earlier answers.
 
     Raises:
         DataError: a row of the input is invalid; no row is answered.
@@ -308,7 +323,7 @@ def infer_batch(config: RunConfig, run: RunDir, input: Path, output: Path) -> di
     """
     weights = finished_weights(config, run)
     prompts = read_prompts(input, config.data.system_prompt)
-    done = answered_rows(output, [row for row, _ in prompts], weights)
+    done = answered_rows(output, [row for row, _ in prompts], weights, force=force)
     earlier = len(done)
     if done:
         text = f"resuming: {output} already has answers to {earlier} of {len(prompts)} rows"
@@ -351,7 +366,7 @@ def _answer_rows(
         for index, answer in _answers(config, weights, [prompts[i][1] for i in todo]) if todo else ():
             row = todo[index]
             record = {**prompts[row][0].data, ANSWER_KEY: answer.text, ROW_KEY: row + 1}
-            done[row] = json.dumps(record, ensure_ascii=False, default=str) + "\n"
+            done[row] = f"{_json(record)}\n"
             file.write(done[row])
             file.flush()
             unfinished += not answer.finished

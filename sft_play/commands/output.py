@@ -1,7 +1,7 @@
-"""Folders that a command writes: whole or not at all, and never over something else."""
+"""Files and folders that a command writes: whole or not at all, and never over something else."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sft_play.errors import ConfigError, SftPlayError, StorageError
@@ -29,6 +29,29 @@ def require_overwritable(output: Path, mark: str, target: str) -> None:
         raise ConfigError(
             f"{output} exists and was not written by `make {target}` (it has no {mark}), so it is not "
             "overwritten. Remove it, or set OUT=<another folder>"
+        )
+
+
+def require_own_file(output: Path, is_ours: Callable[[Path], bool], target: str, *, force: bool) -> None:
+    """Checks that a file may be replaced.
+
+    Args:
+        output: the file.
+        is_ours: whether this command has written a file.
+        target: the make target.
+        force: replace any file.
+
+    Raises:
+        ConfigError: it is a folder or a device, or a file that something else has written.
+    """
+    if not output.exists():
+        return
+    if not output.is_file():
+        raise ConfigError(f"OUT={output} is not a file; set OUT=<file>")
+    if not force and output.stat().st_size and not is_ours(output):
+        raise ConfigError(
+            f"OUT={output} exists and was not written by `make {target}`, so it is not overwritten. Set "
+            "OUT=<another file>, or add FORCE=1 to overwrite it"
         )
 
 

@@ -13,6 +13,7 @@ from sft_play.files import write_atomic
 from sft_play.secrets import redact
 
 TEMPLATE = "page.html.j2"
+MARK = b'<meta name="generator" content="SFT-Play">'  # at the beginning of each of our pages
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,12 @@ def render(page: Page) -> str:
 def _masked(value: Any) -> Any:
     """Masks before escaping, since an escaped token would not be recognized."""
     return redact(value) if type(value) is str else value
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is one of our pages."""
+    with path.open("rb") as file:
+        return MARK in file.read(1000)
 
 
 def write_page(page: Page, path: Path) -> None:

@@ -110,6 +110,7 @@ YES_NO = {
     "CHAT": ("eval-lm", "--chat"),
     "AUTO": ("setup-accelerate", "--auto"),
     "CONFIRM": ("clean-all", "rm -rf"),
+    "FORCE": ("compare", "--force"),
 }
 OTHERS = {name: value for name, value in SETTINGS.items() if name != "CONFIRM"}
 

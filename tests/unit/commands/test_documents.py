@@ -94,3 +94,23 @@ def test_a_folder_without_any_text_leaves_no_file(tmp_path):
     with pytest.raises(DataError, match=r"none of 1 documents could be converted \(a.txt: it has no text"):
         convert_documents(tmp_path, tmp_path / "t.jsonl")
     assert not (tmp_path / "t.jsonl").exists()
+
+
+def test_an_existing_file_stays_if_nothing_can_be_converted_or_it_is_not_ours(tmp_path):
+    folder, output = tmp_path / "in", tmp_path / "t.jsonl"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    convert_documents(folder, output)
+    (folder / "a.txt").write_text(" ")
+    with pytest.raises(DataError, match="none of 1 documents"):
+        convert_documents(folder, output)
+    assert texts(output) == {"a.txt": "text"}
+    (folder / "a.txt").write_text("other text")
+    convert_documents(folder, output)  # what it has written itself
+    assert texts(output) == {"a.txt": "other text"}
+    output.write_text('{"question": "mine"}\n')
+    with pytest.raises(ConfigError, match="not written by `make dapt-docx`.*FORCE=1"):
+        convert_documents(folder, output)
+    assert output.read_text() == '{"question": "mine"}\n'
+    convert_documents(folder, output, force=True)
+    assert texts(output) == {"a.txt": "other text"}

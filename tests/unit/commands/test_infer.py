@@ -202,6 +202,13 @@ def test_answers_to_other_rows_or_of_earlier_weights_are_not_mixed_in(finished, 
         answered_rows(output, rows, finished.run.adapter)
     with pytest.raises(ConfigError, match="is not a file"):
         answered_rows(tmp_path, rows, finished.run.adapter)
+    output.write_text("precious notes in one line")
+    with pytest.raises(ConfigError, match="line 1 is not an answer.* or add FORCE=1"):
+        answered_rows(output, rows, finished.run.adapter)
+    assert answered_rows(output, rows, finished.run.adapter, force=True) == {}
+    for cut in (3, len(json.dumps(rows[1].data)) + 5):
+        output.write_text(line[:cut])
+        assert answered_rows(output, rows, finished.run.adapter) == {}
 
 
 def test_without_finished_weights_the_next_command_is_named(tiny_model, tmp_path):

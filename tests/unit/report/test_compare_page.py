@@ -1,6 +1,7 @@
 """Runs side by side: what differs, and nothing else."""
 
 import io
+import os
 
 import pytest
 from rich.console import Console
@@ -58,6 +59,23 @@ def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
     paths = [str(tmp_path / folder / "one") for folder in ("a", "b")]
     runs, target = compare_command(paths, tmp_path, tmp_path / "out.html")
     assert [run.name for run in runs] == paths and target == tmp_path / "out.html"
+
+
+def test_a_file_that_is_no_page_of_ours_is_overwritten_only_by_force(tmp_path):
+    for name in ("one", "two"):
+        finished(tmp_path / name)
+    target = compare_command(["one", "two"], tmp_path)[1]
+    assert compare_command(["one", "two"], tmp_path)[1] == target
+    target.write_text("precious")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="not written by `make compare`.*FORCE=1"):
+        compare_command(["one", "two"], tmp_path, target)
+    with pytest.raises(ConfigError, match="is not a file"):
+        compare_command(["one", "two"], tmp_path, pipe, force=True)
+    assert target.read_text() == "precious"
+    compare_command(["one", "two"], tmp_path, target, force=True)
+    assert "precious" not in target.read_text()
 
 
 @pytest.mark.parametrize(
