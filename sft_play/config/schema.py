@@ -221,7 +221,7 @@ class TrainConfig(Section):
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after warmup."""
     warmup_ratio: Fraction = 0.03
-    """Share of the steps used for linear warmup from 0."""
+    """Share of the steps used for linear warmup from 0; at most all but the last."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How to scale learning_rate with the effective batch size, relative to reference_batch_size."""
     reference_batch_size: Count | None = None

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHOWN = 3  # names in a message
+PEFTS_OWN = re.compile(r"\.lora_|\.base_layer$")  # layers within a layer with an adapter
 # What PEFT and safetensors raise for a broken one.
 NOT_AN_ADAPTER = (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError)
 
@@ -138,17 +139,7 @@ def attach_adapter(
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
-        linear = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, module in model.named_modules()
-                if "Linear" in type(module).__name__
-            }
-        )
-        raise ConfigError(
-            f"tuning.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}\n"
-            f"linear layers of this model: {', '.join(linear)}; or use target_modules: auto"
-        ) from error
+        raise _no_target(model, f"={lora.target_modules}: {str(error).splitlines()[0]}") from error
     require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
     require_matches(adapted, lora)  # type: ignore[arg-type]
     if lora.init != "default":
@@ -163,6 +154,19 @@ def attach_adapter(
     if not lora.use_dora:  # which computes the norms of weights in the type of its input
         adapter_forward.replace_forwards(adapted, autocast=autocast)  # type: ignore[arg-type]
     return adapted  # type: ignore[return-value]
+
+
+def _no_target(model: torch.nn.Module, said: str) -> ConfigError:
+    """The error for target_modules, of which something was `said`; lists the names that there are."""
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if "Linear" in type(module).__name__ and not PEFTS_OWN.search(name)
+    }
+    return ConfigError(
+        f"tuning.lora.target_modules{said}\n"
+        f"linear layers of this model: {', '.join(sorted(linear))}; or use target_modules: auto"
+    )
 
 
 def _train_whole(model: "PeftModel", *, tied: bool, fp32: bool) -> None:
@@ -207,7 +211,7 @@ def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
 
 
 def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
-    """Checks that each pattern matches a module with an adapter; PEFT would only warn.
+    """Checks that each target and pattern matches a module with an adapter; PEFT would at most warn.
 
     Raises:
         ConfigError: one does not; names it and the modules.
@@ -216,6 +220,10 @@ def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
 
     tuner: Any = model.base_model
     adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    asked = () if lora.target_modules == "auto" else lora.target_modules
+    unknown = [each for each in asked if not any(f".{name}".endswith(f".{each}") for name in adapted)]
+    if unknown:
+        raise _no_target(model.get_base_model(), f": nothing is named {', '.join(unknown)}")
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         unused = [key for key in patterns if not any(get_pattern_key([key], name) == key for name in adapted)]
         if unused:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.data.prepare import PreparedData, prepare
@@ -66,12 +66,32 @@ def not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError
     return ConfigError(f"model.name: the {what} of '{model.name}' cannot be loaded: {reason[:300]}\n{hint}")
 
 
+def _require_generation_config(folder: Path) -> None:
+    """Checks generation_config.json, if there is one; transformers ignores what is no JSON without a word.
+
+    Raises:
+        ConfigError: it cannot be read, or its eos_token_id, which ends answers, is no token.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return
+    remedy = "copy the file again, or remove it if config.json has the eos_token_id"
+    try:
+        ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+    except Exception as error:  # noqa: BLE001 - a wrong value raises anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"model.name: {path} cannot be used: {reason[:300]}; {remedy}") from error
+    listed = ends if isinstance(ends, list) else [ends]
+    if any(end is not None and (type(end) is not int or end < 0) for end in listed):
+        raise ConfigError(f"model.name: eos_token_id in {path} is {str(ends)[:100]!r}, no token; {remedy}")
+
+
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
     """The architecture (config.json) from a folder or the hub, with rows for model.new_tokens.
 
     Raises:
-        ConfigError: there is none, it cannot be loaded, it is of no decoder, or its sizes make no sense; or
-            as in `new_tokens`.
+        ConfigError: there is none, it cannot be loaded, it is of no decoder, or its sizes make no sense; the
+            generation_config.json beside it cannot be used; or as in `new_tokens`.
     """
     folder = Path(model.name)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -86,6 +106,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
         raise
     except Exception as error:  # the classes of architectures raise anything
         raise not_loadable("config", model, error) from error
+    _require_generation_config(folder)
     require_decoder(config)
     require_sound_sizes(config, model.name)
     return with_rows(config, rows_for(new_tokens(model)))

@@ -228,13 +228,18 @@ def sft_config(
     )
 
 
+def warmup_steps(ratio: float, total_steps: int) -> int:
+    """The steps of the warmup, of which the first learns nothing; the last step of a run is never one."""
+    return min(math.ceil(ratio * total_steps), total_steps - 1)
+
+
 def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
     train = config.train
     return dict(
         learning_rate=plan.learning_rate,
         # a schedule-free optimizer does the warmup itself
         lr_scheduler_type="constant" if train.optimizer == SCHEDULE_FREE else SCHEDULES[train.lr_schedule],
-        warmup_steps=math.ceil(train.warmup_ratio * plan.total_steps),
+        warmup_steps=warmup_steps(train.warmup_ratio, plan.total_steps),
         optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,

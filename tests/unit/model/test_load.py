@@ -137,6 +137,33 @@ def test_target_modules_that_match_nothing_list_those_that_exist(tiny_model):
         attach_adapter(base(tiny_model), LoraSettings(target_modules=["nonsense"]))
 
 
+@pytest.mark.parametrize("asked", [["q_proj", "nope"], ["self_attn.q_proj", "v_proj", "layers.7.v_proj"]])
+def test_each_target_module_is_there_or_refused(tiny_model, asked):
+    with pytest.raises(
+        ConfigError, match=rf"(?s)nothing is named {asked[-1]}\nlinear.*: down_proj, gate_proj"
+    ):
+        attach_adapter(base(tiny_model), LoraSettings(target_modules=asked))
+    found = attach_adapter(base(tiny_model), LoraSettings(target_modules=asked[:-1]))
+    assert len(found.base_model.targeted_module_names) == len(asked[:-1]) * len(
+        found.base_model.model.model.layers
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"eos_token_id": 2', "[1]", '{"eos_token_id": "abc"}', '{"eos_token_id": [1, "x"]}', '{"eos_token_id": -5}',
+     '{"max_new_tokens": -5}', '{"watermarking_config": 5}'],
+)  # fmt: skip
+def test_a_broken_generation_config_is_named(tiny_model, tmp_path, text):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"^model.name: .*generation_config.json.*copy the file again"
+    ) as found:
+        load_model_config(ModelConfig(name=str(folder)))
+    assert "\n" not in str(found.value)
+
+
 def test_a_weight_that_was_split_while_loading_does_not_keep_the_whole(tmp_path):
     """The vision tower of Kimi K2.5 is saved with query, key and value in one tensor."""
     AutoModelForImageTextToText.from_config(miniature("kimi_k25")).save_pretrained(tmp_path)
