@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import shlex
 import sys
@@ -19,6 +20,7 @@ from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
 from sft_play.streams import require_output, secure_streams
 
+MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 # How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
 # compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
@@ -79,14 +81,14 @@ class _Commands:
         return command
 
 
-def _number_from(least: int, setting: str) -> Callable[[str], int]:
-    """Reads a whole number of at least `least`, which was typed as this setting of make."""
+def _number_from(least: int, setting: str, most: int | None = None) -> Callable[[str], int]:
+    """Reads a whole number from `least` to `most`, which was typed as this setting of make."""
 
     def read(text: str) -> int:
         from sft_play.launch.nodes import whole_number
 
         try:
-            return whole_number(setting, text, least)
+            return whole_number(setting, text, least, most)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -135,7 +137,7 @@ def _add_training_commands(commands: _Commands) -> None:
     command.add_argument("--model", metavar="NAME", help=model_help)
     command.add_argument("--gpu", metavar="NAME", help='plan for this GPU instead, e.g. "RTX 4090"')
     gpus_help = "number of GPUs (default: all visible GPUs, or one with --gpu)"
-    command.add_argument("--gpus", type=_number_from(1, "NGPU"), metavar="N", help=gpus_help)
+    command.add_argument("--gpus", type=_number_from(1, "NGPU", MOST_PROCESSES), metavar="N", help=gpus_help)
     _add_processes(commands.add("probe", handlers.probe, as_json=True))
     _add_training_flags(commands.add("train", handlers.train))
     _add_slurm_flags(commands.add("slurm", handlers.slurm))
@@ -204,7 +206,7 @@ def _add_harness_flags(command: argparse.ArgumentParser) -> None:
 def _add_processes(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--processes",
-        type=_number_from(0, "NGPU"),
+        type=_number_from(0, "NGPU", MOST_PROCESSES),
         default=1,
         metavar="N",
         help="number of processes; 0: one per visible GPU (default: 1)",
@@ -288,6 +290,11 @@ def explained(error: BaseException, args: argparse.Namespace) -> BaseException:
     """The error, or one that says what a library cannot do with the config."""
     if exit_code_of(error) != 1 or isinstance(error, SftPlayError):
         return error
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = str(error.filename)
+        return ConfigError(
+            f"no file can be called {name[:60]}... ({len(name):,} characters); use a shorter name"
+        )
     from sft_play.config.load import load_config
     from sft_play.libraries import library_failure
 

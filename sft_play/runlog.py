@@ -269,17 +269,22 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     records: dict[Any, dict[str, Any]] = {}
     text = run.metrics.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines()):
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line, parse_int=_whole_number)
             if isinstance(record, dict):
                 records[(record.get("step", number), "eval/loss" in record)] = record
     return list(records.values())
 
 
+def _whole_number(text: str) -> int | float:
+    """A whole number of a JSON file; one that no float can hold becomes infinite, as 1e999 does."""
+    return int(text) if len(text) < 300 else float(text)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of the run; {} if it is missing or damaged."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"), parse_int=_whole_number)
     except (OSError, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}

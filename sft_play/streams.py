@@ -66,6 +66,8 @@ def secure_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest descriptor that is free
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # `infer` says what is not UTF-8
     if sys.stdout is sys.__stdout__:
         sys.stdout = open_output(1, line_buffering=os.isatty(1), keep=True)
     if sys.stderr is sys.__stderr__:

@@ -1,6 +1,7 @@
 """Inference with the trained model: chat in the terminal, and batch inference on a file of prompts."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # --- chat ---
 
 HELP = "/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
+SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
 
 
@@ -165,6 +167,9 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
             console().print()
             return
         if not line:
+            continue
+        if SURROGATE.search(line):
+            console().print("not sent: this is not valid UTF-8", style="yellow")
             continue
         if line.startswith("/"):
             message = run_chat_command(state, line)

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,8 @@ def _shipped(path: Path) -> str:
 
 def _read_file(path: Path) -> dict:
     if not _is_file(path):
-        raise ConfigError(f"config file {path} does not exist{_shipped(path)}. Set CONFIG=<file>")
+        found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - long names
+        raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set CONFIG=<file>")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(
             f"config file {path} has {path.stat().st_size} bytes; the limit is {MAX_FILE_BYTES}"

@@ -5,16 +5,17 @@ import shlex
 
 import pytest
 
-from sft_play.cli import WAITING, build_parser, parse, report_error, set_environment
+from sft_play.cli import WAITING, build_parser, main, parse, report_error, set_environment
 from sft_play.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["train", "--processes", "-1"], "NGPU=-1: expected a whole number of at least 0"),
-        (["probe", "--processes", "two"], "NGPU=two: expected a whole number of at least 0"),
-        (["plan", "--gpus", "0"], "NGPU=0: expected a whole number of at least 1"),
+        (["train", "--processes", "-1"], "NGPU=-1: expected a whole number from 0 to 16384"),
+        (["probe", "--processes", "two"], "NGPU=two: expected a whole number from 0 to 16384"),
+        (["plan", "--gpus", "0"], "NGPU=0: expected a whole number from 1 to 16384"),
+        (["plan", "--gpus", "1000000000"], "NGPU=1000000000: expected a whole number from 1 to 16384"),
         (["eval", "--limit", "0"], "LIMIT=0: expected a whole number of at least 1"),
         (["prepare", "--show", "-1"], "SHOW=-1: expected a whole number of at least 0"),
     ],
@@ -23,6 +24,15 @@ def test_a_number_that_makes_no_sense_is_refused_by_its_setting(words, problem, 
     with pytest.raises(SystemExit) as error:
         parse(build_parser(), [*words, "--config", "configs/demo.yaml"])
     assert error.value.code == 2 and problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["report"], ["plan", "--model"], ["dapt-docx", "--output", "x.jsonl", "--input"]]
+)
+def test_a_name_that_no_file_can_have_is_refused(words, capfd):
+    assert main([*words, "n" * 5000]) == 2
+    said = capfd.readouterr().err
+    assert "nnn... (" in said and "use a shorter name" in said and "bug" not in said and len(said) < 300
 
 
 def test_a_command_in_an_error_can_be_copied_from_a_narrow_terminal(monkeypatch, capsys):

@@ -270,6 +270,11 @@ def test_a_chat_answers_remembers_and_ends(finished, screen):
     assert "started a new conversation" in text
 
 
+def test_what_is_not_utf_8_is_not_sent(finished, screen):
+    chat(finished.config, finished.run, read=typed("w1 \udcff", "/quit"))
+    assert "not sent: this is not valid UTF-8" in screen.getvalue()
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(finished, screen, monkeypatch):
     row = next(row for row in question_rows() if len(row["answer"].split()) == 3)
     first, rest = row["answer"].split(maxsplit=1)

@@ -201,6 +201,11 @@ def test_missing_config_file_names_the_shipped_ones():
         load_config("configs/nowhere.yaml")
 
 
+def test_a_folder_is_no_config_file_and_is_said_to_be_one():
+    with pytest.raises(ConfigError, match=r"configs is a folder.*configs/demo.yaml"):
+        load_config("configs")
+
+
 def test_a_misspelt_config_file_is_recognized_and_files_that_are_no_runs_are_not_listed():
     with pytest.raises(
         ConfigError, match=r"configs/dmeo.yaml does not exist; did you mean configs/demo.yaml"

@@ -211,6 +211,15 @@ def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
     assert "Last training loss: 1.0000" in page_of(run)
 
 
+@pytest.mark.parametrize("key", ["step", "train/loss", "speed/tokens_per_second", "memory/peak_bytes"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_of_thousands_of_digits_is_no_obstacle(tmp_path, key, digits):
+    run = finished(tmp_path / "one")
+    with run.metrics.open("a") as file:
+        file.write(f'{{"step": 21, "train/loss": 1, "{key}": {"9" * digits}}}\n')
+    assert page_of(run).rstrip().endswith("</html>")
+
+
 def test_half_a_character_in_an_answer_is_no_obstacle(tmp_path):
     run = finished(tmp_path / "one")
     answer = {"messages": [{"content": "x"}], "reference": "y", "generated": "\ud83d"}
