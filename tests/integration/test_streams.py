@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from sft_play.runlog import RunDir, read_json
-from tests.integration.cli import environment, make_workspace
+from tests.integration.cli import environment, make_workspace, sft
 
 pytestmark = pytest.mark.integration
 
@@ -59,3 +59,11 @@ def test_a_chat_without_standard_streams_ends(finished):
 @pytest.mark.parametrize(("console", "code"), [("a closed pipe", 0), ("a full disk", 6), ("nothing", 0)])
 def test_a_command_that_only_prints_says_that_the_disk_is_full(console, code):
     assert code_of(console, "config-schema") == code
+
+
+@pytest.mark.parametrize(("flags", "visible"), [([], "private"), (["--public"], "public")])
+def test_push_says_who_will_see_it_before_it_uploads_anything(finished, monkeypatch, flags, visible):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    done = sft("push", "--config", finished.config, "--repo", "user/name", *flags)
+    assert done.code == 2 and f"user/name on the Hugging Face Hub: {visible}" in " ".join(done.out.split())
