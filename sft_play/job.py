@@ -21,6 +21,7 @@ from sft_play.files import write_atomic
 from sft_play.fingerprints import installed_versions
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import Machine, detect
+from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
@@ -191,6 +192,8 @@ def begin_run(job: Job) -> None:
     job.run.write_json(job.run.plan, job.plan.to_json())
     job.run.write_json(job.run.data, {"fingerprint": job.data.cache_path.name, **job.data.stats})
     job.run.write_json(job.run.environment, environment_of(job.machine))
+    if job.checkpoint is None or not job.run.base.exists():
+        keep_base_files(job.config.model, job.run)
 
 
 def environment_of(machine: Machine) -> dict[str, Any]:

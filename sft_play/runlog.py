@@ -119,6 +119,11 @@ class RunDir:
         return self.path / "environment.json"
 
     @property
+    def base(self) -> Path:
+        """Hashes of the base model in a folder that the run was started with."""
+        return self.path / "base.json"
+
+    @property
     def report(self) -> Path:
         """The run as a web page."""
         return self.path / "report.html"

@@ -21,6 +21,7 @@ from sft_play.data.formats import Message
 from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError, StorageError
 from sft_play.files import write_atomic
+from sft_play.model.base_files import require_same_base
 from sft_play.model.collators import Collator, padded_collator
 from sft_play.model.generation import (
     DEFAULT_BATCH_SIZE,
@@ -207,6 +208,7 @@ def evaluate_run(
     if limit is not None and limit < 1:
         raise ConfigError(f"LIMIT={limit}: expected a positive integer")
     weights = finished_weights(config, run)
+    require_same_base(config.model, run)  # also after full fine-tuning: the scores of the base are beside
     with quiet_libraries(run.log):
         loaded = load_data(config)
         rows = _split_rows(loaded.rows, split)

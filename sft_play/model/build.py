@@ -18,6 +18,7 @@ from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.cpu import keep_differentiable
+from sft_play.model.files import compare_with_index
 from sft_play.model.hub_files import require_as_published
 from sft_play.model.load import (
     empty_base,
@@ -31,6 +32,7 @@ from sft_play.model.noise import add_noise
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
+from sft_play.runlog import console
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -115,15 +117,17 @@ def load_base(
 
 
 def _require_undamaged(model: ModelConfig) -> None:
-    """Checks a folder against its manifest, if it has one, and a cached model against the Hub's hashes.
+    """Checks a folder against its manifest and its index, if it has them, and the Hub's hashes where known.
 
     Raises:
         ConfigError: a file has changed; names it.
     """
     folder = Path(model.name)
-    if not folder.is_dir():
-        require_as_published(model)
-    elif has_manifest(folder) and (damage := find_damage(folder)):
+    require_as_published(model)
+    damage, odd = (find_damage(folder), None) if has_manifest(folder) else compare_with_index(folder)
+    if odd:
+        console().print(f"  [yellow]warning[/]: {folder}: {odd}; is it a complete copy?")
+    if damage:
         raise ConfigError(f"model.name: {folder} is damaged: {damage}; make or copy it again")
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.hub import limit_network
@@ -25,6 +26,7 @@ TOKENIZER_FILES = (
 WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack", ".npz",
 }  # fmt: skip
+INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"  # the only folder in a model's folder that tokenizers read
 
 
@@ -62,13 +64,58 @@ def unpinned_code(name: str, revision: str | None) -> str | None:
     return elsewhere[0].partition("--")[0] if elsewhere else None
 
 
+def _listed(folder: Path) -> tuple[dict[str, str], Any]:
+    """Tensor -> file of the index of a folder's weights, and its metadata; {} if there is none to be read."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        listed = {str(tensor): str(name) for tensor, name in index["weight_map"].items()}
+        return listed, index.get("metadata")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}, None
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The weight files of a model's folder that are loaded: one, those of its index, or all."""
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    listed = set(_listed(folder)[0].values())
+    return sorted(listed or {path.name for path in folder.glob("*.safetensors")})
+
+
 def missing_shards(folder: Path) -> list[str]:
     """Weight files that are listed in the folder's index but do not exist."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return []
-    return sorted(name for name in set(index.get("weight_map", {}).values()) if not (folder / name).is_file())
+    return sorted(name for name in set(_listed(folder)[0].values()) if not (folder / name).is_file())
+
+
+def compare_with_index(folder: Path) -> tuple[str | None, str | None]:
+    """What the index of a folder's weights says otherwise than the files: a problem, and what is only odd.
+
+    The total size is only odd, since some published indices count tied weights twice. Files that cannot be
+    opened are left to whoever loads them.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    listed, metadata = _listed(folder)
+    if not listed:
+        return (f"{INDEX} lists no weights" if (folder / INDEX).is_file() else None), None
+    by_file: dict[str, set[str]] = {}
+    for tensor, name in listed.items():
+        by_file.setdefault(name, set()).add(tensor)
+    size = 0
+    for name, tensors in sorted(by_file.items()):
+        try:
+            with safe_open(str(folder / name), framework="numpy") as file:
+                missing = sorted(tensors.difference(file.keys()))
+            with (folder / name).open("rb") as opened:
+                header = int.from_bytes(opened.read(8), "little")
+        except (OSError, SafetensorError):
+            return None, None
+        if missing:
+            return f"{name} has no weight {missing[0]}, which {INDEX} lists there", None
+        size += (folder / name).stat().st_size - 8 - header
+    total = metadata.get("total_size", size) if isinstance(metadata, dict) else size
+    odd = None if total == size else f"the weights have {size} bytes in all, but {INDEX} says {total}"
+    return None, odd
 
 
 def model_key(model: ModelConfig) -> str | None:

@@ -1,8 +1,9 @@
-"""Checks a base model from the Hub, in huggingface_hub's cache, against the hashes it was published with.
+"""Checks a base model from the Hub against the hashes it was published with.
 
-The cache names each file by a hash that the Hub gave out: large files by their SHA-256, small ones by git's
-SHA-1. A file is hashed once; later, only its size, time and place on the disk are compared with what was
-remembered, as git does.
+The Hub's cache names each file by a hash that the Hub gave out: large files by their SHA-256, small ones by
+git's SHA-1. In a folder that `hf download --local-dir` made, a file beside each of the weights has it. A file
+is hashed once; later, only its size, time and place on the disk are compared with what was remembered, as git
+does.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.cache import entry, read_value, write_value
@@ -25,33 +27,55 @@ MAX_THREADS = 16
 
 
 def require_as_published(model: ModelConfig) -> None:
-    """Checks what the cache has of a model; what is still to be downloaded is not asked for.
+    """Checks what the cache or a folder has of a model; what is still to be downloaded is not asked for.
 
     Raises:
         ConfigError: a file is not as it was published; names it.
     """
-    found = {name: blob for name, blob in _blobs(model) if not read_value(_checked(blob))}
+    published = _downloaded(Path(model.name)) if Path(model.name).is_dir() else _blobs(model)
+    found = [one for one in published if not read_value(_checked(one))]
     if not found:
         return
-    size = sum(blob.stat().st_size for blob in found.values())
+    size = sum(one.path.stat().st_size for one in found)
     if size >= SAID_FROM_BYTES:
         console().print(f"  comparing {format_bytes(size)} of {model.name} with the Hub's hashes, once")
-    entries = [_checked(blob) for blob in found.values()]  # before they are read
+    entries = [_checked(one) for one in found]  # before they are read
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        same = dict(zip(found, pool.map(_is_as_named, found.values()), strict=True))
-    damaged = next((name for name in found if not same[name]), None)
-    if damaged:
+        same = list(pool.map(_is_as_published, found))
+    if not all(same):
+        one = found[same.index(False)]
         raise ConfigError(
-            f"model.name: {damaged} of '{model.name}' is damaged in the cache: it has another hash than "
-            "the one published on the Hub. Download it again: "
-            f"rm {found[damaged].resolve()} && hf download {model.name} {damaged}"
+            f"model.name: {one.name} of '{model.name}' is damaged{one.where}: it has another hash than "
+            f"the one published on the Hub. {one.remedy}"
         )
     for path in entries:
         write_value(path, True)
 
 
-def _blobs(model: ModelConfig) -> Iterator[tuple[str, Path]]:
-    """Names of a cached model's files, and what they link to, where that is named by a hash."""
+@dataclass(frozen=True)
+class _Published:
+    """A file with the hash that it was published with."""
+
+    name: str
+    path: Path
+    hash: str
+    where: str
+    """For people."""
+    remedy: str
+
+
+def _downloaded(folder: Path) -> Iterator[_Published]:
+    """The weights in a folder of which huggingface_hub has noted commit, hash and time, a line each."""
+    for path in sorted(folder.glob("*.safetensors")):
+        note = folder / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+        lines = note.read_text(encoding="utf-8", errors="replace").split() if note.is_file() else []
+        if len(lines) > 1 and _is_hash(lines[1]):
+            remedy = f"Download it again; if you changed it yourself, remove {note}"
+            yield _Published(path.name, path, lines[1], "", remedy)
+
+
+def _blobs(model: ModelConfig) -> Iterator[_Published]:
+    """A cached model's files, where what they link to is named by a hash."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
@@ -61,26 +85,29 @@ def _blobs(model: ModelConfig) -> Iterator[tuple[str, Path]]:
     for path in sorted(snapshot.rglob("*")):
         blob = path.resolve()
         if path.suffix in USED and path.is_symlink() and blob.is_file() and _is_hash(blob.name):
-            yield path.relative_to(snapshot).as_posix(), blob
+            name = path.relative_to(snapshot).as_posix()
+            remedy = f"Download it again: rm {blob} && hf download {model.name} {name}"
+            yield _Published(name, blob, blob.name, " in the cache", remedy)
 
 
 def _is_hash(name: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) is not None
 
 
-def _checked(blob: Path) -> Path:
+def _checked(one: _Published) -> Path:
     """Where it is kept that a file is as published; another place once somebody has written to the file."""
-    status = blob.stat()
-    return entry("hub-files", str(blob), status.st_size, status.st_mtime_ns, status.st_ino)
+    status = one.path.stat()
+    about = str(one.path), one.hash, status.st_size, status.st_mtime_ns, status.st_ino
+    return entry("hub-files", *about)
 
 
-def _is_as_named(blob: Path) -> bool:
-    """Whether the content of a file has the hash that is its name."""
-    git = len(blob.name) == 40
+def _is_as_published(one: _Published) -> bool:
+    """Whether the content of a file has its hash."""
+    git = len(one.hash) == 40
     digest = hashlib.sha1(usedforsecurity=False) if git else hashlib.sha256()
     if git:
-        digest.update(f"blob {blob.stat().st_size}\0".encode())
-    with blob.open("rb") as file:
+        digest.update(f"blob {one.path.stat().st_size}\0".encode())
+    with one.path.open("rb") as file:
         while data := file.read(READ_BYTES):
             digest.update(data)
-    return digest.hexdigest() == blob.name
+    return digest.hexdigest() == one.hash

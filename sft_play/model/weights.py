@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError
 from sft_play.manifest import find_damage, has_manifest, read_manifest
+from sft_play.model.base_files import require_same_base
 from sft_play.model.files import missing_shards
 from sft_play.runlog import RunDir, console, read_json
 
@@ -44,6 +45,7 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
 
     Raises:
         CheckpointError: the run has not finished, its files are damaged, or it has other new tokens.
+        ConfigError: the base model in a folder is not the one that the adapter was trained on.
     """
     full = config.tuning.mode == "full"
     folder, settings = (run.model, "config.json") if full else (run.adapter, "adapter_config.json")
@@ -75,6 +77,7 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
         )
     if not full:
         _compare_base(config, folder)
+        require_same_base(config.model, run)
     return folder
 
 

@@ -11,6 +11,7 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.fingerprints import installed_versions
 from sft_play.job import Job
 from sft_play.manifest import has_manifest, read_manifest
+from sft_play.model.base_files import require_same_base
 from sft_play.runlog import console, read_json
 from sft_play.train.checkpoints import STATE, find_problem, newest_whole, require_movable, set_aside_stale
 from sft_play.train.ranks import from_all
@@ -32,7 +33,7 @@ def checkpoint_to_resume(job: Job) -> Path | None:
 
     Raises:
         CheckpointError: there should be one, but none can be used.
-        ConfigError: it belongs to a run with other settings or other rows.
+        ConfigError: it belongs to a run with other settings, other rows or another base.
     """
     if job.config.train.resume == "never":
         return None
@@ -49,6 +50,8 @@ def checkpoint_to_resume(job: Job) -> Path | None:
             f"  [yellow]{checkpoint.name} has no manifest: an earlier version saved it, and damage to its "
             "files would not be noticed[/]"
         )
+    if job.keeps_files:
+        require_same_base(job.config.model, job.run)
     for line in require_same_run(job, checkpoint):
         console().print(f"  [dim]changed since {checkpoint.name}: {line}[/]")
     moved = require_movable(checkpoint, job.config, job.plan, job.checkpoint_parts)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from sft_play.manifest import MANIFEST, files_in, find_damage, read_manifest
+from sft_play.model.weights import finished_weights
 from sft_play.runlog import read_json
 from sft_play.train import run as run_module
 from sft_play.train.checkpoints import find_problem
@@ -137,6 +139,20 @@ def test_a_run_resumed_at_an_earlier_step_sets_the_later_ones_aside(again, whole
     assert "checkpoint-6.stale: set aside, since the run resumes from checkpoint-4" in said
     assert (job.run.checkpoints / "checkpoint-6.stale").is_dir()
     assert_same_weights(job, whole)
+
+
+def test_a_base_that_has_changed_since_the_run_began_is_refused(again, whole, tiny_model, tmp_path):
+    base = shutil.copytree(tiny_model, tmp_path / "other" / tiny_model.name)
+    job = again()
+    shutil.copytree(whole.run.adapter, job.run.adapter)
+    config = job.config.model_copy(update={"model": ModelConfig(name=str(base))})  # moved, but the same
+    assert finished_weights(config, job.run) == job.run.adapter
+    flip_bit(base / "model.safetensors")
+    said = "model.safetensors in .* is not the one that run was trained with"
+    with pytest.raises(ConfigError, match=said):
+        finished_weights(config, job.run)
+    with pytest.raises(ConfigError, match=said):
+        train(replace(job, resolved=replace(job.resolved, config=config)))
 
 
 def test_another_learning_rate_is_refused_and_if_allowed_it_counts(again, tiny_model, tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,9 @@ def test_a_damaged_file_in_the_cache_is_named_before_it_is_loaded(cached, name):
 
 def test_a_file_is_hashed_once_and_again_when_somebody_wrote_to_it(cached, monkeypatch):
     hashed = []
-    is_as_named = hub_files._is_as_named
+    is_as_published = hub_files._is_as_published
     monkeypatch.setattr(
-        hub_files, "_is_as_named", lambda blob: (hashed.append(blob.name), is_as_named(blob))[1]
+        hub_files, "_is_as_published", lambda one: (hashed.append(one.hash), is_as_published(one))[1]
     )
     for _ in range(2):
         hub_files.require_as_published(MODEL)
@@ -73,6 +74,21 @@ def test_a_file_is_hashed_once_and_again_when_somebody_wrote_to_it(cached, monke
     os.utime((cached / "config.json").resolve())
     hub_files.require_as_published(MODEL)
     assert hashed[len(files) :] == [(cached / "config.json").resolve().name]
+
+
+def test_a_damaged_file_in_a_folder_that_was_downloaded_is_named(cached, tmp_path):
+    folder = shutil.copytree(cached, tmp_path / "folder")
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    note = folder / ".cache" / "huggingface" / "download" / "model.safetensors.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(f"{COMMIT}\n{digest}\n1700000000.0\n")
+    model = ModelConfig(name=str(folder))
+    assert load(model).config.hidden_size == 64
+    flip_bit(folder / "model.safetensors", -1)
+    with pytest.raises(ConfigError, match=r"model.safetensors of .* is damaged.*another hash.*\.metadata$"):
+        load(model)
+    note.unlink()
+    assert load(model).config.hidden_size == 64
 
 
 def test_what_has_no_published_hash_is_not_checked(cached):
