@@ -15,6 +15,7 @@ from rich.text import Text
 from sft_play import __version__
 from sft_play.commands import data_handlers, handlers
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
+from sft_play.launch.environment import settle_environment
 from sft_play.runlog import console_on_stderr
 from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
@@ -244,8 +245,9 @@ def _add_slurm_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
-def set_environment() -> None:
-    """Library settings that must be set before the libraries are imported."""
+def set_environment(*, rank: bool = False) -> None:
+    """Library settings that must be set before the libraries are imported; `rank`: in a rank of a run."""
+    settle_environment(os.environ, rank=rank)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -352,7 +354,7 @@ def run_rank(argv: list[str]) -> int:
     A rank that was launched by `sft-play` reports its error to the launcher; other ranks (torchrun) print it.
     """
     secure_streams()
-    set_environment()
+    set_environment(rank=True)
     parser = argparse.ArgumentParser(
         prog="train_distributed.py", description="Run one rank of a distributed training run."
     )

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from sft_play.engines.base import Engine
 
+REMEDY = "remove it, or run `make setup-accelerate` to write it again"
+
 
 def default_config_path() -> Path:
     """Where `accelerate config` writes and `accelerate launch` without --config_file reads."""
@@ -22,10 +24,12 @@ def stale_default_config(processes: int, engine: Engine) -> str | None:
     path = default_config_path()
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+    except FileNotFoundError:
         return None
-    except yaml.YAMLError:
-        return f"{path} is not valid YAML; remove it, or run `make setup-accelerate` to write it again"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}; {REMEDY}"
+    except (yaml.YAMLError, ValueError):  # ValueError: not UTF-8, or a date that does not exist
+        return f"{path} is not valid YAML; {REMEDY}"
     found = tree if isinstance(tree, dict) else {}
     wanted = {"num_processes": str(processes), "distributed_type": engine.distributed_type}
     differs = [

@@ -6,6 +6,7 @@ joined rows, and the output head computes what the model's own does.
 
 import hashlib
 import json
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 
 from sft_play.engines.registry import distributed_engines, engine_of
 from sft_play.errors import ConfigError, LaunchError
+from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
 from sft_play.plan import Plan
 from sft_play.runlog import console
 from sft_play.train.ranks import from_all
@@ -48,6 +50,7 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             f"the launcher started {started.label}, but the plan is for engine {plan.engine}: add the "
             f"override parallel.engine={started.name}, or launch with another file from configs/accelerate/"
         )
+    check_in_force(trainer, plan)
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()
     device = str(accelerator.device)
     if accelerator.device.type == "cuda":
@@ -64,19 +67,46 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
         if plan.padding_free:
             check_isolation(model, plan, accelerator.device)
     if announce:
-        print_banner(accelerator, plan, [(rank, device) for rank, device, _ in members])
+        print_banner(trainer, plan, [(rank, device) for rank, device, _ in members])
 
 
-def print_banner(accelerator: Any, plan: Plan, members: list[tuple[int, str]]) -> None:
-    """Prints what runs where, before the first step."""
+def check_in_force(trainer: Trainer, plan: Plan) -> None:
+    """Checks that what the libraries made of their settings is what was planned.
+
+    Raises:
+        LaunchError: precision, compiling or accumulation is another one.
+    """
+    accelerator = trainer.accelerator
+    planned = {
+        "mixed precision": (plan.mixed_precision, accelerator.mixed_precision),
+        "torch.compile": ("NO", accelerator.state.dynamo_plugin.backend.value),
+        "gradient accumulation": (
+            plan.gradient_accumulation_steps,
+            trainer.args.gradient_accumulation_steps * accelerator.gradient_accumulation_steps,
+        ),
+    }
+    differ = [
+        f"{name} is {found}, but {wanted} was planned"
+        for name, (wanted, found) in planned.items()
+        if found != wanted
+    ]
+    if differ:
+        raise LaunchError(f"{'; '.join(differ)}: the environment, or a config file of accelerate, changed it")
+
+
+def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -> None:
+    """Prints what runs where and how, as the libraries have it, before the first step."""
+    accelerator = trainer.accelerator
     words = "tokens" if plan.packing else "sequences"
+    ignored = filter(None, os.environ.get(IGNORED_VARIABLE, "").split(","))
     lines = [
         f"Distributed type: {accelerator.distributed_type.value}",
         f"Number of processes: {accelerator.num_processes}",
-        f"Mixed precision: {plan.mixed_precision}",
+        f"Mixed precision: {accelerator.mixed_precision}",
+        *ignored_lines(ignored),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
         f"Effective batch: {plan.effective_batch_size:,} {words} = {plan.micro_batch_size:,} x "
-        f"{plan.gradient_accumulation_steps} x {plan.world_size}",
+        f"{trainer.args.gradient_accumulation_steps} x {accelerator.num_processes}",
     ]
     console().print("\n".join(f"  [dim]{line}[/]" for line in lines))
 

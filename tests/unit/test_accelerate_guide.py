@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.launch.environment import KEPT, OF_A_RANK, OF_THE_LAUNCHER, SETTLED_ELSEWHERE
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "ACCELERATE_SETUP.md").read_text()
+
+
+def test_the_guide_names_every_variable_that_is_removed_or_kept():
+    known = [*SETTLED_ELSEWHERE, *OF_THE_LAUNCHER, *OF_A_RANK, *KEPT]
+    assert [name for name in known if f"`{name}`" not in TEXT] == []
 
 
 def plain(text: str) -> str:

@@ -56,6 +56,16 @@ def test_a_stale_file_in_the_home_folder_is_told_of(text, message):
     assert message in stale_default_config(2, DDP)
 
 
+@pytest.mark.parametrize("kind", ["not UTF-8", "a folder"])
+def test_a_file_in_the_home_folder_that_cannot_be_read_is_told_of(kind):
+    default_config_path().parent.mkdir(parents=True)
+    if kind == "a folder":
+        default_config_path().mkdir()
+    else:
+        default_config_path().write_bytes(b"num_processes: \xff")
+    assert "remove it, or run `make setup-accelerate`" in stale_default_config(2, DDP)
+
+
 def test_where_there_is_no_such_file_there_is_nothing_to_tell(monkeypatch):
     assert stale_default_config(2, DDP) is None
     monkeypatch.delenv("HF_HOME")
