@@ -267,7 +267,7 @@ def exit_code_of(error: BaseException) -> int:
 def report_error(error: BaseException) -> int:
     """Prints an error and returns its exit code; only bugs in SFT-Play show a traceback."""
     if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write("interrupted\n")
+        sys.stderr.write(f"interrupted: {error}\n" if str(error) else "interrupted\n")
     elif exit_code_of(error) == 1:
         if not isinstance(error, SftPlayError):  # a rank reports its traceback as text
             sys.stderr.write(redact("".join(traceback.format_exception(error))))
@@ -379,6 +379,6 @@ def run_rank(argv: list[str]) -> int:
         code = exit_code_of(error)
         if ranks.reports_folder is None:
             return report_error(error)
-        text = str(error) if isinstance(error, SftPlayError) else trace
+        text = str(error) if isinstance(error, SftPlayError | KeyboardInterrupt) else trace
         return finish_rank(ranks, code, text, type(error).__name__)
     return finish_rank(ranks, 0)

@@ -6,6 +6,7 @@ from typing import Any
 from sft_play.commands.train import as_overrides, launch_ranks, opened_job
 from sft_play.errors import ConfigError
 from sft_play.job import Job
+from sft_play.machine.process import ended_by_signals
 from sft_play.runlog import read_json
 
 
@@ -19,7 +20,7 @@ def probe_command(path: str, overrides: list[str], *, processes: int, engine: st
         DoesNotFitError: no plan fits; further errors as in `train_command`.
     """
     overrides = [*overrides, *as_overrides(engine, resume=False)]
-    with opened_job(path, overrides, processes) as job:
+    with ended_by_signals(), opened_job(path, overrides, processes) as job:
         if job.config.train.probe is False:
             raise ConfigError(
                 "train.probe=false leaves nothing to measure; remove it, or add ARGS=train.probe=true"

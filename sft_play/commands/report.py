@@ -71,6 +71,11 @@ def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None
         if here:
             _report(run)  # it may be a while until the run goes on
         raise
+    except KeyboardInterrupt as error:
+        begun = before[0] != _versions(run)[0]
+        raise KeyboardInterrupt(
+            f"{error}{_what_is_saved(run, begun=begun)}" if here else str(error)
+        ) from None
     except Exception as error:
         begun, summarised = (was != now for was, now in zip(before, _versions(run), strict=True))
         if here and begun:
@@ -89,6 +94,18 @@ def _versions(run: RunDir) -> list[tuple[int, int] | None]:
         except OSError:
             found.append(None)
     return found
+
+
+def _what_is_saved(run: RunDir, *, begun: bool) -> str:
+    from sft_play.train.checkpoints import by_step
+
+    if not begun:
+        return " before the first step, so there is nothing to save"
+    saved = by_step(run)
+    if not saved:
+        return " before the first checkpoint, so `make train` starts again"
+    processes = read_json(run.plan).get("plan", {}).get("world_size", 1)
+    return f" at once; {saved[-1].name} is the last one saved. Continue with: {run.resume_command(processes)}"
 
 
 def _keep_error(run: RunDir, error: BaseException, *, trained: bool) -> None:

@@ -23,7 +23,7 @@ from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.launch.ranks import PLAN_VARIABLE, RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
-from sft_play.machine.process import collector_off
+from sft_play.machine.process import collector_off, ended_by_signals
 from sft_play.multinode import agree_on_plan, connected_machines
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.scaling import scaling
@@ -68,6 +68,7 @@ def train_command(
     if resume and not nodes.rank:
         require_started(RunDir(Path(config.output.dir) / config.output.name))
     with (
+        ended_by_signals(),
         connected_machines(nodes) as link,
         opened_job(path, overrides, processes, nodes) as job,
         end_reported(job.run, job.config, here=not nodes.rank),

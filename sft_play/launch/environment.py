@@ -12,6 +12,7 @@ IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the
 PRECISION = "train.mixed_precision decides"
 NOT_COMPILED = "runs are not compiled, since the lengths of their batches vary"
 PLAN = "the plan decides"
+DEEPSPEED = "configs/deepspeed_z2.json decides"
 ENGINE = "parallel.engine decides"
 WITHOUT_CODE = "files of tensors are loaded without running code in them"
 ONE_PROCESS = "WORLD_SIZE is not set, so this process is the only one"
@@ -26,8 +27,8 @@ SETTLED_ELSEWHERE = {
     "NVIDIA_TF32_OVERRIDE": PRECISION,
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": PRECISION,
     "ACCELERATE_DYNAMO_*": NOT_COMPILED,
-    "ACCELERATE_DEEPSPEED_*": "configs/deepspeed_z2.json decides",
-    "ACCELERATE_CONFIG_DS_FIELDS": "configs/deepspeed_z2.json decides",
+    "ACCELERATE_DEEPSPEED_*": DEEPSPEED,
+    "ACCELERATE_CONFIG_DS_FIELDS": DEEPSPEED,
     "ACCELERATE_USE_CPU": "CUDA_VISIBLE_DEVICES decides",
     "ACCELERATE_USE_*": ENGINE,
     "FSDP_*": ENGINE,
@@ -65,7 +66,7 @@ def settle_environment(environment: MutableMapping[str, str], *, rank: bool) -> 
     values = {name: environment.pop(name) for name in found}
     told = [name for name, value in values.items() if value.lower() not in NEUTRAL]
     if rank:  # `accelerate launch` sets these for its DeepSpeed config, which is ours
-        told = [name for name in told if not fnmatchcase(name, "ACCELERATE_DEEPSPEED_*")]
+        told = [name for name in told if _reason(name, reasons) != DEEPSPEED]
     environment[IGNORED_VARIABLE] = ",".join(sorted({*filter(None, known), *told}))
 
 

@@ -23,6 +23,8 @@ PLAN_VARIABLE = "SFT_PLAY_PLAN"  # file of the plan that our launcher made for i
 REPORTS_VARIABLE = "SFT_PLAY_RANKS"  # folder where the ranks report to our launcher how they ended
 PROCESSES_VARIABLE = "SFT_PLAY_PROCESSES"  # world size that our launcher requested
 
+MOST_PROCESSES = 2**20
+
 SAVED = Interrupted.exit_code
 STOPPED_BY_USER = 130
 DIED_SILENTLY = "died without reporting an error"
@@ -77,30 +79,36 @@ class RankEnvironment:
         """Reads the variables that torchrun and accelerate set, and ours.
 
         Raises:
-            ConfigError: WORLD_SIZE is not a number, or its companions are missing.
+            ConfigError: one of them is not a number, or the companions of WORLD_SIZE are missing.
         """
-        text = environment.get("WORLD_SIZE", "1")
-        if not text.isdigit() or int(text) < 1:
-            raise ConfigError(
-                f"WORLD_SIZE={text}: expected a whole number above 0, as torchrun and accelerate set it"
-            )
-        world_size = int(text)
+
+        def number(name: str, default: int, low: int, high: int) -> int:
+            text = environment.get(name, str(default))
+            if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
+                raise ConfigError(
+                    f"{name}={text}: expected a whole number from {low} to {high}, as torchrun and accelerate "
+                    "set it"
+                )
+            return int(text)
+
+        world_size = number("WORLD_SIZE", 1, 1, MOST_PROCESSES)
+        local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, world_size)
         missing = [name for name in COMPANIONS if not environment.get(name)] if world_size > 1 else []
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE={text}, but {', '.join(missing)} not set: start all processes with torchrun or "
+                f"WORLD_SIZE={world_size}, but {', '.join(missing)} not set: start all processes with torchrun or "
                 "`make train-distributed`, or unset WORLD_SIZE to train with one"
             )
         plan, reports = environment.get(PLAN_VARIABLE), environment.get(REPORTS_VARIABLE)
         asked = environment.get(PROCESSES_VARIABLE)
         return cls(
-            rank=int(environment.get("RANK", "0")),
+            rank=number("RANK", 0, 0, world_size - 1),
             world_size=world_size,
-            local_rank=int(environment.get("LOCAL_RANK", "0")),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", text)),
+            local_rank=number("LOCAL_RANK", 0, 0, local_world_size - 1),
+            local_world_size=local_world_size,
             plan_file=Path(plan) if plan else None,
             reports_folder=Path(reports) if reports else None,
-            asked_world_size=int(asked) if asked else None,
+            asked_world_size=number(PROCESSES_VARIABLE, 1, 1, MOST_PROCESSES) if asked else None,
         )
 
     def require_whole_world(self) -> None:
@@ -219,8 +227,8 @@ def outcome(
     if not failed and (status == 0 or not (silent or saved or stopped_by)):
         return RankExit(rank=0, code=0)
     if stopped_by:
-        text = f"stopped by {stopped_by} before a checkpoint could be saved"
-    elif status < 0:
+        return RankExit(silent[0] if silent else 0, STOPPED_BY_USER, f"stopped by {stopped_by}")
+    if status < 0:
         text = f"accelerate launch was killed by {signal_name(-status)}, and its ranks with it"
     elif started and silent:
         text = _describe_silent(silent, log_tail) + (f"; {KERNEL_KILLED}" if kernel_killed else "")
@@ -288,12 +296,12 @@ def raise_unless_done(result: RankExit) -> None:
         SftPlayError: the subclass with that code, or the class itself for a bug, with the rank's traceback as
             the message.
         OutOfMemory: memory ran out in the middle of training.
-        KeyboardInterrupt: a second Ctrl-C ended the run at once.
+        KeyboardInterrupt: a signal ended the run at once; the message names it.
     """
     if result.code == 0:
         return
     if result.code == STOPPED_BY_USER:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(result.message)
     kinds = {kind.exit_code: kind for kind in SftPlayError.__subclasses__()}
     kind = OutOfMemory if result.error == OutOfMemory.__name__ else kinds.get(result.code, SftPlayError)
     raise kind(result.message or f"rank {result.rank} exited with code {result.code}")

@@ -14,6 +14,7 @@ import psutil
 from sft_play.launch.beats import STACKS_SIGNAL, hanging, is_stalled, read_beats, read_stack
 from sft_play.launch.link import Link
 from sft_play.launch.ranks import SAVED, cause_here, read_rank_exits
+from sft_play.machine.process import not_ignored
 from sft_play.runlog import RunDir
 
 POLL_S = 0.25
@@ -76,7 +77,7 @@ class Watch:
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread can set handlers
             return
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in not_ignored(SIGNALS)}
         try:
             yield
         finally:

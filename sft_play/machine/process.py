@@ -10,8 +10,10 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
 PR_SET_PDEATHSIG = 1
@@ -30,6 +32,38 @@ def die_with_parent(expected: int | None = None) -> None:
     expected = expected or int(os.environ.get(LAUNCHER_VARIABLE, "0"))
     if expected and os.getppid() != expected:  # it died during startup, so the kernel will not kill us
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def not_ignored(numbers: Iterable[int]) -> list[int]:
+    """Those signals that are not ignored, as SIGHUP is under `nohup`: what is ignored stays so."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP (a closed terminal) raise KeyboardInterrupt, as Ctrl-C does.
+
+    So they end the process with a word, and everything that is to be tidied up is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
+        return
+    owner = os.getpid()
+
+    def interrupt(number: int, frame: Any) -> None:
+        if os.getpid() != owner:  # a worker that was forked meanwhile ends as if this was not here
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+
+    numbers = not_ignored((signal.SIGTERM, signal.SIGHUP))
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import DoesNotFitError, OutOfMemory
 from sft_play.job import Job, plan_again, takes_less
+from sft_play.machine.process import not_ignored
 from sft_play.plan import Plan
 from sft_play.report.reasons import batch_sentence
 from sft_play.runlog import console, read_json
@@ -126,8 +127,8 @@ AGAIN_SECONDS = 1.0
 
 
 @contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
-    """Within it, Ctrl-C raises KeyboardInterrupt until that arrives at the end of the block.
+def ended_at_once(*numbers: int) -> Iterator[None]:
+    """Within it, these signals raise KeyboardInterrupt until that arrives at the end of the block.
 
     Python drops an exception that a signal raises while a destructor or a weak reference's callback runs, as
     garbage collection does in a probe: one Ctrl-C may have no effect.
@@ -136,36 +137,40 @@ def ended_by_ctrl_c() -> Iterator[None]:
         yield  # only the main thread can set handlers
         return
     arrived = threading.Event()
+    received: list[int] = []
 
     def again() -> None:
         while not arrived.wait(AGAIN_SECONDS):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), received[0])
 
     repeating = threading.Thread(target=again, daemon=True)
 
     def interrupt(number: int, frame: Any) -> None:
+        received.append(number)
         if repeating.ident is None:
             repeating.start()
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in not_ignored(numbers)}
     try:
         yield
     finally:
         arrived.set()
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if repeating.ident is not None:
             repeating.join()
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"stopped by {signal.Signals(received[0]).name}")
 
 
 class StopOnSignal(TrainerCallback):
-    """After SIGTERM, SIGINT or SIGUSR1 on any rank: finishes the step, saves a checkpoint and stops.
+    """After a signal on any rank: finishes the step, saves a checkpoint and stops.
 
-    A second SIGINT stops at once, and so does the first one before the first step is done.
+    A second SIGINT stops at once, and so does the first one before the first step is done. SIGHUP comes from
+    a closed terminal; under `nohup` it stays ignored.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.stopped = False
@@ -176,11 +181,13 @@ class StopOnSignal(TrainerCallback):
         at_once = self._asked or not self._stepped
         self._asked = True
         if at_once and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("stopped by SIGINT")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Installs the signal handlers."""
-        self._earlier = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
+        self._earlier = {
+            number: signal.signal(number, self._on_signal) for number in not_ignored(self.SIGNALS)
+        }
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops all ranks at the same step if any of them got a signal."""

@@ -3,6 +3,7 @@
 data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
 """
 
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from sft_play.train.memory_meter import MemoryMeter, measured_memory, predicted_
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
-from sft_play.train.recovery import StopOnSignal, ended_by_ctrl_c, memory_errors_explained, remembered
+from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
 from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.session import Session, open_session, ordered_rows
 from sft_play.train.settle import settle_plan
@@ -81,8 +82,12 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
 
 
 def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
-    """A session whose plan was measured to fit, and the probe result; Ctrl-C ends it at once."""
-    with ended_by_ctrl_c():
+    """A session whose plan was measured to fit, and the probe result; a signal ends it at once.
+
+    A rank of several leaves SIGTERM to its launcher, which ends the others with it when one fails.
+    """
+    others = () if job.plan.world_size > 1 else (signal.SIGTERM, signal.SIGHUP)
+    with ended_at_once(signal.SIGINT, *others):
         return settle_plan(prepare_session(job), prepare_session)
 
 

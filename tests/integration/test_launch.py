@@ -114,10 +114,11 @@ def test_a_rank_that_is_killed_is_named(start, tmp_path):
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_us_reaches_the_ranks_and_all_may_save(start, number):
     result, _ = start("wait", "wait", lambda notes: os.kill(os.getpid(), number))
-    assert (result.code, result.message) == (Interrupted.exit_code, signal.Signals(number).name)
+    received = signal.SIGTERM if number == signal.SIGHUP else number  # ranks may not handle a hangup
+    assert (result.code, result.message) == (Interrupted.exit_code, received.name)
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(start, tmp_path):
@@ -129,7 +130,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(start, tmp_path):
             time.sleep(0.5)
 
     result, _ = start("wait", "wait", twice)
-    assert result.code == LaunchError.exit_code and "stopped by SIGINT" in result.message
+    assert (result.code, result.message) == (130, "stopped by SIGINT")
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 2)
 
 

@@ -47,7 +47,7 @@ def test_ranks_learn_of_deepspeed_and_of_what_their_launcher_ignored():
         "PET_SIGNALS_TO_HANDLE": "SIGTERM",
         "ACCELERATE_USE_DEEPSPEED": "true",
     }
-    of_accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "z2.json"}
+    of_accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage"}
     both = (
         values | of_accelerate | {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", IGNORED_VARIABLE: "FSDP_VERSION"}
     )

@@ -110,8 +110,11 @@ def test_a_launcher_that_started_nothing_shows_its_own_words():
     assert "status 1 before it started a rank" in found.message and "no such backend" in found.message
 
 
-def test_a_stop_before_anything_could_be_saved_is_said():
-    assert "stopped by SIGTERM before a checkpoint could be saved" in result([], stopped_by="SIGTERM").message
+def test_a_stop_before_anything_could_be_saved_ends_as_ctrl_c_does():
+    stopped = result([], stopped_by="SIGTERM")
+    assert (stopped.code, stopped.message) == (130, "stopped by SIGTERM")
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM"):
+        raise_unless_done(stopped)
 
 
 def test_a_script_that_does_not_report_is_done_when_the_launcher_is():
@@ -230,6 +233,16 @@ def test_a_launcher_that_does_not_name_the_processes_of_a_machine_has_one_machin
 def test_a_world_size_that_is_no_number_is_refused(text):
     with pytest.raises(ConfigError, match=f"WORLD_SIZE={text}: expected a whole number"):
         RankEnvironment.read({"WORLD_SIZE": text})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("RANK", "abc"), ("RANK", "8"), ("LOCAL_RANK", "-1"), ("LOCAL_RANK", "4"), ("LOCAL_WORLD_SIZE", "0"),
+     ("LOCAL_WORLD_SIZE", "9"), ("RANK", "9" * 5000), ("SFT_PLAY_PROCESSES", "two"), ("RANK", "\u0665")],
+)  # fmt: skip
+def test_a_place_that_is_no_number_within_the_world_is_refused(name, text):
+    with pytest.raises(ConfigError, match=f"{name}={text}: expected a whole number from"):
+        RankEnvironment.read({**TORCHRUN, name: text})
 
 
 def test_a_world_without_its_companions_is_refused_with_their_names():

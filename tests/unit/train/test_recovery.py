@@ -10,7 +10,8 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from sft_play.errors import DoesNotFitError
-from sft_play.train.recovery import StopOnSignal, ended_by_ctrl_c, is_out_of_memory, memory_errors_explained
+from sft_play.machine.process import ended_by_signals
+from sft_play.train.recovery import StopOnSignal, ended_at_once, is_out_of_memory, memory_errors_explained
 from tests.unit.train.plans import PLAN
 
 ARGS = SimpleNamespace(device=torch.device("cpu"))
@@ -28,7 +29,7 @@ class Swallows:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_python_drops_arrives_nevertheless():
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), ended_by_ctrl_c():
+    with pytest.raises(KeyboardInterrupt), ended_at_once(signal.SIGINT):
         Swallows()
         time.sleep(60)
     assert signal.getsignal(signal.SIGINT) is before
@@ -36,14 +37,14 @@ def test_an_interrupt_that_python_drops_arrives_nevertheless():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_is_dropped_at_the_end_counts_too():
-    with pytest.raises(KeyboardInterrupt), ended_by_ctrl_c():
+    with pytest.raises(KeyboardInterrupt), ended_at_once(signal.SIGINT):
         Swallows()
 
 
 def test_without_an_interrupt_nothing_happens():
-    with ended_by_ctrl_c():
+    with ended_at_once(signal.SIGINT):
         pass
-    with pytest.raises(ValueError), ended_by_ctrl_c():
+    with pytest.raises(ValueError), ended_at_once(signal.SIGINT):
         raise ValueError
 
 
@@ -70,11 +71,35 @@ def test_after_a_step_ctrl_c_saves_a_checkpoint_and_a_second_one_ends_at_once(st
         signal.raise_signal(signal.SIGINT)
 
 
-def test_before_the_first_step_is_done_sigterm_still_saves(stop):
-    signal.raise_signal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_before_the_first_step_is_done_other_signals_still_save(stop, number):
+    signal.raise_signal(number)
     control = TrainerControl()
     stop.on_step_end(ARGS, TrainerState(global_step=1, max_steps=9), control)
     assert control.should_save
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_in_a_probe_other_signals_end_the_run_with_a_word(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt, match=f"stopped by {signal.Signals(number).name}"):
+        with ended_at_once(signal.SIGINT, number):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        callback = StopOnSignal()
+        callback.on_train_begin(None, TrainerState(), TrainerControl())
+        with ended_at_once(signal.SIGHUP), ended_by_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGHUP)
+        callback.give_signals_back()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_error_of_the_allocator_of_the_cpu_is_recognized():
