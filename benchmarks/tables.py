@@ -200,7 +200,7 @@ def exit_codes() -> str:
     kinds = {1: "A bug in SFT-Play, with a traceback; please report it."}
     for kind in SftPlayError.__subclasses__():
         kinds[kind.exit_code] = (kind.__doc__ or "").splitlines()[0]
-    kinds |= {0: "Success.", INTERRUPTED_BY_USER: "Interrupted before there was anything to save."}
+    kinds |= {0: "Success.", INTERRUPTED_BY_USER: "Ended at once by a signal; checkpoints saved before stay."}
     return table(("code", "meaning"), ([str(code), meaning] for code, meaning in sorted(kinds.items())))
 
 

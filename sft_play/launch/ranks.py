@@ -86,8 +86,8 @@ class RankEnvironment:
             text = environment.get(name, str(default))
             if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
                 raise ConfigError(
-                    f"{name}={text}: expected a whole number from {low} to {high}, as torchrun and accelerate "
-                    "set it"
+                    f"{name}={text}: expected a whole number from {low} to {high}, as torchrun and "
+                    "accelerate set it"
                 )
             return int(text)
 
@@ -96,8 +96,8 @@ class RankEnvironment:
         missing = [name for name in COMPANIONS if not environment.get(name)] if world_size > 1 else []
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE={world_size}, but {', '.join(missing)} not set: start all processes with torchrun or "
-                "`make train-distributed`, or unset WORLD_SIZE to train with one"
+                f"WORLD_SIZE={world_size}, but {', '.join(missing)} not set: start all processes with "
+                "torchrun or `make train-distributed`, or unset WORLD_SIZE to train with one"
             )
         plan, reports = environment.get(PLAN_VARIABLE), environment.get(REPORTS_VARIABLE)
         asked = environment.get(PROCESSES_VARIABLE)
