@@ -23,6 +23,9 @@ from sft_play.streams import require_output, secure_streams
 
 MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
+WITHOUT_DOCSTRINGS = (
+    "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads; unset it, or set it to 1"
+)
 # How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
 # compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
 # for other libraries than libgomp.
@@ -336,6 +339,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     secure_streams()
     set_environment()
+    if sys.flags.optimize > 1:
+        return report_error(ConfigError(WITHOUT_DOCSTRINGS))
     args = parse(build_parser(), argv)
     if args.json or args.prints:
         require_output()
@@ -355,6 +360,8 @@ def run_rank(argv: list[str]) -> int:
     """
     secure_streams()
     set_environment(rank=True)
+    if sys.flags.optimize > 1:
+        return report_error(ConfigError(WITHOUT_DOCSTRINGS))
     parser = argparse.ArgumentParser(
         prog="train_distributed.py", description="Run one rank of a distributed training run."
     )

@@ -1,6 +1,7 @@
 """Tells what a library cannot do, with some architecture or setting, from a bug of our own."""
 
 import contextlib
+import os
 import re
 import traceback
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +18,7 @@ OF_A_LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(transformers|peft|trl|accelerate|bitsandbytes|deepspeed)/(.*)|"
     r"/(transformers_modules)/(.*)"
 )
+TORCH_LOGS_READER = "/torch/_logging/_internal.py"
 OF_OTHERS = re.compile(r"/(?:site|dist)-packages/|/transformers_modules/|/lib/python3|^<")
 MODEL_TYPE = re.compile(r"^models/(\w+)/")
 # Settings that may avoid what failed in these libraries.
@@ -42,6 +44,9 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
         config: of the run, if known.
     """
     frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith(TORCH_LOGS_READER):
+        value = os.environ.get("TORCH_LOGS")
+        return ConfigError(f"TORCH_LOGS={value}: PyTorch does not know this setting; unset TORCH_LOGS")
     ours = [index for index, frame in enumerate(frames) if frame.filename.startswith(OURS)]
     below = frames[ours[-1] + 1 :] if ours else []
     found = [(frame, match) for frame in below if (match := OF_A_LIBRARY.search(frame.filename))]

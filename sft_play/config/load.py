@@ -100,6 +100,10 @@ def _require_plain(text: str) -> None:
                 f"line {line}: YAML aliases (*name) are not allowed in a config; use include: for shared "
                 "settings"
             )
+        if isinstance(token, yaml.ScalarToken) and re.search("[\ud800-\udfff]", token.value):
+            raise ConfigError(
+                f"line {line}: {token.value!a} has an unpaired surrogate, which is no character"
+            )
         depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
         if depth > MAX_DEPTH:
             raise ConfigError(f"line {line}: nested more than {MAX_DEPTH} levels deep")

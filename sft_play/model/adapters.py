@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.model.architecture import without_weights
+from sft_play.model.architecture import require_quick_patterns, without_weights
 from sft_play.model.decomposition import take_out_start
 from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
 from sft_play.model.targets import (
@@ -37,17 +37,26 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[
     """PEFT's config of the adapter.
 
     Raises:
-        ConfigError: a setting does not work with fused experts, or contradicts modules_to_save.
+        ConfigError: a setting does not work with fused experts, contradicts modules_to_save, or is a pattern
+            that takes too long.
     """
     from peft import LoraConfig
 
+    require_quick_patterns(lora, (name for name, _ in model.named_modules()))
     auto = lora.target_modules == "auto"
     targets = auto_targets(model) if auto else Targets(tuple(lora.target_modules), ())
     besides = _trained_besides(lora, model, new_ids)
     whole = besides["modules_to_save"] or []
     if auto:
         targets = targets.without(whole)
-    elif both := _adapted_within(model, lora.target_modules, whole):
+        if not targets.modules and not targets.experts:
+            raise ConfigError(
+                f"tuning.lora.modules_to_save: {', '.join(whole)} holds every layer that could be adapted; "
+                "name modules within it, or set tuning.mode=full"
+            )
+    else:
+        require_inner_layers(model, lora.target_modules)
+    if not auto and (both := _adapted_within(model, lora.target_modules, whole)):
         raise ConfigError(
             f"tuning.lora.modules_to_save trains {both} whole, and tuning.lora.target_modules gives it an "
             "adapter; leave it out of one of them"
@@ -77,6 +86,24 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[
     if targets.experts:
         config.target_modules = kept_by_peft(config, model)
     return config
+
+
+def require_inner_layers(model: "PreTrainedModel", targets: Sequence[str]) -> None:
+    """Checks that no target is an embedding or the output head.
+
+    The loss is computed from the weights of the head alone, in tiles, so an adapter there would be ignored.
+
+    Raises:
+        ConfigError: one is; names it.
+    """
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_outer = module is head or isinstance(module, torch.nn.Embedding)
+        if is_outer and any(f".{name}".endswith(f".{target}") for target in targets):
+            raise ConfigError(
+                f"tuning.lora.target_modules: {name.rpartition('.')[2]} is an embedding or the output head, "
+                "which cannot have an adapter here; use linear layers inside the decoder layers, or auto"
+            )
 
 
 def _adapted_within(model: "PreTrainedModel", targets: Sequence[str], whole: Sequence[str]) -> str | None:
@@ -134,13 +161,11 @@ def attach_adapter(
 
     from sft_play.model import adapter_forward
 
-    outer = [model.get_input_embeddings(), model.get_output_embeddings()]
     config = lora_config(lora, model, new_ids)
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise _no_target(model, f"={lora.target_modules}: {str(error).splitlines()[0]}") from error
-    require_inner_layers(adapted, outer)  # type: ignore[arg-type]  # not a mixed model
     require_matches(adapted, lora)  # type: ignore[arg-type]
     if lora.init != "default":
         take_out_start(adapted, lora)  # type: ignore[arg-type]
@@ -185,29 +210,6 @@ def _train_whole(model: "PeftModel", *, tied: bool, fp32: bool) -> None:
     for module in model.modules():
         if fp32 and isinstance(module, ModulesToSaveWrapper):
             module.modules_to_save.float()
-
-
-def require_inner_layers(model: "PeftModel", outer: list[Any]) -> None:
-    """Checks that no adapter is on an embedding or on the output head.
-
-    The loss is computed from the weights of the head alone, in tiles, so an adapter there would be ignored.
-
-    Args:
-        model: with its adapters.
-        outer: input embedding and output head of the base.
-
-    Raises:
-        ConfigError: an adapter is on one of them; names it.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in model.named_modules():
-        base = module.base_layer if isinstance(module, LoraLayer) else None
-        if isinstance(base, torch.nn.Embedding) or any(base is layer for layer in outer if base is not None):
-            raise ConfigError(
-                f"tuning.lora.target_modules: {name.rpartition('.')[2]} is an embedding or the output head, "
-                "which cannot have an adapter here; use linear layers inside the decoder layers, or auto"
-            )
 
 
 def require_matches(model: "PeftModel", lora: LoraSettings) -> None:

@@ -1,9 +1,14 @@
 """What config.json alone tells: whether a model can be trained here, its sizes, its shape without weights."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,6 +211,41 @@ def flops_per_token(sizes: FlopSizes, sequence: int) -> int:
     return 2 * forward + 2 * sizes.trained_parameters
 
 
+PLAIN_NAME = re.compile(r"[\w.]+")
+PATTERN_SECONDS = 2  # of CPU time, for a pattern to be matched with all names, which takes milliseconds
+# As PEFT matches them (get_pattern_key), which has no limit; a process of its own has one, in any thread.
+MATCHER = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({PATTERN_SECONDS}, {PATTERN_SECONDS}))
+pattern, names = json.load(sys.stdin)
+for name in names:
+    re.match(rf"(.*\\.)?({{pattern}})$", name)
+"""
+
+
+def require_quick_patterns(lora: LoraSettings, names: Iterable[str]) -> None:
+    """Checks that no pattern takes long on the names of the modules, as one with nested repetitions may.
+
+    Raises:
+        ConfigError: one does; names it.
+    """
+    known = tuple(names)
+    for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not PLAIN_NAME.fullmatch(pattern) and not _is_quick(pattern, known):
+                raise ConfigError(
+                    f"tuning.lora.{setting}: {pattern!r} takes more than {PATTERN_SECONDS} s on the names of "
+                    "the modules; leave out repetitions within repetitions, such as (a+)+"
+                )
+
+
+@cache
+def _is_quick(pattern: str, names: tuple[str, ...]) -> bool:
+    command = [sys.executable, "-I", "-c", MATCHER]
+    given = json.dumps([pattern, names])
+    return subprocess.run(command, input=given, text=True, stderr=subprocess.DEVNULL).returncode == 0
+
+
 def _rank(lora: LoraSettings, module: str) -> int:
     from peft.utils.other import get_pattern_key
 
@@ -217,6 +257,7 @@ def flop_sizes(config: "PretrainedConfig", run: RunConfig) -> FlopSizes:
     text = config.get_text_config()
     model: Any = empty_model(config)
     head = model.get_output_embeddings().weight
+    require_quick_patterns(run.tuning.lora, (name for name, _ in model.named_modules()))
     layers = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     linears = [layer.weight for layer in layers.values()]
     in_linears = sum(weight.numel() for weight in linears) - head.numel()

@@ -1,6 +1,9 @@
 """An error inside a library names the library, the model and the settings; one of ours stays a bug."""
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +96,21 @@ def test_a_wrong_flag_is_one_sentence(capsys):
         main(["eval", "--config", "x.yaml", "--split", "all"])
     said = capsys.readouterr().err
     assert caught.value.code == 2 and "sft-play eval: error: argument --split: invalid choice" in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("TORCH_LOGS=nonsense", "TORCH_LOGS=nonsense: PyTorch does not know this setting; unset TORCH_LOGS"),
+        ("PYTHONOPTIMIZE=2", "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads"),
+    ],
+)
+def test_a_variable_with_which_a_library_cannot_be_imported_is_named(variable, said, tmp_path):
+    name, value = variable.split("=")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{name: {tmp_path}}}\ndata: {{train_path: {rows}}}\n")
+    command = [sys.executable, "-m", "sft_play", "prepare", "--config", str(config)]
+    done = subprocess.run(command, env=os.environ | {name: value}, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -71,6 +71,7 @@ def test_yaml_reads_values_as_people_write_them(text, value):
         ("a: 1\na: 2", "duplicate key .*first on line 1"),
         ("a: !!python/object/apply:os.system ['true']", "not allowed"),
         ("a: &x [1]\nb: *x", "aliases"),
+        ('a: [b, "<\\ud83d>"]', "line 1: '<\\\\ud83d>' has an unpaired surrogate"),
         ("a: [1", "not valid YAML"),
         ("a: 1\nb: " + "[" * 50_000, "test.yaml: line 2: nested more than 20 levels deep"),
         ("".join(f"{' ' * depth}a:\n" for depth in range(400)), "line 21: nested more than 20 levels deep"),
