@@ -155,7 +155,7 @@ def test_an_effective_batch_that_the_gpus_do_not_divide_names_the_nearest(refuse
 def test_a_world_size_that_is_no_number_is_refused_by_each_rank(refuses, finished, monkeypatch, size):
     monkeypatch.setenv("WORLD_SIZE", size)
     refuses(
-        ["--config", finished.config], 2, f"WORLD_SIZE={size}:", "whole number above 0", function=cli.run_rank
+        ["--config", finished.config], 2, f"WORLD_SIZE={size}:", "whole number from 1", function=cli.run_rank
     )
 
 
