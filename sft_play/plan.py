@@ -8,6 +8,9 @@ from typing import Any, Literal, Protocol
 
 from sft_play.config.schema import RunConfig
 
+# Where the numbers of a plan come from. What an earlier run measured is no prediction.
+TRACED, PROFILED, EARLIER = "trace", "profile", "earlier run"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -27,6 +30,7 @@ class Memory:
     guard_bytes: int = 0  # kept free in addition to the budget
     reserved_bytes: int | None = None  # with fragmentation; None on a CPU, and where it cannot decide
     ran_out: bool = False  # memory ran out with as large a micro-batch in an earlier run, with as much free
+    origin: str = TRACED  # of the sizes: the trace alone, or EARLIER
 
     @property
     def process_bytes(self) -> int:
@@ -83,6 +87,7 @@ class Plan:
     device: str  # "cuda" or "cpu"
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
     step_seconds: float | None = None  # predicted, of an optimizer step of average size
+    step_seconds_origin: str = PROFILED  # the profile alone, or EARLIER
     memory: Memory | None = None
     why: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()

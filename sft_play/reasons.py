@@ -158,6 +158,11 @@ class ProfileSource(Reason):
 
 
 @dataclass(frozen=True)
+class SecondsOfEarlierRun(Reason):
+    """An earlier run measured the seconds of such steps."""
+
+
+@dataclass(frozen=True)
 class Communication(Reason):
     """Where the seconds of communication come from."""
 

@@ -9,7 +9,7 @@ from sft_play.config.methods import PAGED
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
-from sft_play.plan import Clock, Device, Estimator, Memory, Plan
+from sft_play.plan import EARLIER, PROFILED, Clock, Device, Estimator, Memory, Plan
 from sft_play.planning.clock import clock
 from sft_play.planning.devices import device_speed, memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
@@ -30,6 +30,7 @@ from sft_play.reasons import (
     ProfileSource,
     Ranks,
     Reason,
+    SecondsOfEarlierRun,
     TrainedWhole,
     UnknownFreeMemory,
     Untraceable,
@@ -44,6 +45,7 @@ from sft_play.sizing.corrections import (
     ran_out_reason,
     read_ran_out,
     read_ratios,
+    read_speed,
     record_path,
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
@@ -96,13 +98,15 @@ def plan_run(
     else:
         budget = usual if budget_bytes is None else replace(usual, budget_bytes=budget_bytes)
         besides += memory_reasons(config, machine, processes, budget)
-        besides += profile_reasons(machine, processes)
         estimate = _estimator(config, architecture, facts, machine, processes, budget)
         seconds = plan_clock(architecture, facts, machine, processes)
         memory_of = corrected_estimator(estimate, record)
         time_of = corrected_clock(seconds, record, facts.tokens_per_process)
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain)
+            origin = read_speed(record(config, plan)).origin_of(plan)
+            plan = replace(plan, step_seconds_origin=origin)
+            besides += profile_reasons(machine, processes, origin)
             found = _about_the_step(config, plan, architecture, facts, record(config, plan))
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
@@ -245,13 +249,15 @@ def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
     return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.padding_free else 1.0)
 
 
-def profile_reasons(machine: Machine, processes: int) -> list[Reason]:
-    """Where predicted seconds come from."""
+def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED) -> list[Reason]:
+    """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
     speed = device_speed(machine, processes)
     profile = profile_of(machine, speed, processes)
     if profile is None:
         return []
     found: list[Reason] = [ProfileSource(profile.device, profile.source)]
+    if origin == EARLIER:
+        found = [SecondsOfEarlierRun()]
     if processes > 1:
         collectives = collectives_of(machine, speed, processes)
         measured = collectives is not None and collectives.measured

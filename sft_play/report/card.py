@@ -13,7 +13,7 @@ from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.manifest import CARD
 from sft_play.report.record import SPLITS, scores_of_models
-from sft_play.report.tables import METRICS, MISSING, memory_line, step_line, with_perplexity
+from sft_play.report.tables import METRICS, MISSING, memory_line, step_line, step_seconds, with_perplexity
 from sft_play.runlog import RunDir, read_json
 from sft_play.units import format_count, format_duration
 
@@ -234,8 +234,8 @@ def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, 
 
 def _measured(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     speed, seconds = summary.get("tokens_per_second"), summary.get("training_seconds")
-    step = step_line(summary.get("predicted_step_seconds"), summary.get("measured_step_seconds"))
-    memory = memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"))
+    step, origin = step_line(*step_seconds(summary)), summary.get("predicted_memory_origin")
+    memory = memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"), origin)
     return [
         ("processes", f"{summary.get('world_size', MISSING)} ({summary.get('device', MISSING)})"),
         ("training time", format_duration(seconds) if seconds else MISSING),

@@ -11,7 +11,7 @@ from sft_play.report.curves import curve_figures
 from sft_play.report.html import Block, Figures, Page, Section, Table, Text
 from sft_play.report.record import RunRecord
 from sft_play.report.run_page import shown
-from sft_play.report.tables import METRICS, MISSING
+from sft_play.report.tables import METRICS, MISSING, said_of
 from sft_play.units import format_bytes, format_count, format_duration
 
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
@@ -52,10 +52,13 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str]]:
         ]
     return [
         *found,
-        ("peak memory, predicted", _form(run.predicted_peak_bytes, format_bytes)),
+        (f"peak memory, {run.memory_origin}", _form(run.predicted_peak_bytes, format_bytes)),
         ("peak memory, measured", _form(summary.get("measured_peak_bytes"), format_bytes)),
         ("tokens/s", _form(summary.get("tokens_per_second"), "{:,.0f}".format)),
-        ("step, predicted", _form(summary.get("predicted_step_seconds"), format_duration)),
+        (
+            f"step, {said_of(summary.get('predicted_step_origin'))}",
+            _form(summary.get("predicted_step_seconds"), format_duration),
+        ),
         ("step, measured", _form(summary.get("measured_step_seconds"), format_duration)),
         ("training time", _form(summary.get("training_seconds"), format_duration)),
         ("supervised tokens", _form(summary.get("supervised_tokens"), format_count)),

@@ -10,6 +10,7 @@ from rich.text import Text
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import label_of
 from sft_play.report.layout import Bar, apart, bullets, columns
+from sft_play.report.tables import said_of
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
@@ -47,7 +48,7 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(phases, terms)
     budget, guard = format_bytes(memory["budget_bytes"]), format_bytes(memory.get("guard_bytes", 0))
-    title = Text(f"predicted memory of a process (budget {budget}, guard {guard})")
+    title = Text(f"memory of a process, {said_of(memory.get('origin'))} (budget {budget}, guard {guard})")
     if memory.get("process_bytes") is None:
         return Group(title, side_by_side)
     return Group(title, _process_table(memory), side_by_side)
@@ -199,7 +200,8 @@ def _time(plan: Mapping[str, Any]) -> list[Words]:
         return []
     tokens = f", {speed:,.0f} tokens/s" if speed else ""
     total = format_duration(seconds * plan["total_steps"])
-    return [Words(f"predicted: {format_duration(seconds)} a step, {total} in total{tokens}")]
+    said = said_of(plan.get("step_seconds_origin"))
+    return [Words(f"{said}: {format_duration(seconds)} a step, {total} in total{tokens}")]
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:

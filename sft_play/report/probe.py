@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from sft_play.report.layout import columns
-from sft_play.report.tables import MISSING, memory_line
+from sft_play.report.tables import MISSING, memory_line, said_of
 from sft_play.units import counted, format_bytes, format_duration
 
 
@@ -22,8 +22,9 @@ def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         return (
             "probe: out of memory" if result["ran_out"] else "probe: succeeded; memory could not be measured"
         )
-    predicted, measured = (plan["memory"] or {}).get("peak_bytes"), max(result["phases"].values())
-    line = f"probe at the largest batch: {memory_line(predicted, measured)}"
+    memory, measured = plan["memory"] or {}, max(result["phases"].values())
+    line = memory_line(memory.get("peak_bytes"), measured, memory.get("origin"))
+    line = f"probe at the largest batch: {line}"
     return f"{line}; {_time(plan, result)}" if result["step_seconds"] else line
 
 
@@ -39,7 +40,7 @@ def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> Renderab
     predicted = memory.get("phases", {}) | {
         name: memory[f"{name}_bytes"] for name in ("reserved", "process") if memory.get(f"{name}_bytes")
     }
-    table = columns("phase", "predicted", "measured", "difference")
+    table = columns("phase", said_of(memory.get("origin")), "measured", "difference")
     top = max(result["phases"], key=lambda phase: result["phases"][phase], default="")
     for phase, measured in {**result["phases"], **_of_a_process(result)}.items():
         expected = predicted.get(phase)

@@ -178,6 +178,11 @@ def _profile_source(reason: reasons.ProfileSource) -> str:
 
 
 @sentence.register
+def _seconds_of_earlier_run(reason: reasons.SecondsOfEarlierRun) -> str:
+    return "seconds as an earlier run of this kind measured them, not predicted"
+
+
+@sentence.register
 def _communication(reason: reasons.Communication) -> str:
     if reason.measured:
         return f"communication: as measured between {reason.processes} processes here"

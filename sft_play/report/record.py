@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.config.resolved import Setting, read_resolved
 from sft_play.errors import CheckpointError
-from sft_play.report.tables import METRICS, with_perplexity
+from sft_play.report.tables import METRICS, said_of, with_perplexity
 from sft_play.runlog import RunDir, read_json, read_metrics
 
 SPLITS = ("val", "test")
@@ -48,6 +48,12 @@ class RunRecord:
         """The memory that the run was to need at most, from its end or else from its plan."""
         planned = _tree(self.plan.get("memory")).get("peak_bytes")
         return self.summary.get("predicted_peak_bytes") or planned
+
+    @property
+    def memory_origin(self) -> str:
+        """What `predicted_peak_bytes` is called."""
+        planned = _tree(self.plan.get("memory")).get("origin")
+        return said_of(self.summary.get("predicted_memory_origin") or planned)
 
     def scores(self, when: str) -> Tree:
         """The scores "before" or "after" training, with their perplexity; empty if there are none."""

@@ -127,7 +127,7 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     known = [f"{loss:.3f}" for loss in losses if isinstance(loss, float)]
     tiles = [
         ("held-out loss", " → ".join(known)),
-        ("peak memory, predicted", _of(run.predicted_peak_bytes, format_bytes)),
+        (f"peak memory, {run.memory_origin}", _of(run.predicted_peak_bytes, format_bytes)),
         ("peak memory, measured", _of(summary.get("measured_peak_bytes"), format_bytes)),
         ("speed", _of(summary.get("tokens_per_second"), lambda value: f"{value:,.0f} tokens/s")),
         ("training time", _of(summary.get("training_seconds"), format_duration)),
@@ -233,7 +233,8 @@ def _speed(run: RunRecord) -> list[Block]:
     """Seconds per step, predicted and measured, and what the time was spent on."""
     summary = run.summary
     predicted = summary.get("predicted_step_seconds") or run.chosen.get("step_seconds")
-    rows = [("optimizer step", step_line(predicted, summary.get("measured_step_seconds")))]
+    origin = summary.get("predicted_step_origin") or run.chosen.get("step_seconds_origin")
+    rows = [("optimizer step", step_line(predicted, summary.get("measured_step_seconds"), origin))]
     speed, padding = summary.get("tokens_per_second"), summary.get("padding_share")
     rows.append(("tokens per second, padding not counted", f"{speed:,.0f}" if speed else MISSING))
     rows.append(("padding", f"{padding:.1%} of all tokens" if padding is not None else MISSING))

@@ -5,7 +5,7 @@ from sft_play.report.html import Block, Figure, Figures, Legend, Table, Text
 from sft_play.report.plan import process_unit, scaling_problems, speed_up, speed_up_notes
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
-from sft_play.report.tables import MISSING, memory_line
+from sft_play.report.tables import MISSING, memory_line, said_of
 from sft_play.units import format_bytes, plural
 
 TERMS = (
@@ -71,7 +71,7 @@ def _phase_table(memory: Tree, measured: dict[str, int]) -> Table:
         difference = f"{100 * (found - size) / size:+z.1f}%" if found is not None and size else MISSING
         actual = MISSING if found is None else format_bytes(found)
         rows.append((name, format_bytes(size), actual, difference, f"{size / memory['budget_bytes']:.1%}"))
-    head = ("phase", "predicted", "measured", "difference", "of the budget")
+    head = ("phase", said_of(memory.get("origin")), "measured", "difference", "of the budget")
     return Table("Peak of each phase; the highest one counts", head, rows)
 
 
@@ -95,7 +95,8 @@ def _process_lines(summary: Tree) -> list[str]:
     for name, label in names.items():
         predicted, measured = (summary.get(f"{kind}_{name}_bytes") for kind in ("predicted", "measured"))
         if predicted or measured:
-            lines.append(f"{label}: {memory_line(predicted, measured)}")
+            line = memory_line(predicted, measured, summary.get("predicted_memory_origin"))
+            lines.append(f"{label}: {line}")
     return lines
 
 

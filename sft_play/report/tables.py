@@ -9,6 +9,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from sft_play.plan import EARLIER
 from sft_play.report.layout import apart, columns, ending
 from sft_play.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration
@@ -136,7 +137,7 @@ def _run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("plan", plan),
         ("trained on", f"{steps}, {tokens} supervised tokens"),
         ("speed", _speed(summary)),
-        ("step", step_line(summary.get("predicted_step_seconds"), summary.get("measured_step_seconds"))),
+        ("step", step_line(*step_seconds(summary))),
         *_memory_facts(summary),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
         ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
@@ -151,7 +152,7 @@ def _memory_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         for label, name in names.items()
     ]
     return [
-        (label, memory_line(predicted, measured))
+        (label, memory_line(predicted, measured, summary.get("predicted_memory_origin")))
         for label, predicted, measured in found
         if label == "memory" or predicted or measured
     ]
@@ -166,27 +167,39 @@ def _speed(summary: Mapping[str, Any]) -> str:
     return f"{text}, {wait:.0%} of the time waiting for data" if wait and wait >= NOTABLE_WAIT else text
 
 
-def step_line(predicted: float | None, measured: float | None) -> str:
-    """Predicted and measured seconds of an optimizer step in one line."""
+def said_of(origin: str | None) -> str:
+    """What a number that was known before the run is called."""
+    return "from an earlier run" if origin == EARLIER else "predicted"
+
+
+def step_seconds(summary: Mapping[str, Any]) -> tuple[float | None, float | None, str | None]:
+    """The arguments of `step_line`."""
+    expected, measured = (summary.get(f"{kind}_step_seconds") for kind in ("predicted", "measured"))
+    return expected, measured, summary.get("predicted_step_origin")
+
+
+def step_line(predicted: float | None, measured: float | None, origin: str | None = None) -> str:
+    """Predicted and measured seconds of an optimizer step in one line; no error of what is no prediction."""
     words = (
         f"{name} {_number(value, format_duration)}"
-        for name, value in (("predicted", predicted), ("measured", measured))
+        for name, value in ((said_of(origin), predicted), ("measured", measured))
     )
     line = ", ".join(words)
-    if not predicted or not measured:
+    if not predicted or not measured or origin == EARLIER:
         return line
     direction = "low" if measured > predicted else "high"
     return f"{line} (prediction {100 * abs(measured - predicted) / measured:.0f}% too {direction})"
 
 
-def memory_line(predicted: int | None, measured: int | None) -> str:
-    """Predicted and measured memory in one line.
+def memory_line(predicted: int | None, measured: int | None, origin: str | None = None) -> str:
+    """Predicted and measured memory in one line; the error only of a prediction, which the trace alone makes.
 
     Example: `memory_line(100 * GIB, 101 * GIB)` is
     "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0% too low)".
     """
-    line = f"predicted {_number(predicted, format_bytes)}, measured {_number(measured, format_bytes)}"
-    if not predicted or not measured:
+    expected = f"{said_of(origin)} {_number(predicted, format_bytes)}"
+    line = f"{expected}, measured {_number(measured, format_bytes)}"
+    if not predicted or not measured or origin == EARLIER:
         return line
     error = 100 * (measured - predicted) / measured
     if abs(error) < 0.05:

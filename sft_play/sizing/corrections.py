@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
-from sft_play.plan import Clock, Estimator, Memory, Plan
+from sft_play.plan import EARLIER, PROFILED, Clock, Estimator, Memory, Plan
 from sft_play.reasons import Corrected, RanOutBefore, Reason
 from sft_play.sizing.step import step_code
 
@@ -90,7 +90,7 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
     kind = replace(
         plan, micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
         gradient_accumulation_steps=0, effective_batch_size=0, learning_rate=0.0, steps_per_epoch=0,
-        total_steps=0, step_seconds=None, memory=None, why=(), alternatives=(),
+        total_steps=0, step_seconds=None, step_seconds_origin=PROFILED, memory=None, why=(), alternatives=(),
     )  # fmt: skip
     settings = (
         config.tuning.model_dump_json(),
@@ -233,6 +233,10 @@ class MeasuredSpeed:
             near[distance] if distance is not None and distance <= ALIKE * plan.micro_batch_tokens else None
         )
 
+    def origin_of(self, plan: Plan) -> str:
+        """Where the seconds of a step of the plan come from."""
+        return PROFILED if self.of(plan) is None and self.ratio == 1.0 else EARLIER
+
     def measured_again(
         self, plan: Plan, step_seconds: float | None, seconds_per_token: float
     ) -> "MeasuredSpeed":
@@ -320,6 +324,7 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
         terms=_with_temporaries(memory.terms, phases[top] - memory.peak_bytes),
         phase_terms=phase_terms,
         reserved_bytes=None if reserved is None else max(reserved, phases[top]),
+        origin=EARLIER,
     )
 
 

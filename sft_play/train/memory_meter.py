@@ -69,10 +69,11 @@ def _status_bytes(name: str) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def predicted_memory(plan: Plan) -> dict[str, int | None]:
-    """What summary.json says about the plan's prediction, in bytes; None where there is none."""
+def predicted_memory(plan: Plan) -> dict[str, int | str | None]:
+    """What summary.json says about the plan's memory, in bytes, and its origin; None where there is none."""
     tree = plan.memory.to_json() if plan.memory else {}
-    return _entries("predicted", *(tree.get(f"{name}_bytes") for name in KINDS))
+    found = _entries("predicted", *(tree.get(f"{name}_bytes") for name in KINDS))
+    return {**found, "predicted_memory_origin": tree.get("origin")}
 
 
 def measured_memory(

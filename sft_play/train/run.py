@@ -211,6 +211,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "data_wait": reporter.data_wait,
         "padding_share": rows.padding_share,
         "predicted_step_seconds": plan.step_seconds,
+        "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
         "measured_step_seconds": reporter.step_seconds,
         **predicted_memory(plan),
         **measured_memory(reporter.meter, session.trainer.args.device, probed),

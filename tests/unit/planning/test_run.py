@@ -22,12 +22,14 @@ from sft_play.planning.devices import memory_device, memory_of_a_process, traini
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.scaling import scaling
+from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
 from sft_play.sizing.architecture import Architecture, text_of
-from sft_play.sizing.corrections import record_path, write_overhead, write_ran_out
+from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.guard import guard
 from sft_play.sizing.step import StepSpec
 from sft_play.units import GIB, MIB
+from tests.unit.report.test_plan import screen
 from tests.unit.train.plans import PLAN
 
 HOST = Host(
@@ -344,6 +346,27 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
     second = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
     assert second.micro_batch_tokens < largest
     assert not any(row["fits"] and row["process_bytes"] > budget for row in second.alternatives)
+
+
+def test_what_an_earlier_run_measured_is_not_called_a_prediction(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    config = run(effective_batch_size=8, batch_size=4, gradient_checkpointing=False)
+    before = plan_run(config, MODEL, FACTS, CPU, 1)
+    path = record_path(text_of(MODEL), "the CPU", config, before)
+    assert (before.memory.origin, before.step_seconds_origin) == ("trace", "profile")
+    phases = {phase: round(1.001 * size) for phase, size in before.memory.phases.items()}
+    write_record(
+        path, before, ProbeResult(phases=phases, step_seconds=1.0, seconds_per_token=0.01), "the CPU"
+    )
+    after = plan_run(config, MODEL, FACTS, CPU, 1)
+    assert (after.memory.origin, after.step_seconds_origin) == ("earlier run", "earlier run")
+    assert record_path(text_of(MODEL), "the CPU", config, after) == path
+    assert not any("seconds from the profile" in reason for reason in after.why)
+    again = Plan.from_json(json.loads(json.dumps(after.to_json())))
+    assert (again.memory.origin, again.step_seconds_origin) == ("earlier run", "earlier run")
+    shown = " ".join(screen(plan_report(after.to_json())).split())
+    assert "from an earlier run:" in shown and "memory of a process, from an earlier run" in shown
+    assert "predicted:" not in shown
 
 
 def test_after_memory_ran_out_a_smaller_plan_is_made_and_a_prescribed_one_is_tried_again(

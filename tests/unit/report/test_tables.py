@@ -13,6 +13,7 @@ from sft_play.report.tables import (
     memory_line,
     samples_table,
     shorten,
+    step_line,
 )
 from sft_play.units import GIB
 
@@ -110,6 +111,10 @@ def test_memory_line_says_in_which_direction_the_prediction_was_off():
     assert memory_line(100 * GIB, 101 * GIB).endswith("(prediction 1.0% too low)")
     assert memory_line(110 * GIB, 100 * GIB).endswith("(prediction 10.0% too high)")
     assert memory_line(10_000 * GIB, 10_001 * GIB).endswith("(prediction accurate to 0.05%)")
+    assert memory_line(GIB, GIB, "earlier run") == "from an earlier run 1.00 GiB, measured 1.00 GiB"
+    assert "prediction 50% too low" in step_line(1.0, 2.0, "profile")
+    earlier = step_line(1.0, 2.0, "earlier run")
+    assert earlier.startswith("from an earlier run 1") and "predict" not in earlier
     assert memory_line(None, 2 * GIB) == "predicted n/a, measured 2.00 GiB"
 
 

@@ -54,6 +54,7 @@ def test_a_correction_makes_the_prediction_what_was_measured():
     assert (after.peak_bytes, after.peak_phase, after.reserved_bytes) == (340, "backward", 360)
     assert sum(after.terms.values()) == 340
     assert corrected(MEMORY, {}) is MEMORY
+    assert (MEMORY.origin, after.origin) == ("trace", "earlier run")
 
 
 def test_the_terms_of_each_phase_add_up_to_it_also_after_a_correction():
@@ -124,7 +125,9 @@ def timed(tokens: int, predicted: float | None = None):
 def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by_the_ratio(tmp_path):
     path = tmp_path / "r.json"
     result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
+    assert read_speed(path).origin_of(timed(1000)) == "profile"
     write_record(path, timed(1000, predicted=2.0), result, "card")
+    assert {read_speed(path).origin_of(timed(tokens)) for tokens in (1000, 4000)} == {"earlier run"}
     clock = corrected_clock(lambda config, plan: 8.0, lambda config, plan: path, lambda plan: 500.0)
     assert clock(CONFIG, timed(1010)) == pytest.approx(5.0)  # within 2%: 500 tokens at 0.01 s
     assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)
