@@ -4,13 +4,18 @@ An engine has no state. Methods that need torch import it when they are called, 
 stay light. The defaults are those of a single process; `registry.py` lists all engines.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
 from sft_play.timeline import Step
+
+if TYPE_CHECKING:
+    from sft_play.engines.state import Load, StateOf
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Engine:
     trades_speed = False  # for memory, more than the clock knows of: chosen only where no other engine fits
     casts_model = False  # to 16 bits, adapters too, instead of autocasting
     keeps_gradients = False  # in buffers that are never freed
-    shards_state = False  # each process has fp32 weights and states of its part, and saves them itself
+    shards_state = False  # each process saves its part of the optimizer's state
+    file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
 
     def problem(self, config: RunConfig) -> str | None:
         """Why a run cannot use it; None if it can."""
@@ -72,6 +78,92 @@ class Engine:
         Raises:
             ConfigError: it does not; lists every field.
         """
+
+    def trainer_arguments(
+        self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
+    ) -> dict[str, Any]:
+        """What the arguments of the library's trainer say about the engine.
+
+        Args:
+            config: the run.
+            plan: of the run.
+            trained_parameters: number of trained elements.
+            shared: whether all machines see the run directory.
+        """
+        return {}
+
+    def backward_arguments(self) -> dict[str, Any]:
+        """For the backward pass of a loss that is divided by the number of micro-batches already."""
+        return {}
+
+    def updated(self, model: Any) -> bool:
+        """Whether weights have been updated before the norm of the gradients was known.
+
+        Args:
+            model: as the engine wrapped it, in a step whose gradients are not finite.
+        """
+        return False
+
+    def state_files(self, checkpoint: Path) -> list[Path]:
+        """The files of the optimizer's state in a checkpoint, in the order of the ranks that saved them."""
+        return [file for file in [checkpoint / "optimizer.pt"] if file.is_file()]
+
+    def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
+        """AdamW's state and the weights, as this engine saved them; imports torch.
+
+        Args:
+            checkpoint: the folder.
+            names: of the trained parameters, in the optimizer's order.
+            load: reads a file of tensors.
+        """
+        from sft_play.engines.state import read_whole
+
+        return read_whole(checkpoint, names, load)
+
+    def trained_by(self, optimizer: Any) -> list[Any]:
+        """The parameters that an optimizer updates, in its order; without accelerate's wrapper."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def set_state(self, optimizer: Any, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
+        """Sets weights and AdamW's state of these parameters, by name; imports torch."""
+        from sft_play.engines.state import set_whole
+
+        set_whole(optimizer, parameters, state_of)
+
+    def go_on_from(self, model: Any, step: int) -> None:
+        """Tells the engine how many steps are done, once its state was set.
+
+        Args:
+            model: as the engine wrapped it.
+            step: of the checkpoint.
+        """
+
+    def complete_checkpoint(self, checkpoint: Path) -> None:
+        """Adds what each machine needs in a folder of its own, if machines share no disk."""
+
+    def full_weights(self, model: Any) -> dict[str, Any] | None:
+        """The weights to save, gathered on the first process; all processes call it.
+
+        Args:
+            model: not wrapped.
+
+        Returns:
+            None: they are the model's own.
+        """
+        return None
+
+    def classes_of_state(self) -> list[Any]:
+        """Classes in the saved optimizer state, besides tensors and plain values."""
+        return []
+
+    def state_on_disk(self, elements: int, state_bytes: int) -> int:
+        """Bytes of the saved optimizer state.
+
+        Args:
+            elements: that are trained.
+            state_bytes: what the optimizer keeps for them.
+        """
+        return state_bytes
 
     def transform(self, step: Step, division: Division) -> Step:
         """The step of one process among several.

@@ -92,9 +92,15 @@ def _decompose(name: str, layer: Any, init: str) -> None:
         ) from error
 
 
-def save_trained(model: Any, folder: Path) -> None:
-    """Saves a full model, or an adapter for the original base."""
-    model.save_pretrained(str(folder), safe_serialization=True)
+def save_trained(model: Any, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Saves a full model, or an adapter for the original base.
+
+    Args:
+        model: the model.
+        folder: where to.
+        weights: by name, of any shape; default: the model's own.
+    """
+    model.save_pretrained(str(folder), safe_serialization=True, state_dict=weights)
     start = getattr(model, "start_of_adapters", None)
     if start:
         _subtract_start(folder, start)

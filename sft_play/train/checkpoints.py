@@ -14,7 +14,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.config.schema import RunConfig
-from sft_play.engines.registry import engine_of
+from sft_play.engines.base import Engine
+from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.errors import CheckpointError
 from sft_play.files import publish
 from sft_play.fingerprints import installed_versions
@@ -26,6 +27,7 @@ from sft_play.manifest import (
     find_damage,
     has_manifest,
     hash_files,
+    read_manifest,
     write_manifest,
 )
 from sft_play.plan import Plan
@@ -60,11 +62,17 @@ def find_problem(checkpoint: Path) -> str | None:
     Checkpoints of earlier versions have no manifest: of these, only the structure is checked.
     """
     damage = find_damage(checkpoint) if has_manifest(checkpoint) else None
-    return damage or what_is_missing(checkpoint) or find_refused(checkpoint)
+    if damage:
+        return damage
+    try:
+        engine = saved_by(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    return what_is_missing(checkpoint, engine) or find_refused(checkpoint, engine)
 
 
-def what_is_missing(checkpoint: Path) -> str | None:
-    """Which part a checkpoint lacks; None if it has all."""
+def what_is_missing(checkpoint: Path, engine: Engine) -> str | None:
+    """Which part a checkpoint that this engine saved lacks; None if it has all."""
     try:
         state = TrainerState.load_from_json(str(checkpoint / STATE))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -73,27 +81,45 @@ def what_is_missing(checkpoint: Path) -> str | None:
         return f"{STATE} is from step {state.global_step}"
     if not any((checkpoint / name).is_file() for name in WEIGHTS):
         return "there are no weights"
-    if not (checkpoint / "optimizer.pt").is_file() and not list(checkpoint.glob("global_step*")):
+    if not engine.state_files(checkpoint):
         return "there is no optimizer state"
     return None
 
 
-def shards_of(checkpoint: Path) -> list[Path]:
-    """The files of ZeRO-2's optimizer state, one per rank that saved it, in rank order; else empty."""
-    files = checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")
-    return sorted(files, key=lambda path: int(re.search(r"zero_pp_rank_(\d+)", path.name)[1]))  # type: ignore[index]
+def saved_by(checkpoint: Path) -> Engine:
+    """The engine that saved a checkpoint: its manifest says so; of earlier versions, its files do.
+
+    Raises:
+        CheckpointError: this version has no such engine.
+    """
+    name = read_manifest(checkpoint).get("engine")
+    if name is None:
+        sharded = (engine for engine in ENGINES if engine.shards_state and engine.state_files(checkpoint))
+        return next(sharded, ALONE)
+    known = {engine.name: engine for engine in ENGINES}
+    if name not in known:
+        raise CheckpointError(f"{checkpoint} was saved with the engine {name}, which this version lacks")
+    return known[name]
 
 
-def is_split_as(checkpoint: Path, shards_state: bool, processes: int) -> bool:
+def is_split_as(checkpoint: Path, engine: Engine, processes: int) -> bool:
     """Whether the optimizer state is split as a run on this engine would save it.
+
+    Some engines split it by process (`shards_state`), the others do not split it.
 
     Args:
         checkpoint: the folder.
-        shards_state: whether the engine's processes save their own parts; otherwise the state is not split.
+        engine: of the run.
         processes: number of processes that save into this folder: all of the run, or those of one machine
             if each has a run directory of its own.
+
+    Raises:
+        CheckpointError: as for `saved_by`.
     """
-    return len(shards_of(checkpoint)) == (processes if shards_state else 0)
+    saved = saved_by(checkpoint)
+    if not engine.shards_state:
+        return not saved.shards_state
+    return saved.name == engine.name and len(engine.state_files(checkpoint)) == processes
 
 
 def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: int) -> bool:
@@ -110,16 +136,19 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
     Raises:
         CheckpointError: its optimizer state cannot be converted; says how to resume.
     """
-    if is_split_as(checkpoint, engine_of(plan.engine).shards_state, processes):
+    if is_split_as(checkpoint, engine_of(plan.engine), processes):
         return False
     if config.train.optimizer == "adamw":
         return True
-    shards = len(shards_of(checkpoint))
-    found = f"with ZeRO-2 on {shards} processes" if shards else "without ZeRO-2"
-    command = f"train-deepspeed NGPU={shards}" if shards else f"train-distributed NGPU={plan.world_size}"
+    saved, found = saved_by(checkpoint), "in one piece"
+    count, engine = plan.world_size, next(known for known in ENGINES if known.distributes)
+    if saved.shards_state:
+        count, engine = len(saved.state_files(checkpoint)), saved
+        found = f"with {saved.label} on {count} processes"
     raise CheckpointError(
         f"{checkpoint} was saved {found}, and the state of train.optimizer={config.train.optimizer} "
-        f'cannot be converted.\nResume with: make {command} ARGS="train.resume=auto"'
+        f"cannot be converted.\nResume with: make train NGPU={count} "
+        f'ARGS="parallel.engine={engine.name} train.resume=auto"'
     )
 
 
@@ -205,15 +234,12 @@ def delete_old(run: RunDir, keep: int, best: Path | None) -> None:
     shutil.rmtree(leaving, ignore_errors=True)
 
 
-OF_A_RANK = re.compile(r"(?:zero_pp_rank_|rng_state_)(\d+)")  # in the names of files that each rank writes
-
-
 class CheckpointWriter:
     """Publishes the checkpoints of a run. All ranks call its methods together."""
 
     def __init__(self, job: Job, settings: dict[str, Any]) -> None:
         """`settings`: what decides the result of the run, which a resume compares (resume.py)."""
-        self._job = job
+        self._job, self._engine = job, engine_of(job.plan.engine)
         self._facts = {
             "engine": job.plan.engine,
             "world_size": job.plan.world_size,
@@ -258,9 +284,7 @@ class CheckpointWriter:
         for name in (UNUSED, CARD):  # a card of PEFT or TRL has nothing but placeholders
             (staged / name).unlink(missing_ok=True)
         if not self._job.run.shared:
-            # DeepSpeed writes it on the main rank only
-            for folder in staged.glob("global_step*"):
-                (staged / "latest").write_text(folder.name, encoding="utf-8")
+            self._engine.complete_checkpoint(staged)
 
     def _entries_of_all(self, staged: Path) -> Entries:
         """The entries of the files that each rank of this folder wrote, hashed and flushed by that rank."""
@@ -271,7 +295,7 @@ class CheckpointWriter:
         return {path: entry for where, found in everyone if where == machine for path, entry in found.items()}
 
     def _wrote(self, path: str) -> bool:
-        rank = OF_A_RANK.search(path)
+        rank = self._engine.file_of_rank.search(path)
         return int(rank[1]) == self._job.ranks.rank if rank else self._job.keeps_files
 
     def best_is_whole(self, state: TrainerState) -> bool:

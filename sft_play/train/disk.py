@@ -69,7 +69,6 @@ def write_failure(error: Exception, folder: Path) -> str | None:
 
 
 MARGIN = 1.2  # disks allocate whole blocks, and logs grow meanwhile
-FP32 = 4  # bytes
 
 
 def size_of(folder: Path) -> int:
@@ -88,18 +87,20 @@ def weights_bytes(session: Session) -> int:
 def checkpoint_bytes(session: Session) -> int:
     """Size of a checkpoint: the weights, and the optimizer's state of each trained one."""
     job, model = session.job, session.trainer.model
-    spec = StepSpec.of(job.config, job.plan)
-
-    def own_state_bytes(weight: Any) -> int:
-        with torch.device("meta"):
-            state = optimizer_state(torch.empty_like(weight, device="meta"), spec, embedding=False)
-        return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
-
+    spec, engine = StepSpec.of(job.config, job.plan), engine_of(job.plan.engine)
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
-    if engine_of(job.plan.engine).shards_state:  # of one vector, with a copy of the weights in fp32
-        elements = sum(weight.numel() for weight in trained)
-        return weights_bytes(session) + FP32 * elements + state_bytes(spec, elements)
-    return weights_bytes(session) + sum(map(own_state_bytes, trained))
+    elements = sum(weight.numel() for weight in trained)
+    if engine.shards_state:  # of one fp32 vector
+        kept = state_bytes(spec, elements)
+    else:
+        kept = sum(_state_bytes_of(weight, spec) for weight in trained)
+    return weights_bytes(session) + engine.state_on_disk(elements, kept)
+
+
+def _state_bytes_of(weight: torch.Tensor, spec: StepSpec) -> int:
+    with torch.device("meta"):
+        state = optimizer_state(torch.empty_like(weight, device="meta"), spec, embedding=False)
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def require_space(session: Session) -> None:

@@ -11,36 +11,29 @@ import torch
 from torch.serialization import safe_globals
 from transformers import trainer_pt_utils
 
+from sft_play.engines.base import Engine
+
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 UNUSED = "training_args.bin"  # of earlier versions; nothing reads it
 
 
 @contextmanager
-def only_tensors(*, deepspeed: bool) -> Iterator[None]:
+def only_tensors(engine: Engine) -> Iterator[None]:
     """Within it `torch.load` refuses other objects, also when a library calls it without asking for that.
 
     Args:
-        deepspeed: also allow the four classes of which ZeRO-2's optimizer state consists.
+        engine: also allow the classes of which its saved optimizer state consists.
     """
     before = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     os.environ[FORCE] = "1"
     try:
         with ExitStack() as stack:
             stack.enter_context(trainer_pt_utils.safe_globals())  # numpy's, for the state of random numbers
-            if deepspeed:
-                stack.enter_context(safe_globals(_deepspeed_classes()))
+            stack.enter_context(safe_globals(engine.classes_of_state()))
             yield
     finally:
         del os.environ[FORCE]
         os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def _deepspeed_classes() -> list[Any]:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def load_mapped(path: Path) -> Any:
@@ -48,11 +41,15 @@ def load_mapped(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def find_refused(checkpoint: Path) -> str | None:
-    """The first pickled file of a checkpoint that would not be loaded, and why; None if all would be."""
-    shards = sorted(checkpoint.glob("global_step*/*.pt"))
-    with only_tensors(deepspeed=bool(shards)):
-        for path in [*sorted(checkpoint.glob("*.pt")), *sorted(checkpoint.glob("*.pth")), *shards]:
+def find_refused(checkpoint: Path, engine: Engine) -> str | None:
+    """The first pickled file that would not be loaded, and why; None if all would be.
+
+    Args:
+        checkpoint: the folder.
+        engine: that saved it.
+    """
+    with only_tensors(engine):
+        for path in sorted(path for path in checkpoint.rglob("*") if path.suffix in (".pt", ".pth")):
             try:
                 load_mapped(path)
             except pickle.UnpicklingError:

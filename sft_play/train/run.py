@@ -105,7 +105,7 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     trainer.while_saving = space.while_saving
     trainer.add_callback(space)  # the last one, which sees whether the others want to save
     try:
-        with only_tensors(deepspeed="deepspeed" in engine_of(session.job.plan.engine).packages):
+        with only_tensors(engine_of(session.job.plan.engine)):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         stop.give_signals_back()
@@ -140,7 +140,10 @@ def save(session: Session, stopped: bool) -> None:
     if not stopped:
         trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one
         check_weights(model)
-    if stopped or not trainer.accelerator.is_main_process:
+    if stopped:
+        return
+    weights = engine_of(job.plan.engine).full_weights(model)  # all ranks take part
+    if not trainer.accelerator.is_main_process:
         return
     facts = {
         "step": trainer.state.global_step,
@@ -148,7 +151,7 @@ def save(session: Session, stopped: bool) -> None:
         "new_tokens": list(job.config.model.new_tokens),
     }
     with replacing(result_folder(job), facts) as folder:
-        save_trained(model, folder)
+        save_trained(model, folder, weights)
         job.tokenizer.save_pretrained(str(folder))
         (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
 

@@ -10,7 +10,6 @@ from trl import SFTConfig
 
 from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.config.schema import RunConfig
-from sft_play.engines import deepspeed
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
@@ -116,6 +115,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         eval_dataset=validation.dataset if validation else None,
         data_collator=_collator(job, rows),
         eval_collator=_collator(job, validation) if validation else None,
+        engine=engine_of(plan.engine),
         checkpoint_parts=job.checkpoint_parts,
         writer=CheckpointWriter(job, settings_of(job)),
         processing_class=job.tokenizer,
@@ -211,7 +211,6 @@ def sft_config(
         fp16=plan.mixed_precision == "fp16",
         gradient_checkpointing=plan.recomputes,
         gradient_checkpointing_kwargs={"use_reentrant": False} if plan.recomputes else None,
-        deepspeed=_deepspeed(config, plan, trained_parameters, shared=run.shared),
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         # No static graph: non-reentrant checkpointing runs each gradient hook only once.
@@ -225,6 +224,9 @@ def sft_config(
         seed=config.train.seed,
         data_seed=config.train.seed,
         disable_tqdm=True,
+        **engine_of(plan.engine).trainer_arguments(
+            config, plan, trained_parameters=trained_parameters, shared=run.shared
+        ),
     )
 
 
@@ -265,22 +267,4 @@ def _evaluation_and_saving(
         metric_for_best_model="eval_loss",
         greater_is_better=False,
         **saving,
-    )
-
-
-def _deepspeed(
-    config: RunConfig, plan: Plan, trained_parameters: int, *, shared: bool
-) -> dict[str, Any] | None:
-    if "deepspeed" not in engine_of(plan.engine).packages:
-        return None
-    tree = deepspeed.checked_config(
-        deepspeed.CONFIG,
-        plan,
-        max_grad_norm=config.train.max_grad_norm,
-        trainable_parameters=trained_parameters,
-    )
-    return (
-        tree
-        if shared
-        else {**tree, "checkpoint": {**tree.get("checkpoint", {}), "use_node_local_storage": True}}
     )

@@ -11,6 +11,7 @@ from rich.markup import escape
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from sft_play.engines.base import Engine
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch, token_loss
 from sft_play.runlog import console
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
@@ -122,6 +123,7 @@ class PlannedTrainer(AdapterTrainer):
         *args: Any,
         rows: MicroBatches,
         eval_collator: Any,
+        engine: Engine,
         checkpoint_parts: int,
         writer: CheckpointWriter,
         skipped: SkippedSteps,
@@ -134,7 +136,7 @@ class PlannedTrainer(AdapterTrainer):
         self._step_loss: torch.Tensor | float = 0.0
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
-        self._checkpoint_parts, self._writer = checkpoint_parts, writer
+        self._engine, self._checkpoint_parts, self._writer = engine, checkpoint_parts, writer
         self.begin_phase: Callable[[str], None] = _no_phase
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -146,12 +148,11 @@ class PlannedTrainer(AdapterTrainer):
         if not unwrapped.training:
             model.train()
         # compute_loss has already divided the loss by the number of micro-batches
-        engine = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
         with self.compute_loss_context_manager():
             loss = self.compute_loss(
                 model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
             )
-        self.accelerator.backward(loss, **engine)
+        self.accelerator.backward(loss, **self._engine.backward_arguments())
         # added to the mean loss of the log, which a NaN would never leave again
         share = loss.detach().nan_to_num(0.0, 0.0, 0.0)
         self._step_loss = self._step_loss + share
@@ -203,8 +204,7 @@ class PlannedTrainer(AdapterTrainer):
         step = self.state.global_step + 1
         rows = [row for own in from_all(self._rows_not_finite()) for row in own]
         message = self.skipped.message(step, rows)
-        updated = self.is_deepspeed_enabled and not model.optimizer.overflow
-        if updated or self.skipped.in_a_row >= self.skipped.limit:
+        if self._engine.updated(model) or self.skipped.in_a_row >= self.skipped.limit:
             raise ended(message)
         if self.accelerator.is_main_process:
             console().print(f"  [yellow]{escape(message)}[/]")
@@ -293,11 +293,11 @@ class PlannedTrainer(AdapterTrainer):
     ) -> Any:
         """Wraps model and optimizer and loads the checkpoint, converting it if it is split differently."""
         checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        if checkpoint is None or is_split_as(checkpoint, self.is_deepspeed_enabled, self._checkpoint_parts):
+        if checkpoint is None or is_split_as(checkpoint, self._engine, self._checkpoint_parts):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         else:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-            load_moved(self, checkpoint)
+            load_moved(self, checkpoint, self._engine)
         if checkpoint is not None:
             use_own_rate(self)
         return prepared

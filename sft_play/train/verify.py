@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-from sft_play.engines.registry import distributed_engines, engine_of
+from sft_play.engines.registry import ENGINES, engine_of
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
 from sft_play.plan import Plan
@@ -41,14 +41,13 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             "effective batch would be wrong. Launch with `make train-distributed NGPU=<n>`, or see "
             "MULTI_GPU_GUIDE.md"
         )
-    kinds = {engine.distributed_type: engine for engine in distributed_engines()}
-    plain, wanted = distributed_engines()[0], engine_of(plan.engine)
-    # accelerate has a type of its own for CPUs
-    started = kinds.get(accelerator.distributed_type.value, plain)
-    if started is not (wanted if wanted.distributes else plain):
+    found = accelerator.distributed_type.value.replace("MULTI_CPU", "MULTI_GPU")
+    if found != engine_of(plan.engine).distributed_type:
+        started = next((engine for engine in ENGINES if engine.distributed_type == found), None)
+        override = f"add the override parallel.engine={started.name}, or " if started else ""
         raise LaunchError(
-            f"the launcher started {started.label}, but the plan is for engine {plan.engine}: add the "
-            f"override parallel.engine={started.name}, or launch with another file from configs/accelerate/"
+            f"the launcher started {started.label if started else found}, but the plan is for engine "
+            f"{plan.engine}: {override}launch with another file from configs/accelerate/"
         )
     check_in_force(trainer, plan)
     digest = hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sft_play.engines import registry
 from sft_play.launch.accelerate import launch_command, run_launcher
@@ -38,4 +40,9 @@ def test_a_toy_engine_is_planned_launched_and_trained(tiny_model, tmp_path, monk
     assert result.code == 0, result.message
 
     assert json.loads((tmp_path / "toy" / "plan.json").read_text())["plan"]["engine"] == "toy"
+    saved, expected = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("toy", "alone")
+    )
+    for name, weight in expected.items():
+        torch.testing.assert_close(saved[name], weight, rtol=1e-4, atol=1e-5)
     assert_same_curve(tmp_path / "toy", tmp_path / "alone", {"train/loss": 1e-5, "eval/loss": 1e-5})

@@ -5,6 +5,7 @@ accelerate launch ... toy_engine.py <specs.json>     trains as worker.py does, w
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
 
@@ -17,7 +18,7 @@ BUFFER = 123 * MIB
 
 
 class Toy(Engine):
-    """accelerate's DDP under another name, with a buffer that it claims to need."""
+    """accelerate's DDP under another name, with a buffer that it claims to need, and weights that it gathers."""
 
     name, label, principle = "toy", "Toy", "keeps a buffer that nothing needs"
     distributed_type, distributes = "MULTI_GPU", True
@@ -27,6 +28,16 @@ class Toy(Engine):
 
     def transform(self, step: Step, division: Division) -> Step:
         return step.with_buffers(Buffer("engine", BUFFER, "load", None))
+
+    def full_weights(self, model: Any) -> dict[str, Any]:
+        """The mean over all processes, which waits for those that do not take part."""
+        from torch import distributed
+
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        for value in weights.values():
+            distributed.all_reduce(value)
+            value /= distributed.get_world_size()
+        return weights
 
     def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
         return (Message("all_reduce", gradient_bytes, 1),)

@@ -25,7 +25,7 @@ FLOORS = [
     ["planning.batch", "planning.drafts", "planning.search", "planning.advice", "planning.profile",
      "planning.collectives", "planning.clock"],
     ["launch"],
-    ["model", "builtin.models", "builtin.world"],
+    ["engines.state", "engines.zero2_state", "model", "builtin.models", "builtin.world"],
     ["builtin.demo", "export"],
     ["sizing"],
     ["planning"],

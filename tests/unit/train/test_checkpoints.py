@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
 from sft_play.errors import CheckpointError
 from sft_play.manifest import files_in, hash_files, write_manifest
 from sft_play.runlog import RunDir
@@ -16,8 +17,8 @@ from sft_play.train.checkpoints import (
     is_split_as,
     newest_whole,
     require_movable,
+    saved_by,
     set_aside_stale,
-    shards_of,
 )
 from sft_play.train.pickles import FORCE, only_tensors
 from tests.unit.train.plans import PLAN
@@ -139,7 +140,7 @@ def test_no_library_can_load_other_objects_while_a_run_is_resumed(tmp_path, monk
     canary = tmp_path / "canary"
     torch.save({"state": Payload(canary)}, tmp_path / "file.pt")
     monkeypatch.delenv(FORCE, raising=False)
-    with only_tensors(deepspeed=True), pytest.raises(pickle.UnpicklingError):
+    with only_tensors(engine_of("deepspeed_z2")), pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "file.pt", weights_only=False)  # as DeepSpeed does
     assert not canary.exists()
     torch.load(tmp_path / "file.pt", weights_only=False)
@@ -178,10 +179,10 @@ def test_the_newest_two_and_the_best_are_kept_whatever_their_dates(tmp_path):
         (2, "deepspeed_z2", 2, False),
         (0, "ddp", 4, False),
         (0, "none", 1, False),
-        (2, "ddp", 2, "make train-deepspeed NGPU=2"),
-        (2, "none", 1, "make train-deepspeed NGPU=2"),
-        (4, "deepspeed_z2", 2, "make train-deepspeed NGPU=4"),
-        (0, "deepspeed_z2", 2, "make train-distributed NGPU=2"),
+        (2, "ddp", 2, "make train NGPU=2 ARGS=.parallel.engine=deepspeed_z2"),
+        (2, "none", 1, "make train NGPU=2 ARGS=.parallel.engine=deepspeed_z2"),
+        (4, "deepspeed_z2", 2, "make train NGPU=4 ARGS=.parallel.engine=deepspeed_z2"),
+        (0, "deepspeed_z2", 2, "make train NGPU=2 ARGS=.parallel.engine=ddp"),
     ],
 )
 def test_optimizer_state_that_was_split_otherwise_is_converted_if_it_is_adamws(
@@ -203,7 +204,9 @@ def test_parts_of_many_ranks_come_in_their_order(tmp_path):
     (tmp_path / "global_step3").mkdir()
     for rank in range(12):
         (tmp_path / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    assert [path.name.split("_")[4] for path in shards_of(tmp_path)] == [str(rank) for rank in range(12)]
+    assert [path.name.split("_")[4] for path in saved_by(tmp_path).state_files(tmp_path)] == [
+        str(rank) for rank in range(12)
+    ]
 
 
 def test_without_a_shared_disk_a_machine_has_the_parts_of_its_own_processes(tmp_path):
@@ -211,5 +214,16 @@ def test_without_a_shared_disk_a_machine_has_the_parts_of_its_own_processes(tmp_
     folder.mkdir()
     for rank in (2, 3):
         (folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    assert is_split_as(tmp_path, True, 2)
-    assert not is_split_as(tmp_path, True, 4)
+    assert is_split_as(tmp_path, engine_of("deepspeed_z2"), 2)
+    assert not is_split_as(tmp_path, engine_of("deepspeed_z2"), 4)
+
+
+def test_the_manifest_says_which_engine_saved_a_checkpoint_and_an_unknown_one_is_refused(tmp_path):
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    assert saved_by(tmp_path).name == "deepspeed_z2"  # of an earlier version, without a manifest
+    write_manifest(tmp_path, {"engine": "ddp"}, {})
+    assert saved_by(tmp_path).name == "ddp"
+    write_manifest(tmp_path, {"engine": "of tomorrow"}, {})
+    with pytest.raises(CheckpointError, match="engine of tomorrow, which this version lacks"):
+        saved_by(tmp_path)
