@@ -229,7 +229,8 @@ def _hides_reasoning(chat: Chat, conversation: Conversation, rows: Sequence[Rend
         return False
     found = (conversation.messages[i].get("reasoning_content") for i in _supervised_turns(chat, conversation))
     ends = [text.strip().rpartition("\n")[2] for text in found if text]
-    return any(not any(end in row.text for row in rows) for end in ends)
+    text = "\n".join(row.text for row in rows)
+    return any(end not in text for end in ends)
 
 
 def _end_of_turn(chat: Chat, text: str) -> int:

@@ -223,7 +223,8 @@ def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
     tuner: Any = model.base_model
     adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
     asked = () if lora.target_modules == "auto" else lora.target_modules
-    unknown = [each for each in asked if not any(f".{name}".endswith(f".{each}") for name in adapted)]
+    names = "".join(f".{name}\n" for name in adapted)
+    unknown = [each for each in asked if f".{each}\n" not in names]
     if unknown:
         raise _no_target(model.get_base_model(), f": nothing is named {', '.join(unknown)}")
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
