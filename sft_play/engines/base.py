@@ -6,6 +6,7 @@ stay light. The defaults are those of a single process; `registry.py` lists all 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,14 @@ class Engine:
 
     def prepare_launch(self) -> None:
         """Clears what an earlier run has left behind and would stop this one."""
+
+    def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
+        """A block of the main rank in which a silence of minutes is explained beforehand.
+
+        Args:
+            say: prints a line.
+        """
+        return nullcontext()
 
     def require_agreement(self, config: RunConfig, plan: Plan) -> None:
         """Checks, before anything is launched, that the engine's own config file agrees with the plan.

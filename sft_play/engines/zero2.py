@@ -4,7 +4,8 @@ After stage_1_and_2.py of DeepSpeed.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,10 @@ class Zero2(Engine):
     def prepare_launch(self) -> None:
         """Removes stale locks of DeepSpeed's extension build."""
         deepspeed.clear_abandoned_locks(deepspeed.extensions_folder())
+
+    def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Says when DeepSpeed compiles an extension."""
+        return deepspeed.slow_builds_told(say)
 
     def require_agreement(self, config: RunConfig, plan: Plan) -> None:
         """Checks the DeepSpeed config."""

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -44,14 +44,20 @@ def process_group(job: Job) -> Iterator[None]:
         torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    engine = engine_of(job.plan.engine)
     try:
-        yield
+        with engine.while_starting(_say) if job.ranks.is_main else nullcontext():
+            yield
     except RuntimeError as error:
         if not str(error).lower().count("timed out"):
             raise
         raise LaunchError(_standstill(job, error)) from error
     distributed.barrier()  # no rank leaves while another still waits for its last message
     distributed.destroy_process_group()
+
+
+def _say(text: str) -> None:
+    console().print(f"  {text}")
 
 
 def _standstill(job: Job, error: RuntimeError) -> str:

@@ -2,7 +2,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+
+from sft_play.engines import deepspeed
 from sft_play.engines.deepspeed import clear_abandoned_locks
 
 
@@ -24,3 +28,41 @@ def test_a_lock_that_nobody_works_behind_is_removed_and_one_in_use_or_young_stay
         builder.kill()
         builder.wait()
     assert not abandoned.exists() and in_use.exists() and young.exists()
+
+
+class Tiny(CPUOpBuilder):
+    """A Python module in a few lines of C++, as DeepSpeed compiles its own."""
+
+    NAME = "tiny"
+    folder: Path
+
+    def __init__(self):
+        super().__init__(name=self.NAME)
+
+    def absolute_name(self):
+        return "tiny"
+
+    def sources(self):
+        return [str(self.folder / "tiny.cpp")]
+
+
+TINY = """
+#include <Python.h>
+static PyModuleDef tiny = {PyModuleDef_HEAD_INIT, "tiny", 0, -1, 0};
+PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&tiny); }
+"""
+
+
+def test_an_extension_that_is_compiled_is_told_of_and_a_compiled_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(Tiny, "folder", tmp_path, raising=False)
+    (tmp_path / "tiny.cpp").write_text(TINY)
+    said: list[str] = []
+    monkeypatch.setattr(deepspeed, "BUILD_IS_SLOW_S", 0.0)
+    with deepspeed.slow_builds_told(said.append):
+        Tiny().jit_load(verbose=False)
+    assert said == ["DeepSpeed compiles its extension tiny, once, which may take minutes"]
+    monkeypatch.setattr(deepspeed, "BUILD_IS_SLOW_S", 60.0)
+    with deepspeed.slow_builds_told(said.append):
+        Tiny().jit_load(verbose=False)
+    assert len(said) == 1 and (tmp_path / "tiny" / "tiny.so").exists()
