@@ -58,8 +58,9 @@ def disk_errors_explained(run: RunDir) -> Iterator[None]:
 def write_failure(error: Exception, folder: Path) -> str | None:
     """Why a write into `folder` failed; None if the error is about something else."""
     if isinstance(error, OSError):
-        named = Path(str(error.filename)).absolute()
-        ours = error.filename is not None and named.is_relative_to(folder.absolute())
+        name = error.filename if isinstance(error.filename, str | bytes | Path) else ""
+        named = Path(os.fsdecode(name)).absolute()  # TensorBoard's writer opens names in bytes
+        ours = bool(name) and named.is_relative_to(folder.absolute())
         told = error.errno in FULL or (ours and error.errno in GONE)
         return os.strerror(error.errno) if told and error.errno else None
     number = re.search(r"os error (\d+)", str(error))  # of safetensors and tokenizers
