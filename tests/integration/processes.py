@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.runlog import RunDir, read_metrics
+from tests.rounding import assert_same_values
 
 
 def launch_jobs(folder: Path, engine: str, processes: int, specs: list[dict[str, Any]]) -> None:
@@ -51,4 +50,4 @@ def assert_same_curve(run: Path, reference: Path, close: dict[str, float], after
             for one in (run, reference)
         )
         assert theirs and ours.keys() == theirs.keys()
-        assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=tolerance), key
+        assert_same_values(ours.values(), theirs.values(), tolerance)

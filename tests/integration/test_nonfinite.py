@@ -17,6 +17,7 @@ from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.train.run import train
 from tests.conftest import token_rows
 from tests.integration.jobs import losses, make_job
+from tests.rounding import assert_same_values, summed
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 BROKEN = 7  # a token whose embedding is infinite
@@ -130,8 +131,9 @@ def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine)
     assert read_json(two.summary)["skipped_steps"] == 1
     found = [record["train/loss"] for record in read_metrics(two) if "train/loss" in record]
     # after a step that DeepSpeed skips, the learning rate is that of the step before
-    close = 1e-6 if engine == "ddp" else 5e-4
-    assert found == pytest.approx(losses(alone)[0], rel=close) and len(found) == 5
+    close = summed(16 * 60) if engine == "ddp" else 5e-4  # 16 rows of up to 60 tokens in a step
+    assert_same_values(found, losses(alone)[0], close)
+    assert len(found) == 5
 
 
 def test_an_infinite_validation_loss_is_told_and_is_neither_best_nor_impatient(

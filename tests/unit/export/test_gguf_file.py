@@ -10,6 +10,7 @@ from sft_play.errors import ConfigError, NonFiniteError
 from sft_play.export.architecture import gguf_name
 from sft_play.export.gguf_file import Source, file_bytes, write
 from sft_play.export.vocabulary import SPLITS, vocabulary
+from tests.rounding import assert_same_tensor, forward_terms, summed
 from tests.unit.export import folders
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (pip install gguf)")
@@ -288,4 +289,5 @@ def test_transformers_reads_the_file_with_the_same_logits(made):
     model = AutoModelForCausalLM.from_pretrained(source.folder)
     ids = torch.arange(3, 60)[None]
     with torch.no_grad():
-        torch.testing.assert_close(again(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+        found, expected = again(ids).logits, model(ids).logits
+    assert_same_tensor(found, expected, summed(forward_terms(model, tokens=ids.numel())))

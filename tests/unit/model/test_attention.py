@@ -14,6 +14,7 @@ from transformers import (
 
 from sft_play.errors import ConfigError
 from sft_play.model import attention
+from tests.rounding import assert_same_tensor, forward_terms, step_terms, summed
 
 SHAPE = dict(
     hidden_size=32,
@@ -63,7 +64,7 @@ def test_right_padded_rows_need_no_mask(name):
     with torch.no_grad():
         a = ours(input_ids=ids, position_ids=positions).logits
         b = eager(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(a[mask.bool()], b[mask.bool()], atol=2e-5, rtol=1e-4)
+    assert_same_tensor(a[mask.bool()], b[mask.bool()], summed(forward_terms(eager, tokens=20)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -75,7 +76,7 @@ def test_attention_does_not_leak_between_packed_sequences(name):
     with torch.no_grad():
         packed = model(input_ids=torch.cat(rows, 1), position_ids=positions, sequence_lengths=lengths).logits
         alone = torch.cat([model(input_ids=row).logits for row in rows], 1)
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
+    assert_same_tensor(packed, alone, summed(forward_terms(model, tokens=sum(lengths))))
 
 
 def test_packed_gradients_equal_those_of_the_rows_alone():
@@ -90,7 +91,7 @@ def test_packed_gradients_equal_those_of_the_rows_alone():
     model.zero_grad()
     sum(model(input_ids=row).logits.pow(2).sum() for row in rows).backward()
     for one, two in zip(packed, (p.grad for p in model.parameters()), strict=True):
-        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
+        assert_same_tensor(one, two, summed(step_terms(model, tokens=sum(lengths))))
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
@@ -118,8 +119,10 @@ def test_repeated_heads_give_what_grouped_ones_give(monkeypatch, capability, len
     )
     again, gradients_again = attend()
     assert set(calls) == {(4, False)}
-    torch.testing.assert_close(out, again)
-    torch.testing.assert_close(gradients, gradients_again)
+    for ours, theirs in zip((again, *gradients_again), (out, *gradients), strict=True):
+        assert_same_tensor(
+            ours, theirs, summed(3 * (8 + 20))
+        )  # heads of 8, 20 tokens; forward and twice back
 
 
 def test_flash_attention_takes_groups_in_16_bit_and_under_autocast(monkeypatch):

@@ -13,6 +13,7 @@ from sft_play.model.adapters import attach_adapter, load_adapter, require_fittin
 from sft_play.model.build import load_base
 from sft_play.model.load import empty_base, load_model_config, load_tokenizer, new_tokens
 from tests.conftest import VOCABULARY
+from tests.rounding import assert_same_tensor, forward_terms, summed
 
 SIZES = dict(
     hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
@@ -55,7 +56,8 @@ def logits(model):
 
 
 def train(model, steps: int = 3) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    # at a rate of 0.05 these weights, of 16 dimensions, come to magnify roundings
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     ids = torch.tensor([[3, IDS[0], 8, IDS[1], 9]])
     for _ in range(steps):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -74,8 +76,9 @@ def test_a_row_starts_as_the_mean_of_the_pieces_that_its_token_was_split_into(mo
         after, before = getattr(with_words, layer)().weight, getattr(plain, layer)().weight
         assert len(after) == max(rows, IDS[1] + 1)
         assert torch.equal(after[:VOCABULARY], before[:VOCABULARY])
-        torch.testing.assert_close(after[IDS[0]], (before[4] + before[5]) / 2)  # w1 and w2
-        torch.testing.assert_close(after[IDS[1]], before[:VOCABULARY].mean(0))  # no piece is known
+        assert_same_tensor(after[IDS[0]], (before[4] + before[5]) / 2, summed(2))  # w1 and w2
+        mean = before[:VOCABULARY].mean(0)  # no piece is known
+        assert_same_tensor(after[IDS[1]], mean, summed(VOCABULARY))
     assert (with_words.lm_head.weight is with_words.model.embed_tokens.weight) == tied
 
 
@@ -105,8 +108,9 @@ def test_only_rows_of_new_tokens_are_trained_and_saved_and_merged(models, tmp_pa
     shapes = sorted(tuple(parameter.shape) for parameter in trained.values())
     assert shapes == [(2, 16)] * (1 if tied else 2) + [(16,)] * len(whole)
     before = logits(adapted)
+    near = summed(forward_terms(load(model), tokens=6))
     with adapted.disable_adapter():
-        torch.testing.assert_close(logits(adapted), before)
+        assert_same_tensor(logits(adapted), before, near)
     train(adapted)
     expected = logits(adapted)
     assert (expected - before).abs().max() > 0.01
@@ -116,7 +120,7 @@ def test_only_rows_of_new_tokens_are_trained_and_saved_and_merged(models, tmp_pa
 
     require_fitting(empty_base(model), tmp_path)
     loaded = load_adapter(load(model, quantize), tmp_path)
-    torch.testing.assert_close(logits(loaded), expected)
+    assert_same_tensor(logits(loaded), expected, near)
     merged = load_adapter(load(model), tmp_path).merge_and_unload(safe_merge=True)
     base = load(model)
     for layer, ours, theirs in (
@@ -132,7 +136,7 @@ def test_only_rows_of_new_tokens_are_trained_and_saved_and_merged(models, tmp_pa
     alone = load(ModelConfig(name=str(folder)))
     assert alone.config.tie_word_embeddings == tied
     if not quantize:
-        torch.testing.assert_close(logits(alone), expected, atol=1e-5, rtol=1e-5)
+        assert_same_tensor(logits(alone), expected, near)
 
 
 def test_an_adapter_with_other_tokens_does_not_fit(models, tmp_path):
@@ -158,7 +162,7 @@ def test_whole_embedding_and_head_stay_tied_if_they_were(models, tmp_path, tied,
     trained = [p for n, p in adapted.named_parameters() if p.requires_grad and "lora_" not in n]
     assert [tuple(p.shape) for p in trained] == [(VOCABULARY, 16)] * (1 if tied else len(names))
     ids = torch.tensor([[3, 8, 9]])
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.05)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
     adapted(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     ids = torch.arange(3, 40)[None]
@@ -170,7 +174,8 @@ def test_whole_embedding_and_head_stay_tied_if_they_were(models, tmp_path, tied,
     merged.save_pretrained(tmp_path / "merged")
     alone = load(ModelConfig(name=str(tmp_path / "merged")))
     with torch.no_grad():
-        torch.testing.assert_close(alone(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+        found = alone(input_ids=ids).logits
+    assert_same_tensor(found, expected, summed(forward_terms(alone, tokens=ids.numel())))
     assert alone.config.tie_word_embeddings == tied
 
 
