@@ -62,20 +62,19 @@ def test_a_step_is_that_of_peft(family, autocast, checkpointing, dropout):
 
     (loss, theirs), (our_loss, ours) = (one_step(base, stock=stock, **how) for stock in (True, False))
 
-    terms = step_terms(base, tokens=2 * 9)  # of the sums of the base; the adapters add no more than 1%
+    terms = step_terms(base, tokens=2 * 9)  # those of the adapters run beside the base's
     near = 0.05 if autocast else summed(terms)  # bf16 has three digits, and PEFT rounds twice more
     assert_same_values([float(our_loss)], [float(loss)], near)
     assert_same_norm(ours, theirs, near)
 
 
-def test_a_wrong_scale_is_far_above_rounding():
+def test_gradients_of_a_scale_that_is_wrong_by_a_hundredth_are_far_above_rounding():
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_config(small_config("llama", SHAPE))
-    (loss, theirs), (our_loss, ours) = (
+    (_, theirs), (_, ours) = (
         one_step(base, stock=stock, alpha=alpha) for stock, alpha in ((True, 12), (False, 12.12))
     )
     near = summed(step_terms(base, tokens=2 * 9))
-    assert abs(our_loss - loss) > 10 * near * loss
     assert (ours - theirs).norm() > 100 * near * theirs.norm()
 
 
