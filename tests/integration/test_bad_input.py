@@ -439,6 +439,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused_before_that_is_loaded(
     shutil.copytree(tiny_model, base, ignore=shutil.ignore_patterns("*.safetensors"))
     folder = shutil.copytree(finished.run.path, tmp_path / "runs" / "one")
     (folder / "adapter" / MANIFEST).unlink()  # as in an adapter from elsewhere
+    (folder / "base.json").unlink()  # which knows the weights
     file = folder / "adapter" / "adapter_model.safetensors"
     weights = load_file(file)
     first, *others = sorted(weights)
