@@ -139,11 +139,7 @@ def _is_tied(model: "PreTrainedModel") -> bool:
 
 
 def attach_adapter(
-    model: "PreTrainedModel",
-    lora: LoraSettings,
-    *,
-    autocast: bool = False,
-    new_ids: Sequence[int] = (),
+    model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False, new_ids: Sequence[int] = ()
 ) -> "PeftModel":
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 

@@ -185,18 +185,10 @@ JOINED = Kernel(
     workspace=_joined_workspace,
 )
 FLASH2 = Kernel(
-    label="FlashAttention 2",
-    inputs=JOINED_INPUTS,
-    groups=True,
-    kept=_flash_kept,
-    workspace=_joined_workspace,
+    label="FlashAttention 2", inputs=JOINED_INPUTS, groups=True, kept=_flash_kept, workspace=_joined_workspace
 )
 FLASH3 = Kernel(
-    label="FlashAttention 3",
-    inputs=JOINED_INPUTS,
-    groups=True,
-    kept=_flash_kept,
-    workspace=_flash3_workspace,
+    label="FlashAttention 3", inputs=JOINED_INPUTS, groups=True, kept=_flash_kept, workspace=_flash3_workspace
 )
 FLASH = Kernel(
     label="PyTorch's flash kernel",

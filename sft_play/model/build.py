@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import CheckpointError, ConfigError
@@ -20,13 +17,7 @@ from sft_play.model.attention_choice import generation_attention
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.files import compare_with_index
 from sft_play.model.hub_files import require_as_published
-from sft_play.model.load import (
-    empty_base,
-    hub_arguments,
-    load_model_config,
-    new_tokens,
-    not_loadable,
-)
+from sft_play.model.load import empty_base, hub_arguments, load_model_config, new_tokens, not_loadable
 from sft_play.model.new_tokens import add_rows
 from sft_play.model.noise import add_noise
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix

@@ -10,12 +10,7 @@ from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError
 from sft_play.hub import limit_network
-from sft_play.model.architecture import (
-    empty_model,
-    require_decoder,
-    require_few_layers,
-    require_sound_sizes,
-)
+from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
 from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
@@ -197,13 +192,9 @@ def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
     known = asked_before_the_hub(model)
     if known is None:
         return load_model_config(model), []
-    settings = {name: value for name, value in known.config.items() if name != "model_type"}
     note = f"architecture of {known.name} as of {known.date}, from {MODELS_FILE.name}; the Hub was not asked"
-    access = f"to train it, {known.access}"
-    return AutoConfig.for_model(known.config["model_type"], **settings), [
-        note,
-        *([access] if known.gated else []),
-    ]
+    access = [f"to train it, {known.access}"] if known.gated else []
+    return AutoConfig.for_model(**known.config), [note, *access]
 
 
 @dataclass(frozen=True)
@@ -222,13 +213,7 @@ def load_data(
     progress: bool = True,
     hashes: bool = True,
 ) -> LoadedData:
-    """Tokenizes the data of a run, or loads it from the cache.
-
-    Args:
-        config: of the run.
-        architecture: of the model, if it is loaded already.
-        progress: show a progress bar.
-        hashes: as in `prepare`.
+    """Tokenizes the data of a run, or loads it from the cache; `progress` and `hashes` are for `prepare`.
 
     Raises:
         ConfigError: config.json or tokenizer cannot be loaded, or do not belong together; or as in `prepare`.

@@ -92,12 +92,11 @@ def _compare_base(config: RunConfig, adapter: Path) -> None:
 
 
 def release_memory() -> None:
-    """Frees the memory of deleted models, on the device too; delete the last reference first."""
+    """Frees what nothing refers to any more, on a GPU also for other processes."""
     import torch
 
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def first_not_finite(weights: Iterable[tuple[str, "Tensor"]]) -> str | None:

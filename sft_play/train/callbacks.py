@@ -5,12 +5,7 @@ import time
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import (
-    EarlyStoppingCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.launch.beats import Pulse
 from sft_play.plan import Plan

@@ -35,10 +35,8 @@ from sft_play.runlog import RunDir, console, read_json
 from sft_play.train.pickles import UNUSED, find_refused
 from sft_play.train.ranks import from_all
 
-STATE, WEIGHTS = (
-    "trainer_state.json",
-    ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"),
-)
+STATE = "trainer_state.json"
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 INCOMPLETE = "incomplete"  # folder in which a checkpoint is written, and from which old ones are deleted
 DAMAGED, STALE = "damaged", "stale"  # endings of the names of checkpoints that were set aside
 KEPT_AT_LEAST = 2  # if the newest is damaged, there is one before it
@@ -105,13 +103,8 @@ def saved_by(checkpoint: Path) -> Engine:
 def is_split_as(checkpoint: Path, engine: Engine, processes: int) -> bool:
     """Whether the optimizer state is split as a run on this engine would save it.
 
-    Some engines split it by process (`shards_state`), the others do not split it.
-
-    Args:
-        checkpoint: the folder.
-        engine: of the run.
-        processes: number of processes that save into this folder: all of the run, or those of one machine
-            if each has a run directory of its own.
+    Some engines split it by process (`shards_state`): by those of the run, or of one machine if each has a
+    run directory of its own.
 
     Raises:
         CheckpointError: as for `saved_by`.
@@ -123,15 +116,7 @@ def is_split_as(checkpoint: Path, engine: Engine, processes: int) -> bool:
 
 
 def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: int) -> bool:
-    """Whether the optimizer state must be converted while loading (convert.py).
-
-    That is the case if another engine or world size saved it.
-
-    Args:
-        checkpoint: the folder.
-        config: of the run that resumes.
-        plan: of the run that resumes.
-        processes: as for `is_split_as`.
+    """Whether the optimizer state must be converted while loading: another engine or world size saved it.
 
     Raises:
         CheckpointError: its optimizer state cannot be converted; says how to resume.
@@ -153,14 +138,9 @@ def require_movable(checkpoint: Path, config: RunConfig, plan: Plan, processes: 
 
 
 def newest_whole(run: RunDir, at_most: int | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that can be resumed from; damaged ones on the way to it are set aside.
+    """The newest checkpoint that can be resumed from, up to a step; None if the run has saved none.
 
-    Args:
-        run: its run directory.
-        at_most: ignore those of later steps.
-
-    Returns:
-        The checkpoint, None if the run has saved none; and a line for each folder that was passed over.
+    Damaged ones on the way to it are set aside; there is a line for each folder that was passed over.
 
     Raises:
         CheckpointError: the run has saved checkpoints, but none is left that can be resumed from.
@@ -206,25 +186,16 @@ def set_aside(checkpoint: Path, ending: str) -> str:
 
 
 def set_aside_stale(run: RunDir, resumed: Path) -> list[str]:
-    """Sets aside the checkpoints that a run resumed from an earlier or a foreign one would collide with.
-
-    Returns:
-        Their new names.
-    """
+    """Sets aside what a run resumed from an earlier or a foreign checkpoint would collide with; new names."""
     own = resumed.resolve().parent == run.checkpoints.resolve()
     step = step_of(resumed) or 0
     return [set_aside(path, STALE) for path in by_step(run) if not own or (step_of(path) or 0) > step]
 
 
 def delete_old(run: RunDir, keep: int, best: Path | None) -> None:
-    """Deletes all but the newest checkpoints and the best one.
+    """Deletes all but the newest checkpoints, at least two, and the best one.
 
     They are moved first, so that a process that is killed meanwhile leaves no part of a checkpoint.
-
-    Args:
-        run: its run directory.
-        keep: number of the newest; at least two are kept.
-        best: never deleted.
     """
     leaving = run.checkpoints / INCOMPLETE
     for path in by_step(run)[: -max(keep, KEPT_AT_LEAST)]:

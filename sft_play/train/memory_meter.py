@@ -1,6 +1,5 @@
-"""Measures the device memory of training, puts it beside the prediction, and frees what is unused."""
+"""Measures the device memory of training, and puts it beside the prediction."""
 
-import gc
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +53,6 @@ def overhead_bytes(device: torch.device) -> int | None:
         return None
     used = [gpu.own_bytes for gpu in detect().gpus if gpu.own_bytes]
     return used[0] - torch.cuda.memory_reserved(device) if used else None
-
-
-def release_unreferenced(device: str) -> None:
-    """Frees what nothing refers to any more, on "cuda" also for other processes."""
-    gc.collect()
-    if device == "cuda" and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _status_bytes(name: str) -> int:

@@ -22,17 +22,12 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job
 from sft_play.model.loss_head import token_loss
+from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.devices import training_device
 from sft_play.report.progress import spinner
 from sft_play.sizing.architecture import text_of
-from sft_play.sizing.corrections import (
-    ProbeResult,
-    record_path,
-    write_overhead,
-    write_ran_out,
-    write_record,
-)
+from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import prepare_for_training
@@ -40,7 +35,7 @@ from sft_play.train.callbacks import Heartbeat
 from sft_play.train.memory_meter import overhead_bytes
 from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.ranks import all_agree, from_all
-from sft_play.train.session import Session, release_memory
+from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
@@ -246,7 +241,8 @@ def _let_go(trainer: Any) -> None:
         trainer.deepspeed = None
     trainer.model.zero_grad(set_to_none=True)
     trainer._tr_loss = None
-    release_memory(trainer)
+    trainer.accelerator.free_memory()
+    release_memory()
 
 
 def memory_advice(plan: Plan) -> str:

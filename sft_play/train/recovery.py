@@ -21,12 +21,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from sft_play.errors import DoesNotFitError, OutOfMemory
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.process import not_ignored
+from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.report.reasons import batch_sentence
 from sft_play.runlog import console, read_json
 from sft_play.sizing.corrections import write_ran_out
 from sft_play.train.checkpoints import by_step
-from sft_play.train.memory_meter import release_unreferenced
 from sft_play.train.probe import correction_path, memory_advice
 from sft_play.train.ranks import any_rank
 from sft_play.train.session import Session
@@ -92,13 +92,9 @@ def smaller_job(job: Job) -> Job:
     Raises:
         DoesNotFitError: there is no smaller plan.
     """
-    release_unreferenced(job.plan.device)  # what the session that failed has left behind in this process
+    release_memory()  # what the session that failed has left behind in this process
     ran_out = Plan.from_json(read_json(job.run.plan))
-    free = {
-        "batch_size": "auto",
-        "grad_accum": "auto",
-        "effective_batch_size": ran_out.effective_batch_size,
-    }
+    free = {"batch_size": "auto", "grad_accum": "auto", "effective_batch_size": ran_out.effective_batch_size}
     plan = plan_again(_with(replace(job, plan=ran_out), "train", **free), takes_less(ran_out))
     reason = f"chosen because memory ran out at micro-batch {ran_out.micro_batch_size}"
     own = by_step(job.run) or job.config.train.resume == "never"

@@ -7,14 +7,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 
-from sft_play.data.batching import (
-    FILLER,
-    Schedule,
-    Share,
-    make_schedule,
-    pack_shares,
-    padded_length,
-)
+from sft_play.data.batching import FILLER, Schedule, Share, make_schedule, pack_shares, padded_length
 from sft_play.data.chat import IGNORED
 from sft_play.data.store import column_of, count_supervised
 from sft_play.job import Job

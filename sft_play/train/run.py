@@ -122,11 +122,6 @@ def remember_speed(session: Session) -> None:
         write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
 
 
-def result_folder(job: Job) -> Path:
-    """Where the trained weights go."""
-    return job.run.model if job.config.tuning.mode == "full" else job.run.adapter
-
-
 def save(session: Session, stopped: bool) -> None:
     """Writes the trained weights and the tokenizer on the main rank.
 
@@ -135,13 +130,12 @@ def save(session: Session, stopped: bool) -> None:
     Raises:
         NonFiniteError: a trained weight is NaN or infinite.
     """
-    trainer, job = session.trainer, session.job
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if not stopped:
-        trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one
-        check_weights(model)
     if stopped:
         return
+    trainer, job = session.trainer, session.job
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one
+    check_weights(model)
     weights = engine_of(job.plan.engine).full_weights(model)  # all ranks take part
     if not trainer.accelerator.is_main_process:
         return
@@ -150,7 +144,8 @@ def save(session: Session, stopped: bool) -> None:
         "versions": installed_versions(),
         "new_tokens": list(job.config.model.new_tokens),
     }
-    with replacing(result_folder(job), facts) as folder:
+    target = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
+    with replacing(target, facts) as folder:
         save_trained(model, folder, weights)
         job.tokenizer.save_pretrained(str(folder))
         (folder / CARD).unlink(missing_ok=True)  # PEFT's has nothing but placeholders; ours comes at the end
@@ -160,10 +155,8 @@ def data_counts(data: PreparedData) -> dict[str, Any]:
     """Counts of each split, and the fingerprint of the tokenized rows."""
     counts: dict[str, Any] = {"fingerprint": data.fingerprint}
     for split in SPLITS:
-        found = data.stats[split]
-        counts[split] = (
-            {key: found[key] for key in ("rows", "tokens", "supervised_tokens")} if found else None
-        )
+        found, shown = data.stats[split], ("rows", "tokens", "supervised_tokens")
+        counts[split] = {key: found[key] for key in shown} if found else None
     return counts
 
 

@@ -18,20 +18,19 @@ from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.cpu import keep_freed_memory
+from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.devices import device_speed
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, Reporter
 from sft_play.train.checkpoints import CheckpointWriter
-from sft_play.train.memory_meter import MemoryMeter, release_unreferenced
-from sft_play.train.nonfinite import (
-    SkippedSteps,
-)
+from sft_play.train.memory_meter import MemoryMeter
+from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.resume import settings_of
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.trackers import trackers, use_groups
-from sft_play.train.trainer import PlannedTrainer
+from sft_play.train.trainer import NoiseOfStep, PlannedTrainer
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,7 @@ def ordered_rows(job: Job) -> TrainingRows:
 
 
 def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: MemoryMeter) -> Session:
-    """TRL's trainer over our rows, with our callbacks.
-
-    Args:
-        job: the run.
-        model: to train.
-        rows: in training order.
-        meter: started before the model was loaded.
-    """
+    """TRL's trainer over our rows, with our callbacks; the meter was started before the model was loaded."""
     if job.plan.device == "cpu":
         keep_freed_memory()
     reporter = Reporter(job.plan, rows, job.run, meter, main=job.ranks.is_main, flops_share=flops_share(job))
@@ -85,14 +77,9 @@ def close_session(session: Session, plan: Plan) -> Job:
     """Frees the model; returns the job with another plan."""
     trainer: Any = session.trainer
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
-    release_memory(trainer)
-    return replace(session.job, plan=plan)
-
-
-def release_memory(trainer: PlannedTrainer) -> None:
-    """Frees what accelerate holds and what is no longer referenced, on the device too."""
     trainer.accelerator.free_memory()
-    release_unreferenced(trainer.args.device.type)
+    release_memory()
+    return replace(session.job, plan=plan)
 
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
@@ -118,10 +105,10 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         engine=engine_of(plan.engine),
         checkpoint_parts=job.checkpoint_parts,
         writer=CheckpointWriter(job, settings_of(job)),
+        plus_ratio=config.tuning.lora.plus_ratio,
         processing_class=job.tokenizer,
         callbacks=_callbacks(job, reporter),
     )
-    trainer.plus_ratio = config.tuning.lora.plus_ratio
     trainer.remove_callback(PrinterCallback)
     for parameter in model.parameters():
         if parameter.requires_grad and config.tuning.mode == "qlora":
@@ -139,7 +126,7 @@ def _collator(job: Job, batches: MicroBatches) -> Collator:
 
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
-    callbacks: list[TrainerCallback] = [reporter]
+    callbacks: list[TrainerCallback] = [reporter, NoiseOfStep()]
     if job.plan.world_size > 1:
         callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
     if job.data.val is not None:
@@ -182,15 +169,7 @@ def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int,
 def sft_config(
     config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: int, trained_parameters: int
 ) -> SFTConfig:
-    """The arguments of the trainer.
-
-    Args:
-        config: the run.
-        plan: of the run.
-        run: where checkpoints are saved.
-        validation_rows: their number; 0 turns evaluation off.
-        trained_parameters: number of trained elements; ZeRO-2's buckets need not be larger.
-    """
+    """The arguments of the trainer; without validation rows, there is no evaluation."""
     gradient_bytes = trained_parameters * StepSpec.of(config, plan).trained_element_bytes
     return SFTConfig(
         **_optimization(config, plan),
@@ -252,11 +231,7 @@ def _evaluation_and_saving(
     config: RunConfig, plan: Plan, run: RunDir, validation_rows: int
 ) -> dict[str, Any]:
     evaluate, save = intervals(config, plan, validation_rows)
-    saving = dict(
-        save_strategy="steps",
-        save_on_each_node=not run.shared,
-        save_steps=save,
-    )
+    saving = dict(save_strategy="steps", save_on_each_node=not run.shared, save_steps=save)
     if not validation_rows:
         return dict(eval_strategy="no", **saving)
     return dict(

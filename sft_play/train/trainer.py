@@ -31,45 +31,18 @@ from sft_play.train.rows import MicroBatches
 HALVINGS = 16  # of fp16's gradient scale, from 2**16 to 1
 
 
-class AdapterTrainer(SFTTrainer):
-    """TRL's trainer with LoRA+ if `plus_ratio` is set."""
+@contextmanager
+def averaged(optimizer: Any) -> Iterator[None]:
+    """In the block, the weights are those that a schedule-free optimizer has found; others change nothing.
 
-    plus_ratio: float | None = None  # learning rate of the B matrices / that of the A matrices
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.add_callback(NoiseOfStep())
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The optimizer of the arguments; for LoRA+, the B matrices are in groups of their own.
-
-        PEFT's function for it gives their rate to vectors too, such as norms that are trained whole.
-        """
-        if self.plus_ratio is None or self.optimizer is not None:
-            return super().create_optimizer(model)
-        optimizer = super().create_optimizer(model)
-        named = (self.model if model is None else model).named_parameters()  # type: ignore[union-attr]
-        b_matrices = {weight for name, weight in named if "lora_B" in name}
-        for group in list(optimizer.param_groups):
-            fast = [weight for weight in group["params"] if weight in b_matrices]
-            group["params"] = [weight for weight in group["params"] if weight not in b_matrices]
-            optimizer.add_param_group({**group, "params": fast, "lr": self.plus_ratio * group["lr"]})
-        # DeepSpeed drops groups without parameters, after the schedule has got a rate for each
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return optimizer
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
-        self.optimizer.train()  # type: ignore[union-attr]
-        return prepared
-
-    def _load_best_model(self) -> None:
-        self.optimizer.eval()  # type: ignore[union-attr]  # what is loaded is an average already
-        super()._load_best_model()
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with averaged(self.optimizer):
-            super()._save_checkpoint(model, trial)
+    Between its steps, they are the point where the next gradient is computed.
+    """
+    if optimizer is None:
+        yield
+        return
+    optimizer.eval()
+    yield
+    optimizer.train()
 
 
 class NoiseOfStep(TrainerCallback):
@@ -80,43 +53,8 @@ class NoiseOfStep(TrainerCallback):
         kwargs["model"].noise_step = state.global_step
 
 
-@contextmanager
-def averaged(optimizer: Any) -> Iterator[None]:
-    """In the block, the weights are those that a schedule-free optimizer has found; others change nothing.
-
-    Between its steps, they are the point where the next gradient is computed.
-
-    Args:
-        optimizer: as accelerate wrapped it; None before it exists.
-    """
-    if optimizer is None:
-        yield
-        return
-    optimizer.eval()
-    yield
-    optimizer.train()
-
-
-def _no_phase(phase: str) -> None:
-    """Ignores phases, which matter only in a probe."""
-
-
-class PlannedTrainer(AdapterTrainer):
-    """TRL's trainer with eleven methods overridden, each where the library has no callback.
-
-    - `training_step` sets training mode once instead of in every micro-batch.
-    - `create_model_card` writes none into the checkpoints.
-    - `compute_loss` tells a probe where the forward pass begins and ends.
-    - `floating_point_ops` counts nothing, since our own count is known before the run.
-    - `_get_grad_norm` skips the update of a step whose gradients are not finite; `log` leaves it out of the
-      mean loss, and adds the speed.
-    - `evaluate` averages the loss over supervised tokens. The library averages the means of batches, so its
-      loss depends on the batch size and on how rows are dealt to processes.
-    - `_save_checkpoint` publishes a checkpoint once it is complete, from the staging folder that
-      `_get_output_dir` returns.
-    - `_prepare_for_training` converts a checkpoint of another engine or world size while loading it.
-    - `_load_best_model` loads only weights, which every engine saves in the same way, if they are undamaged.
-    """
+class PlannedTrainer(SFTTrainer):
+    """TRL's trainer; each method is overridden where the library has no callback, and says why."""
 
     def __init__(
         self,
@@ -128,21 +66,43 @@ class PlannedTrainer(AdapterTrainer):
         writer: CheckpointWriter,
         skipped: SkippedSteps,
         numbers: Callable[[int], dict[str, float | None]],
+        plus_ratio: float | None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
-        self.while_saving: Callable[[], AbstractContextManager[Any]] = nullcontext  # run.py sets it
+        self._plus_ratio = plus_ratio  # LoRA+: learning rate of the B matrices / that of the A matrices
         self._step_loss: torch.Tensor | float = 0.0
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
         self._engine, self._checkpoint_parts, self._writer = engine, checkpoint_parts, writer
-        self.begin_phase: Callable[[str], None] = _no_phase
+        # run.py and the probe replace them
+        self.while_saving: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.begin_phase: Callable[[str], None] = lambda phase: None
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer of the arguments; for LoRA+, the B matrices are in groups of their own.
+
+        PEFT's function for it gives their rate to vectors too, such as norms that are trained whole.
+        """
+        exists = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        if self._plus_ratio is None or exists:
+            return optimizer
+        named = (self.model if model is None else model).named_parameters()  # type: ignore[union-attr]
+        b_matrices = {weight for name, weight in named if "lora_B" in name}
+        for group in list(optimizer.param_groups):
+            fast = [weight for weight in group["params"] if weight in b_matrices]
+            group["params"] = [weight for weight in group["params"] if weight not in b_matrices]
+            optimizer.add_param_group({**group, "params": fast, "lr": self._plus_ratio * group["lr"]})
+        # DeepSpeed drops groups without parameters, after the schedule has got a rate for each
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward pass of a micro-batch; returns its share of its step's loss, a scalar.
 
-        The library's own method walks through all modules of the model to set their training mode.
+        The library's own method sets training mode in every micro-batch, walking through all modules for it.
         """
         unwrapped: Any = self.model
         if not unwrapped.training:
@@ -164,12 +124,7 @@ class PlannedTrainer(AdapterTrainer):
         """A micro-batch's share of its step's loss; tells a probe where the forward pass begins and ends.
 
         The library's own method also logs metrics that nobody reads here, for which it waits for the device
-        three times per micro-batch.
-
-        Args:
-            model: as the engine wrapped it.
-            inputs: of a collator (model/collators.py).
-            num_items_in_batch: supervised tokens of the step, over all ranks.
+        three times per micro-batch. `num_items_in_batch` counts supervised tokens of the step, on all ranks.
         """
         self.begin_phase("forward")
         # DDP and ZeRO-2 average gradients over the ranks, and the loss is divided by the tokens of all.
@@ -248,7 +203,11 @@ class PlannedTrainer(AdapterTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and token accuracy over the validation rows of all ranks."""
+        """Loss and token accuracy over the supervised tokens of all ranks.
+
+        The library averages the means of batches, so its loss depends on the batch size and on how rows are
+        dealt to processes.
+        """
         self.begin_phase("evaluation")
         self.data_collator = self._eval_collator
         loader = self.get_eval_dataloader(eval_dataset)
@@ -285,7 +244,7 @@ class PlannedTrainer(AdapterTrainer):
         unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         check_weights(unwrapped)
         check_optimizer(self.optimizer, unwrapped)
-        with self.while_saving(), self._writer.staged(self.state):
+        with self.while_saving(), self._writer.staged(self.state), averaged(self.optimizer):
             super()._save_checkpoint(model, trial)
 
     def _prepare_for_training(
@@ -293,12 +252,13 @@ class PlannedTrainer(AdapterTrainer):
     ) -> Any:
         """Wraps model and optimizer and loads the checkpoint, converting it if it is split differently."""
         checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        if checkpoint is None or is_split_as(checkpoint, self._engine, self._checkpoint_parts):
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        else:
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        moved = checkpoint and not is_split_as(checkpoint, self._engine, self._checkpoint_parts)
+        loaded = None if moved else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, loaded)
+        self.optimizer.train()  # type: ignore[union-attr]  # of a schedule-free one
+        if checkpoint and moved:
             load_moved(self, checkpoint, self._engine)
-        if checkpoint is not None:
+        if checkpoint:
             use_own_rate(self)
         return prepared
 
@@ -306,6 +266,7 @@ class PlannedTrainer(AdapterTrainer):
         """Loads only the best weights: they may have been saved before the run moved to this engine."""
         if not self._writer.best_is_whole(self.state):
             return
+        self.optimizer.eval()  # type: ignore[union-attr]  # what is loaded is an average already
         sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
         try:
             super()._load_best_model()
