@@ -126,7 +126,7 @@ def _encode(file: Path, chat: Chat) -> str:
         return "no rows"
     data = DataConfig(train_path=str(file))
     chunk = encode_chunk(EncodingTask(chat, detect_format(rows[0]), None, data.overlong), rows)
-    return "rows" if len(chunk.lengths) else "all dropped"
+    return "rows" if len(chunk.rows) else "all dropped"
 
 
 def judge(number: int, case: Case, setting: Setting) -> Outcome:

@@ -91,10 +91,12 @@ def _folder(name: str, **ingredients: Any) -> Path:
 
 def _build_once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
     """Calls `make` to fill the folder unless it is complete; the returned facts are stored in it."""
-    with store.building(folder, announce=True) as temporary:
-        if temporary is not None:
-            with quiet_libraries(folder.with_suffix(".log")):
-                store.finish(temporary, make(temporary))
+
+    def make_quietly(temporary: Path) -> dict[str, Any]:
+        with quiet_libraries(folder.with_suffix(".log")):
+            return make(temporary)
+
+    store.build(folder, make_quietly)
     return folder
 
 

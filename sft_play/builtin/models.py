@@ -68,17 +68,7 @@ def random_llama(
     positions: int,
     seed: int,
 ) -> LlamaForCausalLM:
-    """A randomly initialized model for the tokenizer's vocabulary; does not change the caller's random state.
-
-    Args:
-        tokenizer: defines vocabulary and special tokens.
-        hidden: hidden size.
-        layers: number of layers.
-        heads: number of attention heads.
-        intermediate: size of the MLP.
-        positions: longest sequence.
-        seed: of the initialization.
-    """
+    """A randomly initialized model for the tokenizer's tokens; does not change the caller's random state."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -139,14 +129,10 @@ def pretrain(
     seed: int,
     done: Callable[[int], None],
 ) -> float:
-    """Causal language modeling for one epoch, one page per row; returns the loss of the last step.
+    """Causal language modeling for one epoch, in place; returns the loss of the last step.
 
-    Args:
-        model: trained in place.
-        pages: token ids, at most `positions` each.
-        pages_per_step: rows in one optimizer step, [pages_per_step, tokens].
-        seed: of the training order.
-        done: called with the number of pages of each step.
+    Each of the pages, token ids, is a row of a step, [pages_per_step, tokens]; `done` is told how many a step
+    had.
     """
     steps = _training_steps(pages, pages_per_step, seed)
     optimizers = _optimizers(model)
@@ -178,14 +164,7 @@ def pretrain(
 def make_demo_model(
     folder: Path, pages: Sequence[str], letters: Iterable[str], *, seed: int, done: Callable[[int], None]
 ) -> dict[str, float]:
-    """Pretrains the demo's base model on `pages` and saves it.
-
-    Args:
-        folder: where to save it.
-        pages: plain text, DEMO_STEPS x DEMO_PAGES_PER_STEP pages.
-        letters: further texts to train the tokenizer on; the model does not see them.
-        seed: of weights and training order.
-        done: called with the number of pages of each step.
+    """Pretrains the demo's base model on `pages` and saves it; the tokenizer is also trained on `letters`.
 
     Returns:
         Parameters, loss (last step, nats per token) and seconds.

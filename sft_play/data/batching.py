@@ -115,14 +115,8 @@ def deal(costs: np.ndarray, bins: int) -> np.ndarray:
     """Deals the rows of each step to bins of about equal cost: the costliest row first, to the emptiest bin.
 
     This is Graham's longest-processing-time rule (1969): the fullest bin exceeds the best possible one by at
-    most a third. All steps are dealt at once.
-
-    Args:
-        costs: [steps, rows]; rows of cost 0 (fillers) are not dealt.
-        bins: per step.
-
-    Returns:
-        [steps, rows]: the bin of each row; bin 0 is filled first. FILLER for fillers.
+    most a third. All steps are dealt at once: `costs`, [steps, rows], are 0 for fillers, and the result is
+    the bin of each row, [steps, rows], FILLER for fillers. Bin 0 is filled first.
     """
     steps = np.arange(len(costs))
     order = np.argsort(-costs, axis=1, kind="stable")
@@ -137,10 +131,7 @@ def deal(costs: np.ndarray, bins: int) -> np.ndarray:
 
 
 def deal_alike(costs: np.ndarray, bins: int) -> np.ndarray:
-    """Deals the rows of each step to bins of equally many rows of similar cost, which need little padding.
-
-    Arguments and result, both [steps, rows per step], are as for `deal`.
-    """
+    """As `deal`, to bins of equally many rows of similar cost, which need little padding: [steps, rows]."""
     order = np.argsort(-costs, axis=1, kind="stable")
     per_bin = -(-costs.shape[1] // bins)
     dealt = np.full(costs.shape, FILLER)
@@ -209,17 +200,10 @@ def make_schedule(
     padding_free: bool = True,
     shares: Sequence[Share] | None = None,
 ) -> Schedule:
-    """Draws the rows of each step and deals them to micro-batches.
+    """Draws the rows of each step, from the tokens of all rows, [rows], and deals them to micro-batches.
 
-    Args:
-        lengths: tokens of each row, [rows].
-        rows_per_step: the effective batch in rows.
-        bins_per_step: accumulation x world size.
-        total_steps: of the run.
-        seed: of the training order.
-        hidden_size: of the model, for the cost of attention.
-        padding_free: whether the rows of a micro-batch are joined; otherwise they are padded to the longest.
-        shares: how often each row is seen per epoch; None for once.
+    A step has `bins_per_step` of these: accumulation x world size. With `padding_free`, the rows of one are
+    joined; otherwise they are padded to the longest. Without `shares`, an epoch has each row once.
 
     Raises:
         ValueError: there are no rows.
@@ -263,11 +247,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def pack_shares(
     lengths: Sequence[int], capacity: int, shares: Sequence[Share]
 ) -> tuple[list[list[int]], list[Share]]:
-    """Packs the rows of each share by themselves, as `pack` does, so that a sequence has one weight.
-
-    Returns:
-        The groups of row indices, and the shares of the groups.
-    """
+    """The groups of `pack` within each share, so that a group has one weight, and their shares."""
     groups: list[list[int]] = []
     packed, first = [], 0
     for share in shares:

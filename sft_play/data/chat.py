@@ -45,6 +45,7 @@ class Tokens:
 
     input_ids: np.ndarray
     labels: np.ndarray
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -366,11 +367,8 @@ def label_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     A token that begins in the prompt's last space and ends in the answer's first word is included. Zero-width
     tokens (a tokenizer may emit some before a word) are included if their position is in a span.
 
-    Example: tokens "Hi", " there", "!" of "Hi there!" with span (3, 9) give [False, True, True].
-
-    Args:
-        offsets: start and end character of each token, [tokens, 2] or flat.
-        spans: character spans that carry loss.
+    `offsets` are the first and last character of each token, [tokens, 2] or flat. Example: tokens "Hi",
+    " there", "!" of "Hi there!" with span (3, 9) give [False, True, True].
     """
     begins, ends = offsets.reshape(-1, 2).T
     mask = np.zeros(len(begins), bool)

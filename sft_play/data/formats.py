@@ -314,12 +314,9 @@ def _unusable(messages: list[Message]) -> str | None:
 
 
 def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversation | str:
-    """The row as a conversation, or the reason why it is dropped (there is nothing to train on).
+    """The row, of the format `name`, as a conversation, or why it is dropped: there is nothing to train on.
 
-    Args:
-        row: the raw row.
-        name: a key of FORMATS.
-        system_prompt: added to rows without a system message.
+    Rows without a system message get `system_prompt`.
 
     Raises:
         DataError: the row does not match the format.

@@ -4,16 +4,14 @@ This happens once, before any process group exists; the result is cached on disk
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
 from sft_play.cache import cache_dir
 from sft_play.config.inputs import DataInput, data_inputs
@@ -24,13 +22,21 @@ from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert, detect_format
 from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, open_source, read_rows
-from sft_play.data.rows import Row
-from sft_play.data.splits import PART_SCHEMA, SPLITS, TEXTS, Part, write_splits
+from sft_play.data.splits import SPLITS, Part, write_splits
 from sft_play.data.template import check_template, split_markers, split_warning, use_template
 from sft_play.data.warnings import data_warnings
-from sft_play.data.workers import Chunk, EncodingTask, conversation_from_json, encode_all, worker_count
+from sft_play.data.workers import (
+    PART_ROWS,
+    TEXTS,
+    Counts,
+    EncodingTask,
+    conversation_from_json,
+    encode_all,
+    worker_count,
+)
 from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import installed_versions, sources_digest
+from sft_play.manifest import read_manifest
 from sft_play.report.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -72,7 +78,9 @@ class PreparedData:
 
     def digests(self) -> dict[str, str]:
         """Split -> hash of its rows; {} if they are not from the cache."""
-        return store.row_digests(self.cache_path, SPLITS)
+        files = read_manifest(self.cache_path).get("files", {})
+        names = {split: f"{split}.arrow" for split in SPLITS}
+        return {split: store.content_key(files[name]) for split, name in names.items() if name in files}
 
     def conversations(self, split: str) -> Iterator[Conversation]:
         """The conversations of val or test, for generated answers; plain text has none."""
@@ -92,14 +100,8 @@ def prepare(
 ) -> PreparedData:
     """Tokenizes the data of a run or loads it from the cache; of concurrent callers only one does the work.
 
-    Sets the tokenizer's chat template as data.chat_template asks.
-
-    Args:
-        config: of the run.
-        tokenizer: of the model.
-        model_limit: the longest sequence that the model supports, if known.
-        progress: show a progress bar.
-        hashes: check the content of the cache for damage, not only the sizes of its files.
+    Sets the tokenizer's chat template as data.chat_template asks. `model_limit` is the longest sequence that
+    the model supports, if known. Without `hashes`, only the sizes of the cached files are checked for damage.
 
     Raises:
         DataError: the data cannot be read, or has no supervised tokens.
@@ -115,28 +117,31 @@ def prepare(
     sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in inputs]
     fingerprints = [fingerprint(source) for source in sources]
     key = _cache_key(config, tokenizer, max_tokens, inputs, [digest for digest, _ in fingerprints])
+
+    def make(folder: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        tasks = [_task(config, *pair, chat, origin) for pair in zip(inputs, sources, strict=True)]
+        parts = []
+        for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
+            name = Path(given.path).name if config.data.sources else given.split
+            bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
+            with bar if progress else nullcontext(lambda rows: None) as advance:
+                parts.append(_encode(config, given, source, task, folder / f"{number}.part", advance))
+        stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
+        stats["warnings"] = data_warnings(config, stats, parts, chosen)
+        markers = split_markers(tokenizer) if not all(task.raw_text for task in tasks) else []
+        if markers:
+            stats["warnings"].append(split_warning(markers))
+        return {
+            "stats": {
+                **stats,
+                "chat_template": origin,
+                "seconds": round(time.perf_counter() - started, 2),
+            }
+        }
+
     folder = cache_dir() / "data" / key
-    with store.building(folder, announce=progress, hashes=hashes) as temporary:
-        if temporary is not None:
-            started = time.perf_counter()
-            tasks = [_task(config, *pair, chat, origin) for pair in zip(inputs, sources, strict=True)]
-            parts = []
-            for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
-                name = Path(given.path).name if config.data.sources else given.split
-                place = temporary / f"{number}.part"
-                bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
-                with bar if progress else nullcontext(lambda rows: None) as advance:
-                    part = _encode(config, given, source, task, place, advance)
-                parts.append(
-                    replace(part, block=block_tokens(config.model, max_tokens) if task.raw_text else None)
-                )
-            stats, chosen = write_splits(config, parts, temporary, tokenizer, max_tokens)
-            stats["warnings"] = data_warnings(config, stats, parts, chosen)
-            markers = split_markers(tokenizer) if not all(task.raw_text for task in tasks) else []
-            if markers:
-                stats["warnings"].append(split_warning(markers))
-            stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
-            store.finish(temporary, {"stats": stats})
+    store.build(folder, make, announce=progress, hashes=hashes)
     return _load(config, folder)
 
 
@@ -174,7 +179,6 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     if first is None:
         raise DataError(f"{given.key}: {source.path} has no rows")
     name = detect_format(first) if given.format == "auto" else given.format
-    _require_rows(given, source, name)
     task = EncodingTask(
         chat,
         name,
@@ -193,16 +197,6 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     return task
 
 
-def _require_rows(given: DataInput, source: Source, name: str) -> None:
-    """Refuses a format of conversations for text files."""
-    document = next((file for file in source.files if file.suffix.lower() in TEXT_SUFFIXES), None)
-    if document and name != "text":
-        raise ConfigError(
-            f"{given.key}: {document} is a text file, which has no {name} rows. For raw text, remove the "
-            "format (data.format=auto) and set data.task=cpt; conversations go into a .jsonl file, one a line"
-        )
-
-
 def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) -> bool:
     """Whether rows of the format `name` are documents to be joined and cut, which data.task decides.
 
@@ -210,13 +204,18 @@ def is_raw_text(config: RunConfig, given: DataInput, source: Source, name: str) 
         ConfigError: this data cannot be used with data.task.
     """
     task = config.data.task
+    document = next((file for file in source.files if file.suffix.lower() in TEXT_SUFFIXES), None)
+    if document and name != "text":
+        raise ConfigError(
+            f"{given.key}: {document} is a text file, which has no {name} rows. For raw text, remove the "
+            "format (data.format=auto) and set data.task=cpt; conversations go into a .jsonl file, one a line"
+        )
     if task == "cpt" and name != "text":
         raise ConfigError(
             f"{given.key}: {given.path} has {name} rows, but data.task=cpt trains on raw text (rows with "
             '"text", .txt or .md files). Set data.task=sft for conversations, or mixed for both'
         )
-    is_document = any(file.suffix.lower() in TEXT_SUFFIXES for file in source.files)
-    if task == "sft" and is_document:
+    if task == "sft" and document:
         raise ConfigError(
             f"{given.key}: {given.path} is raw text, but data.task=sft trains on separate rows. Set "
             "data.task=cpt to join and cut documents, or mixed if other data has conversations"
@@ -234,47 +233,34 @@ def _encode(
 ) -> Part:
     """Tokenizes one path into temporary files."""
     conversations_file = rows_file.with_suffix(".conversations.part")
-    notes: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
-    unused: Counter[str] = Counter()
-    digests = [np.zeros(0, np.uint64)]
-    read = conversations = 0
+    counts = Counts()
+    digests, row_counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     size = sum(file.stat().st_size for file in source.files) or 200 * len(source.hub or ())
-    rows: Iterator[Row] = read_rows(source, config.data.limit, notes)
+    rows = read_rows(source, config.data.limit, counts.notes)
     with (
-        pa.OSFile(str(rows_file), "wb") as rows_sink,
-        pa.OSFile(str(conversations_file), "wb") as conversations_sink,
-        pa.ipc.new_stream(rows_sink, PART_SCHEMA) as rows_writer,
-        pa.ipc.new_stream(conversations_sink, TEXTS) as conversations_writer,
+        store.writing(rows_file, PART_ROWS) as rows_writer,
+        store.writing(conversations_file, TEXTS) as conversations_writer,
     ):
         for chunk in encode_all(task, rows, worker_count(config.data.num_workers, size)):
-            rows_writer.write_batch(_part_batch(chunk, first_owner=conversations))
-            texts = pa.array(chunk.conversations, pa.large_string())
-            conversations_writer.write_batch(pa.record_batch([texts], schema=TEXTS))
+            rows_writer.write_batch(chunk.rows)
+            conversations_writer.write_batch(chunk.conversations)
             digests.append(chunk.digests)
-            conversations += len(chunk.digests)
-            dropped += chunk.dropped
-            unused += chunk.unused
-            notes.update(chunk.notes)
-            read += chunk.rows_read
-            advance(chunk.rows_read)
-    return Part(given, rows_file, conversations_file, np.concatenate(digests), read, dropped, notes, unused)
-
-
-def _part_batch(chunk: Chunk, first_owner: int) -> pa.RecordBatch:
-    """The rows of a chunk, whose first conversation has the number `first_owner`."""
-    columns = [
-        store.token_lists(chunk.input_ids, chunk.lengths),
-        store.token_lists(chunk.labels, chunk.lengths),
-        pa.array(chunk.lengths),
-        pa.array(first_owner + chunk.owners, pa.int64()),
-        pa.array(chunk.truncated),
-    ]
-    return pa.record_batch(columns, schema=PART_SCHEMA)
+            row_counts.append(chunk.row_counts)
+            counts.add(chunk.counts)
+            advance(chunk.counts.read)
+    return Part(
+        given,
+        rows_file,
+        conversations_file,
+        np.concatenate(digests),
+        np.concatenate(row_counts),
+        counts,
+        block_tokens(config.model, task.chat.max_tokens) if task.raw_text else None,
+    )
 
 
 def _load(config: RunConfig, folder: Path) -> PreparedData:
-    stats = store.read_meta(folder)["stats"]
+    stats = read_manifest(folder)["stats"]
     longest = max(stats[split]["lengths"]["max"] for split in SPLITS if stats[split])
     asked = config.model.max_seq_len
     rows = {split: store.open_rows(folder / f"{split}.arrow") for split in SPLITS}

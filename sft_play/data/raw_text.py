@@ -52,34 +52,26 @@ def encode_sections(chat: Chat, documents: Sequence[Conversation]) -> list[Token
 
 
 def joined_blocks(batches: Iterable[pa.RecordBatch], length: int) -> Iterator[pa.RecordBatch]:
-    """Joins rows end to end and cuts them into rows of `length` tokens; the last one may be shorter.
-
-    Args:
-        batches: with a column input_ids.
-        length: of a row in tokens.
-
-    Yields:
-        Batches with input_ids, labels, length and truncated.
-    """
+    """Joins rows end to end and cuts them into rows of `length` tokens; the last one may be shorter."""
     held = np.zeros(0, np.int32)
     for batch in batches:
         held = np.concatenate([held, batch["input_ids"].flatten().to_numpy()])
         whole = len(held) // length * length
         if whole:
-            yield _rows_of(held[:whole], np.full(whole // length, length, np.int32))
+            yield _rows_of(held[:whole].reshape(-1, length))
             held = held[whole:]
     if len(held) > 1:  # a single token has nothing to be predicted from
-        yield _rows_of(held, np.array([len(held)], np.int32))
+        yield _rows_of(held[None])
 
 
-def _rows_of(ids: np.ndarray, lengths: np.ndarray) -> pa.RecordBatch:
-    """Rows of these lengths, [rows], of concatenated token ids, with loss on all but the first token."""
+def _rows_of(ids: np.ndarray) -> pa.RecordBatch:
+    """Rows of token ids, [rows, tokens], with loss on all but the first token."""
     labels = ids.copy()
-    labels[np.cumsum(lengths) - lengths] = IGNORED
+    labels[:, 0] = IGNORED
     columns = {
-        "input_ids": token_lists(ids, lengths),
-        "labels": token_lists(labels, lengths),
-        "length": pa.array(lengths),
-        "truncated": pa.array(np.zeros(len(lengths), bool)),
+        "input_ids": token_lists(list(ids)),
+        "labels": token_lists(list(labels)),
+        "length": pa.array(np.full(len(ids), ids.shape[1], np.int32)),
+        "truncated": pa.array(np.zeros(len(ids), bool)),
     }
     return pa.record_batch(columns)

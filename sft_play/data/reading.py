@@ -44,13 +44,10 @@ class Source:
 
 
 def open_source(path: str, split: str, key: str | None = None, hub_split: str | None = None) -> Source:
-    """Resolves `path` to files; downloads a Hub dataset to the Hub's cache.
+    """Resolves a file, a folder, or a Hub dataset, which it downloads to the Hub's cache.
 
-    Args:
-        path: a file, a folder, or a Hub dataset.
-        split: train, val or test; selects the split of a Hub dataset if nothing else does.
-        key: the setting that `path` is from, for messages; default: data.<split>_path.
-        hub_split: the split of a Hub dataset.
+    `key` is the setting that the path is from, for messages. The split of a Hub dataset is named in `path` or
+    by `hub_split`; otherwise it is that of `split`.
 
     Raises:
         DataError: there is nothing readable at `path`.

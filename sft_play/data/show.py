@@ -86,14 +86,7 @@ def _counts(split: dict[str, Any]) -> dict[str, str]:
 
 
 def marked(ids: list[int], labels: list[int], tokenizer: "PreTrainedTokenizerBase", *, colour: bool) -> Text:
-    """A row as text with its supervised tokens highlighted.
-
-    Args:
-        ids: token ids of the row.
-        labels: its labels.
-        tokenizer: of the model.
-        colour: highlight with colour; otherwise supervised text is put between {+ and +}.
-    """
+    """A row as text with its supervised tokens highlighted, by colour or between {+ and +}."""
     text = Text()
     for supervised, group in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED):
         part = str(tokenizer.decode([token for token, _ in group], skip_special_tokens=False))
@@ -157,14 +150,7 @@ def style(rows: Path, out: Path, system_prompt: str) -> Counter[str]:
 
 
 def render(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", rows: Path, out: Path) -> Counter[str]:
-    """Writes each row of a file as the text that the model sees, with its supervised parts.
-
-    Args:
-        config: of the run.
-        tokenizer: of the model.
-        rows: file to read.
-        out: file to write.
-    """
+    """Writes each row of the file `rows` as the text that the model sees, with its supervised parts."""
     use_template(tokenizer, config.data.chat_template)
     chat = make_chat(tokenizer, config.data.supervise, learn_tool_calls=config.data.learn_tool_calls)
     counts: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.chat import IGNORED
 from sft_play.data.raw_text import joined_blocks
-from sft_play.data.workers import ANSWER_TRUNCATED, too_long
+from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, too_long
 from sft_play.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ DUPLICATE = "duplicate"
 HISTOGRAM_BINS = 30
 BATCH_TOKENS = 1 << 20
 
-PART_SCHEMA = pa.schema([*store.ROWS, pa.field("owner", pa.int64()), pa.field("truncated", pa.bool_())])
-TEXTS = pa.schema({"value": pa.large_string()})
-
 
 @dataclass(frozen=True)
 class Part:
@@ -39,13 +36,10 @@ class Part:
     rows: Path
     conversations: Path
     digests: np.ndarray
-    """One hash per conversation, [conversations]."""
-    read: int
-    dropped: Counter[str]
-    notes: Counter[str]
-    """Of reading and of encoding."""
-    unused: Counter[str]
-    """Rows with a key that is not read, by key."""
+    """A hash of each conversation, [conversations]."""
+    row_counts: np.ndarray
+    """Rows of each conversation, [conversations]."""
+    counts: Counts
     block: int | None = None
     """Of raw text: tokens of the rows that it is cut into."""
 
@@ -108,7 +102,7 @@ def choose(config: RunConfig, parts: Sequence[Part]) -> dict[str, list[Chosen]]:
             masks = first_of_each([part.digests for part in own])
         for part, mask in zip(own, masks, strict=True):
             if not mask.all():
-                part.dropped[DUPLICATE] += int((~mask).sum())
+                part.counts.dropped[DUPLICATE] += int((~mask).sum())
         chosen[split] = list(map(Chosen, own, masks))
     fractions = {"val": config.data.val_fraction, "test": config.data.test_fraction}
     fractions = {split: fraction for split, fraction in fractions.items() if not chosen[split]}
@@ -148,13 +142,6 @@ def write_splits(
 ) -> tuple[dict[str, Any], dict[str, list[Chosen]]]:
     """Writes `<split>.arrow` and `<split>.conversations.arrow`, and deletes the part files.
 
-    Args:
-        config: of the run.
-        parts: the data paths of the config.
-        folder: where to write.
-        tokenizer: of the model.
-        max_tokens: the longest row, for the error message.
-
     Returns:
         Statistics by split (None for a missing one) with the largest token id, and what each split holds.
 
@@ -174,10 +161,10 @@ def write_splits(
                 raise _nothing_left(config, one.part, max_tokens)
         stats[split] = _split_stats(held, tallies)
         if own:
-            read, dropped = sum(one.part.read for one in held), Counter[str]()
+            counts = Counts()
             for one in held:
-                dropped += one.part.dropped
-            stats[split] = {"read": read, **stats[split], "dropped": dict(dropped)}
+                counts.add(one.part.counts)
+            stats[split] = {"read": counts.read, **stats[split], "dropped": dict(counts.dropped)}
         elif not stats[split]["rows"]:
             stats[split] = None
         if config.data.sources and stats[split]:
@@ -196,11 +183,16 @@ def _batches(chosen: Chosen) -> Iterator[pa.RecordBatch]:
     """The rows of the chosen conversations; raw text is joined and cut."""
     if not chosen.mask.any():
         return iter(())
-    batches = (
-        batch.filter(pa.array(chosen.mask[batch["owner"].to_numpy()], pa.bool_()))
-        for batch in store.batches(chosen.part.rows)
-    )
+    batches = _masked(chosen.part.rows, np.repeat(chosen.mask, chosen.part.row_counts))
     return joined_blocks(batches, chosen.part.block) if chosen.part.block else batches
+
+
+def _masked(file: Path, mask: np.ndarray) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file for which `mask`, bool [rows], is True."""
+    first = 0
+    for batch in store.batches(file):
+        yield batch.filter(pa.array(mask[first : first + batch.num_rows], pa.bool_()))
+        first += batch.num_rows
 
 
 def _larger(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -224,7 +216,7 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
     """Copies the rows of the chosen conversations into the files of the split, part after part."""
     tallies = []
     file = folder / f"{split}.arrow"
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, store.ROWS) as writer:
+    with store.writing(file, store.ROWS) as writer:
         for one in chosen:
             tally = _Tally()
             for batch in _larger(_batches(one)):
@@ -234,19 +226,11 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
     if not any(tally.counts["rows"] for tally in tallies):
         file.unlink()
     elif split != "train":
-        _write_conversations(folder / f"{split}.conversations.arrow", chosen)
+        with store.writing(folder / f"{split}.conversations.arrow", TEXTS) as writer:
+            for one in chosen:
+                for batch in _masked(one.part.conversations, one.mask):
+                    writer.write_batch(batch)
     return tallies
-
-
-def _write_conversations(file: Path, chosen: Sequence[Chosen]) -> None:
-    """Copies the chosen conversations, batch by batch."""
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, TEXTS) as writer:
-        for one in chosen:
-            first = 0
-            for batch in store.batches(one.part.conversations):
-                mask = one.mask[first : first + batch.num_rows]
-                writer.write_batch(batch.filter(pa.array(mask, pa.bool_())))
-                first += batch.num_rows
 
 
 def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, Any]:
@@ -292,13 +276,14 @@ def histogram(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def _nothing_left(config: RunConfig, part: Part, max_tokens: int | None) -> DataError:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in part.dropped.most_common())
+    dropped = part.counts.dropped
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
     hint = "Run `make process` to see the conversations that were read"
-    if part.dropped[ANSWER_TRUNCATED] or part.dropped[too_long(max_tokens)]:
+    if dropped[ANSWER_TRUNCATED] or dropped[too_long(max_tokens)]:
         hint = (
             f"Increase model.max_seq_len (now {config.model.max_seq_len}, which allows {max_tokens} tokens)"
         )
     where = part.given.key if not config.data.sources else f"{part.given.key} ({part.given.path})"
     return DataError(
-        f"{where}: 0 supervised tokens: none of the {part.read} rows is usable ({reasons}).\n{hint}"
+        f"{where}: 0 supervised tokens: none of the {part.counts.read} rows is usable ({reasons}).\n{hint}"
     )

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 from sft_play.data.chat import IGNORED
 from sft_play.errors import StorageError
 from sft_play.files import publish
-from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, read_manifest, write_manifest
+from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, write_manifest
 from sft_play.runlog import console
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_ROWS = 4096  # read at a time
+NO_TOKENS = np.zeros(0, np.int32)
 TOKEN_LIST = pa.list_(pa.int32())
 ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32()})
 
@@ -44,13 +45,15 @@ def content_key(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-@contextlib.contextmanager
-def building(folder: Path, *, announce: bool, hashes: bool = True) -> Iterator[Path | None]:
-    """Yields a temporary folder to fill, which then becomes `folder`; None if `folder` is already complete.
+def build(
+    folder: Path, make: Callable[[Path], dict[str, Any]], *, announce: bool = True, hashes: bool = True
+) -> None:
+    """Has `make` fill a temporary folder, which becomes `folder`, unless that is complete already.
 
-    One process of this machine does the work while the others wait for the result; with `announce` they say
-    so. A folder left by a killed process is removed, and so is a damaged one. Without `hashes`, only the
-    sizes of its files are compared, not their content.
+    What `make` returns goes into the manifest, which marks the folder as complete. One process of this
+    machine does the work while the others wait for the result; with `announce` they say so. A folder left by
+    a killed process is removed, and so is a damaged one. Without `hashes`, only the sizes of its files are
+    compared, not their content. Nothing is flushed: what a power failure damages is made again.
 
     Raises:
         StorageError: the cache cannot be written.
@@ -61,7 +64,6 @@ def building(folder: Path, *, announce: bool, hashes: bool = True) -> Iterator[P
         with _locked(folder.with_name(f"{folder.name}.lock"), announce):
             damage = find_damage(folder, hashes=hashes)
             if damage is None:
-                yield None
                 return
             if has_manifest(folder):
                 console().print(f"  [yellow]the cache {folder} is damaged: {damage}; tokenizing again[/]")
@@ -69,7 +71,8 @@ def building(folder: Path, *, announce: bool, hashes: bool = True) -> Iterator[P
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
             try:
-                yield temporary
+                meta = make(temporary)
+                write_manifest(temporary, meta, hash_files(temporary, files_in(temporary)))
                 publish(temporary, folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -95,36 +98,23 @@ def _locked(path: Path, announce: bool) -> Iterator[None]:
         lock.release()
 
 
-def finish(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes the manifest, with `meta` in it, which marks the folder as complete.
-
-    Nothing is flushed to the disk: what a power failure damages is noticed and made again.
-    """
-    write_manifest(folder, meta, hash_files(folder, files_in(folder)))
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """What `finish` wrote."""
-    return read_manifest(folder)
-
-
-def row_digests(folder: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Split -> hash of its tokenized rows, for those that exist."""
-    files = read_manifest(folder).get("files", {})
-    names = {split: f"{split}.arrow" for split in splits}
-    return {split: content_key(files[name]) for split, name in names.items() if name in files}
-
-
-def token_lists(values: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """A column of token lists from concatenated `values`, [total tokens], and `lengths`, [rows]; no copy."""
-    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values, pa.int32()))
+def token_lists(rows: Sequence[np.ndarray]) -> pa.Array:
+    """A column of rows of int32 [tokens]; much faster than `pa.array`."""
+    ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate([NO_TOKENS, *rows])))
 
 
 def batches(file: Path) -> Iterator[pa.RecordBatch]:
     """The record batches of an Arrow file, one at a time in memory."""
     with pa.OSFile(str(file), "rb") as opened:
         yield from pa.ipc.open_stream(opened)
+
+
+@contextlib.contextmanager
+def writing(file: Path, schema: pa.Schema) -> Iterator[pa.RecordBatchStreamWriter]:
+    """Yields what writes record batches to an Arrow file."""
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        yield writer
 
 
 def column_of(dataset: "datasets.Dataset", name: str) -> np.ndarray:

@@ -122,13 +122,7 @@ def render(
     *,
     prompt: bool = False,
 ) -> str:
-    """Renders `messages` with the tokenizer's chat template.
-
-    Args:
-        tokenizer: with its chat template set.
-        conversation: supplies the tools, and the name of the row for errors.
-        messages: the first messages of the conversation.
-        prompt: add the generation prompt.
+    """Renders the first `messages` of a conversation, and the generation prompt if `prompt`.
 
     Raises:
         DataError: the template rejects the messages; names the row.

@@ -37,10 +37,7 @@ def media_key(data: Mapping[str, Any]) -> str | None:
 def unused_keys(data: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> set[str]:
     """The keys of a row that hold something and are not read; those of messages as "messages[].key".
 
-    Args:
-        data: the row.
-        name: its format.
-        keys: that identify the format.
+    `name` is its format, which `keys` identify.
     """
     used = {*keys, *OPTIONAL[name]}
     if isinstance(data.get("prompt"), list):

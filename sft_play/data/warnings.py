@@ -22,13 +22,7 @@ def data_warnings(
     parts: Sequence[Part],
     chosen: Mapping[str, Sequence[Chosen]],
 ) -> list[str]:
-    """The warnings.
-
-    Args:
-        config: of the run.
-        stats: by split.
-        parts: the data paths.
-        chosen: what each split holds.
+    """The warnings about the data paths, and about the statistics and the content of each split.
 
     Raises:
         ConfigError: the tokenizer knows none of the text.
@@ -45,27 +39,27 @@ def data_warnings(
             "keep one row per conversation"
         )
     for part in parts:
-        lost = sum(part.dropped.values())
-        if lost >= WARNING_SHARE * part.read:
-            found.append(f"{lost} of {part.read} rows of {part.given.key} were dropped")
-        nulls = {what: count for what, count in part.notes.items() if "null" in what}
+        lost = sum(part.counts.dropped.values())
+        if lost >= WARNING_SHARE * part.counts.read:
+            found.append(f"{lost} of {part.counts.read} rows of {part.given.key} were dropped")
+        nulls = {what: count for what, count in part.counts.notes.items() if "null" in what}
         found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
         found += _about_unused_keys(part) + _about_reasoning(part)
     return found
 
 
 def _about_unused_keys(part: Part) -> list[str]:
-    frequent = sorted(part.unused.items(), key=lambda item: (-item[1], item[0]))[:MAX_KEYS]
+    frequent = sorted(part.counts.unused.items(), key=lambda item: (-item[1], item[0]))[:MAX_KEYS]
     shown = [f"{key} ({counted(count, 'row')})" for key, count in frequent]
     if not shown:
         return []
-    more = len(part.unused) - len(shown)
+    more = len(part.counts.unused) - len(shown)
     shown += [f"{more} more"] if more else []
-    return [f"{part.given.key}: not used of its {counted(part.read, 'row')}: {', '.join(shown)}"]
+    return [f"{part.given.key}: not used of its {counted(part.counts.read, 'row')}: {', '.join(shown)}"]
 
 
 def _about_reasoning(part: Part) -> list[str]:
-    lost = part.notes[HIDDEN_REASONING]
+    lost = part.counts.notes[HIDDEN_REASONING]
     if not lost:
         return []
     return [

@@ -8,13 +8,15 @@ import multiprocessing
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 
+from sft_play.data import store
 from sft_play.data.chat import IGNORED, Chat, Tokens, encode
 from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import encode_sections, in_sections
@@ -27,6 +29,9 @@ from sft_play.machine.process import die_with_parent
 CHUNK_ROWS = 256
 MAX_WORKERS = 8
 SMALL_BYTES = 2 << 20  # below this, starting processes costs more than they save
+
+PART_ROWS = pa.schema([*store.ROWS, pa.field("truncated", pa.bool_())])
+TEXTS = pa.schema({"value": pa.large_string()})
 
 # `json.dumps` makes an encoder at each call
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
@@ -49,25 +54,37 @@ class EncodingTask:
 
 
 @dataclass
-class Chunk:
-    """Encoded rows: token arrays are concatenated, [total tokens]; `lengths` and `truncated` are [rows]."""
+class Counts:
+    """What became of raw rows."""
 
-    input_ids: np.ndarray
-    labels: np.ndarray
-    lengths: np.ndarray
-    owners: np.ndarray
-    """Index of the conversation that each row belongs to, [rows]."""
-    truncated: np.ndarray
-    conversations: list[str] = field(default_factory=list)
-    """As JSON; "" for plain text, which has no answers to generate."""
-    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """One hash per conversation, to find duplicates, [conversations]."""
+    read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    """By reason."""
     unused: Counter[str] = field(default_factory=Counter)
     """How many rows have a key that is not read, by key."""
     notes: Counter[str] = field(default_factory=Counter)
-    """As of `encode`."""
-    rows_read: int = 0
+    """As of `read_rows` and `encode`."""
+
+    def add(self, other: "Counts") -> None:
+        """Counts those of further rows."""
+        self.read += other.read
+        self.dropped.update(other.dropped)
+        self.unused.update(other.unused)
+        self.notes.update(other.notes)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Encoded rows, as Arrow files hold them, and their conversations."""
+
+    rows: pa.RecordBatch
+    conversations: pa.RecordBatch
+    """As JSON; "" for plain text, which has no answers to generate."""
+    digests: np.ndarray
+    """A hash of each conversation, to find duplicates, [conversations]."""
+    row_counts: np.ndarray
+    """Rows of each conversation, [conversations]."""
+    counts: Counts
 
 
 def too_long(max_tokens: int | None) -> str:
@@ -81,65 +98,63 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
     Raises:
         DataError: a row is invalid; names the first one.
     """
-    dropped: Counter[str] = Counter()
-    unused: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
+    counts = Counts(read=len(rows))
     conversations: list[Conversation] = []
     for row in rows:
         converted = convert(row, task.format, task.system_prompt)
-        unused.update(unused_keys(row.data, task.format, FORMATS[task.format][0]))
+        counts.unused.update(unused_keys(row.data, task.format, FORMATS[task.format][0]))
         if isinstance(converted, str):
-            dropped[converted] += 1
+            counts.dropped[converted] += 1
         else:
             conversations += in_sections(converted) if task.raw_text else [converted]
     encoded_rows = (
         [[row] for row in encode_sections(task.chat, conversations)]
         if task.raw_text
-        else encode(task.chat, conversations, notes)
+        else encode(task.chat, conversations, counts.notes)
     )
     kept: list[Conversation] = []
     tokens: list[Tokens] = []
-    owners: list[int] = []
-    truncated: list[bool] = []
+    row_counts: list[int] = []
     for conversation, encoded in zip(conversations, encoded_rows, strict=True):
-        fitted = [_fit(task, row, conversation, dropped) for row in encoded]
+        fitted = [_fit(task, row, conversation, counts.dropped) for row in encoded]
         fitting = [row for row in fitted if row is not None]
         if not encoded:
-            dropped[NO_ANSWER] += 1
+            counts.dropped[NO_ANSWER] += 1
         if fitting:
-            owners += [len(kept)] * len(fitting)
             kept.append(conversation)
-        for row_tokens, was_cut in fitting:
-            tokens.append(row_tokens)
-            truncated.append(was_cut)
-    input_ids = [row.input_ids for row in tokens]
-    labels = [row.labels for row in tokens]
-    empty = np.zeros(0, np.int32)
+            tokens += fitting
+            row_counts.append(len(fitting))
+    texts = pa.array(map(conversation_to_json, kept), pa.large_string())
     return Chunk(
-        input_ids=np.concatenate([empty, *input_ids]),
-        labels=np.concatenate([empty, *labels]),
-        lengths=np.array([len(ids) for ids in input_ids], np.int32),
-        owners=np.array(owners, np.int64),
-        truncated=np.array(truncated, bool),
-        conversations=list(map(conversation_to_json, kept)),
-        digests=np.frombuffer(b"".join(map(_digest, kept)), np.uint64),
-        dropped=dropped,
-        unused=unused,
-        notes=notes,
-        rows_read=len(rows),
+        _as_batch(tokens),
+        pa.record_batch([texts], schema=TEXTS),
+        np.frombuffer(b"".join(map(_digest, kept)), np.uint64),
+        np.array(row_counts, np.int64),
+        counts,
     )
 
 
-def _fit(
-    task: EncodingTask, row: Tokens, conversation: Conversation, dropped: Counter[str]
-) -> tuple[Tokens, bool] | None:
-    """The row within the length limit, and whether it was truncated; None if it is dropped."""
+def _as_batch(rows: Sequence[Tokens]) -> pa.RecordBatch:
+    ids = [row.input_ids for row in rows]
+    labels = [row.labels for row in rows]
+    truncated = [row.truncated for row in rows]
+    columns = [
+        store.token_lists(ids),
+        store.token_lists(labels),
+        pa.array(map(len, ids), pa.int32()),
+        pa.array(truncated, pa.bool_()),
+    ]
+    return pa.record_batch(columns, schema=PART_ROWS)
+
+
+def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: Counter[str]) -> Tokens | None:
+    """The row within the length limit; None if it is dropped."""
     limit = None if task.raw_text else task.chat.max_tokens
     if limit is None or len(row.input_ids) <= limit:
         if (row.labels == IGNORED).all():
             dropped[NO_ANSWER] += 1
             return None
-        return row, False
+        return row
     if task.overlong == "error":
         raise DataError(
             f"{conversation.source}: the row is longer than {limit} tokens. "
@@ -148,26 +163,16 @@ def _fit(
     if task.overlong == "drop":
         dropped[too_long(limit)] += 1
         return None
-    cut = Tokens(row.input_ids[:limit], row.labels[:limit])
+    cut = Tokens(row.input_ids[:limit], row.labels[:limit], truncated=True)
     if (cut.labels == IGNORED).all():
         dropped[ANSWER_TRUNCATED] += 1
         return None
-    return cut, True
+    return cut
 
 
 def conversation_to_json(conversation: Conversation) -> str:
     """A conversation as JSON for the cache; "" for plain text."""
-    if conversation.text is not None:
-        return ""
-    return _to_json(
-        {
-            "messages": conversation.messages,
-            "tools": conversation.tools,
-            "source": conversation.source,
-            "context": conversation.context,
-            "untrained": conversation.untrained,
-        }
-    )
+    return "" if conversation.text is not None else _to_json(vars(conversation))
 
 
 def conversation_from_json(text: str) -> Conversation:

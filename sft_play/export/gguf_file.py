@@ -34,10 +34,7 @@ def file_bytes(source: Source, wanted: str) -> int:
 def write(path: Path, source: Source, wanted: str) -> dict[str, int]:
     """Writes the file, one tensor in memory at a time; returns how many tensors have which type.
 
-    Args:
-        path: of the new file.
-        source: the model.
-        wanted: type of the matrices, a key of TYPES. Rows that a block of q8_0 does not divide are f16.
+    Matrices have the type `wanted`, a key of TYPES; rows that a block of q8_0 does not divide are f16.
 
     Raises:
         ConfigError: llama.cpp cannot run this model, or has no such tokenizer.

@@ -126,13 +126,9 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message])
 
 
 def modelfile(file_name: str, turns: Turns | None, stops: Sequence[str], system: str | None) -> str:
-    """The text of a Modelfile.
+    """The text of a Modelfile beside the GGUF file `file_name`; without `turns` it has no template.
 
-    Args:
-        file_name: of the GGUF file beside it.
-        turns: None if the template is not known in Go.
-        stops: texts that end an answer.
-        system: the system prompt of the training data; must not contain three quotes in a row.
+    `stops` end an answer. The system prompt must not contain three quotes in a row.
     """
     lines = [f"# ollama create <name> -f Modelfile\nFROM ./{file_name}"]
     if turns is None:

@@ -50,11 +50,7 @@ class Vocabulary:
 
 
 def vocabulary(tokenizer: "PreTrainedTokenizerBase", size: int) -> Vocabulary:
-    """The tokens of a tokenizer, padded to the rows of the embedding.
-
-    Args:
-        tokenizer: a fast one.
-        size: rows of the embedding.
+    """The tokens of a fast tokenizer, padded to the rows of the embedding.
 
     Raises:
         ConfigError: llama.cpp has no such tokenizer.

@@ -70,13 +70,9 @@ def opened(folder: Path) -> Iterator[ModelFolder]:
 
 
 def stored_tensors(folder: ModelFolder, name: str, text: "PretrainedConfig", wanted: str) -> list[Stored]:
-    """What the file will contain, in order.
+    """What the file will contain, in order, for an architecture of GGUF and the config of the text model.
 
-    Args:
-        folder: the weights.
-        name: of the architecture in GGUF.
-        text: config of the text model.
-        wanted: type of the matrices: f32, f16, bf16 or q8_0; norms and biases are always f32.
+    Matrices have the type `wanted`: f32, f16, bf16 or q8_0; norms and biases are always f32.
 
     Raises:
         ConfigError: llama.cpp has no place for a tensor.

@@ -70,16 +70,10 @@ def launch_command(
     nodes: Nodes = ALONE,
     config: Path | None = None,
 ) -> Launch:
-    """The command line of `accelerate launch`; pure.
+    """The command line of `accelerate launch` for a script with its arguments; pure.
 
-    Args:
-        script: the training script and its arguments.
-        engine: name of the engine.
-        device: "cuda" or "cpu".
-        processes: number of processes over all machines.
-        cores: CPU cores of this machine, divided among its processes; None leaves OMP_NUM_THREADS as it is.
-        nodes: this machine's place in a multi-node run.
-        config: the user's own accelerate config.
+    `device` is "cuda" or "cpu", `processes` those of all machines. This machine's `cores` are divided among
+    its processes; None leaves OMP_NUM_THREADS as it is. `config` is the user's own accelerate config.
 
     Raises:
         ConfigError: the processes cannot be divided among the machines.
@@ -146,14 +140,7 @@ def launch(
 ) -> None:
     """Runs `script` in this machine's share of the plan's processes, and waits until they end.
 
-    Args:
-        plan: the plan of the run.
-        script: the training script and its arguments.
-        run: the run directory.
-        environment: further environment variables.
-        nodes: this machine's place in a multi-node run.
-        link: the connection to the launchers on the other machines.
-        config: the user's own accelerate config.
+    `link` connects to the launchers on the other machines; `config` is the user's own accelerate config.
 
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code, the message is that of the rank.
@@ -196,16 +183,7 @@ def run_launcher(
     """Runs the launcher, forwards signals to its ranks, ends all when one fails, and returns the outcome.
 
     The ranks print to our console; the output of accelerate and torchrun goes to launcher.log in the run
-    directory.
-
-    Args:
-        command: the launcher's command and environment.
-        run: the run directory.
-        processes: number of processes over all machines.
-        nodes: this machine's place in a multi-node run.
-        link: the connection to the launchers on the other machines.
-        environment: further environment variables.
-        timeout_s: kill everything after this many seconds.
+    directory. After `timeout_s` seconds everything is killed.
     """
     local = processes // nodes.count
     ranks = range(nodes.rank * local, (nodes.rank + 1) * local)

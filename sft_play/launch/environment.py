@@ -55,9 +55,7 @@ NEUTRAL = {"", "no", "false", "none", "default", "auto", "0"}
 def settle_environment(environment: MutableMapping[str, str], *, rank: bool) -> None:
     """Removes what would change the run behind the plan, and notes the names in IGNORED_VARIABLE.
 
-    Args:
-        environment: `os.environ`.
-        rank: whether this is a rank, started by a launcher, and not the command itself.
+    `rank` says whether this process is one, started by a launcher, and not the command itself.
     """
     reasons = _reasons(alone=environment.get("WORLD_SIZE", "1") == "1", rank=rank)
     kept = KEPT + (KEPT_BY_RANKS if rank else ())

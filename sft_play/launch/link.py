@@ -81,10 +81,7 @@ class Link:
     def agree(self, offer: Entry, decide: Callable[[list[Entry]], Entry]) -> Entry:
         """Collects an offer from every machine; returns the decision that machine 0 made from them.
 
-        Args:
-            offer: the offer of this machine.
-            decide: called on machine 0 with all offers, in the order of the machines; an exception ends the
-                run on all machines.
+        `decide` is called there with all offers, in the order of the machines; if it fails, the run ends.
 
         Raises:
             SftPlayError: another machine failed before, or `decide` did.

@@ -45,10 +45,6 @@ class NodeFlags:
 def read_nodes(flags: NodeFlags, settings: Sequence[str]) -> Nodes:
     """This machine's place in a multi-node run; `ALONE` if --nodes was not given.
 
-    Args:
-        flags: the flags as typed.
-        settings: settings of the make command that are the same on all machines, for messages.
-
     Raises:
         ConfigError: a value is missing or invalid; the message lists the command for each machine.
     """
@@ -77,12 +73,6 @@ def _needed(flags: NodeFlags) -> dict[str, str | None]:
 def whole_number(name: str, text: str, low: int, high: int | None = None) -> int:
     """Parses the whole number of a make variable.
 
-    Args:
-        name: of the variable, for messages.
-        text: its value.
-        low: the smallest allowed number.
-        high: the largest allowed number, if there is one.
-
     Raises:
         ConfigError: it is not a whole number, or out of range.
     """
@@ -93,14 +83,7 @@ def whole_number(name: str, text: str, low: int, high: int | None = None) -> int
 
 
 def commands_for(count: int, address: str, port: int, settings: Sequence[str]) -> list[str]:
-    """The command for each machine.
-
-    Args:
-        count: number of machines.
-        address: of machine 0.
-        port: of machine 0.
-        settings: settings of the make command that are the same on all machines.
-    """
+    """The command for each machine, with the address of machine 0 and the settings that all share."""
     where = f"MASTER_ADDR={address}"
     if port != DEFAULT_PORT:
         where += f" MASTER_PORT={port}"
@@ -109,14 +92,7 @@ def commands_for(count: int, address: str, port: int, settings: Sequence[str]) -
 
 
 def make_settings(config: str, overrides: Sequence[str], processes: int, engine: str | None) -> list[str]:
-    """A run as settings of a make command, quoted for a shell.
-
-    Args:
-        config: path of the config.
-        overrides: `key=value` overrides.
-        processes: processes on each machine; 0 if not given.
-        engine: name of the engine; None if not given.
-    """
+    """A run as settings of a make command, quoted for a shell; `processes` of each machine, or 0."""
     values = {"NGPU": str(processes or ""), "ENGINE": engine or "", "CONFIG": config}
     values["ARGS"] = shlex.join(overrides)
     return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]

@@ -148,13 +148,7 @@ def finish_rank(ranks: RankEnvironment, code: int, message: str = "", error: str
     """Reports this rank's exit to our launcher, if it started the rank; returns the process's exit status.
 
     Under our launcher, a rank that was interrupted after saving exits with 0, so that torchrun does not kill
-    ranks that are still saving.
-
-    Args:
-        ranks: this rank's place among the others.
-        code: its exit code.
-        message: of its error.
-        error: name of the error's class.
+    ranks that are still saving. `error` is the class of the error with this message.
     """
     if ranks.reports_folder is None:
         return code
@@ -202,15 +196,9 @@ def outcome(
 
     The first rank that failed counts, unless it only lost its peer and another rank died without reporting.
 
-    Args:
-        exits: the reports of the ranks, the earliest first.
-        ranks: the ranks of this machine.
-        status: exit status of the launcher.
-        started: whether a rank was ever started.
-        stopped_by: name of the signal that stopped the run, if one did.
-        log_tail: the last lines of the launcher's log.
-        hung: ranks that made no progress when the others timed out, with a message for each.
-        kernel_killed: whether the kernel killed a process for lack of memory meanwhile.
+    `exits` has the earliest first, `ranks` are those of this machine, and `status` is the launcher's.
+    `stopped_by` names the signal that stopped the run. `hung` has a message for each rank that made no
+    progress when the others timed out.
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
@@ -269,9 +257,7 @@ def signal_name(number: int) -> str:
 def cause_here(exits: Sequence[RankExit], ended: int) -> RankExit | None:
     """The failure on this machine that ended the run; None if its ranks only lost a peer on another machine.
 
-    Args:
-        exits: the reports of this machine's ranks so far.
-        ended: how many of its ranks have ended.
+    It follows from the reports so far, and from how many ranks have ended.
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     if len(exits) < ended and not failed:

@@ -39,13 +39,7 @@ class SlurmJob:
 
 
 def read_job(nodes: str | None, gpus: str | None, name: str, **rest: str | None) -> SlurmJob:
-    """Parses what was typed.
-
-    Args:
-        nodes: NODES.
-        gpus: NGPU.
-        name: name of the run.
-        rest: the other fields of `SlurmJob`.
+    """Parses what was typed as NODES and NGPU; `rest` are the other fields.
 
     Raises:
         ConfigError: not a whole number, or out of range.
@@ -71,15 +65,7 @@ def sbatch_options(job: SlurmJob) -> dict[str, str]:
 def batch_file(
     template: str, job: SlurmJob, *, config: str, engine: str | None, overrides: Sequence[str], python: str
 ) -> str:
-    """The template with its #SBATCH options and its variables replaced; pure.
-
-    Args:
-        template: text of configs/slurm/train.sbatch.
-        job: the resources.
-        config: path of the run's config.
-        engine: name of the engine; None for auto.
-        overrides: `key=value` overrides of the config.
-        python: path of the interpreter.
+    """The text of configs/slurm/train.sbatch with its #SBATCH options and its variables replaced; pure.
 
     Raises:
         ConfigError: an option has more than one line.
@@ -128,13 +114,7 @@ def sbatch_command(file: Path, job: SlurmJob) -> list[str]:
 
 
 def submit(job: SlurmJob, *, config: str, engine: str | None, overrides: Sequence[str]) -> str:
-    """Writes logs/<name>.sbatch, submits it and returns the job id.
-
-    Args:
-        job: the resources.
-        config: path of the run's config.
-        engine: name of the engine; None for auto.
-        overrides: `key=value` overrides of the config.
+    """Writes logs/<name>.sbatch for the config with its overrides, submits it and returns the job id.
 
     Raises:
         LaunchError: sbatch rejected the job, or does not exist; the message then lists the command for each

@@ -86,12 +86,7 @@ class Machine:
 
 
 def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
-    """Detects this machine; respects CUDA_VISIBLE_DEVICES.
-
-    Args:
-        nvml: the NVML bindings (default: nvidia-ml-py).
-        root: the folder that contains /proc and /sys.
-    """
+    """Detects this machine, by NVML, and by /proc and /sys below `root`; respects CUDA_VISIBLE_DEVICES."""
     host = detect_host(root)
     try:
         nvml = nvml or importlib.import_module("pynvml")

@@ -22,9 +22,8 @@ PR_SET_PDEATHSIG = 1
 def die_with_parent(expected: int | None = None) -> None:
     """Makes the kernel kill this process when its parent dies; call it first, before anything slow.
 
-    Args:
-        expected: process id of the parent, to detect that it died before the call. Default: the launcher's
-            variable; if that is not set (torchrun, plain python), there is no such check.
+    That the parent died before the call is detected by its process id, `expected` or in the launcher's
+    variable; under torchrun or plain python there is none.
     """
     if sys.platform != "linux":
         return
