@@ -58,6 +58,16 @@ def console_on_stderr() -> Iterator[None]:
         set_console(before)
 
 
+class _Within:
+    """A path within the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunDir", owner: type) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The paths of one run."""
@@ -68,109 +78,38 @@ class RunDir:
     rank: int = 0
     """Rank of this process; ranks above 0 have their own log."""
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per logging step or evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that the run was started with."""
-        return self.path / "plan.json"
-
-    @property
-    def scaling(self) -> Path:
-        """The plan for other numbers of processes."""
-        return self.path / "scaling.json"
-
-    @property
-    def next_plan(self) -> Path:
-        """The plan for the ranks to read; until they train, plan.json is that of the earlier run."""
-        return self.path / ".plan.json"
-
-    @property
-    def probe(self) -> Path:
-        """What `make probe` found."""
-        return self.path / "probe.json"
-
-    @property
-    def config(self) -> Path:
-        """The resolved config, with origins."""
-        return self.path / "config.resolved.yaml"
-
-    def resume_command(self, processes: int = 1) -> str:
-        """What continues from the latest checkpoint; the resolved config has all overrides."""
-        count = f" NGPU={processes}" if processes > 1 else ""
-        return f"make resume CONFIG={shlex.quote(str(self.config))}{count}"
-
-    @property
-    def summary(self) -> Path:
-        """Status and results."""
-        return self.path / "summary.json"
-
-    @property
-    def data(self) -> Path:
-        """Statistics of the data that the run was started with."""
-        return self.path / "data.json"
-
-    @property
-    def environment(self) -> Path:
-        """The machine and the versions that the run was started with."""
-        return self.path / "environment.json"
-
-    @property
-    def base(self) -> Path:
-        """Hashes of the base model in a folder that the run was started with."""
-        return self.path / "base.json"
-
-    @property
-    def report(self) -> Path:
-        """The run as a web page."""
-        return self.path / "report.html"
+    metrics = _Within("metrics.jsonl")  # one JSON object per logging step or evaluation
+    config = _Within("config.resolved.yaml")  # with the origin of each value
+    plan = _Within("plan.json")  # that the run was started with
+    next_plan = _Within(".plan.json")  # for the ranks; until they train, plan.json is of the earlier run
+    scaling = _Within("scaling.json")  # the plan for other numbers of processes
+    probe = _Within("probe.json")  # what `make probe` found
+    data = _Within("data.json")  # statistics of the data that the run was started with
+    environment = _Within("environment.json")  # the machine and the versions that it was started with
+    base = _Within("base.json")  # hashes of the base model in a folder that it was started with
+    summary = _Within("summary.json")  # status and results
+    report = _Within("report.html")
+    harness = _Within("eval-lm.json")  # what `make eval-lm` found
+    checkpoints = _Within("checkpoints")  # folder of `checkpoint-<step>` folders
+    adapter = _Within("adapter")  # LoRA weights of the finished run
+    model = _Within("model")  # full weights of the finished run
+    merged = _Within("merged")  # where `make merge` writes the merged model, unless it is told otherwise
+    trackers = _Within("trackers.json")  # the ids of the run at W&B, MLflow and trackio
+    tensorboard = _Within("tensorboard")  # event files
 
     def evaluation(self, split: str) -> Path:
         """What `make eval` found on a split."""
         return self.path / f"eval.{split}.json"
 
     @property
-    def harness(self) -> Path:
-        """What `make eval-lm` found."""
-        return self.path / "eval-lm.json"
-
-    @property
     def log(self) -> Path:
         """What libraries printed; ranks above 0 have their own file."""
         return self.path / (f"log.rank{self.rank}.txt" if self.rank else "log.txt")
 
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of `checkpoint-<step>` folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def adapter(self) -> Path:
-        """LoRA weights of the finished run."""
-        return self.path / "adapter"
-
-    @property
-    def model(self) -> Path:
-        """Full weights of the finished run."""
-        return self.path / "model"
-
-    @property
-    def merged(self) -> Path:
-        """Where `make merge` writes the merged model, unless it is told otherwise."""
-        return self.path / "merged"
-
-    @property
-    def trackers(self) -> Path:
-        """The ids of the run at W&B, MLflow and trackio."""
-        return self.path / "trackers.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.path / "tensorboard"
+    def resume_command(self, processes: int = 1) -> str:
+        """What continues from the latest checkpoint; the resolved config has all overrides."""
+        count = f" NGPU={processes}" if processes > 1 else ""
+        return f"make resume CONFIG={shlex.quote(str(self.config))}{count}"
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes `path` atomically."""
