@@ -1,4 +1,4 @@
-"""Maps each command to a function of handlers.py or data_handlers.py, and every error to an exit code."""
+"""From the command line to a function of handlers.py or data_handlers.py, from an error to an exit code."""
 
 import argparse
 import contextlib
@@ -7,13 +7,13 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.text import Text
 
 from sft_play import __version__
-from sft_play.commands import data_handlers, handlers
+from sft_play.commands import data_handlers, handlers  # noqa: F401 - they declare the commands
+from sft_play.commands.command_line import COMMANDS
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
 from sft_play.launch.environment import settle_environment
 from sft_play.runlog import console_on_stderr
@@ -21,7 +21,6 @@ from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
 from sft_play.streams import require_output, secure_streams
 
-MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
 WITHOUT_DOCSTRINGS = (
     "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads; unset it, or set it to 1"
@@ -41,211 +40,21 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2)
 
 
-class _Commands:
-    """The argument parser, to which commands are added one by one."""
-
-    def __init__(self) -> None:
-        self.parser = _Parser(
-            prog="sft-play",
-            description="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
-        )
-        self.parser.add_argument("--version", action="version", version=f"sft-play {__version__}")
-        self._commands = self.parser.add_subparsers(dest="command", required=True, metavar="command")
-
-    def add(
-        self,
-        name: str,
-        function: Any,
-        *,
-        config: bool = True,
-        as_json: bool = False,
-        needs_config: bool = True,
-        prints: bool = False,
-    ) -> argparse.ArgumentParser:
-        """Adds a command.
-
-        Args:
-            name: of the command.
-            function: called with the parsed arguments; its docstring is the help text.
-            config: whether the command takes --config and overrides.
-            as_json: whether the command takes --json.
-            needs_config: whether --config must be given.
-            prints: whether all it makes is what it prints.
-        """
-        text = (function.__doc__ or "").splitlines()[0]
-        command = self._commands.add_parser(name, help=text, description=text)
-        command.set_defaults(function=function, json=False, prints=prints)
-        if config:
-            command.add_argument("--config", required=needs_config, help="YAML config file")
-            command.add_argument(
-                "overrides", nargs="*", metavar="section.key=value", help="config values to override"
-            )
-        if as_json:
-            command.add_argument("--json", action="store_true", help="print a JSON object to stdout")
-        return command
-
-
-def _number_from(least: int, setting: str, most: int | None = None) -> Callable[[str], int]:
-    """Reads a whole number from `least` to `most`, which was typed as this setting of make."""
-
-    def read(text: str) -> int:
-        from sft_play.launch.nodes import whole_number
-
-        try:
-            return whole_number(setting, text, least, most)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
 def build_parser() -> argparse.ArgumentParser:
     """All commands and flags."""
-    commands = _Commands()
-    _add_machine_commands(commands)
-    _add_data_commands(commands)
-    _add_training_commands(commands)
-    _add_model_commands(commands)
-    return commands.parser
-
-
-def _add_machine_commands(commands: _Commands) -> None:
-    commands.add("gpu-info", handlers.gpu_info, config=False, as_json=True, prints=True)
-    commands.add("memory-check", handlers.memory_check, config=False, as_json=True, prints=True)
-    command = commands.add("device-profile", handlers.device_profile, config=False, as_json=True, prints=True)
-    command.add_argument("--again", action="store_true", help="measure again")
-    command = commands.add("setup-accelerate", handlers.setup_accelerate, config=False)
-    command.add_argument("--auto", action="store_true", help="write the config without asking questions")
-    commands.add("config-schema", handlers.config_schema, config=False, prints=True)
-    commands.add("check", handlers.check, as_json=True, prints=True)
-
-
-def _add_data_commands(commands: _Commands) -> None:
-    commands.add("process", data_handlers.process)
-    command = commands.add("style", data_handlers.style)
-    command.add_argument("--style", required=True, metavar="TEXT", help="system prompt to add")
-    commands.add("render", data_handlers.render)
-    command = commands.add("prepare", data_handlers.prepare, as_json=True, prints=True)
-    command.add_argument(
-        "--show", type=_number_from(0, "SHOW"), default=0, metavar="N", help="print the first N training rows"
+    parser = _Parser(
+        prog="sft-play",
+        description="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
     )
-    command = commands.add("dapt-docx", data_handlers.dapt_docx, config=False, as_json=True)
-    command.add_argument("--input", required=True, metavar="FOLDER", help="folder of documents")
-    command.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write")
-    _add_force(command)
-
-
-def _add_training_commands(commands: _Commands) -> None:
-    command = commands.add("plan", handlers.plan, as_json=True, needs_config=False, prints=True)
-    model_help = "plan for this model instead, e.g. qwen3-8b; without --gpu: on each common GPU"
-    command.add_argument("--model", metavar="NAME", help=model_help)
-    command.add_argument("--gpu", metavar="NAME", help='plan for this GPU instead, e.g. "RTX 4090"')
-    gpus_help = "number of GPUs (default: all visible GPUs, or one with --gpu)"
-    command.add_argument("--gpus", type=_number_from(1, "NGPU", MOST_PROCESSES), metavar="N", help=gpus_help)
-    _add_processes(commands.add("probe", handlers.probe, as_json=True))
-    _add_training_flags(commands.add("train", handlers.train))
-    _add_slurm_flags(commands.add("slurm", handlers.slurm))
-    command = commands.add("tensorboard", handlers.tensorboard, config=False)
-    command.add_argument("--runs", default="runs", help="folder of all runs")
-    command.add_argument("--stop", action="store_true", help="stop the TensorBoard of this folder")
-
-
-def _add_model_commands(commands: _Commands) -> None:
-    command = commands.add("eval", handlers.evaluate, as_json=True)
-    command.add_argument("--split", choices=["val", "test"], default="val", help="(default: val)")
-    limit_help = "number of rows to generate answers for (default: eval.limit)"
-    command.add_argument("--limit", type=_number_from(1, "LIMIT"), metavar="N", help=limit_help)
-    _add_harness_flags(commands.add("eval-lm", handlers.evaluate_tasks, as_json=True))
-    command = commands.add("infer", handlers.infer, as_json=True)
-    command.add_argument("--input", help="file with prompts; without it, start a chat")
-    command.add_argument("--output", help="JSONL file to write the answers to")
-    _add_force(command)
-    command = commands.add("merge", handlers.merge, as_json=True)
-    command.add_argument(
-        "--output", help="folder for the merged model (default: merged/ in the run directory)"
-    )
-    dtypes = ["auto", "bfloat16", "float16", "float32"]
-    command.add_argument("--dtype", choices=dtypes, default="auto", help="data type of the saved weights")
-    command = commands.add("export", handlers.export, as_json=True)
-    command.add_argument("--format", default="gguf", help="(default: gguf, the only one)")
-    command.add_argument("--output", help="folder to write (default: gguf/ in the run directory)")
-    dtype_help = "f32, f16, bf16, q8_0, or auto: that of the merged model (default)"
-    command.add_argument("--dtype", default="auto", help=dtype_help)
-    command = commands.add("push", handlers.push, as_json=True)
-    command.add_argument("--repo", required=True, metavar="USER/NAME", help="repository on the Hub")
-    command.add_argument("--what", default="result", help="result or merged (default: result)")
-    command.add_argument("--public", action="store_true", help="make a public repository (default: private)")
-    command = commands.add("merge-test", handlers.merge_test, as_json=True)
-    command.add_argument("--output", help="folder of the merged model")
-    command = commands.add("report", handlers.report, config=False)
-    command.add_argument("name", nargs="?", help="name or path of the run (default: the latest)")
-    command.add_argument("--runs", default="runs", help="folder of all runs")
-    command = commands.add("compare", handlers.compare, config=False)
-    command.add_argument("names", nargs="+", metavar="name", help="names or paths of runs")
-    command.add_argument("--runs", default="runs", help="folder of all runs")
-    command.add_argument("--output", help="HTML file to write (default: compare.html beside the first run)")
-    _add_force(command)
-
-
-def _add_force(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--force", action="store_true", help="overwrite a file that is not ours")
-
-
-def _add_harness_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--tasks", required=True, metavar="A,B", help="tasks of lm-eval, e.g. hellaswag")
-    command.add_argument("--what", default="result", help="result, base or merged (default: result)")
-    command.add_argument("--input", metavar="FOLDER", help="folder with more task definitions (*.yaml)")
-    command.add_argument(
-        "--limit", type=_number_from(1, "LIMIT"), metavar="N", help="rows of each task (default: all)"
-    )
-    command.add_argument(
-        "--shots",
-        type=_number_from(0, "SHOTS"),
-        metavar="N",
-        help="examples in the prompt (default: the task's)",
-    )
-    command.add_argument("--chat", action="store_true", help="put prompts into the chat template of the run")
-
-
-def _add_processes(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--processes",
-        type=_number_from(0, "NGPU", MOST_PROCESSES),
-        default=1,
-        metavar="N",
-        help="number of processes; 0: one per visible GPU (default: 1)",
-    )
-    _add_engine(command)
-
-
-def _add_engine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--engine", metavar="NAME", help="distributed engine (default: parallel.engine)")
-
-
-def _add_training_flags(command: argparse.ArgumentParser) -> None:
-    _add_processes(command)
-    command.add_argument("--tensorboard", action="store_true", help="serve TensorBoard while training")
-    command.add_argument("--resume", action="store_true", help="resume from the latest checkpoint")
-    command.add_argument("--nodes", metavar="N", help="number of nodes; run the same command on each of them")
-    command.add_argument(
-        "--node-rank", metavar="N", help="rank of this node; rank 0 writes the run directory"
-    )
-    command.add_argument("--master-addr", metavar="ADDRESS", help="address of node 0 for the other nodes")
-    command.add_argument("--master-port", metavar="PORT", help="port on node 0 (default: 29500)")
-
-
-def _add_slurm_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--nodes", metavar="N", help="number of nodes (default: 1)")
-    command.add_argument(
-        "--gpus", metavar="N", help="GPUs per node; 0: none (default: the default of the partition)"
-    )
-    _add_engine(command)
-    command.add_argument("--partition", help="SLURM partition")
-    command.add_argument("--time", help="time limit, e.g. 24:00:00")
-    command.add_argument("--account", help="SLURM account")
-    command.add_argument(
-        "--sbatch", metavar="OPTIONS", help='further options of sbatch, e.g. "--qos=high --exclusive"'
-    )
+    parser.add_argument("--version", action="version", version=f"sft-play {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        text = (command.function.__doc__ or "").splitlines()[0]
+        added = subparsers.add_parser(name, help=text, description=text)
+        added.set_defaults(function=command.function, json=False, prints=command.prints)
+        for flag, settings in command.flags:
+            added.add_argument(flag, **settings)
+    return parser
 
 
 def set_environment(*, rank: bool = False) -> None:

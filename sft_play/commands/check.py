@@ -2,10 +2,9 @@
 
 import importlib.metadata
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
 from sft_play.report.reasons import sentence
-from sft_play.runlog import console
 from sft_play.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
 
@@ -49,19 +47,6 @@ class Finding:
     topic: str
     what: str
     fix: str = ""
-
-
-def run_checks(path: str, overrides: Sequence[str] = (), *, as_json: bool = False) -> int:
-    """Runs all checks, prints the findings and returns the exit code."""
-    findings = check(path, overrides)
-    if as_json:
-        import json
-
-        tree = {"exit_code": exit_code(findings), "findings": [asdict(finding) for finding in findings]}
-        sys.stdout.write(json.dumps(tree, indent=2) + "\n")
-    else:
-        console().print(findings_table(findings))
-    return exit_code(findings)
 
 
 def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = None) -> list[Finding]:
@@ -135,12 +120,8 @@ def _first_row(config: RunConfig, given: DataInput) -> Finding:
         where = f"{key} in the config" if "[" in key else f'ARGS="{key}=<file>"'
         return Finding(ERROR, "data", str(error), f"correct the file, or use another one: {where}")
     if isinstance(converted, str):
-        return Finding(
-            WARNING,
-            "data",
-            f"{key}: {row.where}: the first row is dropped: {converted}",
-            "run `make prepare` to see how many rows are dropped",
-        )
+        what = f"{key}: {row.where}: the first row is dropped: {converted}"
+        return Finding(WARNING, "data", what, "run `make prepare` to see how many rows are dropped")
     return Finding(OK, "data", f"{key}: {path}, {name} rows")
 
 
@@ -162,12 +143,8 @@ def model_findings(config: RunConfig) -> Iterator[Finding]:
     elif _is_hub_name(name) or "/" not in name:
         yield _hub_finding("model", "model.name", name, config.model.revision, "model")
     else:
-        yield Finding(
-            ERROR,
-            "model",
-            f"model.name: {name} is not a folder",
-            "use a folder or a Hub name such as Qwen/Qwen3-0.6B",
-        )
+        fix = "use a folder or a Hub name such as Qwen/Qwen3-0.6B"
+        yield Finding(ERROR, "model", f"model.name: {name} is not a folder", fix)
 
 
 def _folder_findings(folder: Path) -> Iterator[Finding]:
@@ -178,20 +155,15 @@ def _folder_findings(folder: Path) -> Iterator[Finding]:
     weights = sorted(folder.glob("*.safetensors"))
     missing = missing_shards(folder)
     if missing:
-        yield Finding(
-            ERROR,
-            "model",
-            f"model.name: {folder} lacks {', '.join(missing)}, which its index lists",
-            "download it again",
-        )
+        what = f"model.name: {folder} lacks {', '.join(missing)}, which its index lists"
+        yield Finding(ERROR, "model", what, "download it again")
     elif not weights:
         pickles = any(folder.glob("*.bin"))
         found = "only *.bin weights, which can execute code when loaded" if pickles else "no *.safetensors"
         yield Finding(ERROR, "model", f"model.name: {folder} has {found}", fix)
     if not has_tokenizer(folder):
-        yield Finding(
-            ERROR, "model", f"model.name: {folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])})", fix
-        )
+        what = f"model.name: {folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])})"
+        yield Finding(ERROR, "model", what, fix)
     elif weights and not missing:
         size = format_bytes(sum(path.stat().st_size for path in weights))
         yield Finding(OK, "model", f"model.name: {folder}, {size} of weights, tokenizer")
@@ -218,11 +190,9 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
             yield Finding(ERROR, "tokens", str(error), "change model.new_tokens or data.chat_template")
         return
     for token in added:
-        pieces = (
-            " + ".join(repr(published.decode([piece])) for piece in token.pieces)
-            or "unknown to the tokenizer"
-        )
-        yield Finding(OK, "tokens", f"{token.text} is new, token {token.id}; was {pieces}")
+        pieces = " + ".join(repr(published.decode([piece])) for piece in token.pieces)
+        was = pieces or "unknown to the tokenizer"
+        yield Finding(OK, "tokens", f"{token.text} is new, token {token.id}; was {was}")
     markers = split_markers(tokenizer) if config.data.task != "cpt" else []
     if markers:
         yield Finding(WARNING, "tokens", split_warning(markers), "or use another data.chat_template")
@@ -231,43 +201,27 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
 def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: str) -> Finding:
     """Looks up a model or dataset on the Hub, or in the local cache if the Hub is not reachable."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     limit_network()
     api = HfApi()
     look_up = api.model_info if kind == "model" else api.dataset_info
+    log_in = "run: .venv/bin/hf auth login"
     try:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
             raise ConnectionError("HF_HUB_OFFLINE is set")
         look_up(name.split(":")[0], revision=revision, timeout=HUB_TIMEOUT_S)
         return Finding(OK, topic, f"{key}: {name} is on the Hub")
     except GatedRepoError:
-        return Finding(
-            ERROR,
-            topic,
-            f"{key}: {name} is gated",
-            "accept its license on the Hub, then run: .venv/bin/hf auth login",
-        )
+        what, fix = "is gated", f"accept its license on the Hub, then {log_in}"
     except RevisionNotFoundError:
-        return Finding(
-            ERROR,
-            topic,
-            f"{key}: {name} has no revision {revision}",
-            "set model.revision to a branch, tag or commit",
-        )
+        what, fix = f"has no revision {revision}", "set model.revision to a branch, tag or commit"
     except RepositoryNotFoundError:
-        return Finding(
-            ERROR,
-            topic,
-            f"{key}: {name} does not exist locally or on the Hub",
-            "check the name; if it is private, run: .venv/bin/hf auth login",
-        )
+        what = "does not exist locally or on the Hub"
+        fix = f"check the name; if it is private, {log_in}"
     except Exception as error:  # noqa: BLE001 - HTTP clients raise unrelated classes of network errors
         return _offline_finding(topic, key, name, kind, error)
+    return Finding(ERROR, topic, f"{key}: {name} {what}", fix)
 
 
 def _offline_finding(topic: str, key: str, name: str, kind: str, error: Exception) -> Finding:
@@ -277,18 +231,13 @@ def _offline_finding(topic: str, key: str, name: str, kind: str, error: Exceptio
     try:
         cached = isinstance(try_to_load_from_cache(name.split(":")[0], marker, repo_type=kind), str)
     except ValueError:
-        return Finding(
-            ERROR, topic, f"{key}: {name} is neither a local path nor a Hub name", "check the name"
-        )
+        what = f"{key}: {name} is neither a local path nor a Hub name"
+        return Finding(ERROR, topic, what, "check the name")
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if cached:
         return Finding(OK, topic, f"{key}: {name} is in the local cache (the Hub is not reachable)")
-    return Finding(
-        WARNING,
-        topic,
-        f"{key}: the Hub is not reachable ({reason}) and {name} is not cached",
-        "use a local folder, or connect to the network",
-    )
+    what = f"{key}: the Hub is not reachable ({reason}) and {name} is not cached"
+    return Finding(WARNING, topic, what, "use a local folder, or connect to the network")
 
 
 def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
@@ -302,9 +251,8 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
     try:
         yield Finding(OK, "method", sentence(choose_precision(config, device)[1]))
     except ConfigError as error:
-        yield Finding(
-            ERROR, "method", str(error), "set train.mixed_precision=auto to use what the device supports"
-        )
+        fix = "set train.mixed_precision=auto to use what the device supports"
+        yield Finding(ERROR, "method", str(error), fix)
     try:
         require_possible(config, device)
     except ConfigError as error:
@@ -323,44 +271,30 @@ def disk_findings(output: Path) -> list[Finding]:
         return [Finding(ERROR, "disk", f"output.dir: {folder} is not writable", fix)]
     if free >= DISK_WARNING_BYTES:
         return [Finding(OK, "disk", text)]
-    level = ERROR if free < DISK_ERROR_BYTES else WARNING
-    return [
-        Finding(level, "disk", text, 'free some space, or set ARGS="output.dir=<folder on a larger disk>"')
-    ]
+    fix = 'free some space, or set ARGS="output.dir=<folder on a larger disk>"'
+    return [Finding(ERROR if free < DISK_ERROR_BYTES else WARNING, "disk", text, fix)]
 
 
 def device_findings(machine: Machine) -> Iterator[Finding]:
     """GPUs, and other processes on them."""
     if not machine.gpus:
-        yield Finding(
-            WARNING,
-            "device",
-            f"training runs on the CPU: {machine.note}",
-            "fine for the demo; real models need a GPU",
-        )
+        what = f"training runs on the CPU: {machine.note}"
+        yield Finding(WARNING, "device", what, "fine for the demo; real models need a GPU")
         return
-    yield Finding(
-        OK, "device", f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}"
-    )
+    what = f"{len(machine.gpus)} x {machine.gpus[0].name}, driver {machine.driver or 'n/a'}"
+    yield Finding(OK, "device", what)
     if machine.note:
         yield Finding(WARNING, "device", machine.note, "unset CUDA_VISIBLE_DEVICES if this is not intended")
     if len({gpu.name for gpu in machine.gpus}) > 1:
-        yield Finding(
-            WARNING,
-            "device",
-            "the GPUs are different models; the least capable one determines the plan",
-            "select identical GPUs with CUDA_VISIBLE_DEVICES",
-        )
+        what = "the GPUs are different models; the least capable one determines the plan"
+        yield Finding(WARNING, "device", what, "select identical GPUs with CUDA_VISIBLE_DEVICES")
     for gpu in machine.gpus:
         used = sum(process.used_bytes or 0 for process in gpu.processes)
         if gpu.total_bytes and used > BUSY_SHARE * gpu.total_bytes:
             who = "; ".join(process_text(process) for process in gpu.processes)
-            yield Finding(
-                WARNING,
-                "device",
-                f"GPU {gpu.index} is in use by other processes: {who}",
-                "stop them, or select another GPU with CUDA_VISIBLE_DEVICES",
-            )
+            what = f"GPU {gpu.index} is in use by other processes: {who}"
+            fix = "stop them, or select another GPU with CUDA_VISIBLE_DEVICES"
+            yield Finding(WARNING, "device", what, fix)
 
 
 def version_findings(machine: Machine) -> Iterator[Finding]:
@@ -368,8 +302,7 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     wrong, seen = [], {}
-    for text in importlib.metadata.requires("sft-play") or []:
-        requirement = Requirement(text)
+    for requirement in map(Requirement, importlib.metadata.requires("sft-play") or []):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -386,10 +319,9 @@ def version_findings(machine: Machine) -> Iterator[Finding]:
         versions = ", ".join(f"{name} {seen[name]}" for name in main)
         yield Finding(OK, "versions", f"{len(seen)} packages have supported versions: {versions}")
     if machine.gpus and seen.get("torch", "").endswith("+cpu"):
+        what = f"torch {seen['torch']} is a CPU build, but this machine has a GPU"
         fix = "run `rm -r .venv && make install` with a package index that has the CUDA build of torch"
-        yield Finding(
-            ERROR, "versions", f"torch {seen['torch']} is a CPU build, but this machine has a GPU", fix
-        )
+        yield Finding(ERROR, "versions", what, fix)
 
 
 def accelerate_findings(machine: Machine) -> list[Finding]:

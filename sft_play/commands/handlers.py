@@ -1,180 +1,153 @@
-"""One function per command; each imports only what it needs, so that light commands start fast."""
+"""One function per command; what takes long is imported when it runs, so that light commands start fast."""
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from sft_play.errors import CheckpointError
+from sft_play.cache import cache_dir
+from sft_play.commands.command_line import (
+    announce,
+    command,
+    end,
+    finished_run,
+    flag,
+    importing,
+    loaded_config,
+    number,
+    switch,
+)
+from sft_play.machine import gpus
+from sft_play.runlog import console, quiet_libraries
 
+MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
+DTYPES = ("auto", "bfloat16", "float16", "float32")  # of merged weights
 
-def print_json(value: Any) -> None:
-    """Prints a value as indented JSON on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
-
-
-def _done(args: argparse.Namespace, result: Any) -> int:
-    """Ends a command that has said what it did; with --json, its result is printed as well."""
-    if args.json:
-        print_json(result)
-    return 0
-
-
-def load_resolved(args: argparse.Namespace) -> Any:
-    """The config of a command, with its built-in data made."""
-    from sft_play.job import load_job_config
-
-    return load_job_config(args.config, args.overrides)
-
-
-def announce(args: argparse.Namespace, *lines: str, command: str = "") -> Any:
-    """Prints the header of a command, before anything that takes a while; returns the config."""
-    from sft_play.config.load import load_config
-    from sft_play.report.layout import header
-    from sft_play.runlog import console
-
-    resolved = load_config(args.config, args.overrides)
-    console().print(header(command or args.command, resolved, *lines))
-    return resolved
+force = switch("--force", "overwrite a file that is not ours")
+engine = flag("--engine", "distributed engine (default: parallel.engine)", metavar="NAME")
+processes = number(
+    "--processes",
+    "NGPU",
+    "number of processes; 0: one per visible GPU (default: 1)",
+    0,
+    MOST_PROCESSES,
+    default=1,
+)
+folder_of_runs = flag("--runs", "folder of all runs", type=Path, default="runs")
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """A live line while libraries are imported, which takes seconds."""
-    from sft_play.machine.process import importing_libraries
-    from sft_play.report.progress import LIBRARIES, spinner
-
-    with spinner(LIBRARIES), importing_libraries():
-        yield
-
-
-def say_next(args: argparse.Namespace, *targets: str, run: Any = None, apart: bool = True) -> None:
-    """Prints the commands to run next, for the same run.
-
-    Args:
-        args: of this command.
-        targets: make targets.
-        run: a run that has been trained: its own config has the overrides that were typed.
-        apart: from what is above.
-    """
-    from sft_play.report.layout import ending, make_command
-    from sft_play.runlog import console
-
-    if not args.json:
-        config, overrides = args.config, args.overrides
-        if run and overrides and run.config.exists():
-            config, overrides = run.config, ()
-        commands = [make_command(target, config, overrides) for target in targets]
-        console().print(*([""] if apart else []), ending({}, commands))
-
-
-def finished_run(resolved: Any) -> Any:
-    """The run directory of a config.
-
-    Raises:
-        CheckpointError: it does not exist.
-    """
-    from sft_play.runlog import RunDir
-
-    run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
-    if not run.path.is_dir():
-        named = resolved.origins["output.name"] == "override"
-        command = f"make train CONFIG={resolved.path}{f' RUN={run.path.name}' if named else ''}"
-        raise CheckpointError(f"{run.path} does not exist; run `{command}` first")
-    return run
-
-
+@command("gpu-info", config=False, as_json=True, prints=True)
 def gpu_info(args: argparse.Namespace) -> int:
     """Show GPUs, CPU and RAM of this machine."""
-    from sft_play.machine import gpus
     from sft_play.report.machine import gpu_info_table
-    from sft_play.runlog import console
 
     machine = gpus.detect()
-    if args.json:
-        print_json(gpus.to_json(machine))
-    else:
-        console().print(gpu_info_table(machine))
-    return 0
+    return end(args, gpus.to_json(machine), gpu_info_table(machine))
 
 
+@command("memory-check", config=False, as_json=True, prints=True)
+def memory_check(args: argparse.Namespace) -> int:
+    """Show the memory that is available to a run."""
+    from sft_play.report.machine import memory_table
+
+    machine = gpus.detect()
+    report = gpus.memory_report(machine)
+    return end(args, report, memory_table(machine, report["left_per_process_bytes"]))
+
+
+@command("device-profile", config=False, as_json=True, prints=True)
+@switch("--again", "measure again")
 def device_profile(args: argparse.Namespace) -> int:
     """Show what operations cost on this device; they are measured the first time."""
-    from sft_play.machine.gpus import detect
     from sft_play.report.profile import profile_report
-    from sft_play.runlog import console
 
     with importing():
         from sft_play.planning.profiles import collectives_trees, forget_collectives, saved_profile
-    machine = detect()
+    machine = gpus.detect()
     tree = json.loads(saved_profile(machine, 1, again=args.again).to_json())
     if args.again:
         forget_collectives(machine)
     tree["collectives"] = collectives_trees(machine)
-    if args.json:
-        print_json(tree)
-    else:
-        console().print(profile_report(tree))
-    return 0
+    return end(args, tree, profile_report(tree))
 
 
+@command("setup-accelerate", config=False)
+@switch("--auto", "write the config without asking questions")
+def setup_accelerate(args: argparse.Namespace) -> int:
+    """Write accelerate's default config, with its wizard or for this machine (--auto)."""
+    from sft_play.launch.setup import setup_accelerate as setup
+
+    return setup(args.auto)
+
+
+@command("config-schema", config=False, prints=True)
 def config_schema(args: argparse.Namespace) -> int:
     """Print the JSON schema of config files."""
     from sft_play.config.load import json_schema
 
-    print_json(json_schema())
+    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
     return 0
 
 
+@command("check", as_json=True, prints=True)
 def check(args: argparse.Namespace) -> int:
     """Check config, data, model, devices, disk and package versions."""
-    from sft_play.commands.check import run_checks
+    from sft_play.commands import check
 
-    code = run_checks(args.config, args.overrides, as_json=args.json)
-    if code == 0:
-        say_next(args, "plan", "train")
+    findings = check.check(args.config, args.overrides)
+    code, table = check.exit_code(findings), check.findings_table(findings)
+    tree = {"exit_code": code, "findings": [asdict(finding) for finding in findings]}
+    if code:
+        end(args, tree, table)
+    else:
+        end(args, tree, table, "", then=["plan", "train"])
     return code
 
 
+@command("plan", needs_config=False, as_json=True, prints=True)
+@flag(
+    "--model", "plan for this model instead, e.g. qwen3-8b; without --gpu: on each common GPU", metavar="NAME"
+)
+@flag("--gpu", 'plan for this GPU instead, e.g. "RTX 4090"', metavar="NAME")
+@number("--gpus", "NGPU", "number of GPUs (default: all visible GPUs, or one with --gpu)", 1, MOST_PROCESSES)
 def plan(args: argparse.Namespace) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
-    from sft_play.runlog import console
-
     if args.config:
         announce(args, *([f"with {args.model}"] if args.model else []))
     with importing():
         from sft_play.commands.plan import plan_command
     tree, report = plan_command(args)
-    if args.json:
-        print_json(tree)
-        return 0
-    console().print(report)
-    if args.config and not (args.model or args.gpu):
-        say_next(args, "train" if (args.gpus or 1) == 1 else "train-distributed")
-    return 0
+    if not args.config or args.model or args.gpu:
+        return end(args, tree, report)
+    return end(args, tree, report, "", then=["train" if (args.gpus or 1) == 1 else "train-distributed"])
 
 
+@command("probe", as_json=True)
+@processes
+@engine
 def probe(args: argparse.Namespace) -> int:
     """Run two steps and an evaluation on the largest batch; compare measured with predicted memory."""
     from sft_play.report.probe import probe_report
-    from sft_play.runlog import console
 
     announce(args, "plans, then runs two steps and an evaluation at the largest batch; trains nothing")
     with importing():
         from sft_play.commands.probe import probe_command
     result = probe_command(args.config, args.overrides, processes=args.processes, engine=args.engine)
-    if args.json:
-        print_json(result)
-    else:
-        console().print(probe_report(result["plan"], result["probe"]))
-        say_next(args, "train")
-    return 0
+    return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"])
 
 
+@command("train")
+@processes
+@engine
+@switch("--tensorboard", "serve TensorBoard while training")
+@switch("--resume", "resume from the latest checkpoint")
+@flag("--nodes", "number of nodes; run the same command on each of them", metavar="N")
+@flag("--node-rank", "rank of this node; rank 0 writes the run directory", metavar="N")
+@flag("--master-addr", "address of node 0 for the other nodes", metavar="ADDRESS")
+@flag("--master-port", "port on node 0 (default: 29500)", metavar="PORT")
 def train(args: argparse.Namespace) -> int:
     """Train, in one process or in several through accelerate."""
     from sft_play.launch.nodes import NodeFlags, make_settings, read_nodes
@@ -185,10 +158,10 @@ def train(args: argparse.Namespace) -> int:
     if nodes.count > 1:
         # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    announce(args, command="resume" if args.resume else "train")
+    runs = Path(announce(args, name="resume" if args.resume else "train").config.output.dir)
     with importing():
         from sft_play.commands.train import train_command
-    with while_training(_runs_folder(args)) if args.tensorboard else nullcontext():
+    with while_training(runs) if args.tensorboard else nullcontext():
         return train_command(
             args.config,
             args.overrides,
@@ -199,13 +172,20 @@ def train(args: argparse.Namespace) -> int:
         )
 
 
+@command("slurm")
+@flag("--nodes", "number of nodes (default: 1)", metavar="N")
+@flag("--gpus", "GPUs per node; 0: none (default: the default of the partition)", metavar="N")
+@engine
+@flag("--partition", "SLURM partition")
+@flag("--time", "time limit, e.g. 24:00:00")
+@flag("--account", "SLURM account")
+@flag("--sbatch", 'further options of sbatch, e.g. "--qos=high --exclusive"', metavar="OPTIONS")
 def slurm(args: argparse.Namespace) -> int:
     """Submit a training run to SLURM, on one or more nodes."""
     from sft_play.launch.slurm import read_job, submission_summary, submit
     from sft_play.planning.batch import batch_choices
-    from sft_play.runlog import console
 
-    config = announce(args, command="train-slurm").config
+    config = announce(args, name="train-slurm").config
     options = {"partition": args.partition, "time": args.time, "account": args.account, "more": args.sbatch}
     job = read_job(args.nodes, args.gpus, config.output.name, **options)
     if job.processes and not config.train.packing:
@@ -216,48 +196,24 @@ def slurm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _runs_folder(args: argparse.Namespace) -> Path:
-    from sft_play.config.load import load_config
-
-    return Path(load_config(args.config, args.overrides).config.output.dir)
-
-
+@command("tensorboard", config=False)
+@folder_of_runs
+@switch("--stop", "stop the TensorBoard of this folder")
 def tensorboard(args: argparse.Namespace) -> int:
     """Start TensorBoard on 127.0.0.1 and a free port, or stop it."""
     from sft_play.launch import tensorboard as server
-    from sft_play.runlog import console
 
     if args.stop:
-        console().print(
-            "stopped TensorBoard" if server.stop(Path(args.runs)) else "TensorBoard is not running"
-        )
+        stopped = server.stop(args.runs)
+        console().print("stopped TensorBoard" if stopped else "TensorBoard is not running")
     else:
-        server.start(Path(args.runs))
+        server.start(args.runs)
     return 0
 
 
-def setup_accelerate(args: argparse.Namespace) -> int:
-    """Write accelerate's default config, with its wizard or for this machine (--auto)."""
-    from sft_play.launch.setup import setup_accelerate as setup
-
-    return setup(args.auto)
-
-
-def memory_check(args: argparse.Namespace) -> int:
-    """Show the memory that is available to a run."""
-    from sft_play.machine.gpus import detect, memory_report
-    from sft_play.report.machine import memory_table
-    from sft_play.runlog import console
-
-    machine = detect()
-    report = memory_report(machine)
-    if args.json:
-        print_json(report)
-    else:
-        console().print(memory_table(machine, report["left_per_process_bytes"]))
-    return 0
-
-
+@command("eval", as_json=True)
+@flag("--split", "(default: val)", choices=["val", "test"], default="val")
+@number("--limit", "LIMIT", "number of rows to generate answers for (default: eval.limit)", 1)
 def evaluate(args: argparse.Namespace) -> int:
     """Compare base, adapter and merged model on held-out rows."""
     what = f"each model's loss on all rows of the {args.split} split, and its answers to some of them"
@@ -265,15 +221,18 @@ def evaluate(args: argparse.Namespace) -> int:
     with importing():
         from sft_play.commands.evaluate import evaluate_run
         from sft_play.commands.report import try_report
-    result = evaluate_run(load_resolved(args).config, run, args.split, args.limit)
+    result = evaluate_run(loaded_config(args), run, args.split, args.limit)
     try_report(run)
-    if args.json:
-        print_json(result)
-    others = ["merge"] if result["left_out"] else []
-    say_next(args, "infer", *others, run=run, apart=False)
-    return 0
+    return end(args, result, then=["infer", *(["merge"] if result["left_out"] else [])], run=run)
 
 
+@command("eval-lm", as_json=True)
+@flag("--tasks", "tasks of lm-eval, e.g. hellaswag", required=True, metavar="A,B")
+@flag("--what", "result, base or merged (default: result)", default="result")
+@flag("--input", "folder with more task definitions (*.yaml)", type=Path, metavar="FOLDER")
+@number("--limit", "LIMIT", "rows of each task (default: all)", 1)
+@number("--shots", "SHOTS", "examples in the prompt (default: the task's)", 0)
+@switch("--chat", "put prompts into the chat template of the run")
 def evaluate_tasks(args: argparse.Namespace) -> int:
     """Run tasks of lm-eval on the trained model, its base or the merged model."""
     tasks = tuple(filter(None, (task.strip() for task in args.tasks.split(","))))
@@ -283,55 +242,69 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     with importing():
         from sft_play.commands.harness import Options, evaluate_tasks
         from sft_play.commands.report import try_report
-    folder = Path(args.input) if args.input else None
-    options = Options(tasks, args.what, folder, args.limit, args.shots, args.chat)
-    result = evaluate_tasks(load_resolved(args).config, run, options)
+    options = Options(tasks, args.what, args.input, args.limit, args.shots, args.chat)
+    result = evaluate_tasks(loaded_config(args), run, options)
     try_report(run)
-    return _done(args, result)
+    return end(args, result)
 
 
+@command("infer", as_json=True)
+@flag("--input", "file with prompts; without it, start a chat", type=Path)
+@flag("--output", "JSONL file to write the answers to", type=Path)
+@force
 def infer(args: argparse.Namespace) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
     what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"
     run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.infer import chat, infer_batch
-    resolved = load_resolved(args)
+    config = loaded_config(args)
     if not args.input:
-        chat(resolved.config, run)
+        chat(config, run)
         return 0
-    output = Path(args.output or run.path / "answers.jsonl")
-    result = infer_batch(resolved.config, run, Path(args.input), output, force=args.force)
-    return _done(args, result)
+    output = args.output or run.path / "answers.jsonl"
+    return end(args, infer_batch(config, run, args.input, output, force=args.force))
 
 
+@command("merge", as_json=True)
+@flag("--output", "folder for the merged model (default: merged/ in the run directory)", type=Path)
+@flag("--dtype", "data type of the saved weights", choices=DTYPES, default="auto")
 def merge(args: argparse.Namespace) -> int:
     """Merge the adapter into the unquantized base model."""
     run = finished_run(announce(args, "merges the adapter into the unquantized base model"))
     with importing():
         from sft_play.commands.merge import merge as merge_run
-    resolved = load_resolved(args)
-    result = merge_run(resolved.config, run, _output(args), args.dtype)
-    if args.json:
-        print_json(result)
-    say_next(args, "merge-test", "export", run=run, apart=False)
-    return 0
+    result = merge_run(loaded_config(args), run, args.output, args.dtype)
+    return end(args, result, then=["merge-test", "export"], run=run)
 
 
-def _output(args: argparse.Namespace) -> Path | None:
-    return Path(args.output) if args.output else None
+@command("merge-test", as_json=True)
+@flag("--output", "folder of the merged model", type=Path)
+def merge_test(args: argparse.Namespace) -> int:
+    """Compare the logits of the merged model with those of the adapter model."""
+    what = "compares the logits of the merged model with those of the adapter model"
+    run = finished_run(announce(args, what))
+    with importing():
+        from sft_play.commands.merge import merge_test as test
+    return end(args, test(loaded_config(args), run, args.output), "", then=["export"], run=run)
 
 
+@command("export", as_json=True)
+@flag("--format", "(default: gguf, the only one)", default="gguf")
+@flag("--output", "folder to write (default: gguf/ in the run directory)", type=Path)
+@flag("--dtype", "f32, f16, bf16, q8_0, or auto: that of the merged model (default)", default="auto")
 def export(args: argparse.Namespace) -> int:
     """Export the merged model as a GGUF file, with a Modelfile for Ollama."""
     run = finished_run(announce(args, "writes the merged model as a GGUF file, for llama.cpp and Ollama"))
     with importing():
         from sft_play.commands.export import export as export_run
-    resolved = load_resolved(args)
-    result = export_run(resolved.config, run, args.format, _output(args), args.dtype)
-    return _done(args, result)
+    return end(args, export_run(loaded_config(args), run, args.format, args.output, args.dtype))
 
 
+@command("push", as_json=True)
+@flag("--repo", "repository on the Hub", required=True, metavar="USER/NAME")
+@flag("--what", "result or merged (default: result)", default="result")
+@switch("--public", "make a public repository (default: private)")
 def push(args: argparse.Namespace) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
     from sft_play.hub import access_token
@@ -342,46 +315,34 @@ def push(args: argparse.Namespace) -> int:
     access_token(args.repo, args.what)  # reports mistakes before libraries are loaded
     with importing():
         from sft_play.commands.push import push as push_run
-    resolved = load_resolved(args)
-    result = push_run(resolved.config, run, args.repo, part=args.what, public=args.public)
-    return _done(args, result)
+    return end(args, push_run(loaded_config(args), run, args.repo, part=args.what, public=args.public))
 
 
-def merge_test(args: argparse.Namespace) -> int:
-    """Compare the logits of the merged model with those of the adapter model."""
-    what = "compares the logits of the merged model with those of the adapter model"
-    run = finished_run(announce(args, what))
-    with importing():
-        from sft_play.commands.merge import merge_test as test
-    resolved = load_resolved(args)
-    result = test(resolved.config, run, _output(args))
-    if args.json:
-        print_json(result)
-    say_next(args, "export", run=run)
-    return 0
-
-
+@command("report", config=False)
+@flag("name", "name or path of the run (default: the latest)", nargs="?")
+@folder_of_runs
 def report(args: argparse.Namespace) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
-    from sft_play.cache import cache_dir
     from sft_play.commands.report import report_command
-    from sft_play.runlog import console, quiet_libraries
 
     with quiet_libraries(cache_dir() / "report.log"):
-        path = report_command(args.name, Path(args.runs))
+        path = report_command(args.name, args.runs)
         console().print(f"wrote {path}", markup=False, soft_wrap=True)
     return 0
 
 
+@command("compare", config=False)
+@flag("names", "names or paths of runs", nargs="+", metavar="name")
+@folder_of_runs
+@flag("--output", "HTML file to write (default: compare.html beside the first run)", type=Path)
+@force
 def compare(args: argparse.Namespace) -> int:
     """Put runs side by side, as one HTML file."""
-    from sft_play.cache import cache_dir
     from sft_play.commands.compare import compare_command
     from sft_play.report.compare_page import compare_table
-    from sft_play.runlog import console, quiet_libraries
 
     with quiet_libraries(cache_dir() / "report.log"):
-        runs, path = compare_command(args.names, Path(args.runs), _output(args), force=args.force)
+        runs, path = compare_command(args.names, args.runs, args.output, force=args.force)
         console().print(compare_table(runs))
         console().print(f"wrote {path}", markup=False, soft_wrap=True)
     return 0

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sft_play.cli import main
 from sft_play.commands import check
-from sft_play.commands.check import ERROR, OK, WARNING, Finding, exit_code, run_checks
+from sft_play.commands.check import ERROR, OK, WARNING, Finding, exit_code
 from sft_play.machine.gpus import GpuProcess, Machine, detect_host, what_if
 from sft_play.units import GIB
 
@@ -299,11 +300,11 @@ def test_errors_of_data_alone_have_a_code_of_their_own():
     assert exit_code([Finding(OK, "data", "x")]) == 0
 
 
-def test_the_json_has_every_line_and_the_table_too(config, capsys):
-    path = config(train__mixed_precision="fp16")
-    code = run_checks(path, as_json=True)
-    tree = json.loads(capsys.readouterr().out)
+def test_the_json_has_every_line_and_the_table_too(config, capfd):
+    path = str(config(train__mixed_precision="fp16"))
+    code = main(["check", "--config", path, "--json"])
+    tree = json.loads(capfd.readouterr().out)
     assert tree["exit_code"] == code and any(finding["level"] == "ok" for finding in tree["findings"])
-    run_checks(path)
-    text = capsys.readouterr().out
+    assert main(["check", "--config", path]) == code
+    text = capfd.readouterr().out
     assert all(finding["topic"] in text for finding in tree["findings"])
