@@ -25,7 +25,6 @@ COMMIT_SECONDS = 120.0  # the same for a commit, which the Hub checks before it 
 STALL_SECONDS = 60.0  # without a byte in any download of hf_xet
 LONGEST_WAIT = 60  # seconds, before each of the few further tries that huggingface_hub makes
 
-PUSHED = ("result", "merged")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -142,16 +141,14 @@ def _gave_up(what: str) -> Exception:
     return OfflineModeIsEnabled(what)
 
 
-def access_token(repository: str, part: str) -> str:
+def access_token(repository: str) -> str:
     """The access token of the Hub; first checks what was typed.
 
     Raises:
-        ConfigError: REPO or WHAT is wrong, or there is no token.
+        ConfigError: REPO is wrong, or there is no token.
     """
     from huggingface_hub import get_token
 
-    if part not in PUSHED:
-        raise ConfigError(f"WHAT={part} is not supported; allowed: {', '.join(PUSHED)}")
     if not REPOSITORY.fullmatch(repository):
         raise ConfigError(f"REPO={repository} is not the name of a repository; expected: REPO=user/name")
     token = get_token()

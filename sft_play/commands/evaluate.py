@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from sft_play.commands.answers import AnswerScore, require_answers, score_answers, summarise_answers
 from sft_play.commands.models import merged_model, of_each_model, trained_name
@@ -54,7 +55,7 @@ def score_rows(
         model: in eval mode.
         dataset: columns input_ids, labels, length.
         collate: rows -> batch with input_ids and labels, [rows, tokens].
-        batch_size: rows per forward pass; halved if memory runs out.
+        batch_size: halved if memory runs out.
         description: of the progress bar.
     """
     add_loss_head(model)
@@ -62,11 +63,7 @@ def score_rows(
     order = sorted(range(len(dataset)), key=list(dataset["length"]).__getitem__, reverse=True)
 
     def score(rows: list[int]) -> torch.Tensor:
-        batch = collate([dataset[row] for row in rows])
-        for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                batch[name] = value.to(model.device)
-        return score_batch(model, batch).cpu()
+        return score_batch(model, send_to_device(collate([dataset[row] for row in rows]), model.device)).cpu()
 
     with progress_bar(description, len(order)) as done:
         for rows, part in in_batches(order, batch_size, score):
@@ -87,14 +84,7 @@ class Question:
 def questions(
     data: PreparedData, split: str, tokenizer: "PreTrainedTokenizerBase", limit: int
 ) -> list[Question]:
-    """The first `limit` rows of a split that have an answer; plain text has none.
-
-    Args:
-        data: the prepared data.
-        split: val or test.
-        tokenizer: with the chat template of the run.
-        limit: maximum number of questions.
-    """
+    """The first `limit` rows of a split that have an answer; plain text has none."""
     found = []
     for conversation in data.conversations(split):
         if conversation.text is None:
@@ -114,15 +104,7 @@ def answer_questions(
     settings: EvalConfig,
     description: str,
 ) -> list[Answer]:
-    """Generates greedy answers, in the order of the questions.
-
-    Args:
-        model: in eval mode.
-        tokenizer: of the model.
-        asked: the questions.
-        settings: batch size and length of the answers.
-        description: of the progress bar.
-    """
+    """Generates greedy answers, in the order of the questions; `description` is that of the progress bar."""
     return generate_answers(
         model,
         tokenizer,
@@ -161,12 +143,8 @@ def scoring_batch_size(config: RunConfig, run: RunDir) -> int:
     """Rows per forward pass: eval.batch_size; auto is the micro-batch size of the plan."""
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
-    plan = read_json(run.plan).get("plan", {})
-    if not plan:
-        return DEFAULT_BATCH_SIZE
-    if plan["packing"]:
-        return max(1, plan["micro_batch_size"] // plan["max_seq_len"])
-    return plan["micro_batch_size"]
+    plan = read_json(run.plan).get("plan") or {"micro_batch_size": DEFAULT_BATCH_SIZE, "packing": False}
+    return max(1, plan["micro_batch_size"] // (plan["max_seq_len"] if plan["packing"] else 1))
 
 
 @dataclass(frozen=True)
@@ -185,14 +163,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluates base, trained and merged model of a finished run on a held-out split.
 
-    Prints a table, and writes eval.<split>.json and .jsonl.
-
-    Args:
-        config: of the run.
-        run: its run directory.
-        split: val or test.
-        limit: number of rows to generate answers for (default: eval.limit); loss and token accuracy use all
-            rows.
+    Prints a table, and writes eval.<split>.json and .jsonl. Answers are generated for `limit` rows (default:
+    eval.limit); loss and token accuracy use all rows.
 
     Returns:
         The scores of the trained model, and as `models` those of each.
@@ -203,10 +175,6 @@ def evaluate_run(
         DoesNotFitError: memory runs out with a single row.
         StorageError: the results cannot be written.
     """
-    if split not in SPLITS:
-        raise ConfigError(f"SPLIT={split} is not a split; allowed: {', '.join(SPLITS)}")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"LIMIT={limit}: expected a positive integer")
     weights = finished_weights(config, run)
     require_same_base(config.model, run)  # also after full fine-tuning: the scores of the base are beside
     with quiet_libraries(run.log):
@@ -253,10 +221,10 @@ def _measure(
     answers = answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering rows")
     seconds = time.perf_counter() - began
     metrics, judged = answer_metrics(asked, answers, config.eval) if asked else ({"answered_rows": 0}, [])
-    dtype = str(model.dtype).removeprefix("torch.")
+    in_4bit = " on 4-bit weights" if getattr(model, "is_loaded_in_4bit", False) else ""
     scores = {
         "device": str(model.device),
-        "dtype": f"{dtype} on 4-bit weights" if getattr(model, "is_loaded_in_4bit", False) else dtype,
+        "dtype": str(model.dtype).removeprefix("torch.") + in_4bit,
         "rows": len(rows),
         "supervised_tokens": score.tokens,
         "loss": score.loss,
@@ -272,25 +240,20 @@ def _write_answers(
     path: Path, asked: Sequence[Question], trained: Measured, others: Mapping[str, Sequence[Answer]]
 ) -> None:
     """Writes a line for each question: the answer of the trained model, its scores, and the other answers."""
-    lines = [
-        json.dumps(
-            {
-                "messages": list(question.messages),
-                "reference": question.reference,
-                "generated": answer.text,
-                "finished": answer.finished,
-                "tokens": answer.tokens,
-                **asdict(score),
-                **{name: answers[row].text for name, answers in others.items()},
-            },
-            ensure_ascii=False,
-        )
-        for row, (question, answer, score) in enumerate(
-            zip(asked, trained.answers, trained.judged, strict=True)
-        )
-    ]
+    lines = ""
+    for row, (question, answer) in enumerate(zip(asked, trained.answers, strict=True)):
+        record = {
+            "messages": list(question.messages),
+            "reference": question.reference,
+            "generated": answer.text,
+            "finished": answer.finished,
+            "tokens": answer.tokens,
+            **asdict(trained.judged[row]),
+            **{name: answers[row].text for name, answers in others.items()},
+        }
+        lines += json.dumps(record, ensure_ascii=False) + "\n"
     try:
-        write_atomic(path, "".join(f"{line}\n" for line in lines))
+        write_atomic(path, lines)
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror}. Free some space, or set output.dir=<folder>"
@@ -300,9 +263,7 @@ def _write_answers(
 def closing_questions(
     config: RunConfig, data: PreparedData, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[str, list[Question]]:
-    """The split that answers are generated for at the end of a run, and at most eval.limit rows of it.
-
-    The split is test, or val if there is no test split.
+    """The split that answers are generated for at the end of a run, test if there is one, and rows of it.
 
     Raises:
         ConfigError: eval.answer_pattern matches none of them.
@@ -318,12 +279,6 @@ def before_after(
 ) -> dict[str, Any] | None:
     """Compares generated answers before and after training, on at most eval.limit rows of test (else val).
 
-    Args:
-        config: of the run.
-        run: its run directory.
-        data: the prepared data.
-        tokenizer: with the chat template of the run.
-
     Returns:
         {"before": metrics, "after": metrics, "samples": [{"prompt", "reference", "before", "after"}]}; None
         if no held-out row has an answer.
@@ -331,24 +286,22 @@ def before_after(
     split, asked = closing_questions(config, data, tokenizer)
     if not asked:
         return None
-    weights = finished_weights(config, run)
 
     def answer(name: str, model: Any) -> list[Answer]:
         return answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering {split}")
 
-    before, after = of_each_model(config, weights, answer).values()
-    both: dict[str, Any] = {
-        when: {**answer_metrics(asked, answers, config.eval)[0], "split": split}
-        for when, answers in (("before", before), ("after", after))
-    }
-    shown = zip(asked, before, after, strict=True)
-    both["samples"] = [
+    before, after = of_each_model(config, finished_weights(config, run), answer).values()
+    samples = [
         {
             "prompt": question.messages[-1]["content"],
             "reference": question.reference,
-            "before": untrained.text,
-            "after": trained.text,
+            "before": before[row].text,
+            "after": after[row].text,
         }
-        for question, untrained, trained in list(shown)[: config.eval.samples]
+        for row, question in enumerate(asked[: config.eval.samples])
     ]
-    return both
+    return {
+        "before": {**answer_metrics(asked, before, config.eval)[0], "split": split},
+        "after": {**answer_metrics(asked, after, config.eval)[0], "split": split},
+        "samples": samples,
+    }

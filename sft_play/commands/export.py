@@ -21,33 +21,33 @@ from sft_play.report.layout import ending
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import format_bytes
 
-FORMATS = ("gguf",)
 OF_DTYPE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 EXPORT_INFO = "export.json"  # in the exported folder: of what; a folder with it may be overwritten
 MODELFILE = "Modelfile"
 
 
-def export(
-    config: RunConfig, run: RunDir, form: str = "gguf", output: Path | None = None, dtype: str = "auto"
-) -> dict[str, Any]:
+def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: str = "auto") -> dict[str, Any]:
     """Writes `<run>/gguf/`: the merged model as a GGUF file, and a Modelfile for Ollama.
 
-    Merges the adapter first, unless `make merge` has done it.
+    Merges the adapter first, unless `make merge` has done it. An earlier export is overwritten once the new
+    one is complete.
 
     Args:
         config: of the run.
         run: its run directory.
-        form: gguf.
-        output: folder; an earlier export is overwritten once the new one is complete.
+        output: folder.
         dtype: of the matrices: f32, f16, bf16 or q8_0; auto is that of the merged model.
 
     Raises:
-        ConfigError: the format, the model or the tokenizer cannot be exported, or `output` has other content.
+        ConfigError: the model or the tokenizer cannot be exported, or `output` has other content.
         CheckpointError: the run has no complete weights.
         StorageError: there is not enough disk space.
         NonFiniteError: a weight is not finite in this dtype.
     """
-    _require_known(form, dtype)
+    if dtype not in ("auto", *TYPES):
+        raise ConfigError(f"DTYPE={dtype} is not supported; allowed: auto, {', '.join(TYPES)}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("make export needs gguf, which is not installed; run `make install`")
     output = output or run.path / "gguf"
     require_overwritable(output, EXPORT_INFO, "export")
     finished_weights(config, run)
@@ -63,15 +63,6 @@ def export(
         result = _write_folder(config, run, source, output, wanted)
     _report(config.output.name, output, result)
     return {"output": str(output), **result}
-
-
-def _require_known(form: str, dtype: str) -> None:
-    if form not in FORMATS:
-        raise ConfigError(f"FORMAT={form} is not supported; allowed: {', '.join(FORMATS)}")
-    if dtype not in ("auto", *TYPES):
-        raise ConfigError(f"DTYPE={dtype} is not supported; allowed: auto, {', '.join(TYPES)}")
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("FORMAT=gguf needs gguf, which is not installed; run `make install`")
 
 
 def _merged(config: RunConfig, run: RunDir) -> Path:

@@ -228,7 +228,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 @command("eval-lm", as_json=True)
 @flag("--tasks", "tasks of lm-eval, e.g. hellaswag", required=True, metavar="A,B")
-@flag("--what", "result, base or merged (default: result)", default="result")
+@flag("--what", "(default: result)", choices=["result", "base", "merged"], default="result")
 @flag("--input", "folder with more task definitions (*.yaml)", type=Path, metavar="FOLDER")
 @number("--limit", "LIMIT", "rows of each task (default: all)", 1)
 @number("--shots", "SHOTS", "examples in the prompt (default: the task's)", 0)
@@ -237,7 +237,7 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     """Run tasks of lm-eval on the trained model, its base or the merged model."""
     tasks = tuple(filter(None, (task.strip() for task in args.tasks.split(","))))
     whom = {"result": "what was trained", "base": "the base model", "merged": "the merged model"}
-    what = f"runs lm-eval on {whom.get(args.what, args.what)}: {', '.join(tasks)}"
+    what = f"runs lm-eval on {whom[args.what]}: {', '.join(tasks)}"
     run = finished_run(announce(args, what))
     with importing():
         from sft_play.commands.harness import Options, evaluate_tasks
@@ -290,7 +290,7 @@ def merge_test(args: argparse.Namespace) -> int:
 
 
 @command("export", as_json=True)
-@flag("--format", "(default: gguf, the only one)", default="gguf")
+@flag("--format", "(default: gguf, the only one)", choices=["gguf"], default="gguf")
 @flag("--output", "folder to write (default: gguf/ in the run directory)", type=Path)
 @flag("--dtype", "f32, f16, bf16, q8_0, or auto: that of the merged model (default)", default="auto")
 def export(args: argparse.Namespace) -> int:
@@ -298,12 +298,12 @@ def export(args: argparse.Namespace) -> int:
     run = finished_run(announce(args, "writes the merged model as a GGUF file, for llama.cpp and Ollama"))
     with importing():
         from sft_play.commands.export import export as export_run
-    return end(args, export_run(loaded_config(args), run, args.format, args.output, args.dtype))
+    return end(args, export_run(loaded_config(args), run, args.output, args.dtype))
 
 
 @command("push", as_json=True)
 @flag("--repo", "repository on the Hub", required=True, metavar="USER/NAME")
-@flag("--what", "result or merged (default: result)", default="result")
+@flag("--what", "(default: result)", choices=["result", "merged"], default="result")
 @switch("--public", "make a public repository (default: private)")
 def push(args: argparse.Namespace) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
@@ -312,7 +312,7 @@ def push(args: argparse.Namespace) -> int:
     what = "the merged model" if args.what == "merged" else "what was trained"
     visible = "public" if args.public else "private"
     run = finished_run(announce(args, f"uploads {what} to {args.repo} on the Hugging Face Hub: {visible}"))
-    access_token(args.repo, args.what)  # reports mistakes before libraries are loaded
+    access_token(args.repo)  # reports mistakes before libraries are loaded
     with importing():
         from sft_play.commands.push import push as push_run
     return end(args, push_run(loaded_config(args), run, args.repo, part=args.what, public=args.public))

@@ -33,7 +33,6 @@ from sft_play.units import counted
 REQUIREMENT = "lm_eval>=0.4.13,<0.4.14"
 BOOTSTRAPS = 1000  # for standard errors that have no formula
 REASON_CHARACTERS = 300  # of a library's error
-PARTS = ("result", BASE, MERGED)
 LOGIT_BYTES = 12  # for a token and an entry of the vocabulary: logits, their log_softmax, and room to spare
 LARGEST_SHARE = 0.5  # of the free memory for them; activations, keys and values need the rest
 
@@ -56,11 +55,6 @@ class Options:
 
 def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str, Any]:
     """Runs lm-eval on a finished run; prints a table, and adds the scores to eval-lm.json.
-
-    Args:
-        config: of the run.
-        run: its run directory.
-        options: what to run on which model.
 
     Returns:
         The name of the model, seconds, and task -> metrics and rows.
@@ -106,11 +100,6 @@ def _require_sound(options: Options) -> None:
     """Checks what was typed, and that lm-eval is installed."""
     if not options.tasks:
         raise ConfigError("TASKS= names no task; separate several by commas: TASKS=hellaswag,arc_easy")
-    if options.part not in PARTS:
-        raise ConfigError(f"WHAT={options.part} is not supported; allowed: {', '.join(PARTS)}")
-    for key, value, least in (("LIMIT", options.limit, 1), ("SHOTS", options.shots, 0)):
-        if value is not None and value < least:
-            raise ConfigError(f"{key}={value}: expected an integer >= {least}")
     if options.folder and not options.folder.is_dir():
         raise ConfigError(f"IN={options.folder} is not a folder; expected one with task definitions (*.yaml)")
     if find_spec("lm_eval") is None:
@@ -234,11 +223,7 @@ def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def fitting_tokens(vocabulary: int) -> int:
-    """The most tokens whose logits fit into memory now; lm-eval asks for those of all tokens of a batch.
-
-    Args:
-        vocabulary: entries of the output head.
-    """
+    """The most tokens whose logits fit into memory now; lm-eval asks for those of all tokens of a batch."""
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else detect_host().ram_free_bytes or 0
     return max(1, int(LARGEST_SHARE * free) // (LOGIT_BYTES * vocabulary))
 

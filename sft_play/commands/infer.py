@@ -70,7 +70,7 @@ def run_chat_command(chat: Dialogue, line: str) -> str | None:
 def fit_history(
     chat: Dialogue, render: Callable[[Sequence[Message]], list[int]], limit: int | None, max_new_tokens: int
 ) -> tuple[list[int], int, int]:
-    """Drops the oldest turns until prompt and answer fit into the model's context.
+    """Drops the oldest turns of the chat until prompt and answer fit into the model's context.
 
     Question and answer are dropped together. The last question is always kept, even if it leaves too little
     room for an answer.
@@ -78,7 +78,7 @@ def fit_history(
     Args:
         chat: whose turns are dropped in place.
         render: messages -> prompt tokens.
-        limit: longest sequence that the model supports, if known.
+        limit: of the model's context, if known.
         max_new_tokens: wanted room for the answer.
 
     Returns:
@@ -116,35 +116,32 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
     def render(messages: Sequence[Message]) -> list[int]:
         return prompt_ids(tokenizer, Conversation(tuple(messages), source="the chat"))
 
+    say, most = console().print, config.eval.max_new_tokens
     limit = position_limit(model.config)
-    ids, room, dropped = fit_history(chat, render, limit, config.eval.max_new_tokens)
-    if room < min(MIN_ANSWER_TOKENS, config.eval.max_new_tokens):
+    ids, room, dropped = fit_history(chat, render, limit, most)
+    if room < min(MIN_ANSWER_TOKENS, most):
         text = f"message too long: the prompt has {len(ids)} tokens, the model supports {limit}; not sent"
-        console().print(text, style="yellow")
+        say(text, style="yellow")
         chat.turns.pop()
         return
     if dropped:
-        text = f"dropped the first {dropped} messages, which no longer fit into the model's context"
-        console().print(text, style="dim")
+        say(
+            f"dropped the first {dropped} messages, which no longer fit into the model's context", style="dim"
+        )
     pieces: list[str] = []
     try:
         printer = _printer(tokenizer, pieces, stop_token_ids(model, tokenizer))
         new = generate(model, tokenizer, [ids], max_new_tokens=room, streamer=printer)[0]
-        console().print()
+        say()
         if len(new) >= room:
-            console().print(f"(truncated at {room} tokens: eval.max_new_tokens)", style="dim")
+            say(f"(truncated at {room} tokens: eval.max_new_tokens)", style="dim")
     except KeyboardInterrupt:
-        console().print("\n(stopped)", style="dim")
+        say("\n(stopped)", style="dim")
     chat.turns.append({"role": "assistant", "content": "".join(pieces).strip()})
 
 
 def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) -> None:
-    """A chat in the terminal, with greedy decoding and streamed answers.
-
-    Args:
-        config: of the run; uses data.system_prompt and eval.max_new_tokens.
-        run: its run directory.
-        read: prompts for a line of input.
+    """A chat in the terminal, with greedy decoding and streamed answers; `read` asks for a line of input.
 
     Raises:
         CheckpointError: the run has no complete weights.
@@ -204,8 +201,7 @@ def _without_last_answer(turns: Any) -> Any:
         return turns
     asked = list(turns)
     while asked and isinstance(asked[-1], dict):
-        role = str(asked[-1].get("role", asked[-1].get("from")))
-        if ROLES.get(role) != "assistant":
+        if ROLES.get(str(asked[-1].get("role", asked[-1].get("from")))) != "assistant":
             break
         asked.pop()
     return asked
@@ -229,12 +225,11 @@ def prompt_of(row: Row, system_prompt: str | None = None) -> Conversation:
         )
     format_name, answer_key = PROMPTS[key]
     value = _without_last_answer(row.data[key])
-    if answer_key is None:
-        value = [*value, PLACEHOLDER] if isinstance(value, list) and value else value
-        data = {**row.data, key: value}
-    else:
-        answer = [PLACEHOLDER] if isinstance(value, list) else PLACEHOLDER["content"]
-        data = {**row.data, key: value, answer_key: answer}
+    data = {**row.data, key: value}
+    if answer_key is not None:
+        data[answer_key] = [PLACEHOLDER] if isinstance(value, list) else PLACEHOLDER["content"]
+    elif isinstance(value, list) and value:
+        data[key] = [*value, PLACEHOLDER]
     conversation = convert(Row(data, row.file, row.line), format_name, system_prompt)
     if isinstance(conversation, str):
         raise DataError(f"{row.where}: {conversation}")
@@ -309,16 +304,9 @@ def infer_batch(
 ) -> dict[str, Any]:
     """Answers every prompt of a file; when run again after an interruption, answers the remaining ones.
 
-    Each line of the output is the input row plus `generated` and `row` (its number). Lines are written as
-    soon as they are generated, in batches of similar length, and sorted into the order of the input at the
-    end.
-
-    Args:
-        config: of the run; uses eval.batch_size and eval.max_new_tokens.
-        run: its run directory.
-        input: file of rows with messages, conversations, prompt, question, instruction or user.
-        output: JSONL file.
-        force: overwrite a file with other content, and earlier answers.
+    Each line of the output, a JSONL file, is the input row plus `generated` and `row` (its number). Lines are
+    written as soon as they are generated, in batches of similar length, and sorted into the order of the
+    input at the end. With `force`, a file with other content, or earlier answers, are overwritten.
 
     Raises:
         DataError: a row of the input is invalid; no row is answered.
@@ -344,14 +332,9 @@ def infer_batch(
         raise
     answered = len(done) - earlier
     cut = f" ({unfinished} truncated at {config.eval.max_new_tokens} tokens)" if unfinished else ""
-    console().print(f"answered {counted(answered, 'row')}{cut}")
-    console().print(ending({"answers": output}, []))
-    return {
-        "rows": len(prompts),
-        "answered": answered,
-        "unfinished_answers": unfinished,
-        "output": str(output),
-    }
+    console().print(f"answered {counted(answered, 'row')}{cut}", ending({"answers": output}, []))
+    counts = {"rows": len(prompts), "answered": answered, "unfinished_answers": unfinished}
+    return {**counts, "output": str(output)}
 
 
 def _answer_rows(

@@ -30,7 +30,6 @@ from sft_play.units import counted, format_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_SHARD_SIZE = "4GB"
 MERGE_INFO = "merge.json"  # in the merged folder: what was merged; a folder with it may be overwritten
 
@@ -75,7 +74,7 @@ def digest(adapter: Path) -> str:
 def _published_dtype(config: RunConfig) -> str:
     """The dtype of the published base weights, e.g. "bfloat16"; float32 if its config has none."""
     dtype = str(load_model_config(config.model).dtype or torch.float32).removeprefix("torch.")
-    return dtype if dtype in DTYPES else "bfloat16"
+    return dtype if dtype in TOLERANCES else "bfloat16"
 
 
 def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> "PreTrainedModel":
@@ -147,10 +146,13 @@ def merge(
 ) -> dict[str, Any]:
     """Merges the adapter of a run into the unquantized base; saves a standalone model with its tokenizer.
 
+    Even after QLoRA, the base is loaded in 16 bit and never in 4 bit. An earlier merge is overwritten once
+    the new one is complete.
+
     Args:
-        config: of the run; even after QLoRA, the base is loaded in 16 bit and never in 4 bit.
+        config: of the run.
         run: its run directory.
-        output: folder; default: `<run>/merged`. An earlier merge is overwritten once the new one is complete.
+        output: folder; default: `<run>/merged`.
         dtype: of the saved weights; auto is that of the published base.
         max_shard_size: of a safetensors file.
 
@@ -160,8 +162,6 @@ def merge(
         StorageError: there is not enough disk space.
         NonFiniteError: a merged weight is not finite.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"DTYPE={dtype} is not supported; allowed: {', '.join(DTYPES)}")
     adapter = _adapter_of(config, run)
     output = output or run.merged
     require_overwritable(output, MERGE_INFO, "merge")
@@ -278,17 +278,14 @@ def _measure(
     reference = list(row_logits(model, rows))
     with model.disable_adapter():
         measured = {"base": compare_logits(reference, row_logits(model, rows))}
-    del model
-    release_memory()
-    model = load_for_inference(config, output, dtype=dtype)
-    measured["merged"] = compare_logits(reference, row_logits(model, rows))
-    del model
-    release_memory()
+    others: dict[str, tuple[Path, bool | None]] = {"merged": (output, None)}
     if config.tuning.mode == "qlora":
-        model = load_for_inference(config, adapter, dtype=dtype, quantize=True)
-        measured["adapter_on_4bit"] = compare_logits(reference, row_logits(model, rows))
-        del model
+        others["adapter_on_4bit"] = adapter, True
+    for name, (weights, quantize) in others.items():
+        del model  # never two in memory
         release_memory()
+        model = load_for_inference(config, weights, dtype=dtype, quantize=quantize)
+        measured[name] = compare_logits(reference, row_logits(model, rows))
     return measured
 
 

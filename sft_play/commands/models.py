@@ -27,21 +27,15 @@ def merged_model(config: RunConfig, run: RunDir, adapter: Path) -> tuple[Path | 
     """The folder of the merged model, or None and a sentence that says why it is left out.
 
     There is neither after full fine-tuning.
-
-    Args:
-        config: of the run.
-        run: its run directory.
-        adapter: its adapter folder.
     """
     if config.tuning.mode == "full":
         return None, None
-    folder = run.merged
     try:
         with spinner("checking the merged model"):
-            require_merged(folder, adapter)
+            require_merged(run.merged, adapter)
     except CheckpointError as error:
         return None, "; ".join(str(error).splitlines())
-    return folder, None
+    return run.merged, None
 
 
 def of_each_model(

@@ -43,13 +43,13 @@ MESSAGE_CHARACTERS = 300  # of what the Hub answered
 def push(
     config: RunConfig, run: RunDir, repository: str, *, part: str = "result", public: bool = False
 ) -> dict[str, Any]:
-    """Uploads the adapter (or the full model), or the merged model, in one commit.
+    """Uploads what was trained ("result"), or what `make merge` wrote ("merged"), in one commit.
 
     Args:
         config: of the run.
         run: its run directory.
         repository: user/name; made if it does not exist.
-        part: result: what was trained; merged: what `make merge` wrote.
+        part: result or merged.
         public: make the repository public; an existing one keeps what it is.
 
     Raises:
@@ -57,8 +57,9 @@ def push(
             has a secret in it, or the Hub cannot be reached; then nothing has been published.
         CheckpointError: the run has no complete weights, or they are damaged.
     """
-    token = access_token(repository, part)
-    folder = _verified_folder(config, run, part)
+    token = access_token(repository)
+    weights = finished_weights(config, run)
+    folder = merged_folder(config, run, weights) if part == "merged" else weights
     if not (folder / CARD).exists():
         write_card(config, run, folder, merged=part == "merged")
     files = sorted({path for name in PUBLISHED for path in folder.glob(name)})
@@ -69,11 +70,6 @@ def push(
     kind = "private" if private else "public"
     console().print(f"pushed {counted(len(files), 'file')} ({size}): {url} ({kind})", markup=False)
     return {"url": url, "private": private, "files": sorted(contents)}
-
-
-def _verified_folder(config: RunConfig, run: RunDir, part: str) -> Path:
-    weights = finished_weights(config, run)
-    return weights if part == "result" else merged_folder(config, run, weights)
 
 
 def _content(path: Path) -> bytes | Path:
@@ -118,7 +114,11 @@ def _upload(
     except Exception as error:
         if not (isinstance(error, OfflineModeIsEnabled) or is_network_error(error)):
             raise
-        raise ConfigError(_unreachable(repository, error)) from error
+        reason = (str(error) or type(error).__name__).splitlines()[0][:MESSAGE_CHARACTERS]
+        raise ConfigError(
+            f"REPO={repository}: the Hub cannot be reached ({reason}). Nothing was published; run the "
+            "command again when it can"
+        ) from error
     return f"{api.endpoint}/{repository}", private
 
 
@@ -145,11 +145,3 @@ def _refusal(repository: str, error: Any) -> str:
     }
     reason = reasons.get(status, f"the Hub answered {status}: {said}")
     return f"REPO={repository}: {reason}. Nothing was published"
-
-
-def _unreachable(repository: str, error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return (
-        f"REPO={repository}: the Hub cannot be reached ({reason[:MESSAGE_CHARACTERS]}). Nothing was "
-        "published; run the command again when it can"
-    )

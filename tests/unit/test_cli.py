@@ -18,9 +18,16 @@ from sft_play.errors import ConfigError
         (["plan", "--gpus", "1000000000"], "NGPU=1000000000: expected a whole number from 1 to 16384"),
         (["eval", "--limit", "0"], "LIMIT=0: expected a whole number of at least 1"),
         (["prepare", "--show", "-1"], "SHOW=-1: expected a whole number of at least 0"),
+        (["eval-lm", "--tasks", "a", "--limit", "0"], "LIMIT=0: expected a whole number of at least 1"),
+        (["eval-lm", "--tasks", "a", "--shots", "-1"], "SHOTS=-1: expected a whole number of at least 0"),
+        (["eval", "--split", "dev"], "--split: invalid choice: 'dev'"),
+        (["merge", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["export", "--format", "onnx"], "--format: invalid choice: 'onnx'"),
+        (["push", "--repo", "a/b", "--what", "all"], "--what: invalid choice: 'all'"),
+        (["eval-lm", "--tasks", "a", "--what", "all"], "--what: invalid choice: 'all'"),
     ],
 )
-def test_a_number_that_makes_no_sense_is_refused_by_its_setting(words, problem, capsys):
+def test_a_number_or_a_name_that_makes_no_sense_is_refused(words, problem, capsys):
     with pytest.raises(SystemExit) as error:
         parse(build_parser(), [*words, "--config", "configs/demo.yaml"])
     assert error.value.code == 2 and problem in capsys.readouterr().err

@@ -211,9 +211,6 @@ def test_without_the_extra_the_command_that_installs_it_is_named(finished, monke
     ("options", "said"),
     [
         (Options(()), "TASKS= names no task"),
-        (Options(("a",), part="all"), "WHAT=all is not supported; allowed: result, base, merged"),
-        (Options(("a",), limit=0), "LIMIT=0: expected an integer >= 1"),
-        (Options(("a",), shots=-1), "SHOTS=-1: expected an integer >= 0"),
         (Options(("a",), folder=Path("/no/such")), "IN=/no/such is not a folder"),
     ],
 )

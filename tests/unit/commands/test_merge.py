@@ -268,11 +268,6 @@ def test_after_full_fine_tuning_there_is_nothing_to_merge(tiny_model, tmp_path):
         merge(config, RunDir(tmp_path))
 
 
-def test_another_dtype_than_these_is_refused(finished):
-    with pytest.raises(ConfigError, match="DTYPE=int8 is not supported; allowed: auto, bfloat16"):
-        merge(finished.config, finished.run, dtype="int8")
-
-
 def test_after_qlora_the_adapter_goes_into_the_unquantized_base(tiny_model, tmp_path):
     pytest.importorskip("bitsandbytes")
     finished = train_by_heart(make_config(tiny_model, tmp_path, "qlora"))

@@ -143,11 +143,6 @@ def test_a_malformed_repository_is_refused(finished, hub, name):
     assert not hub.asked
 
 
-def test_another_part_is_refused(finished, hub):
-    with pytest.raises(ConfigError, match="WHAT=checkpoints is not supported; allowed: result, merged"):
-        push(finished.config, finished.run, REPO, part="checkpoints")
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
