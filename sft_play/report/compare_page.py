@@ -1,7 +1,6 @@
 """Several runs side by side: key numbers, what was set differently, and curves on the same axes."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table as ConsoleTable
@@ -11,7 +10,7 @@ from sft_play.report.curves import curve_figures
 from sft_play.report.html import Block, Figures, Page, Section, Table, Text
 from sft_play.report.record import RunRecord
 from sft_play.report.run_page import shown
-from sft_play.report.tables import METRICS, MISSING, said_of
+from sft_play.report.tables import MISSING, formatted, metric_rows, said_of, step_seconds
 from sft_play.units import format_bytes, format_count, format_duration
 
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
@@ -35,46 +34,33 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
 def key_numbers(run: RunRecord) -> list[tuple[str, str]]:
     """The key numbers of a run, as texts by name."""
     summary, plan = run.summary, run.chosen
+    predicted, measured, origin = step_seconds(summary)
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
     found: list[tuple[str, str]] = [
         ("status", str(summary.get("status", "unfinished"))),
         ("steps", f"{run.last_step:,}"),
-        ("effective batch", _form(plan.get("effective_batch_size"), "{:,}".format)),
+        ("effective batch", formatted(plan.get("effective_batch_size"), "{:,}".format)),
         ("micro-batch x accumulation x processes", MISSING if None in batch else " x ".join(map(str, batch))),
-        ("training loss", _form(summary.get("train_loss"), "{:.4f}".format)),
+        ("training loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
     ]
     for when in ("before", "after"):
-        scores = run.scores(when)
-        found += [
-            (f"{label}, {when}", _form(scores.get(key), form))
-            for key, (label, form) in METRICS.items()
-            if key in scores
-        ]
+        found += [(f"{label}, {when}", text) for label, text in metric_rows({when: run.scores(when)})]
     return [
         *found,
-        (f"peak memory, {run.memory_origin}", _form(run.predicted_peak_bytes, format_bytes)),
-        ("peak memory, measured", _form(summary.get("measured_peak_bytes"), format_bytes)),
-        ("tokens/s", _form(summary.get("tokens_per_second"), "{:,.0f}".format)),
-        (
-            f"step, {said_of(summary.get('predicted_step_origin'))}",
-            _form(summary.get("predicted_step_seconds"), format_duration),
-        ),
-        ("step, measured", _form(summary.get("measured_step_seconds"), format_duration)),
-        ("training time", _form(summary.get("training_seconds"), format_duration)),
-        ("supervised tokens", _form(summary.get("supervised_tokens"), format_count)),
+        (f"peak memory, {run.memory_origin}", formatted(run.predicted_peak_bytes, format_bytes)),
+        ("peak memory, measured", formatted(summary.get("measured_peak_bytes"), format_bytes)),
+        ("tokens/s", formatted(summary.get("tokens_per_second"), "{:,.0f}".format)),
+        (f"step, {said_of(origin)}", formatted(predicted, format_duration)),
+        ("step, measured", formatted(measured, format_duration)),
+        ("training time", formatted(summary.get("training_seconds"), format_duration)),
+        ("supervised tokens", formatted(summary.get("supervised_tokens"), format_count)),
     ]
-
-
-def _form(value: Any, form: Callable[[Any], str]) -> str:
-    return form(value) if isinstance(value, int | float) else MISSING
 
 
 def _numbers(runs: Sequence[RunRecord]) -> Table:
     columns = [dict(key_numbers(run)) for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = []
-    for name in names:
-        rows.append((name, *(column.get(name, MISSING) for column in columns)))
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, MISSING) for column in columns)) for name in names]
     return Table("Key numbers of each run", ("", *(run.name for run in runs)), rows)
 
 
@@ -92,21 +78,19 @@ def _differences(runs: Sequence[RunRecord]) -> Block:
 
 def _scaling(runs: Sequence[RunRecord]) -> list[Block]:
     """Measured speed over the number of processes; [] if all runs have the same number of them."""
-    known = [(run.summary.get("world_size"), run.summary.get("tokens_per_second"), run) for run in runs]
-    measured = [
-        (world, speed, run.name)
-        for world, speed, run in known
-        if isinstance(world, int) and isinstance(speed, float) and world and speed
-    ]
+    measured = []
+    for run in runs:
+        world, speed = run.summary.get("world_size"), run.summary.get("tokens_per_second")
+        if isinstance(world, int) and isinstance(speed, float) and world and speed:
+            measured.append((world, speed, run.name))
     if len({world for world, _, _ in measured}) < 2:
         return []
     measured.sort()
     fewest, base, name = measured[0]
     rows = []
-    for world, speed, run in measured:
+    for world, speed, label in measured:
         gain = speed / base
-        share = gain * fewest / world
-        rows.append((run, str(world), f"{speed:,.0f}", f"{gain:.2f}x", f"{share:.0%}"))
+        rows.append((label, str(world), f"{speed:,.0f}", f"{gain:.2f}x", f"{gain * fewest / world:.0%}"))
     head = ("run", "processes", "tokens/s", "speed-up", "efficiency")
     note = f"Speed-up over {name}. It is that of the processes only if the settings above are the same."
     return [Table("Measured speed by number of processes", head, rows), Text([note])]
@@ -123,12 +107,11 @@ def compare_table(runs: Sequence[RunRecord]) -> ConsoleTable:
         "tokens/s": "tokens/s",
         "step, measured": "step",
     }
-    table.add_column("run", overflow="fold")
-    table.add_column("status", overflow="fold")
+    for label in ("run", "status"):
+        table.add_column(label, overflow="fold")
     for label in columns.values():
         table.add_column(label, justify="right")
     for run in runs:
         found = dict(key_numbers(run))
-        cells = (found.get(name, MISSING) for name in columns)
-        table.add_row(ConsoleText(run.name), found["status"], *cells)
+        table.add_row(ConsoleText(run.name), found["status"], *(found.get(name, MISSING) for name in columns))
     return table

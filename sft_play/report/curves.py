@@ -34,9 +34,17 @@ STEP = Curve("speed/step_seconds", "Seconds per step", "seconds")
 
 def curve_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     """The curves of all runs; one run has both losses in one figure, several a line each."""
-    drawn = CURVES if len(runs) == 1 else (*LOSSES, *CURVES)
-    figures = [_losses(runs[0])] if len(runs) == 1 else []
-    figures += [_figure(runs, curve) for curve in drawn]
+    if len(runs) == 1:
+        losses = [line(runs[0], curve.key, colour) for colour, curve in enumerate(LOSSES)]
+        legend = [Legend(curve.title, colour) for colour, curve in enumerate(LOSSES)]
+        figures = [_figure(Curve("", "Loss", LOSSES[0].unit), losses, legend, ends=True)]
+        figures += [_figure(curve, [line(runs[0], curve.key)]) for curve in CURVES]
+    else:
+        legend = [Legend(run.name, colour) for colour, run in enumerate(runs)]
+        figures = []
+        for curve in (*LOSSES, *CURVES):
+            lines = [line(run, curve.key, colour) for colour, run in enumerate(runs)]
+            figures.append(_figure(curve, lines, legend))
     return [figure for figure in figures if figure]
 
 
@@ -45,52 +53,29 @@ def step_figure(run: RunRecord, predicted: float | None) -> Figure | None:
     legend = [Legend("measured", 0)]
     if predicted:
         legend.append(Legend(f"predicted: {format_duration(predicted)}", level=True))
-    return _figure([run], STEP, level=predicted, legend=legend)
+    return _figure(STEP, [line(run, STEP.key)], legend, level=predicted)
 
 
-def points(run: RunRecord, key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a number, without those that are missing, NaN or infinite."""
-    found = [(record["step"], record.get(key)) for record in run.metrics]
-    finite = [
-        (step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)
-    ]
-    steps = [step for step, _ in finite]
-    return steps, [float(value) for _, value in finite]
-
-
-def _losses(run: RunRecord) -> Figure | None:
-    """Training and held-out loss of one run."""
-    lines = [
-        Line(*points(run, curve.key), colour, markers=curve.key == "eval/loss")
-        for colour, curve in enumerate(LOSSES)
-    ]
-    legend = [Legend(curve.title, line.colour) for curve, line in zip(LOSSES, lines, strict=True)]
-    return _drawn(Curve("", "Loss", LOSSES[0].unit), lines, legend, ends=True)
+def line(run: RunRecord, key: str, colour: int = 0) -> Line:
+    """A number over the steps, without values that are missing, NaN or infinite."""
+    steps, values = [], []
+    for record in run.metrics:
+        value = record.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            steps.append(record["step"])
+            values.append(float(value))
+    return Line(steps, values, colour, markers=key == "eval/loss")
 
 
 def _figure(
-    runs: Sequence[RunRecord],
-    curve: Curve,
-    *,
-    level: float | None = None,
-    legend: Sequence[Legend] = (),
-) -> Figure | None:
-    few = curve.key == "eval/loss"
-    lines = [Line(*points(run, curve.key), colour, markers=few) for colour, run in enumerate(runs)]
-    if len(runs) > 1:
-        legend = [Legend(run.name, colour) for colour, run in enumerate(runs)]
-    return _drawn(curve, lines, legend, level=level)
-
-
-def _drawn(
     curve: Curve,
     lines: Sequence[Line],
-    legend: Sequence[Legend],
+    legend: Sequence[Legend] = (),
     *,
     level: float | None = None,
     ends: bool = False,
 ) -> Figure | None:
-    """The figure of the lines that have points; None if none has."""
+    """The figure of the lines that have points; None if none has. With `ends`, it says their last values."""
     kept = [line for line in lines if line.steps]
     if not kept:
         return None
@@ -99,12 +84,7 @@ def _drawn(
     notes = [f"each point is the mean of {size} records"] if size > 1 else []
     if ends:
         notes += [f"last {legend[line.colour].name.lower()}: {line.values[-1]:.4f}" for line in kept]
-    svg = curves(
-        f"{curve.title} over optimizer steps",
-        [line for line, _ in shown],
-        unit=curve.unit,
-        number=curve.number,
-        level=level,
-    )
+    title = f"{curve.title} over optimizer steps"
+    svg = curves(title, [line for line, _ in shown], unit=curve.unit, number=curve.number, level=level)
     caption = "; ".join(notes)
     return Figure(curve.title, svg, caption[:1].upper() + caption[1:], legend)

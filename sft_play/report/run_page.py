@@ -1,6 +1,6 @@
 """The report of one run: what was asked, what was chosen and why, what was measured, and what it learned."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,23 @@ from sft_play.report.plots import histogram
 from sft_play.report.record import RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import (
-    METRICS,
     MISSING,
+    formatted,
     harness_rows,
+    metric_rows,
     step_line,
     unfinished_note,
 )
-from sft_play.units import format_bytes, format_duration
+from sft_play.units import counted, format_bytes, format_duration
 
 PATHS = {
-    "model.name",
-    "data.train_path",
-    "data.val_path",
-    "data.test_path",
-    "data.chat_template",
-    "output.dir",
+    "model.name", "data.train_path", "data.val_path", "data.test_path", "data.chat_template", "output.dir",
     "train.resume",
-}
+}  # fmt: skip
 # Key of an answer of `make eval` -> whose it is.
 ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
 NOT_RECORDED = "Nothing was recorded."
+Build = Callable[[RunRecord], Iterator[Block]]
 # Setting -> the entry of the plan that was made from it.
 CHOICES = {
     "train.effective_batch_size": "effective_batch_size",
@@ -52,7 +49,7 @@ CHOICES = {
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run; a section whose files are damaged says so, one without files is short."""
-    parts: list[tuple[str, str, Callable[[RunRecord], Sequence[Block]]]] = [
+    parts: list[tuple[str, str, Build]] = [
         ("asked", "What was asked", _asked),
         ("chosen", "What was chosen, and why", _chosen),
         ("memory", "Memory", memory_blocks),
@@ -73,9 +70,9 @@ def run_page(run: RunRecord) -> Page:
     )
 
 
-def _section(run: RunRecord, name: str, title: str, build: Callable[[RunRecord], Sequence[Block]]) -> Section:
+def _section(run: RunRecord, name: str, title: str, build: Build) -> Section:
     try:
-        blocks = build(run)
+        blocks: list[Block] = list(build(run))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         # JSON that is sound but not what we wrote; the other sections can still be made
         reason = f"This part of the run's files is damaged ({type(error).__name__}: {error})."
@@ -86,9 +83,8 @@ def _section(run: RunRecord, name: str, title: str, build: Callable[[RunRecord],
 def status_line(run: RunRecord) -> str:
     """How far the run came, in a sentence."""
     planned = run.chosen.get("total_steps")
-    steps = (
-        f"{run.last_step:,}" + (f" of {planned:,}" if isinstance(planned, int) else "") + " steps recorded"
-    )
+    of_all = f" of {planned:,}" if isinstance(planned, int) else ""
+    steps = f"{run.last_step:,}{of_all} steps recorded"
     damaged = f" Damaged and omitted: {', '.join(run.damaged)}." if run.damaged else ""
     status = run.summary.get("status")
     if status == "done" and run.summary.get("error"):
@@ -126,18 +122,14 @@ def _tiles(run: RunRecord) -> list[tuple[str, str]]:
     losses = [run.scores(when).get("loss") for when in ("before", "after")]
     known = [f"{loss:.3f}" for loss in losses if isinstance(loss, float)]
     tiles = [
-        ("held-out loss", " → ".join(known)),
-        (f"peak memory, {run.memory_origin}", _of(run.predicted_peak_bytes, format_bytes)),
-        ("peak memory, measured", _of(summary.get("measured_peak_bytes"), format_bytes)),
-        ("speed", _of(summary.get("tokens_per_second"), lambda value: f"{value:,.0f} tokens/s")),
-        ("training time", _of(summary.get("training_seconds"), format_duration)),
-        ("optimizer steps", f"{run.last_step:,}" if run.metrics else ""),
+        ("held-out loss", " → ".join(known) or MISSING),
+        (f"peak memory, {run.memory_origin}", formatted(run.predicted_peak_bytes, format_bytes)),
+        ("peak memory, measured", formatted(summary.get("measured_peak_bytes"), format_bytes)),
+        ("speed", formatted(summary.get("tokens_per_second"), "{:,.0f} tokens/s".format)),
+        ("training time", formatted(summary.get("training_seconds"), format_duration)),
+        ("optimizer steps", f"{run.last_step:,}" if run.metrics else MISSING),
     ]
-    return [(name, value) for name, value in tiles if value]
-
-
-def _of(value: Any, form: Callable[[Any], str]) -> str:
-    return form(value) if isinstance(value, int | float) else ""
+    return [(name, value) for name, value in tiles if value != MISSING]
 
 
 def shown(run: RunRecord, name: str) -> str:
@@ -160,9 +152,9 @@ def _text(value: Any) -> str:
         return " ".join(
             f"{name} {public_name(part) if name == 'path' else _text(part)}" for name, part in known.items()
         )
-    return (
-        f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _origin(setting: Setting) -> str:
@@ -170,23 +162,24 @@ def _origin(setting: Setting) -> str:
     return setting.origin if setting.origin in ("default", "override") else Path(setting.origin).name
 
 
-def _asked(run: RunRecord) -> list[Block]:
+def _asked(run: RunRecord) -> Iterator[Block]:
     """The settings that a person gave, and all others folded."""
-    rows: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
+    given: list[tuple[str, str, str]] = []
+    others: list[tuple[str, str, str]] = []
     for name, setting in run.settings.items():
-        rows[setting.origin != "default"].append((name, shown(run, name), _origin(setting)))
+        row = (name, shown(run, name), _origin(setting))
+        (others if setting.origin == "default" else given).append(row)
     head = ("setting", "value", "origin")
-    tables = [
-        Table("Settings that were given", head, rows[True], numbers=False),
-        Table(f"{len(rows[False])} settings left at their default", head, rows[False], False, folded=True),
-    ]
-    return [table for table in tables if table.rows]
+    if given:
+        yield Table("Settings that were given", head, given, numbers=False)
+    if others:
+        yield Table(f"{len(others)} settings left at their default", head, others, False, folded=True)
 
 
-def _chosen(run: RunRecord) -> list[Block]:
+def _chosen(run: RunRecord) -> Iterator[Block]:
     """The plan beside the settings that it was made from, its reasons, and the other plans."""
     if not run.plan:
-        return []
+        return
     plan = run.plan["plan"]
     rows = []
     for name, key in CHOICES.items():
@@ -196,134 +189,111 @@ def _chosen(run: RunRecord) -> list[Block]:
         origin = "planner" if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "command line"))
-    blocks: list[Block] = [
-        Table("The plan", ("setting", "asked", "chosen", "origin"), rows, numbers=False),
-        Text(run.plan["why"] or [NOT_RECORDED]),
-    ]
+    yield Table("The plan", ("setting", "asked", "chosen", "origin"), rows, numbers=False)
+    yield Text(run.plan["why"] or [NOT_RECORDED])
     if run.plan["alternatives"]:
-        blocks.append(_alternatives(run.plan["alternatives"]))
-    said = run.summary.get("out_of_memory") or []
-    return [*blocks, Text(said, warning=True)] if said else blocks
+        cells = [_alternative(plan) for plan in run.plan["alternatives"]]
+        yield Table("Other plans", list(cells[0]), [list(row.values()) for row in cells])
+    if said := run.summary.get("out_of_memory"):
+        yield Text(said, warning=True)
 
 
-def _alternatives(plans: Sequence[Tree]) -> Table:
-    rows = []
-    for plan in plans:
-        speed = plan["relative_speed"]
-        rows.append(
-            (
-                f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
-                "yes" if plan["gradient_checkpointing"] else "no",
-                label_of(plan["engine"]),
-                format_bytes(plan["peak_bytes"]) if plan["peak_bytes"] else MISSING,
-                "yes" if plan["fits"] else "no",
-                f"{speed:.0%} of the plan's" if speed else MISSING,
-            )
-        )
-    head = ("micro-batch x accumulation", "checkpointing", "engine", "predicted peak", "fits", "speed")
-    return Table("Other plans", head, rows)
+def _alternative(plan: Tree) -> dict[str, str]:
+    """The texts of another plan, by the name of their column."""
+    return {
+        "micro-batch x accumulation": f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
+        "checkpointing": _text(plan["gradient_checkpointing"]),
+        "engine": label_of(plan["engine"]),
+        "predicted peak": formatted(plan["peak_bytes"] or None, format_bytes),
+        "fits": _text(plan["fits"]),
+        "speed": formatted(plan["relative_speed"] or None, "{:.0%} of the plan's".format),
+    }
 
 
-def _training(run: RunRecord) -> list[Block]:
-    figures = curve_figures([run])
-    return [Figures(figures)] if figures else []
+def _training(run: RunRecord) -> Iterator[Block]:
+    if figures := curve_figures([run]):
+        yield Figures(figures)
 
 
-def _speed(run: RunRecord) -> list[Block]:
+def _speed(run: RunRecord) -> Iterator[Block]:
     """Seconds per step, predicted and measured, and what the time was spent on."""
     summary = run.summary
     predicted = summary.get("predicted_step_seconds") or run.chosen.get("step_seconds")
     origin = summary.get("predicted_step_origin") or run.chosen.get("step_seconds_origin")
-    rows = [("optimizer step", step_line(predicted, summary.get("measured_step_seconds"), origin))]
-    speed, padding = summary.get("tokens_per_second"), summary.get("padding_share")
-    rows.append(("tokens per second, padding not counted", f"{speed:,.0f}" if speed else MISSING))
-    rows.append(("padding", f"{padding:.1%} of all tokens" if padding is not None else MISSING))
-    for name, key in (("model FLOPs utilization", "mfu"), ("time spent waiting for data", "data_wait")):
-        share = summary.get(key)
-        rows.append((name, f"{share:.1%}" if share is not None else MISSING))
-    seconds = summary.get("training_seconds")
-    rows.append(("training time, without evaluation", format_duration(seconds) if seconds else MISSING))
     figure = step_figure(run, predicted)
     if not summary and not predicted and figure is None:
-        return []
-    table = Table("Time", ("", "value"), rows, numbers=False)
-    return [Figures([figure]), table] if figure else [table]
+        return
+    if figure:
+        yield Figures([figure])
+    percent = "{:.1%}".format
+    rows = [
+        ("optimizer step", step_line(predicted, summary.get("measured_step_seconds"), origin)),
+        (
+            "tokens per second, padding not counted",
+            formatted(summary.get("tokens_per_second"), "{:,.0f}".format),
+        ),
+        ("padding", formatted(summary.get("padding_share"), "{:.1%} of all tokens".format)),
+        ("model FLOPs utilization", formatted(summary.get("mfu"), percent)),
+        ("time spent waiting for data", formatted(summary.get("data_wait"), percent)),
+        ("training time, without evaluation", formatted(summary.get("training_seconds"), format_duration)),
+    ]
+    yield Table("Time", ("", "value"), rows, numbers=False)
 
 
-def _data(run: RunRecord) -> list[Block]:
+def _data(run: RunRecord) -> Iterator[Block]:
     """Counts of each split, a histogram of lengths, and warnings."""
     data = run.data or run.summary.get("data") or {}
     splits = {split: data[split] for split in ("train", "val", "test") if data.get(split)}
     if not splits:
-        return []
+        return
     rows = [_split_row(split, counts) for split, counts in splits.items()]
     head = ("split", "rows", "tokens", "supervised", "truncated", "dropped", "median", "p99", "longest")
-    blocks: list[Block] = [Table("Tokenized rows; lengths in tokens", head, rows)]
-    figures = [
-        Figure(
-            f"Length of the {split} rows",
-            histogram(f"Histogram: rows of the {split} split by tokens", **counts["histogram"]),
-            f"Bins of {_tokens(counts['histogram']['width'])}; {counts['rows']:,} rows",
-        )
-        for split, counts in splits.items()
-        if counts.get("histogram")
-    ]
-    blocks += [Figures(figures)] if figures else []
-    reasons = [
-        f"{split}: {count:,} rows dropped: {reason}"
-        for split, counts in splits.items()
-        for reason, count in (counts.get("dropped") or {}).items()
-        if count
-    ]
-    blocks += [Text(reasons)] if reasons else []
-    blocks += [Text(data["warnings"], warning=True)] if data.get("warnings") else []
-    return [*blocks, Text([f"Fingerprint of the tokenized rows: {data.get('fingerprint', MISSING)}"])]
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'' if count == 1 else 's'}"
+    yield Table("Tokenized rows; lengths in tokens", head, rows)
+    figures, reasons = [], []
+    for split, counts in splits.items():
+        if lengths := counts.get("histogram"):
+            plot = histogram(f"Histogram: rows of the {split} split by tokens", **lengths)
+            caption = f"Bins of {counted(lengths['width'], 'token')}; {counts['rows']:,} rows"
+            figures.append(Figure(f"Length of the {split} rows", plot, caption))
+        dropped = (counts.get("dropped") or {}).items()
+        reasons += [f"{split}: {count:,} rows dropped: {reason}" for reason, count in dropped if count]
+    if figures:
+        yield Figures(figures)
+    if reasons:
+        yield Text(reasons)
+    if data.get("warnings"):
+        yield Text(data["warnings"], warning=True)
+    yield Text([f"Fingerprint of the tokenized rows: {data.get('fingerprint', MISSING)}"])
 
 
 def _split_row(split: str, counts: Tree) -> tuple[str, ...]:
-    rows, tokens, lengths = counts["rows"], counts["tokens"], counts.get("lengths") or {}
-    truncated, dropped = counts.get("truncated"), counts.get("dropped")
+    lengths, dropped = counts.get("lengths") or {}, counts.get("dropped")
+    numbers = (
+        counts.get("truncated"),
+        None if dropped is None else sum(dropped.values()),
+        *(lengths.get(key) for key in ("p50", "p99", "max")),
+    )
     return (
         split,
-        f"{rows:,}",
-        f"{tokens:,}",
-        f"{counts['supervised_tokens'] / tokens:.1%}",
-        MISSING if truncated is None else f"{truncated:,}",
-        MISSING if dropped is None else f"{sum(dropped.values()):,}",
-        *(f"{lengths[key]:,}" if key in lengths else MISSING for key in ("p50", "p99", "max")),
+        f"{counts['rows']:,}",
+        f"{counts['tokens']:,}",
+        f"{counts['supervised_tokens'] / counts['tokens']:.1%}",
+        *(formatted(number, "{:,}".format) for number in numbers),
     )
 
 
-def _scores(run: RunRecord) -> list[Block]:
+def _scores(run: RunRecord) -> Iterator[Block]:
     """The scores before and after training, of `make eval` and of `make eval-lm`."""
-    return [*_held_out(run), *_harness(run)]
-
-
-def _held_out(run: RunRecord) -> list[Block]:
     columns = {"before": run.scores("before"), "after": run.scores("after"), **_evaluated(run)}
     columns = {name: scores for name, scores in columns.items() if scores}
-    rows = []
-    for key, (label, form) in METRICS.items():
-        found = [scores.get(key) for scores in columns.values()]
-        if any(value is not None for value in found):
-            rows.append((label, *(MISSING if value is None else form(value) for value in found)))
-    if not rows:
-        return []
-    over = [_over(name, scores) for name, scores in columns.items() if scores.get("answered_rows")]
-    blocks: list[Block] = [Table("Held-out rows", ("metric", *columns), rows)]
-    return [*blocks, Text(over)] if over else blocks
-
-
-def _harness(run: RunRecord) -> list[Block]:
-    tasks = dict.fromkeys(task for found in run.harness.values() for task in found)
-    if not tasks:
-        return []
-    head = ("task", "metric", "rows", *run.harness)
-    return [Table("lm-eval, with the standard error", head, harness_rows(run.harness, tasks))]
+    if rows := metric_rows(columns):
+        yield Table("Held-out rows", ("metric", *columns), rows)
+        answered = {name: scores for name, scores in columns.items() if scores.get("answered_rows")}
+        if answered:
+            yield Text([_over(name, scores) for name, scores in answered.items()])
+    if tasks := dict.fromkeys(task for found in run.harness.values() for task in found):
+        head = ("task", "metric", "rows", *run.harness)
+        yield Table("lm-eval, with the standard error", head, harness_rows(run.harness, tasks))
 
 
 def _evaluated(run: RunRecord) -> dict[str, Tree]:
@@ -344,45 +314,42 @@ def _over(name: str, scores: Tree) -> str:
     return f"{text}; {unfinished_note(scores)}" if scores.get("unfinished_answers") else text
 
 
-def _answers(run: RunRecord) -> list[Block]:
+def _answers(run: RunRecord) -> Iterator[Block]:
     """Sample answers before and after training, and the first ones of `make eval`."""
-    blocks: list[Block] = []
-    names = {"reference": "reference", "before": "before training", "after": "after training"}
-    samples = [
-        Sample(sample["prompt"], [(name, sample[key]) for key, name in names.items() if key in sample])
-        for sample in run.summary.get("samples") or []
-    ]
-    blocks += [Samples("Before and after training", samples)] if samples else []
+    if samples := run.summary.get("samples"):
+        names = {"reference": "reference", "before": "before training", "after": "after training"}
+        found = [_sample(sample["prompt"], sample, names) for sample in samples]
+        yield Samples("Before and after training", found)
     for split, answers in run.answers.items():
-        found = [
-            Sample(
-                answer["messages"][-1]["content"],
-                [(name, answer[key]) for key, name in ANSWERS.items() if key in answer],
-            )
-            for answer in answers
-        ]
-        blocks += [Samples(f"make eval, first rows of {split}", found)] if found else []
-    return blocks
+        found = [_sample(answer["messages"][-1]["content"], answer, ANSWERS) for answer in answers]
+        if found:
+            yield Samples(f"make eval, first rows of {split}", found)
 
 
-def _environment(run: RunRecord) -> list[Block]:
+def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:
+    """A prompt with the texts of a record, under these names."""
+    return Sample(prompt, [(name, record[key]) for key, name in names.items() if key in record])
+
+
+def _environment(run: RunRecord) -> Iterator[Block]:
     """The machine and the versions."""
     found = run.environment
     versions = found.get("versions") or run.summary.get("versions") or {}
     rows = [*_machine(found), *((name.replace("_", "-"), str(version)) for name, version in versions.items())]
-    return [Table("Machine and versions", ("", "value"), rows, numbers=False)] if rows else []
+    if rows:
+        yield Table("Machine and versions", ("", "value"), rows, numbers=False)
 
 
 def _machine(found: Tree) -> list[tuple[str, str]]:
     if not found:
         return []
-    gpus = [f"{gpu['name']}, {_of(gpu['total_bytes'], format_bytes) or MISSING}" for gpu in found["gpus"]]
+    gpus = [f"{gpu['name']}, {formatted(gpu['total_bytes'], format_bytes)}" for gpu in found["gpus"]]
     driver = f"{found['driver']} (CUDA {found['cuda']})" if found["driver"] else MISSING
     return [
         *((f"GPU {index}", name) for index, name in enumerate(gpus)),
         *([("driver", driver)] if gpus else []),
         ("CPU", f"{found['cpu'] or MISSING}, {found['cpu_cores']} cores"),
-        ("RAM", _of(found["ram_bytes"], format_bytes) or MISSING),
+        ("RAM", formatted(found["ram_bytes"], format_bytes)),
         ("system", found["system"]),
         ("python", found["python"]),
     ]

@@ -1,11 +1,13 @@
 """Two sections of a report: the memory of a process, and the same run on other numbers of GPUs."""
 
+from collections.abc import Iterator
+
 from sft_play.engines.registry import label_of
 from sft_play.report.html import Block, Figure, Figures, Legend, Table, Text
 from sft_play.report.plan import process_unit, scaling_problems, speed_up, speed_up_notes
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
-from sft_play.report.tables import MISSING, memory_line, said_of
+from sft_play.report.tables import MISSING, formatted, memory_facts, said_of
 from sft_play.units import format_bytes, plural
 
 TERMS = (
@@ -13,18 +15,22 @@ TERMS = (
 )  # fmt: skip
 
 
-def memory_blocks(run: RunRecord) -> list[Block]:
-    """Bars by phase, the same as a table, and the terms of the peak; [] if nothing was predicted."""
+def memory_blocks(run: RunRecord) -> Iterator[Block]:
+    """Bars by phase, the same as a table, and the terms of the peak; nothing if nothing was predicted."""
     memory = run.plan.get("memory")
     if not memory:
-        return []
+        return
     measured = (run.summary.get("probe") or {}).get("phases") or {}
-    blocks: list[Block] = [_figure(memory, measured), _phase_table(memory, measured)]
-    blocks += [table] if (table := _term_table(memory)) else []
-    process = _process_lines(run.summary)
+    yield _figure(memory, measured)
+    yield _phase_table(memory, measured)
+    if memory.get("phase_terms"):
+        yield _term_table(memory["phase_terms"])
+    facts = memory_facts(run.summary, "tensors", "reserved by the allocator", "whole process")
+    lines = [f"{label}: {line}" for label, line in facts]
     if not measured:
-        process.append("Nothing was measured by phase: the run had no probe, or did not finish.")
-    return [*blocks, Text(process)] if process else blocks
+        lines.append("Nothing was measured by phase: the run had no probe, or did not finish.")
+    if lines:
+        yield Text(lines)
 
 
 def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
@@ -69,17 +75,14 @@ def _phase_table(memory: Tree, measured: dict[str, int]) -> Table:
     for name, size in memory["phases"].items():
         found = measured.get(name)
         difference = f"{100 * (found - size) / size:+z.1f}%" if found is not None and size else MISSING
-        actual = MISSING if found is None else format_bytes(found)
-        rows.append((name, format_bytes(size), actual, difference, f"{size / memory['budget_bytes']:.1%}"))
+        share = f"{size / memory['budget_bytes']:.1%}"
+        rows.append((name, format_bytes(size), formatted(found, format_bytes), difference, share))
     head = ("phase", said_of(memory.get("origin")), "measured", "difference", "of the budget")
     return Table("Peak of each phase; the highest one counts", head, rows)
 
 
-def _term_table(memory: Tree) -> Table | None:
-    """The terms of each phase, folded; None if they were not recorded."""
-    by_phase = memory.get("phase_terms") or {}
-    if not by_phase:
-        return None
+def _term_table(by_phase: Tree) -> Table:
+    """The terms of each phase, folded."""
     rows = []
     for term in TERMS:
         sizes = [terms.get(term, 0) for terms in by_phase.values()]
@@ -88,52 +91,30 @@ def _term_table(memory: Tree) -> Table | None:
     return Table("What takes the memory of each phase, predicted", ("term", *by_phase), rows, folded=True)
 
 
-def _process_lines(summary: Tree) -> list[str]:
-    """Peak, reserved bytes and bytes of the process, predicted and measured, as far as they are known."""
-    names = {"peak": "tensors", "reserved": "reserved by the allocator", "process": "whole process"}
-    lines = []
-    for name, label in names.items():
-        predicted, measured = (summary.get(f"{kind}_{name}_bytes") for kind in ("predicted", "measured"))
-        if predicted or measured:
-            line = memory_line(predicted, measured, summary.get("predicted_memory_origin"))
-            lines.append(f"{label}: {line}")
-    return lines
-
-
-def scaling_blocks(run: RunRecord) -> list[Block]:
-    """A row for each number of processes, and what the columns assume; [] if nothing was recorded."""
-    rows = run.scaling
-    planned = [row for row in rows if "problem" not in row]
+def scaling_blocks(run: RunRecord) -> Iterator[Block]:
+    """A row for each number of processes, and what the columns assume; nothing if nothing was recorded."""
+    planned = [row for row in run.scaling if "problem" not in row]
     if not planned:
-        return []
+        return
     unit = process_unit(run.chosen["device"])
-    here = run.chosen["world_size"]
-    cells = [_cells(row, here) for row in planned]
-    head = (
-        plural(unit),
-        "micro-batch x accumulation",
-        "effective batch",
-        "steps per epoch",
-        "learning rate",
-        "engine",
-        "memory",
-        "speed-up",
-    )
+    cells = [list(_cells(row, unit).values()) for row in planned]
+    for row, texts in zip(planned, cells, strict=True):
+        texts[0] += " (this run)" if row["world_size"] == run.chosen["world_size"] else ""
     caption = f"The same run on other numbers of {plural(unit)}, predicted"
-    notes = [*scaling_problems(rows, unit), *speed_up_notes(planned, unit)]
-    return [Table(caption, head, cells), *([Text(notes)] if notes else [])]
+    yield Table(caption, list(_cells(planned[0], unit)), cells)
+    if notes := [*scaling_problems(run.scaling, unit), *speed_up_notes(planned, unit)]:
+        yield Text(notes)
 
 
-def _cells(row: Tree, here: int) -> tuple[str, ...]:
-    world = row["world_size"]
-    memory = row["process_bytes"] or row["peak_bytes"]
-    return (
-        f"{world} (this run)" if world == here else str(world),
-        f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}",
-        f"{row['effective_batch_size']:,}",
-        f"{row['steps_per_epoch']:,}",
-        f"{row['learning_rate']:g}",
-        label_of(row["engine"]),
-        format_bytes(memory) if memory else MISSING,
-        speed_up(row),
-    )
+def _cells(row: Tree, unit: str) -> dict[str, str]:
+    """The texts of a row, by the name of their column."""
+    return {
+        plural(unit): str(row["world_size"]),
+        "micro-batch x accumulation": f"{row['micro_batch_size']:,} x {row['gradient_accumulation_steps']}",
+        "effective batch": f"{row['effective_batch_size']:,}",
+        "steps per epoch": f"{row['steps_per_epoch']:,}",
+        "learning rate": f"{row['learning_rate']:g}",
+        "engine": label_of(row["engine"]),
+        "memory": formatted(row["process_bytes"] or row["peak_bytes"], format_bytes),
+        "speed-up": speed_up(row),
+    }

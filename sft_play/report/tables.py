@@ -20,7 +20,9 @@ SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 400  # of each text on the console; files have the full texts
 
 Format = Callable[[Any], str]
-Models = Mapping[str, Mapping[str, Any]]  # model -> task with its settings -> what lm-eval found
+Models = Mapping[
+    str, Mapping[str, Any]
+]  # model -> its scores, or task with its settings -> what lm-eval found
 
 
 def _percent(value: float) -> str:
@@ -44,8 +46,23 @@ AMOUNTS: dict[str, tuple[str, Format]] = {
 }
 
 
-def _number(value: Any, form: Format) -> str:
-    return MISSING if value is None else form(value)
+def formatted(value: Any, form: Format) -> str:
+    """The text of a number; n/a if it is none."""
+    return form(value) if isinstance(value, int | float) else MISSING
+
+
+def metric_rows(columns: Models) -> list[tuple[str, ...]]:
+    """The label of each metric that a column has, and its value in each of them.
+
+    Args:
+        columns: name -> scores.
+    """
+    rows = []
+    for key, (label, form) in METRICS.items():
+        found = [scores.get(key) for scores in columns.values()]
+        if any(value is not None for value in found):
+            rows.append((label, *(MISSING if value is None else form(value) for value in found)))
+    return rows
 
 
 def perplexity(loss: float) -> float:
@@ -58,7 +75,7 @@ def evaluation_table(result: Mapping[str, Any]) -> RenderableType:
     models = result["models"]
     table = columns("metric", *models)
     for key, (label, form) in (METRICS | AMOUNTS).items():
-        table.add_row(label, *(_number(scores.get(key), form) for scores in models.values()))
+        table.add_row(label, *(formatted(scores.get(key), form) for scores in models.values()))
     tokens = format_count(result["supervised_tokens"])
     title = Text(f"{result['name']} on the {result['split']} split", style="bold")
     title += Text(f"  the loss is over {tokens} supervised tokens", style="dim not bold")
@@ -97,9 +114,8 @@ def before_after_table(before: Mapping[str, Any], after: Mapping[str, Any], name
     """All metrics before and after training; `name` is the header of the first column."""
     table = columns(name, "before", "after")
     table.columns[2].style = "bold"
-    for key, (label, form) in METRICS.items():
-        if key in before or key in after:
-            table.add_row(label, _number(before.get(key), form), _number(after.get(key), form))
+    for row in metric_rows({"before": before, "after": after}):
+        table.add_row(*row)
     return table
 
 
@@ -115,51 +131,42 @@ def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
     blocks: list[RenderableType] = []
     styles = {"prompt": "", "reference": "", "before": "red", "after": "green"}
     for sample in samples:
-        rows = [
-            (key, Text(shorten(sample[key]) or "(empty)", style=style))
-            for key, style in styles.items()
-            if key in sample
-        ]
-        blocks += [NamedValues(rows), ""]
-    return Group(*blocks[:-1])
+        texts = {key: Text(shorten(sample[key]) or "(empty)", styles[key]) for key in styles if key in sample}
+        blocks.append(NamedValues(texts.items()))
+    return apart(*blocks)
 
 
 def _run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
-    micro, accumulated, effective = (_number(summary.get(key), "{:,}".format) for key in keys)
-    world = summary.get("world_size")
+    micro, accumulated, effective = (formatted(summary.get(key), "{:,}".format) for key in keys)
     unit = "tokens" if summary.get("packing") else "sequences"
-    processes = _number(world, lambda count: counted(count, "process"))
-    plan = f"micro-batch {micro} x accumulation {accumulated} x {processes} = {effective} {unit}"
-    steps = _number(summary.get("optimizer_steps"), lambda count: counted(count, "step"))
-    tokens = _number(summary.get("supervised_tokens"), format_count)
+    processes = formatted(summary.get("world_size"), lambda count: counted(count, "process"))
+    steps = formatted(summary.get("optimizer_steps"), lambda count: counted(count, "step"))
+    tokens = formatted(summary.get("supervised_tokens"), format_count)
+    memory = memory_facts(summary, "memory", "reserved", "process")
     return [
-        ("plan", plan),
+        ("plan", f"micro-batch {micro} x accumulation {accumulated} x {processes} = {effective} {unit}"),
         ("trained on", f"{steps}, {tokens} supervised tokens"),
         ("speed", _speed(summary)),
         ("step", step_line(*step_seconds(summary))),
-        *_memory_facts(summary),
+        *(memory or [("memory", memory_line(None, None))]),
         *(("out of memory", text) for text in summary.get("out_of_memory") or []),
-        ("train loss", _number(summary.get("train_loss"), "{:.4f}".format)),
+        ("train loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
     ]
 
 
-def _memory_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Predicted and measured memory; on a GPU, also what is reserved and what the driver counts."""
-    names = {"memory": "peak", "reserved": "reserved", "process": "process"}
-    found = [
-        (label, summary.get(f"predicted_{name}_bytes"), summary.get(f"measured_{name}_bytes"))
-        for label, name in names.items()
-    ]
-    return [
-        (label, memory_line(predicted, measured, summary.get("predicted_memory_origin")))
-        for label, predicted, measured in found
-        if label == "memory" or predicted or measured
-    ]
+def memory_facts(summary: Mapping[str, Any], *labels: str) -> list[tuple[str, str]]:
+    """Peak, reserved bytes and bytes of the process, under these labels, as far as they are known."""
+    facts, origin = [], summary.get("predicted_memory_origin")
+    for label, name in zip(labels, ("peak", "reserved", "process"), strict=True):
+        predicted, measured = (summary.get(f"{kind}_{name}_bytes") for kind in ("predicted", "measured"))
+        if predicted or measured:
+            facts.append((label, memory_line(predicted, measured, origin)))
+    return facts
 
 
 def _speed(summary: Mapping[str, Any]) -> str:
-    text = _number(summary.get("tokens_per_second"), "{:,.0f} tokens/s".format)
+    text = formatted(summary.get("tokens_per_second"), "{:,.0f} tokens/s".format)
     padding, mfu, wait = (summary.get(key) for key in ("padding_share", "mfu", "data_wait"))
     text += f", padding not counted ({padding:.0%} of all tokens)" if padding else ", no padding"
     if mfu is not None:
@@ -180,11 +187,8 @@ def step_seconds(summary: Mapping[str, Any]) -> tuple[float | None, float | None
 
 def step_line(predicted: float | None, measured: float | None, origin: str | None = None) -> str:
     """Predicted and measured seconds of an optimizer step in one line; no error of what is no prediction."""
-    words = (
-        f"{name} {_number(value, format_duration)}"
-        for name, value in ((said_of(origin), predicted), ("measured", measured))
-    )
-    line = ", ".join(words)
+    expected = f"{said_of(origin)} {formatted(predicted, format_duration)}"
+    line = f"{expected}, measured {formatted(measured, format_duration)}"
     if not predicted or not measured or origin == EARLIER:
         return line
     direction = "low" if measured > predicted else "high"
@@ -197,8 +201,8 @@ def memory_line(predicted: int | None, measured: int | None, origin: str | None 
     Example: `memory_line(100 * GIB, 101 * GIB)` is
     "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0% too low)".
     """
-    expected = f"{said_of(origin)} {_number(predicted, format_bytes)}"
-    line = f"{expected}, measured {_number(measured, format_bytes)}"
+    expected = f"{said_of(origin)} {formatted(predicted, format_bytes)}"
+    line = f"{expected}, measured {formatted(measured, format_bytes)}"
     if not predicted or not measured or origin == EARLIER:
         return line
     error = 100 * (measured - predicted) / measured
@@ -262,24 +266,12 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
     """
     table = columns("logit difference", "max", "mean", "mean / std", "same top-1")
     for key, label in COMPARED.items():
-        if key in result:
-            row = result[key]
-            table.add_row(
-                label,
-                f"{row['max_abs']:.1e}",
-                f"{row['mean_abs']:.1e}",
-                f"{row['relative_mean']:.1e}",
-                _percent(row["top1"]),
-            )
-    tolerance = result["tolerance"]
-    table.add_row(
-        f"tolerance for {result['dtype']}",
-        "",
-        "",
-        f"{tolerance['mean']:.1e}",
-        f">= {_percent(tolerance['top1'])}",
-        style="dim",
-    )
+        if row := result.get(key):
+            differences = (f"{row[name]:.1e}" for name in ("max_abs", "mean_abs", "relative_mean"))
+            table.add_row(label, *differences, _percent(row["top1"]))
+    mean, top1 = result["tolerance"]["mean"], result["tolerance"]["top1"]
+    allowed = ("", "", f"{mean:.1e}", f">= {_percent(top1)}")
+    table.add_row(f"tolerance for {result['dtype']}", *allowed, style="dim")
     verdict = Text("passed", style="bold green") if result["passed"] else Text("failed", style="bold red")
     positions = result["merged"]["positions"]
     compared = f"{counted(result['rows'], 'row')}, {counted(positions, 'position')}"
@@ -287,12 +279,7 @@ def logits_table(result: Mapping[str, Any]) -> RenderableType:
 
 
 def harness_rows(models: Models, tasks: Iterable[str]) -> list[tuple[str, ...]]:
-    """Task, metric, number of rows, and the value of each model.
-
-    Args:
-        models: of eval-lm.json.
-        tasks: to show, with their settings.
-    """
+    """Task, metric, number of rows, and the value of each model of eval-lm.json, for some of its tasks."""
     rows = []
     for task in tasks:
         known = [found[task] for found in models.values() if task in found]

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from sft_play.report.curves import curve_figures, points
+from sft_play.report.curves import curve_figures, line
 from sft_play.report.plots import Line, PhaseMemory, curves, histogram, memory_bars, thinned
 from sft_play.report.record import RunRecord
 from sft_play.units import GIB, MIB
@@ -28,7 +28,7 @@ def test_a_short_curve_keeps_every_point():
 def test_values_that_are_missing_or_not_finite_are_no_points():
     numbers = [1.0, None, float("nan"), float("inf"), "x", 2]
     metrics = [{"step": step, "k": value} for step, value in enumerate(numbers)]
-    assert points(RunRecord("one", metrics=metrics), "k") == ([0, 5], [1.0, 2.0])
+    assert line(RunRecord("one", metrics=metrics), "k") == Line([0, 5], [1.0, 2.0])
 
 
 def test_steps_are_labelled_by_whole_numbers_and_axes_by_their_units():
