@@ -7,7 +7,8 @@ Every way to split the step and both settings of checkpointing are trained for a
 run's own trainer. All plans of a workload learn from the same rows in the same steps, so the fastest one has
 the most useful tokens per second. Every other round goes through the plans in reverse. Regret is how much
 longer the chosen plan takes than the best one. The choice is the prediction's alone: nothing that the sweep
-measures, and no probe, corrects it. An interrupted sweep continues where it stopped.
+measures, and no probe, corrects it, and seconds of an earlier run are refused. An interrupted sweep continues
+where it stopped.
 """
 
 import argparse
@@ -48,7 +49,7 @@ from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
-from sft_play.plan import Plan
+from sft_play.plan import PROFILED, Plan
 from sft_play.planning.batch import batch_choices
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profiles import saved_profile
@@ -140,6 +141,17 @@ def run_config(load: Workload, rows: Dataset, folder: Path) -> RunConfig:
     )
 
 
+def require_predicted(plan: Plan) -> Plan:
+    """The plan, if its seconds are predicted; what an earlier run measured shows no accuracy.
+
+    Raises:
+        SystemExit: they are an earlier run's.
+    """
+    if plan.step_seconds_origin != PROFILED:
+        raise SystemExit(f"the seconds of a plan come from {plan.step_seconds_origin!r}; use an empty cache")
+    return plan
+
+
 def cut(plan: Plan) -> tuple[int, bool]:
     """What tells a plan from the others of its workload."""
     return plan.gradient_accumulation_steps, plan.recomputes
@@ -175,7 +187,8 @@ class Work:
         """The fastest by prediction, among those that `accept` takes."""
         facts = DataFacts.of(self.data, self.config)
         settings = dict(accept=accept, budget_bytes=BUDGET)
-        return plan_run(self.config, self.architecture, facts, self.machine, self.load.processes, **settings)
+        found = plan_run(self.config, self.architecture, facts, self.machine, self.load.processes, **settings)
+        return require_predicted(found)
 
     def session(self, plan: Plan) -> Session:
         """The run's own trainer with a plan, ready for its first step."""

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from sft_play.commands.train import as_overrides, launch_ranks, opened_job
+from sft_play.commands.train import launch_ranks, opened_job, with_flags
 from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.machine.process import ended_by_signals
@@ -19,7 +19,7 @@ def probe_command(path: str, overrides: list[str], *, processes: int, engine: st
     Raises:
         DoesNotFitError: no plan fits; further errors as in `train_command`.
     """
-    overrides = [*overrides, *as_overrides(engine, resume=False)]
+    overrides = with_flags(path, overrides, engine, resume=False)
     with ended_by_signals(), opened_job(path, overrides, processes) as job:
         if job.config.train.probe is False:
             raise ConfigError(

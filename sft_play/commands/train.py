@@ -63,7 +63,7 @@ def train_command(
         ConfigError: settings, flags or environment are invalid; further errors as in `train` and `launch`.
         CheckpointError: there is no such run to resume.
     """
-    overrides = [*overrides, *as_overrides(engine, resume)]
+    overrides = with_flags(path, overrides, engine, resume)
     config = load_config(path, overrides).config  # reports mistakes before waiting for other machines
     if resume and not nodes.rank:
         require_started(RunDir(Path(config.output.dir) / config.output.name))
@@ -95,9 +95,26 @@ def require_started(run: RunDir) -> None:
         raise CheckpointError(f"{run.path} {what}, so there is nothing to resume{others}")
 
 
-def as_overrides(engine: str | None, resume: bool) -> list[str]:
-    """Command-line flags as overrides of the config."""
-    return ([f"parallel.engine={engine}"] if engine else []) + (["train.resume=auto"] if resume else [])
+def with_flags(path: str, overrides: list[str], engine: str | None, resume: bool) -> list[str]:
+    """The overrides and the command-line flags, as overrides of the config; arguments as in `train_command`.
+
+    A checkpoint that an override names is resumed instead of the latest one.
+
+    Raises:
+        ConfigError: an override contradicts a flag, or is invalid.
+    """
+    resolved = load_config(path, overrides)
+    typed = {name for name, origin in resolved.origins.items() if origin == "override"}
+    asked, wanted = resolved.config.train.resume, resolved.config.parallel.engine
+    if engine and "parallel.engine" in typed and wanted != engine:
+        raise ConfigError(
+            f"parallel.engine={wanted} contradicts --engine {engine}, which this target of make sets; "
+            "use `make train NGPU=<n>`, which takes any engine, or remove the override"
+        )
+    if resume and "train.resume" in typed and asked == "never":
+        raise ConfigError("train.resume=never contradicts `make resume`; use `make train` to begin anew")
+    flags = [f"parallel.engine={engine}"] if engine else []
+    return [*overrides, *flags, *(["train.resume=auto"] if resume and "train.resume" not in typed else [])]
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """What a row holds that is not trained on: images, video and audio are refused, other keys are counted."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # in the text, of LLaMA-Factory and ms-swift
 
 # Keys of a row that are read beside those that identify its format.
 OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,11 @@ def media_key(data: Mapping[str, Any]) -> str | None:
     found = {key: data[key] for key in MEDIA if not _is_empty(data.get(key))}
     # numbers and booleans, such as `"image": false`, are none
     return next((key for key, value in found.items() if not isinstance(value, bool | int | float)), None)
+
+
+def has_placeholder(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the text of a message stands for an image, a video or a sound, which the row lacks."""
+    return any(name in message["content"] for message in messages for name in PLACEHOLDERS)
 
 
 def unused_keys(data: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> set[str]:

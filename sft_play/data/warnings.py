@@ -8,6 +8,7 @@ import numpy as np
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import HIDDEN_REASONING
 from sft_play.data.splits import Chosen, Part
+from sft_play.data.workers import WITH_PLACEHOLDER
 from sft_play.errors import ConfigError
 from sft_play.units import counted
 
@@ -44,7 +45,7 @@ def data_warnings(
             found.append(f"{lost} of {part.counts.read} rows of {part.given.key} were dropped")
         nulls = {what: count for what, count in part.counts.notes.items() if "null" in what}
         found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
-        found += _about_unused_keys(part) + _about_reasoning(part)
+        found += _about_unused_keys(part) + _about_reasoning(part) + _about_placeholders(part)
     return found
 
 
@@ -66,6 +67,16 @@ def _about_reasoning(part: Part) -> list[str]:
         f"{part.given.key}: {counted(lost, 'conversation')} with {HIDDEN_REASONING}, so it is not trained "
         "on. Use a template that renders message.reasoning_content (data.chat_template=plain, or a Jinja "
         "file), or write the reasoning into content, as the model should produce it"
+    ]
+
+
+def _about_placeholders(part: Part) -> list[str]:
+    count = part.counts.notes[WITH_PLACEHOLDER]
+    if not count:
+        return []
+    return [
+        f"{part.given.key}: {counted(count, 'row')} {WITH_PLACEHOLDER}: images, video and audio are not "
+        "supported, so these are trained as plain text. If they stand for media, remove the rows"
     ]
 
 

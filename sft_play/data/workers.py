@@ -21,7 +21,7 @@ from sft_play.data.chat import IGNORED, Chat, Tokens, encode
 from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import encode_sections, in_sections
 from sft_play.data.reading import Row
-from sft_play.data.unused import unused_keys
+from sft_play.data.unused import has_placeholder, unused_keys
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
 from sft_play.machine.process import die_with_parent
@@ -39,6 +39,7 @@ _to_sorted_json = json.JSONEncoder(sort_keys=True).encode
 
 NO_ANSWER = "no answer to train on"
 ANSWER_TRUNCATED = "no answer left after truncation"
+WITH_PLACEHOLDER = "with <image>, <video> or <audio> in the text"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Counts:
     unused: Counter[str] = field(default_factory=Counter)
     """How many rows have a key that is not read, by key."""
     notes: Counter[str] = field(default_factory=Counter)
-    """As of `read_rows` and `encode`."""
+    """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER."""
 
     def add(self, other: "Counts") -> None:
         """Counts those of further rows."""
@@ -106,6 +107,7 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
         if isinstance(converted, str):
             counts.dropped[converted] += 1
         else:
+            counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
             conversations += in_sections(converted) if task.raw_text else [converted]
     encoded_rows = (
         [[row] for row in encode_sections(task.chat, conversations)]

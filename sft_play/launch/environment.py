@@ -16,6 +16,8 @@ DEEPSPEED = "configs/deepspeed_z2.json decides"
 ENGINE = "parallel.engine decides"
 WITHOUT_CODE = "files of tensors are loaded without running code in them"
 ONE_PROCESS = "WORLD_SIZE is not set, so this process is the only one"
+NOT_MPI = "RANK and WORLD_SIZE decide, not a launcher of MPI"
+PUBLISHES = "only `make push` publishes weights"
 
 # The first pattern that matches a name counts.
 SETTLED_ELSEWHERE = {
@@ -26,6 +28,8 @@ SETTLED_ELSEWHERE = {
     "XLA_DOWNCAST_BF16": PRECISION,
     "NVIDIA_TF32_OVERRIDE": PRECISION,
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": PRECISION,
+    "ONEDNN_DEFAULT_FPMATH_MODE": PRECISION,
+    "DNNL_DEFAULT_FPMATH_MODE": PRECISION,
     "ACCELERATE_DYNAMO_*": NOT_COMPILED,
     "ACCELERATE_DEEPSPEED_*": DEEPSPEED,
     "ACCELERATE_CONFIG_DS_FIELDS": DEEPSPEED,
@@ -37,6 +41,14 @@ SETTLED_ELSEWHERE = {
     "ACCELERATE_*": PLAN,  # accumulation, clipping, the device
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "the plan counts on the allocator of PyTorch",
     "DEEPSPEED_TIMEOUT": "parallel.timeout_s decides",
+    "PMI_RANK": NOT_MPI,
+    "PMI_SIZE": NOT_MPI,
+    "OMPI_COMM_WORLD_*": NOT_MPI,
+    "MV2_COMM_WORLD_*": NOT_MPI,
+    "MPI_LOCAL*": NOT_MPI,
+    "LOCAL_SIZE": NOT_MPI,
+    "WANDB_LOG_MODEL": PUBLISHES,
+    "HF_MLFLOW_LOG_ARTIFACTS": PUBLISHES,
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": WITHOUT_CODE,
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": WITHOUT_CODE,
 }
@@ -44,8 +56,9 @@ SETTLED_ELSEWHERE = {
 KEPT = ("ACCELERATE_DEBUG_MODE", "ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH", "ACCELERATE_CPU_AFFINITY")
 # A rank learns of DeepSpeed from its launcher; that they agree with the plan is checked (train/verify.py).
 KEPT_BY_RANKS = ("ACCELERATE_USE_DEEPSPEED",)
-# Defaults of torchrun's flags, such as PET_MAX_RESTARTS; ours set one of them for the ranks' launcher.
-OF_THE_LAUNCHER = {"PET_*": "our launcher decides"}
+# Defaults of torchrun's flags, such as PET_MAX_RESTARTS, and DeepSpeed's device; ours sets one of each for
+# the ranks.
+OF_THE_LAUNCHER = {"PET_*": "our launcher decides", "DS_ACCELERATOR": "CUDA_VISIBLE_DEVICES decides"}
 # With one of them, accelerate joins a process group of one.
 OF_A_RANK = dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ONE_PROCESS)
 # What `accelerate launch` sets if nobody asked for anything, and what changes nothing.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sft_play.report.html import Figure, Legend
 from sft_play.report.plots import Line, curves, thinned
 from sft_play.report.record import RunRecord
+from sft_play.report.tables import said_of
 from sft_play.units import format_count, format_duration
 
 
@@ -48,12 +49,12 @@ def curve_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     return [figure for figure in figures if figure]
 
 
-def step_figure(run: RunRecord, predicted: float | None) -> Figure | None:
-    """Seconds of a step over the run, with the prediction as a line; None if they were not recorded."""
+def step_figure(run: RunRecord, expected: float | None, origin: str | None) -> Figure | None:
+    """Seconds of a step over the run, and the expected ones as a line; None if they were not recorded."""
     legend = [Legend("measured", 0)]
-    if predicted:
-        legend.append(Legend(f"predicted: {format_duration(predicted)}", level=True))
-    return _figure(STEP, [line(run, STEP.key)], legend, level=predicted)
+    if expected:
+        legend.append(Legend(f"{said_of(origin)}: {format_duration(expected)}", level=True))
+    return _figure(STEP, [line(run, STEP.key)], legend, level=expected)
 
 
 def line(run: RunRecord, key: str, colour: int = 0) -> Line:

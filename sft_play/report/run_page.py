@@ -220,7 +220,7 @@ def _speed(run: RunRecord) -> Iterator[Block]:
     summary = run.summary
     predicted = summary.get("predicted_step_seconds") or run.chosen.get("step_seconds")
     origin = summary.get("predicted_step_origin") or run.chosen.get("step_seconds_origin")
-    figure = step_figure(run, predicted)
+    figure = step_figure(run, predicted, origin)
     if not summary and not predicted and figure is None:
         return
     if figure:

@@ -39,17 +39,18 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
         for name, size in memory["phases"].items()
     ]
     colours = {colour for phase in phases for colour, _ in phase.terms}
-    names = TERMS if memory.get("phase_terms") else ("predicted",)
+    said = said_of(memory.get("origin"))
+    names = TERMS if memory.get("phase_terms") else (said,)
     legend = [Legend(name, colour) for colour, name in enumerate(names) if colour in colours]
     legend += [Legend("measured by the probe")] if measured else []
     budget, peak = memory["budget_bytes"], memory["peak_bytes"]
     text = f"The budget of a process is {format_bytes(budget)}"
     if peak < BUDGET_SHOWN_FROM * budget:
-        caption = f"{text}: beyond the right edge, {budget / peak:,.0f} times the predicted peak."
+        caption = f"{text}: beyond the right edge, {budget / peak:,.0f} times the peak, {said}."
     else:
         caption = f"{text}."
         legend.append(Legend("budget", level=True))
-    svg = memory_bars("Memory by phase, predicted and measured", phases, budget)
+    svg = memory_bars(f"Memory by phase, {said} and measured", phases, budget)
     return Figures([Figure("Peak memory of each phase, by what takes it", svg, caption, legend)])
 
 
@@ -88,7 +89,8 @@ def _term_table(by_phase: Tree) -> Table:
         sizes = [terms.get(term, 0) for terms in by_phase.values()]
         if any(sizes):
             rows.append((term, *map(format_bytes, sizes)))
-    return Table("What takes the memory of each phase, predicted", ("term", *by_phase), rows, folded=True)
+    caption = f"What takes the memory of each phase, {said_of(memory.get('origin'))}"
+    return Table(caption, ("term", *by_phase), rows, folded=True)
 
 
 def scaling_blocks(run: RunRecord) -> Iterator[Block]:

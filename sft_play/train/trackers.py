@@ -25,7 +25,7 @@ from sft_play.data.store import column_of
 from sft_play.job import Job
 from sft_play.plan import Plan
 from sft_play.report.card import public_name
-from sft_play.report.tables import METRICS
+from sft_play.report.tables import METRICS, said_of
 from sft_play.runlog import RunDir, console, read_json
 from sft_play.units import format_bytes
 
@@ -242,12 +242,16 @@ def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | st
 
 
 def plan_text(plan: Plan) -> str:
-    """The reasons of a plan and its predicted memory, as Markdown."""
+    """The reasons of a plan and its memory, as Markdown."""
     lines = [f"- {reason}" for reason in plan.why]
     memory = plan.memory
     if memory is None:
         return "\n".join(lines)
-    lines += ["", f"| predicted, of {format_bytes(memory.budget_bytes)} | per process |", "|---|---|"]
+    lines += [
+        "",
+        f"| {said_of(memory.origin)}, of {format_bytes(memory.budget_bytes)} | per process |",
+        "|---|---|",
+    ]
     lines += [f"| phase: {name} | {format_bytes(size)} |" for name, size in memory.phases.items()]
     lines += [f"| at the peak: {name} | {format_bytes(size)} |" for name, size in memory.terms.items()]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,15 @@ def test_less_memory_than_a_run_needs_is_a_misfit_with_what_would_help(finished)
         and "than the budget of 512.00 MiB" in said
     )
     assert "train.batch_size=1: -" in said and "Traceback" not in done.err
+
+
+def test_advice_for_the_most_processes_takes_seconds(finished):
+    words = ["--gpus", str(cli.MOST_PROCESSES), f"train.effective_batch_size={cli.MOST_PROCESSES}"]
+    words += ["--gpu", "RTX 4090", "train.batch_size=auto", "parallel.memory_gib=0.75"]
+    began = time.process_time()
+    done = sft("plan", "--config", finished.config, *words)
+    assert done.code == 4 and "no single change is enough; these help most:" in done.err
+    assert time.process_time() - began < 30
 
 
 def test_an_effective_batch_that_the_gpus_do_not_divide_names_the_nearest(refuses):
@@ -418,6 +428,17 @@ def test_a_run_that_does_not_exist_or_has_not_begun_is_not_resumed(refuses, fini
         refuses(["train", "--resume", "output.name=begun"], 8, "begun has not begun to train", "one")
     finally:
         shutil.rmtree(begun)
+
+
+def test_a_checkpoint_that_is_typed_beside_resume_is_not_ignored(refuses):
+    refuses(["train", "--resume", "train.resume=none/checkpoint-3"], 8, "none/checkpoint-3")
+    refuses(["train", "--resume", "train.resume=never"], 2, "train.resume=never contradicts `make resume`")
+
+
+def test_an_engine_that_is_typed_beside_another_one_is_not_ignored(refuses):
+    for command in ("train", "probe"):
+        words = [command, "--engine", "ddp", "parallel.engine=deepspeed_z2"]
+        refuses(words, 2, "parallel.engine=deepspeed_z2 contradicts --engine ddp", "make train NGPU=<n>")
 
 
 @pytest.mark.parametrize("command", ["eval", "infer", "merge"])

@@ -23,6 +23,7 @@ CHANGES = {
     "FSDP_VERSION": "2",
     "RANK": "abc",
     "LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "2",
 }
 
 

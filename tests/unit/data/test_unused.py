@@ -23,14 +23,15 @@ SHOWS_IT_LAST = SHOWS_NO_REASONING.replace(
 
 @pytest.fixture
 def warnings_of(write_rows, make_tokenizer, tmp_path, monkeypatch):
-    """`warnings_of(rows, template=...)`: the warnings about keys and reasoning."""
+    """`warnings_of(rows, template=...)`: the warnings about keys, reasoning and media."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
     def found(rows, template=None, **data):
         data = {"train_path": str(write_rows(rows)), "val_fraction": 0, **data}
         config = RunConfig.model_validate({"model": {"name": "toy"}, "data": data})
         stats = prepare(config, make_tokenizer(template), progress=False).stats
-        return [line for line in stats["warnings"] if "not used" in line or "reasoning" in line]
+        words = ("not used", "reasoning", "<image>")
+        return [line for line in stats["warnings"] if any(one in line for one in words)]
 
     return found
 
@@ -66,6 +67,16 @@ def test_rows_with_images_video_or_audio_are_refused(data, key):
 def test_empty_lists_of_images_are_no_images():
     row = Row({**MESSAGES, "images": [], "videos": None, "image": "", "audio": False}, "f.jsonl", 7)
     assert not isinstance(convert(row, "messages"), str)
+
+
+def test_placeholders_of_media_that_a_row_lacks_are_counted(warnings_of):
+    shown = {"instruction": "<image>\nWhat is this?", "output": "a cat"}
+    plain = {"instruction": "What is <img>?", "output": "an element"}
+    (line,) = warnings_of([shown, plain, shown])
+    assert line.startswith("data.train_path: 2 rows with <image>, <video> or <audio> in the text: ")
+    assert "trained as plain text" in line and warnings_of([plain]) == []
+    (line,) = warnings_of([{"messages": [USER, {**ANSWER, "content": "Hear: <audio>"}]}])
+    assert "1 row with" in line
 
 
 def test_each_format_says_which_of_its_keys_are_read():

@@ -8,9 +8,11 @@ import pytest
 
 from sft_play.commands.report import write_report
 from sft_play.errors import StorageError
+from sft_play.plan import EARLIER
 from sft_play.report.html import Page, render, write_page
 from sft_play.report.record import read_run
 from sft_play.report.run_page import run_page
+from sft_play.runlog import read_json
 from tests.conftest import file_size_limit
 from tests.unit.report.written_run import ATTACK, SECTIONS, begin, finished, no_plots, train  # noqa: F401
 
@@ -99,6 +101,22 @@ def test_every_plot_has_a_name_and_its_colours_follow_the_theme(page):
     plots = re.findall(r"<svg [^>]*>", page)
     assert len(plots) == 8 and all(re.search(r'role="img" aria-label="\w', plot) for plot in plots)
     assert not re.search(r"#0000\w\w\b", page) and "var(--ink)" in page
+
+
+def test_what_an_earlier_run_measured_is_nowhere_called_a_prediction(tmp_path):
+    run = finished(tmp_path / "one")
+    assert all(words in page_of(run) for words in ("predicted and measured", "predicted: 500 ms"))
+    tree, summary = read_json(run.plan), read_json(run.summary)
+    tree["memory"]["origin"] = tree["plan"]["step_seconds_origin"] = EARLIER
+    run.write_json(run.plan, tree | {"alternatives": []})
+    run.write_json(
+        run.summary, summary | {"predicted_memory_origin": EARLIER, "predicted_step_origin": EARLIER}
+    )
+    run.scaling.unlink()  # plans for other numbers of processes are predictions
+    text = page_of(run)
+    assert "predict" not in text
+    assert "Memory by phase, from an earlier run and measured" in text
+    assert "from an earlier run: 500 ms" in text
 
 
 def test_a_run_that_failed_half_way_shows_what_there_is(tmp_path):

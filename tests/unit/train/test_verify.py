@@ -3,13 +3,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
 
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.model import attention
 from sft_play.model.loss_head import add_loss_head
-from sft_play.train.verify import check_causal, check_head, check_isolation, verify
+from sft_play.train.verify import check_causal, check_head, check_in_force, check_isolation, verify
 from tests.unit.train.plans import PLAN
 
 CONFIG = LlamaConfig(
@@ -94,6 +96,47 @@ def test_what_was_started_must_be_what_was_planned(processes, started, plan, sai
     trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes, distributed_type=started))
     with pytest.raises(LaunchError, match=said):
         verify(trainer, plan)
+
+
+@pytest.fixture
+def started():
+    """A trainer's arguments and a real accelerator, made with these settings."""
+
+    def start(steps=PLAN.gradient_accumulation_steps, **settings):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        args = SimpleNamespace(gradient_accumulation_steps=steps)
+        return SimpleNamespace(accelerator=Accelerator(cpu=True, **settings), args=args)
+
+    yield start
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "said"),
+    [
+        ({"mixed_precision": "bf16"}, {}, "mixed precision is bf16, but no was planned"),
+        ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed precision is bf16, but no was planned"),
+        ({"dynamo_backend": "inductor"}, {}, "torch.compile is INDUCTOR, but NO was planned"),
+        ({}, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "torch.compile is INDUCTOR, but NO was planned"),
+        ({"gradient_accumulation_steps": 4}, {}, "gradient accumulation is 8, but 2 was planned"),
+        (
+            {},
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            "gradient accumulation is 8, but 2 was planned",
+        ),
+        ({"steps": 1}, {}, "gradient accumulation is 1, but 2 was planned"),
+    ],
+)
+def test_what_the_libraries_made_of_their_settings_must_be_what_was_planned(
+    started, monkeypatch, settings, environment, said
+):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    check_in_force(started(), PLAN)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=f"^{said}: the environment, or a config file") as caught:
+        check_in_force(started(**settings), PLAN)
+    assert caught.value.exit_code == 9
 
 
 def test_a_model_whose_own_code_fails_is_refused_with_what_it_says():
