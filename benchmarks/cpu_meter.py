@@ -32,7 +32,7 @@ class PhaseMarks(AllocationRecorder):
 
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
         """Leaves a timestamped mark."""
-        self._phase = phase
+        self.phase = phase
         mark(phase + (LAYER if layer != WHOLE_MODEL else ""))
 
     def leave_layer(self) -> None:

@@ -59,7 +59,7 @@ class MeteredPhases(PhaseMarks):
 
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
         """Ends the previous phase and begins this one."""
-        self._phase = phase
+        self.phase = phase
         self._meter.begin(phase + (LAYER if layer != WHOLE_MODEL else ""))
 
 

@@ -47,13 +47,7 @@ class SymbolicRecorder(AllocationRecorder):
     """A recorder for fake tensors that also knows the workspaces of kernels (`kernel_models`)."""
 
     def __init__(self, *, cuda: bool, supervised: int, eval_supervised: int):
-        """Models the kernels of a device.
-
-        Args:
-            cuda: whether the target device is a GPU.
-            supervised: tokens of the micro-batch that contribute to the loss.
-            eval_supervised: the same for the evaluation batch.
-        """
+        """Models a GPU's kernels or a CPU's, for so many supervised tokens in training and evaluation."""
         from bitsandbytes.backends.cpu import ops as cpu_kernels
 
         super().__init__()
@@ -241,13 +235,7 @@ def _cuda_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def patched(target: Any, name: str, value: Any, *, builtin: bool = False) -> Iterator[None]:
-    """Sets `target.name` to `value` within this context.
-
-    Args:
-        target: a module or class.
-        name: of an attribute that exists.
-        value: takes its place.
-        builtin: whether `name` is one of Python's own, which a module need not define.
+    """Sets `target.name`, or with `builtin` one of Python's own names there, to `value` within this context.
 
     Raises:
         ConfigError: there is no such name, so the patch would have no effect.
@@ -294,9 +282,8 @@ def few_tiles(recorder: AllocationRecorder) -> Iterator[None]:
             with recorder.standing_for(times):
                 yield begin
 
-    with patched(chunked_logprob, "range", few, builtin=True):
-        with patched(cpu, "range", few, builtin=True):
-            yield
+    with patched(chunked_logprob, "range", few, builtin=True), patched(cpu, "range", few, builtin=True):
+        yield
 
 
 def _forward_tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,6 @@ from sft_play.sizing.operations import DTYPE_INDEX, Description, asks, layers_in
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 from sft_play.work import Work
 
-TEMPORARY = "temporaries"
 DEVICE_OF = torch.ops.prim.device.default
 
 
@@ -59,14 +58,14 @@ class AllocationRecorder(TorchDispatchMode):
         self._open: dict[int, tuple[int, weakref.ref]] = {}
         self._asked: set[int] = set()  # storages whose device was asked for since the last operation
         self._sum: GradientSum | None = None  # if nothing has happened since
-        self._phase, self._layer = "load", WHOLE_MODEL
+        self.phase, self._layer = "load", WHOLE_MODEL  # that events are attributed to
         self._left_layer = False
 
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
         """Attributes the events that follow to this phase and layer."""
         self._close_segment()
         self._sum = None
-        self._phase, self._layer, self._left_layer = phase, layer, False
+        self.phase, self._layer, self._left_layer = phase, layer, False
 
     def leave_layer(self) -> None:
         """Ends the last decoder layer: frees that follow still belong to it, allocations do not."""
@@ -74,13 +73,8 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _close_segment(self) -> None:
         start = self.segments[-1].stop if self.segments else 0
-        self.segments.append(Segment(self._phase, self._layer, start, len(self.events)))
+        self.segments.append(Segment(self.phase, self._layer, start, len(self.events)))
         self._stops.append(len(self.operations))
-
-    @property
-    def phase(self) -> str:
-        """The phase that events are attributed to."""
-        return self._phase
 
     def add(self, tensor: torch.Tensor, term: str, owner: int | None = None) -> None:
         """Records the storage of a tensor of any shape, unless it is already known."""
@@ -92,7 +86,7 @@ class AllocationRecorder(TorchDispatchMode):
         if not size:
             return
         if self._left_layer:
-            self.begin(self._phase)
+            self.begin(self.phase)
         block, self._sum = len(self.sizes), None
         self.sizes.append(size)
         self.terms.append(term)
@@ -172,7 +166,7 @@ class AllocationRecorder(TorchDispatchMode):
         What a node of the graph returns, autograd asks for its device just before it adds it to another
         gradient. No operation of the node itself comes after that.
         """
-        if self._phase != "backward" or torch.is_grad_enabled() or not isinstance(other, torch.Tensor):
+        if self.phase != "backward" or torch.is_grad_enabled() or not isinstance(other, torch.Tensor):
             return False
         return (
             other.untyped_storage()._cdata in self._asked
@@ -188,7 +182,7 @@ class AllocationRecorder(TorchDispatchMode):
         """
         if operation is not None:
             kind, dtype, *sizes, times, moved = operation
-            by_python = self._phase != "backward" or torch.is_grad_enabled()
+            by_python = self.phase != "backward" or torch.is_grad_enabled()
             each = fresh / max(times, 1)
             self.operations.append((kind, dtype, by_python, *sizes, times * self._times, moved, each))
 
@@ -207,7 +201,7 @@ class AllocationRecorder(TorchDispatchMode):
         A list with one tensor for each trained parameter (a fused optimizer creates such lists) is attributed
         to the layers of those parameters.
         """
-        term = "loss" if self.loss_head else TEMPORARY
+        term = "loss" if self.loss_head else "temporaries"
         if isinstance(out, torch.Tensor):
             self.add(out, term)
         elif isinstance(out, (tuple, list)):
@@ -269,13 +263,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def counted(kind: int, like: torch.Tensor, m: float, n: float = 0, k: float = 0, moved: float = 0) -> None:
     """Reports the work of a kernel that does not run here to the active recorder, if there is one.
 
-    Args:
-        kind: of the operation (`sft_play.work`).
-        like: a tensor of any shape, in the dtype that it computes in.
-        m: size M of the operation.
-        n: size N.
-        k: size K.
-        moved: bytes that it reads and writes.
+    `like` is a tensor of any shape, in the dtype that the kernel computes in; the others are as in `Work`.
     """
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, AllocationRecorder):

@@ -35,10 +35,7 @@ PREFETCHED_BATCHES = 1  # batches that the data loader holds besides the current
 def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool = False) -> StepTrace:
     """Traces a training step in the middle of a run (optimizer states exist), then an evaluation batch.
 
-    Args:
-        config: the architecture.
-        spec: the step.
-        all_layers: trace every decoder layer instead of one of each kind, where this works.
+    With `all_layers`, every decoder layer is traced instead of one of each kind, where this works.
 
     Raises:
         UntraceableModel: an operation depends on data.
@@ -54,15 +51,11 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
     except Exception as error:  # libraries can raise anything for an unusual architecture
         if not all_layers:  # the layers differ, or the model works with all of them only (Gemma 3n)
             return trace_step(config, spec, all_layers=True)
-        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise _untraceable(config, first_line) from error
-
-
-def _untraceable(config: "PretrainedConfig", reason: str) -> UntraceableModel:
-    return UntraceableModel(
-        f"the training step of {type(config).__name__} cannot be traced ({reason}), so the probe measures "
-        "its memory; set train.batch_size for another micro-batch than the smallest"
-    )
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UntraceableModel(
+            f"the training step of {type(config).__name__} cannot be traced ({reason}), so the probe "
+            "measures its memory; set train.batch_size for another micro-batch than the smallest"
+        ) from error
 
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
@@ -217,11 +210,7 @@ def run_step(
 ) -> None:
     """Runs the last micro-batch of an optimizer step, the optimizer, and an evaluation batch.
 
-    Args:
-        model: the model, real or fake.
-        optimizer: its optimizer, with states.
-        spec: the step.
-        recorder: told where phases begin.
+    The model is real or fake, the optimizer has its states, and the recorder is told where phases begin.
     """
     recorder.begin("forward")
     parameters = trained_parameters(model)
