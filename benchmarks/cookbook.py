@@ -9,8 +9,8 @@ from sft_play.config.load import config_from
 from sft_play.config.methods import METHODS
 from sft_play.machine.gpus import what_if
 from sft_play.model.load import planning_config
-from sft_play.planning.common_gpus import MODES, plans_by_mode
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.other_machines import MODES, plans_by_mode
 from sft_play.runlog import console, quiet_libraries
 from sft_play.units import GIB
 

@@ -52,8 +52,8 @@ from sft_play.machine.gpus import detect
 from sft_play.plan import PROFILED, Plan
 from sft_play.planning.batch import batch_choices
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.profiles import saved_profile
 from sft_play.planning.run import plan_run
+from sft_play.planning.speed import saved_profile
 from sft_play.runlog import console, open_run, quiet_libraries
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.session import Session, close_session, open_session, ordered_rows

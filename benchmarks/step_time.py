@@ -26,9 +26,9 @@ from sft_play.config.schema import TuningConfig
 from sft_play.machine.gpus import detect
 from sft_play.model.loss_head import add_loss_head
 from sft_play.planning.clock import StepSeconds, step_seconds
+from sft_play.planning.measurement import measure, now, since
 from sft_play.planning.profile import DeviceProfile, MicroBatch
-from sft_play.planning.profiles import device_name
-from sft_play.planning.profiling import measure, now, since
+from sft_play.planning.speed import device_name
 from sft_play.runlog import console
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import PaddedRows, StepSpec
@@ -61,7 +61,7 @@ class Result:
     @property
     def error(self) -> float:
         """Relative error; positive if the predicted time is too long."""
-        return self.predicted.total / sum(self.measured.values()) - 1
+        return sum(self.predicted) / sum(self.measured.values()) - 1
 
 
 def measured_step(config: PretrainedConfig, spec: StepSpec) -> dict[str, float]:

@@ -57,9 +57,9 @@ from sft_play.job import Job
 from sft_play.machine.gpus import detect
 from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.plan import Plan
-from sft_play.planning.devices import device_speed
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
+from sft_play.planning.speed import device_speed
 from sft_play.runlog import console, open_run, quiet_libraries
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import training_rows

@@ -25,8 +25,8 @@ from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.profiles import ensure_profile
 from sft_play.planning.run import plan_run
+from sft_play.planning.speed import ensure_profile
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
 

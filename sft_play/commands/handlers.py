@@ -65,12 +65,11 @@ def device_profile(args: argparse.Namespace) -> int:
     from sft_play.report.profile import profile_report
 
     with importing():
-        from sft_play.planning.profiles import collectives_trees, forget_collectives, saved_profile
+        from sft_play.planning.speed import device_name, read_collectives, saved_profile
     machine = gpus.detect()
     tree = json.loads(saved_profile(machine, 1, again=args.again).to_json())
-    if args.again:
-        forget_collectives(machine)
-    tree["collectives"] = collectives_trees(machine)
+    measured = read_collectives(device_name(machine))
+    tree["collectives"] = {str(count): asdict(found) for count, found in measured.items()}
     return end(args, tree, profile_report(tree))
 
 

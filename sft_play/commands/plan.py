@@ -13,11 +13,10 @@ from sft_play.config.load import ResolvedConfig, config_from, load_config
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import detect, what_if
 from sft_play.model.published import hub_name
-from sft_play.planning.common_gpus import MODES, plans_by_gpu, tokens_per_second
 from sft_play.planning.facts import DataFacts, data_facts
-from sft_play.planning.profiles import ensure_profile
+from sft_play.planning.other_machines import MODES, plans_by_gpu, scaling, tokens_per_second
 from sft_play.planning.run import plan_run
-from sft_play.planning.scaling import scaling
+from sft_play.planning.speed import ensure_profile
 from sft_play.report.plan import gpus_report, plan_report
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import quiet_libraries

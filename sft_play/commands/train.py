@@ -26,7 +26,7 @@ from sft_play.machine.host import missing_packages
 from sft_play.machine.process import collector_off, ended_by_signals
 from sft_play.multinode import agree_on_plan, connected_machines
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.scaling import scaling
+from sft_play.planning.other_machines import scaling
 from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary

@@ -1,48 +1,35 @@
-"""Predicts how long an optimizer step of a plan takes.
+"""Predicts how long an optimizer step of a plan takes, and what its processes exchange.
 
 The times of all operations of a traced step are added up, as the device's profile gives them. Communication
 between processes is added in full, as if none of it overlapped with computation, so the predicted speed-up
 from more processes is a lower bound. Units: seconds, bytes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from sft_play.config.schema import RunConfig
+from sft_play.engines.base import Message
 from sft_play.engines.registry import engine_of
+from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
-from sft_play.planning.collectives import Collectives, messages_of
+from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
+from sft_play.planning.speed import ROUNDS, collectives_of, profile_of
+from sft_play.sizing.architecture import AnyArchitecture
+from sft_play.sizing.estimator import work_of_plans
+from sft_play.sizing.step import StepSpec
 from sft_play.work import Work
 
-# The speed of a CPU that has not been measured.
-CPU_FLOPS_PER_CORE = 30e9  # fp32, vector units
-CPU_BANDWIDTH = 10e9
 
-
-@dataclass(frozen=True)
-class Speed:
-    """What the device's data sheet says; None if unknown."""
-
-    flops: float | None
-    bandwidth: float | None
-    link_bandwidth: float | None = None  # bytes per second from one device to another, one way
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """The parts of an optimizer step's time on one device."""
+class StepSeconds(NamedTuple):
+    """The parts of an optimizer step's time on one device, which add up."""
 
     forward: float
     backward: float
     exchange: float
     update: float
     overhead: float  # data and trainer
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return self.forward + self.backward + self.exchange + self.update + self.overhead
 
 
 def step_seconds(
@@ -65,49 +52,63 @@ def step_seconds(
         update_share: share of the trained parameters that this process updates; ZeRO partitions them.
     """
     forward, backward = profile.micro_batch_seconds(work, batch)
+    elements, tensors = update_share * work.trained_elements, update_share * work.trained_tensors
     return StepSeconds(
         forward=accumulation * forward,
         backward=accumulation * backward,
         exchange=exchange,
-        update=profile.update_seconds(
-            update_share * work.trained_elements, update_share * work.trained_tensors
-        ),
+        update=profile.update_element_s * elements + profile.update_tensor_s * tensors,
         overhead=accumulation * profile.micro_batch_s + profile.step_s,
     )
 
 
-WorkOf = Callable[[RunConfig, Plan, float], Work]  # of a micro-batch with this number of tokens
-MicroBatchOf = Callable[[Plan], MicroBatch]
-
-
-def clock(
-    work_of: WorkOf,
-    profile: DeviceProfile | None,
-    batch_of: MicroBatchOf,
-    collectives: Collectives | None = None,
+def plan_clock(
+    config: AnyArchitecture, facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
 ) -> Clock:
-    """A function that predicts the seconds of an optimizer step of a plan.
+    """A clock that predicts the seconds of an optimizer step of a plan on this machine.
 
     Args:
-        work_of: what a micro-batch of a plan computes and moves.
-        profile: of the device of each process; None if unknown.
-        batch_of: an average micro-batch of a plan.
-        collectives: of the processes; None leaves communication out.
+        config: the architecture.
+        facts: of the training rows.
+        machine: that it runs on.
+        processes: number of processes that share it.
+        link: whether communication between processes takes time.
     """
+    work_of, profile = work_of_plans(config, facts.eval_shape), profile_of(machine, processes)
+    collectives = collectives_of(machine, processes) if link else None
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
         if profile is None:
             return None
-        batch = batch_of(plan)
+        batch = mean_micro_batch(facts, plan)
         work = work_of(run, plan, batch.tokens)
-        exchanged = messages_of(work.trained_elements, run, plan)
-        return step_seconds(
+        parts = step_seconds(
             work,
             profile,
             batch,
             accumulation=plan.gradient_accumulation_steps,
-            exchange=collectives.seconds(exchanged) if collectives else 0.0,
+            exchange=collectives.seconds(messages_of(work, run, plan)) if collectives else 0.0,
             update_share=engine_of(plan.engine).update_share(plan.world_size),
-        ).total
+        )
+        return sum(parts)
 
     return seconds
+
+
+def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
+    """A micro-batch of average size; attention runs once per row if rows are joined."""
+    tokens = facts.tokens_per_process(plan) / plan.gradient_accumulation_steps
+    rows = tokens / facts.mean_tokens
+    return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.padding_free else 1.0)
+
+
+def messages_of(work: Work, run: RunConfig, plan: Plan) -> tuple[Message, ...]:
+    """What the processes of a plan exchange in an optimizer step."""
+    gradient_bytes = work.trained_elements * StepSpec.of(run, plan).trained_element_bytes
+    return engine_of(plan.engine).messages(gradient_bytes, plan.gradient_accumulation_steps)
+
+
+def sent_bytes(exchanged: Iterable[Message], processes: int) -> int:
+    """Bytes that each process sends to others, by ring algorithms."""
+    around = sum(ROUNDS[message.kind] * message.tensor_bytes * message.times for message in exchanged)
+    return round(around * (processes - 1) / processes)

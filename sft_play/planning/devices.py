@@ -1,4 +1,4 @@
-"""What each process may use: the training device, its memory budget and its speed."""
+"""What each process may use: the training device and its memory budget."""
 
 import math
 import os
@@ -8,7 +8,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Device
-from sft_play.planning.clock import CPU_BANDWIDTH, CPU_FLOPS_PER_CORE, Speed
 from sft_play.reasons import Assumed, GuardKept, MemoryLimit, PredictionErrors, Reason, UnknownCapability
 from sft_play.sizing import memory
 from sft_play.sizing.corrections import read_overhead
@@ -37,23 +36,6 @@ def smallest_total(machine: Machine) -> int | None:
     totals = [gpu.total_bytes for gpu in machine.gpus] or [machine.host.ram_total_bytes]
     known = [total for total in totals if total is not None]
     return min(known) if known else None
-
-
-def device_speed(machine: Machine, processes: int) -> Speed:
-    """Data-sheet speed of the slowest GPU, or an assumption for a share of the CPU."""
-    if not machine.gpus:
-        share = (machine.host.cpu_cores or 1) / processes
-        return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
-    flops = [gpu.tflops for gpu in machine.gpus]
-    bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
-    links = [gpu.link_gb_s for gpu in machine.gpus]
-    if None in flops or None in bandwidths:
-        return Speed(flops=None, bandwidth=None)
-    return Speed(
-        flops=1e12 * min(filter(None, flops)),
-        bandwidth=1e9 * min(filter(None, bandwidths)),
-        link_bandwidth=None if None in links else 1e9 * min(filter(None, links)),
-    )
 
 
 def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> int | None:

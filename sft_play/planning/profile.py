@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from sft_play.work import (
     ATTENTION,
@@ -63,7 +64,7 @@ class Curve:
     Extrapolated in proportion above the largest size, constant below the smallest.
     """
 
-    sizes: tuple[float, ...]
+    sizes: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def at(self, size: np.ndarray) -> np.ndarray:
@@ -74,7 +75,7 @@ class Curve:
         return found * np.maximum(1, size / self.sizes[-1])
 
     @classmethod
-    def of(cls, sizes: Sequence[float], seconds: Callable[[float], float]) -> "Curve":
+    def of(cls, sizes: Sequence[int], seconds: Callable[[int], float]) -> "Curve":
         """A curve from a function that gives or measures the seconds at a size."""
         return cls(tuple(sizes), tuple(seconds(size) for size in sizes))
 
@@ -83,7 +84,7 @@ class Curve:
 class ProductGrid:
     """Seconds of the product [m, k] x [k, n] where m, n and k are each one of `sides`."""
 
-    sides: tuple[float, ...]
+    sides: tuple[int, ...]
     seconds: tuple[float, ...]  # m outermost, k innermost
 
     @cached_property
@@ -190,10 +191,6 @@ class DeviceProfile:
         forward = _queue(dispatch[: work.backward_from], spent[: work.backward_from])
         return forward, _queue(dispatch, spent) - forward
 
-    def update_seconds(self, elements: float, tensors: float) -> float:
-        """Seconds of clipping and AdamW over `elements` trained elements in `tensors` tensors."""
-        return self.update_element_s * elements + self.update_tensor_s * tensors
-
     def shared_by(self, processes: int) -> "DeviceProfile":
         """The profile of a CPU shared by some processes: each gets its share of the cores and the bandwidth.
 
@@ -220,18 +217,7 @@ class DeviceProfile:
     @classmethod
     def from_json(cls, text: str) -> "DeviceProfile":
         """The inverse of `to_json`."""
-        tree = json.loads(text)
-        grids = {name: _tuples(ProductGrid, grid) for name, grid in tree.pop("products").items()}
-        curves = {name: _tuples(Curve, value) for name, value in tree.items() if _is_curve(value)}
-        return cls(**{**tree, **curves, "products": grids})
-
-
-def _is_curve(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == {"sizes", "seconds"}
-
-
-def _tuples(cls: Callable[..., Any], tree: Mapping[str, Sequence[float]]) -> Any:
-    return cls(**{name: tuple(values) for name, values in tree.items()})
+        return TypeAdapter(cls).validate_python(json.loads(text))
 
 
 def _queue(dispatch: np.ndarray, spent: np.ndarray) -> float:
@@ -264,7 +250,7 @@ def derived_from_data_sheet(device: str, kind: str, flops: float, bandwidth: flo
 
         return seconds
 
-    def attended(passes: float) -> Callable[[float], float]:
+    def attended(passes: float) -> Callable[[int], float]:
         return lambda tokens: max(passes * 2 * tokens / (0.6 * rate), passes * 8 / stream)
 
     streaming = Curve.of(STRETCHES, lambda size: least + size / stream)

@@ -2,21 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
-from sft_play.plan import EARLIER, PROFILED, Clock, Device, Estimator, Memory, Plan
-from sft_play.planning.clock import clock
-from sft_play.planning.devices import device_speed, memory_device, memory_reasons, training_device
+from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
+from sft_play.planning.clock import plan_clock
+from sft_play.planning.devices import memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts, assumptions
-from sft_play.planning.profile import MicroBatch
-from sft_play.planning.profiles import collectives_of, profile_of
 from sft_play.planning.search import choose_plan
+from sft_play.planning.speed import collectives_of, device_speed, profile_of
 from sft_play.reasons import (
     AttentionKernel,
     Communication,
@@ -242,46 +240,17 @@ def _of_adapters(lora: LoraSettings, plan: Plan) -> list[Reason]:
     return found
 
 
-def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
-    """A micro-batch of average size; attention runs once per row if rows are joined."""
-    tokens = facts.tokens_per_process(plan) / plan.gradient_accumulation_steps
-    rows = tokens / facts.mean_tokens
-    return MicroBatch(tokens, rows * facts.mean_squared_tokens, max(1.0, rows) if plan.padding_free else 1.0)
-
-
 def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED) -> list[Reason]:
     """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
-    speed = device_speed(machine, processes)
-    profile = profile_of(machine, speed, processes)
+    profile = profile_of(machine, processes)
     if profile is None:
         return []
     found: list[Reason] = [ProfileSource(profile.device, profile.source)]
     if origin == EARLIER:
         found = [SecondsOfEarlierRun()]
     if processes > 1:
-        collectives = collectives_of(machine, speed, processes)
+        collectives = collectives_of(machine, processes)
         measured = collectives is not None and collectives.measured
-        link = speed.link_bandwidth if collectives else None
+        link = device_speed(machine, processes).link_bandwidth if collectives else None
         found.append(Communication(processes, measured, link, not machine.what_if))
     return found
-
-
-def plan_clock(
-    config: AnyArchitecture, facts: DataFacts, machine: Machine, processes: int, *, link: bool = True
-) -> Clock:
-    """A clock that predicts the seconds of an optimizer step of a plan on this machine.
-
-    Args:
-        config: the architecture.
-        facts: of the training rows.
-        machine: that it runs on.
-        processes: number of processes that share it.
-        link: whether communication between processes takes time.
-    """
-    speed = device_speed(machine, processes)
-    return clock(
-        work_of_plans(config, facts.eval_shape),
-        profile_of(machine, speed, processes),
-        partial(mean_micro_batch, facts),
-        collectives_of(machine, speed, processes) if link else None,
-    )

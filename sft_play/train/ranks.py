@@ -17,9 +17,8 @@ from sft_play.job import Job, agreed_plan, find_plan, job_digest
 from sft_play.launch.beats import read_beats
 from sft_play.launch.ranks import reports_folder
 from sft_play.model.build import local_device
-from sft_play.planning.collectives import SIZES, Collectives
 from sft_play.planning.profile import Curve
-from sft_play.planning.profiles import device_name, read_collectives, write_collectives
+from sft_play.planning.speed import SIZES, Collectives, device_name, read_collectives, write_collectives
 from sft_play.report.progress import spinner
 from sft_play.runlog import console
 from sft_play.units import counted, format_bytes, format_duration

@@ -20,7 +20,7 @@ from sft_play.model.collators import Collator, joined_micro_batches, padded_micr
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
-from sft_play.planning.devices import device_speed
+from sft_play.planning.speed import device_speed
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, Reporter

@@ -4,7 +4,7 @@ import pytest
 
 from sft_play.launch import accelerate
 from sft_play.machine.gpus import detect
-from sft_play.planning.profiles import collectives_trees
+from sft_play.planning.speed import device_name, read_collectives
 from sft_play.runlog import RunDir, read_json
 from tests.conftest import REPOSITORY
 from tests.integration.cli import make_workspace, sft
@@ -38,7 +38,7 @@ def test_the_fastest_of_the_timed_plans_is_trained_and_remembered(train, engine)
     together = ("--processes", "2", "--engine", engine, *WORDS)
     first, said = train("first", *together)
     assert said.code == 0, said.err
-    assert "all-reduce of" in said.out and "2" in collectives_trees(detect())
+    assert "all-reduce of" in said.out and 2 in read_collectives(device_name(detect()))
     assert said.out.count("tried micro-batch") >= 2
     assert read_json(first.summary)["gradient_accumulation_steps"] == FASTEST
     again, said = train("again", *together)

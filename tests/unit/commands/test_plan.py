@@ -11,8 +11,8 @@ from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import find_specs
 from sft_play.model import published
 from sft_play.model.load import planning_config
-from sft_play.planning import common_gpus
-from sft_play.planning.common_gpus import COMMON_GPUS
+from sft_play.planning import other_machines
+from sft_play.planning.other_machines import COMMON_GPUS
 from sft_play.report.plan import gpus_report
 from tests.conftest import REPOSITORY
 from tests.unit.report.test_plan import screen
@@ -74,7 +74,7 @@ def test_without_a_gpu_there_is_a_row_for_each_of_twelve_cards():
 
 
 def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
-    monkeypatch.setattr(common_gpus, "COMMON_GPUS", ("A100 80GB",))
+    monkeypatch.setattr(other_machines, "COMMON_GPUS", ("A100 80GB",))
     tree, _ = plan("--model", "tiny-1")
     (row,) = tree["cards"]
     assert list(row["plans"]) == ["full", "lora", "qlora"]
@@ -91,7 +91,7 @@ def test_a_card_that_is_too_small_has_a_dash():
 
 
 def test_a_model_that_is_too_large_for_every_card_is_said_to_be(monkeypatch):
-    monkeypatch.setattr(common_gpus, "COMMON_GPUS", ("RTX 3060",))
+    monkeypatch.setattr(other_machines, "COMMON_GPUS", ("RTX 3060",))
     words = ["parallel.memory_gib=0.3", "tuning.mode=full", "train.effective_batch_size=1"]
     tree, _ = plan("--model", "tiny-1", *words)
     assert tree["cards"][0]["plans"]["full"]["problem"].startswith("this run does not fit: the smallest plan")

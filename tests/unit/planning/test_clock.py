@@ -30,19 +30,19 @@ def step(profile=H100, tokens=8192, **changes):
 def test_large_batches_run_at_a_plausible_share_of_the_peak():
     weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 32000 * 4096
     flop = 4 * weights * 65536
-    assert 0.25 < flop / step(tokens=65536).total / 989e12 < 0.7
+    assert 0.25 < flop / sum(step(tokens=65536)) / 989e12 < 0.7
 
 
 def test_a_tiny_batch_is_held_up_by_calls_and_weights():
-    assert step(tokens=1).total == pytest.approx(step(tokens=16).total, rel=0.05)
+    assert sum(step(tokens=1)) == pytest.approx(sum(step(tokens=16)), rel=0.05)
 
 
 def test_more_work_takes_longer():
-    assert 1.25 < step(activations="recompute").total / step().total < 1.6
+    assert 1.25 < sum(step(activations="recompute")) / sum(step()) < 1.6
     assert step(mode="full").backward > step().backward and step(mode="full").update > 10 * step().update
-    assert step(profile=A100).total > 1.8 * step().total
+    assert sum(step(profile=A100)) > 1.8 * sum(step())
     assert step(accumulation=3).forward == pytest.approx(3 * step().forward)
 
 
 def test_what_is_exchanged_comes_on_top():
-    assert step(exchange=0.1).total - step().total == pytest.approx(0.1)
+    assert sum(step(exchange=0.1)) - sum(step()) == pytest.approx(0.1)

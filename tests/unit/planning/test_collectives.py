@@ -1,13 +1,12 @@
 """What processes exchange in a step, and how long it takes: measured, or derived from the link's data sheet."""
 
-from dataclasses import asdict
-
 import pytest
 
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
-from sft_play.planning.collectives import Collectives, sent_bytes
+from sft_play.planning.clock import sent_bytes
 from sft_play.planning.profile import Curve
+from sft_play.planning.speed import Collectives, read_collectives, write_collectives
 from sft_play.units import GIB, MIB
 
 MEASURED = Collectives(Curve((1e4, 1e6), (1e-3, 1e-2)), Curve((1e4, 1e6), (1e-4, 1e-3)))
@@ -55,10 +54,7 @@ def test_over_a_link_of_known_speed_both_rounds_of_the_ring_are_paid():
     assert link.seconds(engine_of("deepspeed_z2").messages(10**9, 2)) == pytest.approx(0.1 + 0.1 + 0.05)
 
 
-def test_what_was_measured_survives_the_file():
-    assert Collectives.from_tree(asdict(MEASURED)) != Collectives.over_link(1e9, 2)
-    tree = {
-        "all_reduce": {"sizes": [1e4, 1e6], "seconds": [1e-3, 1e-2]},
-        "all_gather": asdict(MEASURED.all_gather),
-    }
-    assert Collectives.from_tree(tree) == MEASURED
+def test_what_was_measured_survives_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    write_collectives("x", 2, MEASURED)
+    assert read_collectives("x") == {2: MEASURED} != {2: Collectives.over_link(1e9, 2)}

@@ -20,8 +20,8 @@ from sft_play.planning import run as planning_run
 from sft_play.planning.batch import BatchSplit
 from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.other_machines import scaling
 from sft_play.planning.run import plan_run
-from sft_play.planning.scaling import scaling
 from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
 from sft_play.sizing.architecture import Architecture, text_of

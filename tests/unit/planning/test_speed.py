@@ -14,9 +14,7 @@ from rich.console import Console
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
-from sft_play.planning import profiles, profiling, run
-from sft_play.planning.clock import Speed
-from sft_play.planning.collectives import Collectives
+from sft_play.planning import measurement, run, speed
 from sft_play.planning.profile import Curve, derived_from_data_sheet
 from sft_play.reasons import Communication
 
@@ -24,7 +22,8 @@ HOST = Host(
     cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False
 )  # fmt: skip
 CPU = Machine(gpus=(), note="", host=HOST)
-SPEED = Speed(flops=60e9, bandwidth=10e9)
+IMAGINED = what_if("H100 80GB", 8)
+H100S = replace(IMAGINED, what_if=False)  # as if they were here
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +40,12 @@ def made(name, threads=None):
 
 def test_the_second_time_the_cache_answers(monkeypatch):
     calls = []
-    monkeypatch.setattr(profiling, "measure", lambda *args, **_: calls.append(args) or made(*args))
-    first, second = (profiles.saved_profile(CPU, 1) for _ in range(2))
+    monkeypatch.setattr(measurement, "measure", lambda *args, **_: calls.append(args) or made(*args))
+    first, second = (speed.saved_profile(CPU, 1) for _ in range(2))
     assert first == second and calls == [("Some CPU @ 2 GHz", 2)]
-    assert profiles.profile_of(CPU, SPEED, 1) == first
-    profiles.saved_profile(CPU, 2)  # other threads are another device
-    profiles.saved_profile(CPU, 1, again=True)
+    assert speed.profile_of(CPU, 1) == first
+    speed.saved_profile(CPU, 2)  # other threads are another device
+    speed.saved_profile(CPU, 1, again=True)
     assert len(calls) == 3
 
 
@@ -55,10 +54,10 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_once_it_is_idle(
     monkeypatch, percent, measurements
 ):
     shares = iter([0.4, 0.0])
-    monkeypatch.setattr(profiling, "measure", lambda *args, **_: replace(made(*args), busy=next(shares)))
+    monkeypatch.setattr(measurement, "measure", lambda *args, **_: replace(made(*args), busy=next(shares)))
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
     for _ in range(3):
-        found = profiles.saved_profile(CPU, 1)
+        found = speed.saved_profile(CPU, 1)
     assert found.busy == (0.4 if measurements == 1 else 0.0)
 
 
@@ -67,9 +66,9 @@ def test_a_program_beside_the_measurement_is_noticed():
     other = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         psutil.cpu_percent()
-        began = profiling.now()
+        began = measurement.now()
         time.sleep(0.5)
-        assert profiling.used_by_others(began) > profiles.BUSY
+        assert measurement.used_by_others(began) > speed.BUSY
     finally:
         for each in other:
             each.kill()
@@ -94,82 +93,85 @@ def test_products_of_16_bit_numbers_are_measured_for_the_first_run_that_computes
         }
         return RunConfig.model_validate(sections)
 
-    monkeypatch.setattr(profiling, "measure", measure)
-    monkeypatch.setattr(profiling, "_products", lambda *_: grid)
-    monkeypatch.setattr(profiling, "POOL_BYTES", {"cpu": 1 << 20})
-    profiles.ensure_profile(run("auto"), CPU, 1)
-    first = profiles.profile_of(CPU, SPEED, 1)
-    profiles.ensure_profile(run("bf16"), CPU, 1)
+    monkeypatch.setattr(measurement, "measure", measure)
+    monkeypatch.setattr(measurement, "_products", lambda *_: grid)
+    monkeypatch.setattr(measurement, "POOL_BYTES", {"cpu": 1 << 20})
+    speed.ensure_profile(run("auto"), CPU, 1)
+    first = speed.profile_of(CPU, 1)
+    speed.ensure_profile(run("bf16"), CPU, 1)
     assert set(first.products) == {"float32"}
-    assert profiles.profile_of(CPU, SPEED, 1) == replace(first, products={**first.products, "bfloat16": grid})
+    assert speed.profile_of(CPU, 1) == replace(first, products={**first.products, "bfloat16": grid})
 
 
 def test_what_was_not_measured_for_several_processes_comes_from_one():
     name, whole = "Some CPU @ 2 GHz", made("Some CPU @ 2 GHz", 2)
     own = without_sixteen_bit(made(name, 1))
     for profile in (whole, own):
-        profiles.write_profile(name, profile.threads, profile)
-    found = profiles.profile_of(CPU, SPEED, 2).products
+        speed.write_profile(name, profile.threads, profile)
+    found = speed.profile_of(CPU, 2).products
     assert found == own.products | {
         kind: whole.shared_by(2).products[kind] for kind in ("bfloat16", "float16")
     }
 
 
 def test_without_a_measurement_the_data_sheet_counts_and_says_so():
-    found = profiles.profile_of(CPU, SPEED, 1)
+    found = speed.profile_of(CPU, 1)
     assert not found.measured and "not measured" in found.source
-    assert profiles.profile_of(CPU, Speed(None, None), 1) is None
+    unknown = replace(H100S.gpus[0], tflops=None)
+    assert speed.profile_of(replace(CPU, gpus=(unknown,)), 1) is None
 
 
 def test_processes_share_what_was_measured_for_one():
     whole = made("Some CPU @ 2 GHz", 2)
-    profiles.write_profile("Some CPU @ 2 GHz", 2, whole)
-    assert profiles.profile_of(CPU, SPEED, 2) == whole.shared_by(2)
+    speed.write_profile("Some CPU @ 2 GHz", 2, whole)
+    assert speed.profile_of(CPU, 2) == whole.shared_by(2)
 
 
 def measured(seconds):
     curve = Curve((1e4, 1e6), (seconds, seconds))
-    return Collectives(curve, curve)
+    return speed.Collectives(curve, curve)
 
 
-def test_communication_is_as_measured_for_that_many_processes_else_as_the_data_sheet_says():
-    name, linked = profiles.device_name(CPU), replace(SPEED, link_bandwidth=1e9)
-    assert profiles.collectives_of(CPU, SPEED, 2) is None
-    assert not profiles.collectives_of(CPU, linked, 2).measured
-    profiles.write_collectives(name, 4, measured(0.4))
-    profiles.write_collectives(name, 2, measured(0.2))
-    assert profiles.collectives_of(CPU, linked, 2) == measured(0.2)
-    assert profiles.collectives_of(CPU, SPEED, 4) == measured(0.4)
-    assert profiles.collectives_of(CPU, SPEED, 8) is None and profiles.collectives_of(CPU, linked, 1) is None
-    assert list(profiles.collectives_trees(CPU)) == ["2", "4"]
-    profiles.forget_collectives(CPU)
-    assert profiles.collectives_trees(CPU) == {}
+def test_communication_is_as_measured_for_that_many_processes_else_as_the_data_sheet_says(monkeypatch):
+    assert speed.collectives_of(CPU, 2) is None
+    assert not speed.collectives_of(H100S, 2).measured
+    for name in (speed.device_name(CPU), speed.device_name(H100S)):
+        speed.write_collectives(name, 4, measured(0.4))
+        speed.write_collectives(name, 2, measured(0.2))
+    assert speed.collectives_of(H100S, 2) == measured(0.2) == speed.collectives_of(CPU, 2)
+    assert speed.collectives_of(CPU, 4) == measured(0.4)
+    assert speed.collectives_of(CPU, 8) is None and speed.collectives_of(H100S, 1) is None
+    assert not speed.collectives_of(H100S, 8).measured and not speed.collectives_of(IMAGINED, 2).measured
+    assert speed.read_collectives(speed.device_name(CPU)) == {2: measured(0.2), 4: measured(0.4)}
+    monkeypatch.setattr(measurement, "measure", lambda *args, **_: made(*args))
+    speed.saved_profile(CPU, 1, again=True)
+    assert speed.read_collectives(speed.device_name(CPU)) == {}
 
 
 @pytest.mark.parametrize("text", ["{", '{"2": 1}'])
 def test_damaged_measurements_are_none(text):
-    for path in (profiles.collectives_path("x"), profiles.profile_path("x", 1)):
+    for path in (speed.collectives_path("x"), speed.profile_path("x", 1)):
         path.parent.mkdir()
         path.write_text(text)
-    assert profiles.read_collectives("x") == {} and profiles.read_profile("x", 1) is None
+    assert speed.read_collectives("x") == {} and speed.read_profile("x", 1) is None
 
 
 def test_the_plan_says_where_the_seconds_of_communication_come_from():
     alone, pair = run.profile_reasons(CPU, 1), run.profile_reasons(CPU, 2)
     assert len(alone) == 1
     assert pair[1] == Communication(2, measured=False, link_bandwidth=None, measured_later=True)
-    profiles.write_collectives(profiles.device_name(CPU), 2, measured(0.2))
+    speed.write_collectives(speed.device_name(CPU), 2, measured(0.2))
     assert run.profile_reasons(CPU, 2)[1].measured
     sheet = run.profile_reasons(what_if("H100 80GB", 8), 8)[1]
     assert sheet.link_bandwidth > 1e9 and not sheet.measured and not sheet.measured_later
 
 
 def test_this_cpu_is_measured(monkeypatch):
-    monkeypatch.setattr(profiling, "GRID_S", 0.2)
-    monkeypatch.setattr(profiling, "STRETCHES", (1 << 14, 1 << 20))
-    monkeypatch.setattr(profiling, "LENGTHS", (64, 128, 256))
-    monkeypatch.setattr(profiling, "used_by_others", lambda began: 0.43)
-    found = profiling.measure("this one", 1)
+    monkeypatch.setattr(measurement, "GRID_S", 0.2)
+    monkeypatch.setattr(measurement, "STRETCHES", (1 << 14, 1 << 20))
+    monkeypatch.setattr(measurement, "LENGTHS", (64, 128, 256))
+    monkeypatch.setattr(measurement, "used_by_others", lambda began: 0.43)
+    found = measurement.measure("this one", 1)
     assert found.measured and found.threads == 1
     assert found.source == "measured while busy" and found.busy == 0.43
     assert found.call_forward_s > 0 and found.update_element_s > 0 and found.unpack_s > 0
@@ -191,14 +193,14 @@ def test_this_cpu_is_measured(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "free"), [("cpu", 1 << 30), ("cpu", 1 << 40), ("cuda", None)])
 def test_the_pool_of_operands_holds_the_largest_product_and_the_longest_stretch(kind, free):
-    largest = profiling.SIDES[kind][-1]
-    assert profiling.pool_bytes(kind, free) >= max(3 * largest**2 * 4, profiling.STRETCHES[-1])
+    largest = measurement.SIDES[kind][-1]
+    assert measurement.pool_bytes(kind, free) >= max(3 * largest**2 * 4, measurement.STRETCHES[-1])
 
 
 def test_operands_of_any_size_come_from_the_smallest_pool(monkeypatch):
-    monkeypatch.setattr(profiling, "POOL_SHARE", 0.0)
-    operands = profiling.Operands(torch.device("cpu"))
-    side = profiling.SIDES["cpu"][-1]
+    monkeypatch.setattr(measurement, "POOL_SHARE", 0.0)
+    operands = measurement.Operands(torch.device("cpu"))
+    side = measurement.SIDES["cpu"][-1]
     for dtype in (torch.float32, torch.bfloat16):
         turn = operands.turns(dtype, (side, side), (side, side), (side, side))
         assert [tensor.shape for tensor in turn()] == [(side, side)] * 3

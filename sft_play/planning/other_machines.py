@@ -1,0 +1,139 @@
+"""The same run on other machines: on more or fewer processes, and on common GPUs in each tuning mode."""
+
+import contextlib
+from typing import Any
+
+from sft_play.config.methods import METHODS
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
+from sft_play.errors import ConfigError, DataError, DoesNotFitError, UntraceableModel
+from sft_play.machine.gpus import Machine, what_if
+from sft_play.plan import Plan
+from sft_play.planning.batch import learning_rates
+from sft_play.planning.clock import messages_of, plan_clock, sent_bytes
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
+from sft_play.planning.speed import collectives_of, device_speed
+from sft_play.sizing.architecture import AnyArchitecture
+from sft_play.sizing.estimator import work_of_plans
+
+SCALES = (1, 2, 4, 8)
+MODES = tuple(METHODS)
+# Names in configs/hardware.yaml, by memory.
+COMMON_GPUS = (
+    "RTX 3060", "T4", "A10", "L4", "RTX 3090", "RTX 4090", "RTX 5090", "A100 40GB", "L40S", "A100 80GB",
+    "H100 80GB", "H200",
+)  # fmt: skip
+
+
+def scaling(
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine
+) -> list[dict[str, Any]]:
+    """The plan for 1, 2, 4 and 8 processes on devices like this machine's; `problem` if there is none.
+
+    `speed_up` is None if the link between devices is unknown; `speed_up_at_most` ignores communication.
+    """
+    rows: list[dict[str, Any]] = []
+    base: float | None = None  # seconds of a sequence on the fewest devices
+    reference: int | None = config.train.reference_batch_size
+    for world in SCALES:
+        try:
+            plan = _plan_at_scale(config, model_config, facts, machine, world)
+        except (ConfigError, DataError, DoesNotFitError) as error:
+            rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
+            continue
+        reference = reference or plan.effective_batch_size
+        collectives = collectives_of(machine, world)
+        exchanged = alone = whole = None
+        with contextlib.suppress(UntraceableModel):
+            work = work_of_plans(model_config, facts.eval_shape)(config, plan, facts.mean_tokens)
+            exchanged = sent_bytes(messages_of(work, config, plan), world)
+            alone = plan_clock(model_config, facts, machine, world, link=False)(config, plan)
+            if world == 1 or collectives:
+                whole = plan_clock(model_config, facts, machine, world)(config, plan)
+        alone, whole = (seconds and seconds / plan.effective_batch_size for seconds in (alone, whole))
+        base = base or whole or alone
+        rows.append(
+            {
+                "world_size": world,
+                "engine": plan.engine,
+                "micro_batch_size": plan.micro_batch_size,
+                "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+                "effective_batch_size": plan.effective_batch_size,
+                "steps_per_epoch": plan.steps_per_epoch,
+                "learning_rate": plan.learning_rate,
+                "learning_rates": learning_rates(config.train, plan.effective_batch_size, reference),
+                "lr_scaling": config.train.lr_scaling,
+                "reference_batch_size": reference,
+                "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
+                "process_bytes": plan.memory.process_bytes if plan.memory else None,
+                "exchanged_bytes": exchanged,
+                "link_bytes_per_second": device_speed(machine, world).link_bandwidth,
+                "exchange_measured": collectives is not None and collectives.measured,
+                "speed_up": base / whole if base and whole else None,
+                "speed_up_at_most": base / alone if base and alone else None,
+            }
+        )
+    return rows
+
+
+def _plan_at_scale(
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine, world: int
+) -> Plan:
+    """The plan for `world` processes.
+
+    Adapters use an engine that trades speed for memory only if no other fits: they leave little to partition.
+    """
+    if config.parallel.engine == "auto" and config.tuning.mode != "full":
+        with contextlib.suppress(DoesNotFitError):
+            return plan_run(config, model_config, facts, machine, world, accept=_keeps_speed, explain=False)
+    return plan_run(config, model_config, facts, machine, world, explain=False)
+
+
+def _keeps_speed(draft: Plan) -> bool:
+    return not engine_of(draft.engine).trades_speed
+
+
+def plans_by_gpu(
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, gpus: int, modes: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """A row for `gpus` of each common GPU: name, memory, and for each mode the plan's key numbers."""
+    rows = []
+    for name in COMMON_GPUS:
+        machine = what_if(name, gpus)
+        plans = plans_by_mode(config, model_config, facts, machine, modes)
+        rows.append({"gpu": name, "total_bytes": machine.gpus[0].total_bytes, "plans": plans})
+    return rows
+
+
+def plans_by_mode(
+    config: RunConfig,
+    model_config: AnyArchitecture,
+    facts: DataFacts,
+    machine: Machine,
+    modes: tuple[str, ...] = MODES,
+) -> dict[str, dict[str, Any]]:
+    """The key numbers of the plan for each tuning mode on all GPUs of a machine, or why there is none."""
+    plans: dict[str, dict[str, Any]] = {}
+    for mode in modes:
+        tuning = config.tuning.model_copy(update={"mode": mode})
+        changed = config.model_copy(update={"tuning": tuning})
+        try:
+            plan = plan_run(changed, model_config, facts, machine, len(machine.gpus), explain=False)
+        except (ConfigError, DoesNotFitError) as error:
+            plans[mode] = {"problem": str(error).splitlines()[0]}
+            continue
+        plans[mode] = {
+            "micro_batch_size": plan.micro_batch_size,
+            "gradient_checkpointing": plan.recomputes,
+            "engine": plan.engine,
+            "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
+            "tokens_per_second": tokens_per_second(plan, facts),
+        }
+    return plans
+
+
+def tokens_per_second(plan: Plan, facts: DataFacts) -> float | None:
+    """Predicted tokens per second over all devices, padding not counted; None if the speed is unknown."""
+    tokens = facts.tokens_per_process(plan) * plan.world_size
+    return tokens / plan.step_seconds if plan.step_seconds else None

@@ -1,0 +1,220 @@
+"""How fast the devices of a machine are: as measured before, else as their data sheet says.
+
+What operations cost is measured once per device (`planning/measurement.py`), what communication costs by the
+ranks of the first run of several processes (`train/ranks.py`). Units: seconds, bytes of the whole tensor that
+is reduced or gathered.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+from pydantic import TypeAdapter
+
+from sft_play.cache import entry, read_bytes, read_value, update_value, write_bytes
+from sft_play.config.schema import RunConfig
+from sft_play.engines.base import Message
+from sft_play.errors import LaunchError
+from sft_play.fingerprints import installed_versions
+from sft_play.machine.gpus import Machine
+from sft_play.machine.process import importing_libraries
+from sft_play.planning.devices import training_device
+from sft_play.planning.drafts import choose_precision
+from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
+from sft_play.report.progress import spinner
+from sft_play.runlog import console
+
+CPU_FLOPS_PER_CORE, CPU_BANDWIDTH = 30e9, 10e9  # of a CPU that has not been measured: fp32, vector units
+BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
+FORMAT = 3  # increase it when devices must be measured again
+SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # of measured tensors
+LATENCY_S = 20e-6  # of a collective over a link of which only the data sheet is known
+# Times that the tensor goes around the ring of processes; each of them sends (n - 1) / n of it every time.
+ROUNDS = {"all_reduce": 2, "all_gather": 1}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the device's data sheet says, per second; None if unknown."""
+
+    flops: float | None
+    bandwidth: float | None
+    link_bandwidth: float | None = None  # from one device to another, one way
+
+
+def device_speed(machine: Machine, processes: int) -> Speed:
+    """Data-sheet speed of the slowest GPU, or an assumption for a share of the CPU."""
+    if not machine.gpus:
+        share = (machine.host.cpu_cores or 1) / processes
+        return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
+    flops = [gpu.tflops for gpu in machine.gpus]
+    bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
+    links = [gpu.link_gb_s for gpu in machine.gpus]
+    if None in flops or None in bandwidths:
+        return Speed(flops=None, bandwidth=None)
+    return Speed(
+        flops=1e12 * min(filter(None, flops)),
+        bandwidth=1e9 * min(filter(None, bandwidths)),
+        link_bandwidth=None if None in links else 1e9 * min(filter(None, links)),
+    )
+
+
+def device_name(machine: Machine) -> str:
+    """The name of the first GPU, or of the CPU."""
+    return machine.gpus[0].name if machine.gpus else machine.host.cpu_model or "CPU"
+
+
+def training_threads(machine: Machine, processes: int) -> int | None:
+    """Threads per process when training on the CPU, as the launcher sets them; None on GPUs."""
+    if machine.gpus:
+        return None
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() else max(1, (machine.host.cpu_cores or 1) // processes)
+
+
+def profile_path(device: str, threads: int | None) -> Path:
+    """Where a device's measured profile is kept, for the installed versions and a CPU's number of threads."""
+    return entry("profiles", device, threads, FORMAT, installed_versions(PACKAGES))
+
+
+def read_profile(device: str, threads: int | None) -> DeviceProfile | None:
+    """The measured profile of a device; None if there is none."""
+    content = read_bytes(profile_path(device, threads))
+    return None if content is None else DeviceProfile.from_json(content.decode())
+
+
+def write_profile(device: str, threads: int | None, profile: DeviceProfile) -> None:
+    """Keeps a measured profile."""
+    write_bytes(profile_path(device, threads), profile.to_json().encode())
+
+
+def saved_profile(
+    machine: Machine, processes: int, *, again: bool = False, sixteen_bit: bool = True
+) -> DeviceProfile:
+    """The profile of this machine's device, measured now unless it has been measured before.
+
+    What was measured on a busy machine is measured again once it is idle.
+
+    Args:
+        machine: this machine.
+        processes: number of processes that will train on it; they share a CPU's cores.
+        again: measure in any case, and forget what communication costs.
+        sixteen_bit: whether products of 16-bit numbers are needed; without them a CPU is measured sooner.
+
+    Raises:
+        LaunchError: the measurement failed.
+    """
+    name, threads = device_name(machine), training_threads(machine, processes)
+    found = None if again else read_profile(name, threads)
+    if found is not None and found.busy >= BUSY and psutil.cpu_percent(interval=0.2) < 100 * BUSY:
+        found = None  # other programs leave the CPU alone now
+    if found is not None and (BF16 in found.products or not sixteen_bit):
+        return found
+    with importing_libraries():  # torch among them
+        from sft_play.planning import measurement
+
+    with spinner("measuring what operations cost here, once"):
+        if found is not None:
+            profile = measurement.with_sixteen_bit(found)
+        elif threads:
+            profile = measurement.measure(name, threads, sixteen_bit=sixteen_bit)
+        else:
+            profile = measurement.measure_in_child(name)
+    write_profile(name, threads, profile)
+    if again:
+        collectives_path(name).unlink(missing_ok=True)
+    return profile
+
+
+def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
+    """Measures what a run needs to know of this machine's device, unless it has been measured before.
+
+    If that fails, plans are based on the data sheet.
+
+    Raises:
+        ConfigError: the config sets a precision that the device does not support.
+    """
+    dtype, autocast = choose_precision(config, training_device(machine))
+    try:
+        saved_profile(machine, processes, sixteen_bit=dtype == BF16 or autocast.precision == "bf16")
+    except LaunchError as error:
+        console().print(f"  [yellow]{error}[/]")
+
+
+def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:
+    """The profile of each process's device, as measured before or from its data sheet; None if not even that.
+
+    What was measured for one process on a CPU is shared by several, as far as these were not measured.
+    """
+    name, threads = device_name(machine), training_threads(machine, processes)
+    found = read_profile(name, threads)
+    if processes > 1 and not machine.gpus and (found is None or BF16 not in found.products):
+        whole = read_profile(name, training_threads(machine, 1))
+        shared = whole.shared_by(processes) if whole else None
+        if found and shared:
+            found = replace(found, products={**shared.products, **found.products})
+        else:
+            found = found or shared
+    speed = device_speed(machine, processes)
+    if found is not None or not speed.flops or not speed.bandwidth:
+        return found
+    return derived_from_data_sheet(name, "cuda" if machine.gpus else "cpu", speed.flops, speed.bandwidth)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Seconds of the collective operations of a number of processes, by the bytes of the tensor."""
+
+    all_reduce: Curve
+    all_gather: Curve
+    measured: bool = True
+
+    def seconds(self, messages: Iterable[Message]) -> float:
+        """Seconds of the messages, one after the other."""
+        curves = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
+        return sum(
+            (one.times * float(curves[one.kind].at(np.array(one.tensor_bytes))) for one in messages), 0.0
+        )
+
+    @classmethod
+    def over_link(cls, bytes_per_s: float, processes: int, latency_s: float = LATENCY_S) -> "Collectives":
+        """As derived from the speed of the link from one device to another, one way."""
+
+        def curve(kind: str) -> Curve:
+            share = ROUNDS[kind] * (processes - 1) / processes
+            return Curve.of(SIZES, lambda size: latency_s + share * size / bytes_per_s)
+
+        return cls(curve("all_reduce"), curve("all_gather"), measured=False)
+
+
+def collectives_path(device: str) -> Path:
+    """Where what was measured between such devices is kept, for the installed version of torch."""
+    return entry("collectives", device, FORMAT, installed_versions(("torch",)))
+
+
+def read_collectives(device: str) -> dict[int, Collectives]:
+    """What was measured between such devices, by number of processes."""
+    tree = read_value(collectives_path(device)) or {}
+    return dict(sorted(TypeAdapter(dict[int, Collectives]).validate_python(tree).items()))
+
+
+def write_collectives(device: str, processes: int, measured: Collectives) -> None:
+    """Adds what was measured between so many processes."""
+    update_value(collectives_path(device), lambda known: known | {str(processes): asdict(measured)})
+
+
+def collectives_of(machine: Machine, processes: int) -> Collectives | None:
+    """What communication between processes costs, as measured before or from the data sheet.
+
+    None for one process, and if neither is known.
+    """
+    if processes == 1:
+        return None
+    measured = {} if machine.what_if else read_collectives(device_name(machine))
+    if processes in measured:
+        return measured[processes]
+    link = device_speed(machine, processes).link_bandwidth
+    return Collectives.over_link(link, processes) if link else None
