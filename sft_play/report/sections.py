@@ -24,7 +24,7 @@ def memory_blocks(run: RunRecord) -> Iterator[Block]:
     yield _figure(memory, measured)
     yield _phase_table(memory, measured)
     if memory.get("phase_terms"):
-        yield _term_table(memory["phase_terms"])
+        yield _term_table(memory["phase_terms"], said_of(memory.get("origin")))
     facts = memory_facts(run.summary, "tensors", "reserved by the allocator", "whole process")
     lines = [f"{label}: {line}" for label, line in facts]
     if not measured:
@@ -82,15 +82,14 @@ def _phase_table(memory: Tree, measured: dict[str, int]) -> Table:
     return Table("Peak of each phase; the highest one counts", head, rows)
 
 
-def _term_table(by_phase: Tree) -> Table:
+def _term_table(by_phase: Tree, said: str) -> Table:
     """The terms of each phase, folded."""
     rows = []
     for term in TERMS:
         sizes = [terms.get(term, 0) for terms in by_phase.values()]
         if any(sizes):
             rows.append((term, *map(format_bytes, sizes)))
-    caption = f"What takes the memory of each phase, {said_of(memory.get('origin'))}"
-    return Table(caption, ("term", *by_phase), rows, folded=True)
+    return Table(f"What takes the memory of each phase, {said}", ("term", *by_phase), rows, folded=True)
 
 
 def scaling_blocks(run: RunRecord) -> Iterator[Block]:
