@@ -28,15 +28,9 @@ class Reporter(TrainerCallback):
         main: bool,
         flops_share: float | None = None,
     ) -> None:
-        """Starts with nothing measured.
+        """Only the `main` rank prints and writes.
 
-        Args:
-            plan: of the run.
-            rows: that it learns from.
-            run: where the records go.
-            meter: of memory.
-            main: whether this is the main rank, which prints and writes.
-            flops_share: of the devices' peak, per token per second; None if the peak is unknown.
+        `flops_share` of the devices' peak is what a token per second takes; None if the peak is unknown.
         """
         self.plan, self.rows, self.run, self.meter = plan, rows, run, meter
         self.main, self.flops_share = main, flops_share
@@ -44,7 +38,7 @@ class Reporter(TrainerCallback):
         self._free_since = 0.0
         self._step_began = self._window_seconds = 0.0
         self._window_start = self._began_at = 0
-        self._first_step: int | None = None
+        self._warmed_up = False
         self._timed_tokens = self.timed_steps = 0
         self._progress = Progress(
             TextColumn("  {task.description:<10}"),
@@ -72,14 +66,14 @@ class Reporter(TrainerCallback):
         """Model FLOPs utilization of the run; None if the devices' peak is unknown."""
         return self._mfu(self.tokens_per_second)
 
+    def _mfu(self, speed: float | None) -> float | None:
+        return None if speed is None or self.flops_share is None else speed * self.flops_share
+
     @property
     def data_wait(self) -> float | None:
         """Share of the time that steps waited for their micro-batches; the first one is left out."""
         total = self.training_seconds + self.waiting_seconds
         return self.waiting_seconds / total if self.timed_steps else None
-
-    def _mfu(self, speed: float | None) -> float | None:
-        return None if speed is None or self.flops_share is None else speed * self.flops_share
 
     def _print(self, text: str) -> None:
         if self.main:
@@ -95,7 +89,7 @@ class Reporter(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts timing a step; evaluation, saving and the wait for data are not included."""
         self._step_began = time.perf_counter()
-        if self._first_step is not None:
+        if self._warmed_up:
             self.waiting_seconds += self._step_began - self._free_since
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -103,12 +97,11 @@ class Reporter(TrainerCallback):
         self._free_since = time.perf_counter()
         seconds = self._free_since - self._step_began
         self._window_seconds += seconds
-        if self._first_step is None:
-            self._first_step = state.global_step
-        else:
+        if self._warmed_up:
             self.training_seconds += seconds
             self.timed_steps += 1
             self._timed_tokens += self.rows.tokens_per_step[state.global_step - 1]
+        self._warmed_up = True
         self._progress.update(self._task, completed=state.global_step)
         if state.global_step >= state.max_steps:
             control.should_log = True
@@ -174,15 +167,9 @@ class Reporter(TrainerCallback):
         )
 
     def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         """Writes an evaluation record."""
-        metrics = metrics or {}
         scores = {"loss": metrics["eval_loss"], "token_accuracy": metrics["eval_token_accuracy"]}
         if not math.isfinite(scores["loss"]):
             self._print(
@@ -191,10 +178,8 @@ class Reporter(TrainerCallback):
             )
             scores["loss"] = None
         if self.main:
-            append_metrics(
-                self.run,
-                {"step": state.global_step, **{f"eval/{name}": value for name, value in scores.items()}},
-            )
+            record = {f"eval/{name}": value for name, value in scores.items()}
+            append_metrics(self.run, {"step": state.global_step, **record})
         if scores["loss"] is not None:
             self._print(
                 f"  step {state.global_step}  validation loss [bold]{scores['loss']:.4f}[/]  "
@@ -244,10 +229,7 @@ class EvaluateAtEnd(TrainerCallback):
 
 
 class Heartbeat(TrainerCallback):
-    """One rank's heartbeats while it trains.
-
-    If none comes within the limit, the rank writes its stack traces and exits.
-    """
+    """One rank's heartbeats while it trains; without one in time, it writes its stack traces and exits."""
 
     def __init__(self, run: RunDir, rank: int, limit_s: float) -> None:
         self._pulse = Pulse(run, rank, limit_s)
@@ -256,12 +238,14 @@ class Heartbeat(TrainerCallback):
 
     def _now(self, where: str) -> None:
         self._where, self._passes = where, 0
-        self._pulse.beat(where)
-        self._pulse.restart_watchdog()
+        self._beat(where)
 
     def _on_forward(self, *inputs: Any) -> None:
         self._passes += 1
-        self._pulse.beat(f"{self._where}, in or after forward pass {self._passes}")
+        self._beat(f"{self._where}, in or after forward pass {self._passes}")
+
+    def _beat(self, where: str) -> None:
+        self._pulse.beat(where)
         self._pulse.restart_watchdog()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -19,14 +19,9 @@ from sft_play.train.pickles import load_mapped, only_tensors
 
 
 def load_moved(trainer: Trainer, checkpoint: Path, engine: Engine) -> None:
-    """Loads weights, optimizer state and schedule from a checkpoint of another engine or world size.
+    """Loads optimizer state and schedule from a checkpoint of another engine or world size.
 
     The trainer's model, optimizer and schedule must exist already, as in a run from scratch.
-
-    Args:
-        trainer: of the run that resumes.
-        checkpoint: the folder.
-        engine: of the run that resumes.
 
     Raises:
         CheckpointError: it does not hold the state of this model, or one of its files is damaged.

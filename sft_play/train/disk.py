@@ -81,8 +81,7 @@ def weights_bytes(session: Session) -> int:
     """Size of the weights that the run saves."""
     everything = session.job.config.tuning.mode == "full"
     model: Any = session.trainer.model
-    saved = [weight for weight in model.parameters() if everything or weight.requires_grad]
-    return sum(weight.numel() * weight.element_size() for weight in saved)
+    return sum(weight.nbytes for weight in model.parameters() if everything or weight.requires_grad)
 
 
 def checkpoint_bytes(session: Session) -> int:
@@ -91,10 +90,8 @@ def checkpoint_bytes(session: Session) -> int:
     spec, engine = StepSpec.of(job.config, job.plan), engine_of(job.plan.engine)
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # type: ignore[union-attr]
     elements = sum(weight.numel() for weight in trained)
-    if engine.shards_state:  # of one fp32 vector
-        kept = state_bytes(spec, elements)
-    else:
-        kept = sum(_state_bytes_of(weight, spec) for weight in trained)
+    of_each = (_state_bytes_of(weight, spec) for weight in trained)
+    kept = state_bytes(spec, elements) if engine.shards_state else sum(of_each)  # sharded: of one fp32 vector
     return weights_bytes(session) + engine.state_on_disk(elements, kept)
 
 

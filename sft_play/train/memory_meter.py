@@ -73,13 +73,8 @@ def measured_memory(
 ) -> dict[str, int | None]:
     """What summary.json says about measured memory, in bytes: the most of any rank; None if not measured.
 
-    On a GPU, of the whole run. On a CPU, what tensors took in the probe, since that is what is predicted. All
-    ranks must call it.
-
-    Args:
-        meter: that was started before the model was loaded.
-        device: of this rank.
-        probed: the result of the probe, which resets the peaks of the allocator; None without one.
+    On a GPU, of the whole run and of the probe, which resets the peaks. On a CPU, what tensors took in the
+    probe, since that is what is predicted. All ranks must call it.
     """
     probe = probed or ProbeResult()
     if device.type == "cpu":

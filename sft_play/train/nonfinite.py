@@ -45,12 +45,7 @@ class SkippedSteps:
         return record
 
     def message(self, step: int, rows: Sequence[str]) -> str:
-        """What is printed about a skipped step.
-
-        Args:
-            step: its number.
-            rows: descriptions of its rows whose loss is not finite.
-        """
+        """What is printed about a skipped step and its rows whose loss is not finite."""
         cause = "each of its rows has a finite loss on its own"
         if rows:
             more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
@@ -78,11 +73,7 @@ def rows_not_finite(
 ) -> list[str]:
     """Descriptions of the rows whose loss is not finite by themselves.
 
-    Args:
-        model: not wrapped by an engine, so that other ranks need not take part.
-        rows: of this rank's share of the step.
-        batch_of: the tensors of a row, on the device.
-        describe: a row, for people.
+    The model is not wrapped by an engine, so other ranks need not take part.
     """
     was_training = model.training
     model.eval()
@@ -114,9 +105,7 @@ def check_weights(model: torch.nn.Module) -> None:
 def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
     """Checks the optimizer's state before it is written: one step later, the weights would be broken too.
 
-    Args:
-        optimizer: as the engine wrapped it; ZeRO-2's has a part of all weights, joined.
-        model: whose weights it updates.
+    ZeRO-2's has a part of all weights, joined.
 
     Raises:
         NonFiniteError: a value is NaN or infinite.

@@ -21,8 +21,7 @@ UNUSED = "training_args.bin"  # of earlier versions; nothing reads it
 def only_tensors(engine: Engine) -> Iterator[None]:
     """Within it `torch.load` refuses other objects, also when a library calls it without asking for that.
 
-    Args:
-        engine: also allow the classes of which its saved optimizer state consists.
+    The classes of which the engine's saved optimizer state consists are allowed.
     """
     before = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     os.environ[FORCE] = "1"
@@ -42,12 +41,7 @@ def load_mapped(path: Path) -> Any:
 
 
 def find_refused(checkpoint: Path, engine: Engine) -> str | None:
-    """The first pickled file that would not be loaded, and why; None if all would be.
-
-    Args:
-        checkpoint: the folder.
-        engine: that saved it.
-    """
+    """The first pickled file that would not be loaded, and why; None if all would be."""
     with only_tensors(engine):
         for path in sorted(path for path in checkpoint.rglob("*") if path.suffix in (".pt", ".pth")):
             try:

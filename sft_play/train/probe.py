@@ -6,7 +6,6 @@ discarded and the states of the random number generators restored.
 """
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +33,7 @@ from sft_play.sizing.trace import prepare_for_training
 from sft_play.train.callbacks import Heartbeat
 from sft_play.train.memory_meter import overhead_bytes
 from sft_play.train.nonfinite import SkippedSteps
-from sft_play.train.ranks import all_agree, from_all
+from sft_play.train.ranks import all_agree, from_all, now
 from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
 
@@ -81,10 +80,6 @@ def largest_micro_batch(batches: Dataset) -> Dataset:
     return batches.select([int(tokens.argmax())])
 
 
-def _repeated(micro_batch: Dataset, times: int) -> Dataset:
-    return micro_batch.select([0] * times)
-
-
 def _fits_alone(session: Session, rows: Dataset) -> bool:
     """Whether one forward and backward pass fits, without the engine.
 
@@ -115,22 +110,17 @@ class _Clock(TrainerCallback):
         self.seconds: float | None = None
         self.first: float | None = None
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.began = self._now()
+        self.began = now(self.device)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.first = self._now() - self.began
+        self.first = now(self.device) - self.began
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begin_phase("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds = self._now() - self.began
+        self.seconds = now(self.device) - self.began
 
 
 def _measure(session: Session, rows: Dataset) -> ProbeResult:
@@ -194,7 +184,7 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     settings.eval_on_start = settings.load_best_model_at_end = False
     settings.eval_strategy, settings.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     trainer.args = settings
-    trainer.train_dataset = _repeated(rows, STEPS * _accumulation(plan) * plan.world_size)
+    trainer.train_dataset = rows.select([0] * (STEPS * _accumulation(plan) * plan.world_size))
     beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
     callbacks = [DefaultFlowCallback, clock, *beats]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
@@ -202,7 +192,7 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     trainer.skipped = SkippedSteps(STEPS + 1)
     trainer.train()
     if trainer.eval_dataset is not None:
-        trainer.evaluate(_repeated(largest_micro_batch(trainer.eval_dataset), plan.world_size))
+        trainer.evaluate(largest_micro_batch(trainer.eval_dataset).select([0] * plan.world_size))
 
 
 @contextmanager

@@ -36,19 +36,19 @@ def process_group(job: Job) -> Iterator[None]:
     if job.plan.world_size == 1:
         yield
         return
+    engine = engine_of(job.plan.engine)
     if job.ranks.is_main:
-        engine_of(job.plan.engine).prepare_launch()
+        engine.prepare_launch()
     on_gpu = job.plan.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
     distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
-    engine = engine_of(job.plan.engine)
     try:
         with engine.while_starting(_say) if job.ranks.is_main else nullcontext():
             yield
     except RuntimeError as error:
-        if not str(error).lower().count("timed out"):
+        if "timed out" not in str(error).lower():
             raise
         raise LaunchError(_standstill(job, error)) from error
     distributed.barrier()  # no rank leaves while another still waits for its last message
@@ -208,7 +208,10 @@ def _measure(job: Job) -> Collectives:
         limit_s = min(limit_s, GLOO_TIMEOUT_S)
     group = distributed.new_group(timeout=timedelta(seconds=limit_s))
     try:
-        return Collectives(_curve(_all_reduce, tensors, group), _curve(_all_gather, tensors, group))
+        return Collectives(
+            _curve(lambda whole, part: distributed.all_reduce(whole, group=group), tensors, group),
+            _curve(lambda whole, part: distributed.all_gather_into_tensor(whole, part, group), tensors, group),
+        )
     finally:
         distributed.destroy_process_group(group)
         del tensors
@@ -225,22 +228,14 @@ def _tensors(device: torch.device, processes: int) -> Tensors | None:
         return None
 
 
-def _all_reduce(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    distributed.all_reduce(whole, group=group)
-
-
-def _all_gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    distributed.all_gather_into_tensor(whole, part, group=group)
-
-
-def _curve(run: Callable[[torch.Tensor, torch.Tensor, Any], None], tensors: Tensors, group: Any) -> Curve:
+def _curve(run: Callable[..., Any], tensors: Tensors, group: Any) -> Curve:
     """Seconds of the slowest rank by the bytes of the whole tensor, up to the size that takes too long."""
     whole, part = tensors
     seconds: list[float] = []
     for size in SIZES:
         count = size // 4 // group.size()
-        tensors = whole[: count * group.size()], part[:count]
-        slowest = torch.tensor([_least(run, tensors, group)], dtype=torch.float64, device=whole.device)
+        least = _least(run, whole[: count * group.size()], part[:count])
+        slowest = torch.tensor([least], dtype=torch.float64, device=whole.device)
         distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX, group=group)
         seconds.append(slowest.item())
         if (1 + RUNS) * seconds[-1] * SIZES[1] / SIZES[0] > ENOUGH_S:
@@ -248,17 +243,18 @@ def _curve(run: Callable[[torch.Tensor, torch.Tensor, Any], None], tensors: Tens
     return Curve(SIZES[: len(seconds)], tuple(seconds))
 
 
-def _least(run: Callable[[torch.Tensor, torch.Tensor, Any], None], tensors: Tensors, group: Any) -> float:
-    """Seconds of the fastest of several runs after the first, which connects the processes."""
-
-    def now() -> float:
-        if tensors[0].is_cuda:
-            torch.cuda.synchronize(tensors[0].device)
-        return time.perf_counter()
-
+def _least(run: Callable[..., Any], *tensors: torch.Tensor) -> float:
+    """Seconds of the fastest of several runs after the first, which connects the processes; [n] each."""
     times = []
     for _ in range(1 + RUNS):
-        began = now()
-        run(*tensors, group)
-        times.append(now() - began)
+        began = now(tensors[0].device)
+        run(*tensors)
+        times.append(now(tensors[0].device) - began)
     return min(times[1:])
+
+
+def now(device: torch.device) -> float:
+    """The time in seconds, after all that a GPU was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -5,7 +5,6 @@ too large is remembered. The command that started the run goes on from the last 
 with a smaller plan.
 """
 
-import contextlib
 import os
 import signal
 import threading
@@ -39,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or (isinstance(error, Exception) and should_reduce_batch_size(error))
 
 
-@contextlib.contextmanager
+@contextmanager
 def memory_errors_explained(plan: Plan) -> Iterator[None]:
     """Turns PyTorch's out-of-memory error into ours, with what to change.
 
@@ -55,11 +54,11 @@ def memory_errors_explained(plan: Plan) -> Iterator[None]:
 
 
 def _explained(plan: Plan, error: BaseException) -> str:
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    first_line = str(error).partition("\n")[0] or type(error).__name__
     return f"memory ran out at micro-batch {plan.micro_batch_size}: {first_line}\n{memory_advice(plan)}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def remembered(session: Session) -> Iterator[None]:
     """Remembers the plan if memory runs out in the block, so that a smaller one can go on.
 

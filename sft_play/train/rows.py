@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 
-from sft_play.data.batching import FILLER, Schedule, Share, make_schedule, pack_shares, padded_length
+from sft_play.data.batching import FILLER, Share, make_schedule, pack_shares, padded_length
 from sft_play.data.chat import IGNORED
 from sft_play.data.store import column_of, count_supervised
 from sft_play.job import Job
@@ -74,22 +74,6 @@ def with_filler(dataset: Dataset, pad_id: int) -> Dataset:
     return concatenate_datasets([dataset, Dataset.from_dict(row, features=dataset.features)])
 
 
-def plan_schedule(
-    lengths: np.ndarray, plan: Plan, *, seed: int, hidden_size: int, shares: Sequence[Share] | None = None
-) -> Schedule:
-    """The schedule of a plan, over rows of these lengths, [rows] (packed sequences when it packs)."""
-    return make_schedule(
-        lengths,
-        rows_per_step=plan.rows_per_step,
-        bins_per_step=plan.gradient_accumulation_steps * plan.world_size,
-        total_steps=plan.total_steps,
-        seed=seed,
-        hidden_size=hidden_size,
-        padding_free=plan.padding_free,
-        shares=shares,
-    )
-
-
 def training_rows(
     dataset: Dataset,
     plan: Plan,
@@ -101,19 +85,23 @@ def training_rows(
 ) -> TrainingRows:
     """All micro-batches of the run in training order: `plan.total_steps` x accumulation x world size.
 
-    Args:
-        dataset: columns input_ids, labels, length.
-        plan: of the run.
-        seed: of the training order.
-        hidden_size: of the model.
-        pad_id: the token for filler and padding.
-        shares: how often each row is seen per epoch; None for once.
+    The data set has columns input_ids, labels and length; shares say how often each row is seen per epoch,
+    None for once.
     """
     rows = dataset.select_columns(["input_ids", "labels", "length"])
     if plan.packing:
         rows, shares = pack_rows(rows, plan.max_seq_len, shares)
     lengths, supervised = column_of(rows, "length"), count_supervised(rows)
-    schedule = plan_schedule(lengths, plan, seed=seed, hidden_size=hidden_size, shares=shares)
+    schedule = make_schedule(
+        lengths,
+        rows_per_step=plan.rows_per_step,
+        bins_per_step=plan.gradient_accumulation_steps * plan.world_size,
+        total_steps=plan.total_steps,
+        seed=seed,
+        hidden_size=hidden_size,
+        padding_free=plan.padding_free,
+        shares=shares,
+    )
     real = schedule.sums(lengths)
     seen = real if plan.padding_free else schedule.padded_tokens(lengths)
     return TrainingRows(
@@ -128,13 +116,9 @@ def training_rows(
 def evaluation_rows(
     dataset: Dataset, plan: Plan, *, pad_id: int, rows_per_batch: int | None = None
 ) -> MicroBatches:
-    """All rows once, in batches as large as the plan's micro-batches, the same number for each process.
+    """All rows once, in batches of the same number for each process.
 
-    Args:
-        dataset: columns input_ids, labels, length.
-        plan: of the run.
-        pad_id: the token for filler and padding.
-        rows_per_batch: eval.batch_size; None fills batches up to the plan's token budget.
+    Without `rows_per_batch` (eval.batch_size), they are filled up to the plan's token budget.
     """
     rows = dataset.select_columns(["input_ids", "labels", "length"])
     lengths = column_of(rows, "length")

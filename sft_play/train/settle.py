@@ -1,8 +1,9 @@
 """Settles the plan by probing: it is kept, or all ranks switch together to another one that was measured."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Protocol
+from functools import partial
 
 from rich.padding import Padding
 
@@ -23,11 +24,8 @@ RIVAL = 0.8  # of the chosen plan's predicted speed; slower plans are not timed
 RIVALS = 2  # plans that are timed of those that differ from the chosen one in their micro-batch alone
 
 
-class PrepareSession(Protocol):
-    """Sets up data, model and trainer for a job (train/run.py)."""
-
-    def __call__(self, job: Job, *, announce: bool = True) -> Session:
-        """A session that is ready for its first step."""
+# Sets up data, model and trainer for a job (train/run.py); `announce=False` for one more time.
+PrepareSession = Callable[..., Session]
 
 
 def settle_plan(session: Session, prepare: PrepareSession) -> tuple[Session, ProbeResult | None]:
@@ -36,10 +34,6 @@ def settle_plan(session: Session, prepare: PrepareSession) -> tuple[Session, Pro
     If the plan is over budget, one smaller plan is tried. Plans that are predicted to be about as fast are
     timed as well if the run is long enough to be worth it, because time is predicted less accurately than
     memory. Probe results are stored, so that the next run starts at once.
-
-    Args:
-        session: with the plan as predicted.
-        prepare: makes the session of another plan.
 
     Raises:
         DoesNotFitError: the smaller plan does not fit either, or the config allows none.
@@ -57,13 +51,9 @@ def settle_plan(session: Session, prepare: PrepareSession) -> tuple[Session, Pro
             plan = session.job.plan
             raise DoesNotFitError(f"{_too_much(plan, result)}\n{memory_advice(plan)}")
         return session, result
-    allowance = SEARCH_SECONDS if setting == "search" else _worth_spending(session.job.plan, result)
+    worth_spending = WORTH_SPENDING * (result.step_seconds or 0.0) * session.job.plan.total_steps
+    allowance = SEARCH_SECONDS if setting == "search" else worth_spending
     return _fastest_by_measurement(session, result, prepare, allowance, cost=time.monotonic() - began)
-
-
-def _worth_spending(plan: Plan, result: ProbeResult) -> float:
-    """Seconds that may be spent on timing other plans: a share of the expected training time."""
-    return WORTH_SPENDING * (result.step_seconds or 0.0) * plan.total_steps
 
 
 def _probe_and_print(session: Session) -> ProbeResult:
@@ -105,12 +95,8 @@ def _fastest_by_measurement(
 ) -> tuple[Session, ProbeResult]:
     """Times the plans that may be faster, one after the other, and continues with the fastest.
 
-    Args:
-        session: of the plan that was probed.
-        result: of that probe.
-        prepare: makes the session of another plan.
-        allowance: seconds in total; timing a plan is not cut short.
-        cost: seconds per plan, as the first one took.
+    The allowance is in seconds, for all of them, and so is the cost of one, as the first one took. Timing a
+    plan is not cut short.
     """
     job, began, spent = session.job, time.monotonic(), 0.0
     best = job.plan, result
@@ -136,16 +122,16 @@ def _fastest_by_measurement(
 
 def _plans_to_time(job: Job) -> list[Plan]:
     """Plans of this engine that fit, should be about as fast and have not been measured yet; best first."""
-    plans = []
-    for accumulation, checkpointing in _worth_timing(job):
+    splits = _worth_timing(job)
+    found = [
+        find_plan(job, partial(_is_split, split)) for split in splits
+    ]  # as the probe may have corrected it
+    fitting = [plan for plan in found if plan is not None]
+    return [plan for plan in fitting if read_speed(correction_path(job, plan)).of(plan) is None]
 
-        def is_it(plan: Plan, wanted: tuple[int, bool] = (accumulation, checkpointing)) -> bool:
-            return (plan.gradient_accumulation_steps, plan.recomputes) == wanted
 
-        plan = find_plan(job, is_it)  # the first probe may have corrected the prediction
-        if plan is not None and read_speed(correction_path(job, plan)).of(plan) is None:
-            plans.append(plan)
-    return plans
+def _is_split(split: tuple[int, bool], plan: Plan) -> bool:
+    return (plan.gradient_accumulation_steps, plan.recomputes) == split
 
 
 def _worth_timing(job: Job) -> list[tuple[int, bool]]:
@@ -167,8 +153,7 @@ def _worth_timing(job: Job) -> list[tuple[int, bool]]:
 
 
 def _print_tried(plan: Plan, result: ProbeResult) -> None:
-    step = "does not fit"
-    if result.step_seconds is not None:
-        step = f"{format_duration(result.step_seconds)} per step"
+    seconds = result.step_seconds
+    step = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
     activations = "recomputed" if plan.recomputes else "kept"
     console().print(f"  [dim]tried micro-batch {plan.micro_batch_size}, activations {activations}: {step}[/]")

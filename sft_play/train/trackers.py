@@ -6,10 +6,10 @@ new run of the same name begins one of its own. TensorBoard also shows plan, set
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accelerate.utils import patch_environment
 from rich.markup import escape
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import (
@@ -38,6 +38,18 @@ NOT_SHOWN = {
     "total_flos",
 }
 EVAL = "eval_"
+# What runs are compared by.
+TRAIN_COMPARED = ("lr_schedule", "optimizer", "weight_decay", "seed")
+PLAN_COMPARED = (
+    "learning_rate",
+    "effective_batch_size",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "world_size",
+    "packing",
+    "mixed_precision",
+    "max_seq_len",
+)
 
 
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,13 +75,8 @@ def use_groups() -> None:
 
 def trackers(job: Job) -> list[TrainerCallback]:
     """The callbacks of the trackers that a run reports to."""
-    makers = {
-        "tensorboard": lambda: Board(job),
-        "wandb": lambda: Wandb(job.run),
-        "mlflow": lambda: MLflow(job.run),
-        "trackio": lambda: Trackio(job.run),
-    }
-    return [makers[name]() for name in job.config.train.report_to]
+    kinds: dict[str, Any] = {"tensorboard": Board, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
+    return [kinds[name](job) for name in job.config.train.report_to]
 
 
 def kept_id(run: RunDir, tracker: str, state: TrainerState) -> str | None:
@@ -82,25 +89,16 @@ def keep_id(run: RunDir, tracker: str, run_id: str) -> None:
     run.write_json(run.trackers, {**read_json(run.trackers), tracker: run_id})
 
 
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable within this context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+class _OfRun:
+    """What a tracker's callback knows beside what the library tells it."""
 
-
-class Wandb(WandbCallback):
-    """The library's callback, for which a resumed run is the same run."""
-
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__()
-        self._run = run
+        self._job, self._run = job, job.run
+
+
+class Wandb(_OfRun, WandbCallback):
+    """The library's callback, for which a resumed run is the same run."""
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Begins or continues the run, unless WANDB_RUN_ID says which one it is."""
@@ -113,12 +111,8 @@ class Wandb(WandbCallback):
         super().setup(args, state, model, **kwargs)
 
 
-class MLflow(MLflowCallback):
+class MLflow(_OfRun, MLflowCallback):
     """The library's callback, with our groups, for which a resumed run is the same run."""
-
-    def __init__(self, run: RunDir) -> None:
-        super().__init__()
-        self._run = run
 
     def setup(self, args: Any, state: TrainerState, model: Any) -> None:
         """Begins or continues the run, unless MLFLOW_RUN_ID says which one it is."""
@@ -126,7 +120,7 @@ class MLflow(MLflowCallback):
         if not state.is_world_process_zero or "MLFLOW_RUN_ID" in os.environ:
             super().setup(args, state, model)
         elif known and self._continues(known):
-            with _variable("MLFLOW_MAX_LOG_PARAMS", "0"):  # those of a run cannot change
+            with patch_environment(MLFLOW_MAX_LOG_PARAMS="0"):  # those of a run cannot change
                 super().setup(args, state, model)
         else:
             super().setup(args, state, model)
@@ -156,15 +150,11 @@ class MLflow(MLflowCallback):
         super().on_log(args, state, control, grouped(logs), model, **kwargs)
 
 
-class Trackio(TrackioCallback):
+class Trackio(_OfRun, TrackioCallback):
     """The library's callback, for which a resumed run is the same run, and a new one of its name another.
 
     trackio knows runs by their names.
     """
-
-    def __init__(self, run: RunDir) -> None:
-        super().__init__()
-        self._run = run
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Begins or continues the run."""
@@ -179,22 +169,17 @@ class Trackio(TrackioCallback):
             args.run_name = given
 
 
-class Board(TensorBoardCallback):
+class Board(_OfRun, TensorBoardCallback):
     """The library's callback, in one folder for the whole run.
 
     After a resume, steps that were logged after the checkpoint, and are trained again, are shown once.
     """
 
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.logging_dir = str(job.run.tensorboard)
-        self._job = job
-
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Opens the file, and describes the run in it."""
         if not state.is_world_process_zero:
             return
-        step = state.global_step
+        step, self.logging_dir = state.global_step, str(self._run.tensorboard)
         self.tb_writer = self._SummaryWriter(self.logging_dir, purge_step=step + 1 if step else 0)
         _describe(self.tb_writer, self._job, step)
 
@@ -214,31 +199,16 @@ def _describe(writer: Any, job: Job, step: int) -> None:
 
 def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | str]:
     """What runs are compared by, as plain values."""
-    found: dict[str, bool | int | float | str] = {
+    lora = ("r", "alpha", "dropout") if config.tuning.mode != "full" else ()
+    return {
         "model": public_name(config.model.name),
         "mode": config.tuning.mode,
-        "learning_rate": plan.learning_rate,
-        "lr_schedule": config.train.lr_schedule,
-        "optimizer": config.train.optimizer,
-        "weight_decay": config.train.weight_decay,
-        "effective_batch_size": plan.effective_batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "world_size": plan.world_size,
-        "packing": plan.packing,
         "gradient_checkpointing": plan.recomputes,
-        "mixed_precision": plan.mixed_precision,
-        "max_seq_len": plan.max_seq_len,
         "steps": plan.total_steps,
-        "seed": config.train.seed,
+        **{name: getattr(config.train, name) for name in TRAIN_COMPARED},
+        **{name: getattr(plan, name) for name in PLAN_COMPARED},
+        **{f"lora_{name}": getattr(config.tuning.lora, name) for name in lora},
     }
-    lora = config.tuning.lora
-    adapter: dict[str, bool | int | float | str] = {
-        "lora_r": lora.r,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-    }
-    return found | (adapter if config.tuning.mode != "full" else {})
 
 
 def plan_text(plan: Plan) -> str:
@@ -262,11 +232,8 @@ def show_answers(
 ) -> None:
     """Adds sample answers, and the scores of answers before and after training, to TensorBoard's files.
 
-    Args:
-        run: with files of TensorBoard.
-        step: the last one.
-        samples: prompt, reference, and answers before and after.
-        scores: "before" and "after" -> name -> value.
+    A sample has prompt, reference, and answers before and after the last step; the scores are by "before" and
+    "after", and by name.
     """
     from torch.utils.tensorboard import SummaryWriter
 

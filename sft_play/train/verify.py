@@ -26,9 +26,7 @@ ISOLATION_TOLERANCE = 1e-2
 
 
 def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
-    """Checks that all ranks hold the same plan, that none is missing, and that joined rows are isolated.
-
-    With `announce`, then prints which processes take part.
+    """Makes all of these checks; with `announce`, then prints which processes take part.
 
     Raises:
         LaunchError: they differ, or processes are missing.
@@ -125,12 +123,17 @@ def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
         if isinstance(error, DEVICE_ERRORS) or "memory" in str(error):
             raise
         raise ConfigError(
-            f"model.name: {type(_base(model)).__name__} cannot compute its logits here: "
+            f"model.name: {_name(model)} cannot compute its logits here: "
             f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\nset model.attention=eager or "
             "another tuning.mode, or use a model of docs/reference/models.md that trains"
         ) from error
     finally:
         model.train(was_training)
+
+
+def _name(model: Any) -> str:
+    """Its class, below an adapter."""
+    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -142,21 +145,27 @@ def _tokens(device: torch.device) -> torch.Tensor:
     return torch.arange(1, 2 * ISOLATION_TOKENS + 1, device=device)[None]
 
 
+def _sees(model: PreTrainedModel, device: torch.device, *, place: slice, other: slice, **inputs: Any) -> bool:
+    """Whether the logits of the tokens in one place depend on the tokens in another one."""
+    ids = _tokens(device)
+    changed = ids.clone()
+    changed[:, other] = ids[:, other].flip(1)
+    outputs = _evaluated(model, {"input_ids": ids, **inputs}, {"input_ids": changed, **inputs})
+    first, second = (out.logits[:, place].float() for out in outputs)
+    return _differs(first, second)
+
+
 def check_causal(model: PreTrainedModel, device: torch.device) -> None:
     """Checks that the logits of a token do not depend on later tokens.
 
     Raises:
         ConfigError: they do, as in encoders.
     """
-    n, ids = ISOLATION_TOKENS, _tokens(device)
-    other = ids.clone()
-    other[:, n:] = ids[:, n:].flip(1)
-    outputs = _evaluated(model, {"input_ids": ids}, {"input_ids": other})
-    first, second = (out.logits[:, :n].float() for out in outputs)
-    if _differs(first, second):
+    n = ISOLATION_TOKENS
+    if _sees(model, device, place=slice(n), other=slice(n, None)):
         raise ConfigError(
-            f"model.name: {type(_base(model)).__name__} sees the tokens that it is to predict; SFT-Play "
-            "trains decoder-only language models (docs/reference/models.md)"
+            f"model.name: {_name(model)} sees the tokens that it is to predict; SFT-Play trains decoder-only "
+            "language models (docs/reference/models.md)"
         )
 
 
@@ -172,13 +181,9 @@ def check_head(model: PreTrainedModel, device: torch.device) -> None:
     scores = own.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     if _differs(scores, tiled.log_probs.reshape(scores.shape).float()):
         raise ConfigError(
-            f"model.name: {type(_base(model)).__name__} does something to its logits that the loss here does "
-            "not know, so it would be trained on another loss; use another model"
+            f"model.name: {_name(model)} does something to its logits that the loss here does not know, so "
+            "it would be trained on another loss; use another model"
         )
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) -> None:
@@ -190,21 +195,13 @@ def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) ->
         ConfigError: they do depend on it.
     """
     n = ISOLATION_TOKENS
-    positions = torch.arange(n, device=device).repeat(2)[None]
     ends = torch.tensor([0, n, 2 * n], device=device, dtype=torch.int32)
-    bounds = {
-        "sequence_lengths": [n, n],
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": n,
-        "max_length_k": n,
-    }
-    ids = _tokens(device)
-    other = ids.clone()
-    other[:, :n] = ids[:, :n].flip(1)
-    inputs = ({"input_ids": x, "position_ids": positions, **bounds} for x in (ids, other))
-    first, second = (out.logits[:, n:].float() for out in _evaluated(model, *inputs))
-    if _differs(first, second):
-        where = f"{type(_base(model)).__name__} with model.attention={plan.attention}"
+    bounds = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=n, max_length_k=n)
+    positions = torch.arange(n, device=device).repeat(2)[None]
+    joined = dict(position_ids=positions, sequence_lengths=[n, n], **bounds)
+    if _sees(model, device, place=slice(n, None), other=slice(n), **joined):
         remedy = "set train.packing=false" if plan.packing else "set train.padding_free=false"
-        raise ConfigError(f"{where}: attention leaks between joined rows; {remedy}, which pads them")
+        raise ConfigError(
+            f"{_name(model)} with model.attention={plan.attention}: attention leaks between joined rows; "
+            f"{remedy}, which pads them"
+        )
