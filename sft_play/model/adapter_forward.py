@@ -16,29 +16,18 @@ if TYPE_CHECKING:
 
 
 def replace_forwards(model: "PeftModel", *, autocast: bool) -> None:
-    """Lets the adapters of a model compute with fewer copies; not for DoRA.
-
-    Args:
-        model: with adapters on linear layers or fused experts.
-        autocast: every forward pass will run under autocast.
-    """
+    """Lets the adapters of a model compute with fewer copies, also if always under autocast; not for DoRA."""
     for module in model.modules():
         if autocast and isinstance(module, BaseTunerLayer):
-            leave_types_to_autocast(module)
+            # PEFT converts an input to the type of the adapter, fp32, and autocast converts it back: one more
+            # 16-bit copy of each layer's input that is kept for the backward pass. The values are the same.
+            layer: Any = module
+            layer.cast_input_dtype_enabled = False
         if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), torch.nn.Linear):
             for name in module.active_adapters:
                 module.lora_variant.setdefault(name, AddedInPlace())
             if type(module.get_base_layer()) is torch.nn.Linear:  # not one of 4 bits
                 module.forward = MethodType(_forward, module)
-
-
-def leave_types_to_autocast(layer: Any) -> None:
-    """Gives an adapter the input of its layer as it is, for forward passes under autocast.
-
-    PEFT converts an input to the type of the adapter, fp32, and autocast converts it back: one more 16-bit
-    copy of each layer's input that is kept for the backward pass. The values are the same.
-    """
-    layer.cast_input_dtype_enabled = False
 
 
 def _forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,20 +59,10 @@ class AdaptedLinear(torch.autograd.Function):
         scaling: float,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """The output of base layer and adapter.
+        """The output of base layer and adapter, [..., out], computed in `dtype`.
 
-        Args:
-            ctx: keeps x and its product with `down`.
-            x: [..., in].
-            weight: [out, in].
-            bias: [out], or None.
-            down: the matrix A of the adapter, [rank, in].
-            up: the matrix B, [out, rank].
-            scaling: of the adapter.
-            dtype: in which to compute.
-
-        Returns:
-            [..., out].
+        x is [..., in], weight [out, in], bias [out] or None, the adapter's A (`down`) [rank, in] and its B
+        (`up`) [out, rank].
         """
         x = x.to(dtype)
         low = x.flatten(0, -2) @ down.to(dtype).t()
@@ -119,16 +98,9 @@ class AddedInPlace(LoraVariant):
     def forward(  # type: ignore[override]
         module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **_: Any
     ) -> torch.Tensor:
-        """The output of base layer and adapter.
+        """The output of base layer and adapter, in place of the base layer's `result`, [batch, tokens, out].
 
-        Args:
-            module: the layer.
-            active_adapter: name of the adapter.
-            x: the input, [batch, tokens, in].
-            result: the output of the base layer, [batch, tokens, out]; overwritten.
-
-        Returns:
-            [batch, tokens, out].
+        x is [batch, tokens, in].
         """
         low = module.lora_A[active_adapter](module.lora_dropout[active_adapter](x))
         up, scaling = module.lora_B[active_adapter], module.scaling[active_adapter]

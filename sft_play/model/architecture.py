@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,39 +48,33 @@ def require_decoder(config: "PretrainedConfig") -> None:
     Raises:
         ConfigError: it does not; says what it is.
     """
-    kind = config.model_type
+    problem = _why_no_decoder(config)
+    if problem:
+        raise ConfigError(f"model.name: {config.model_type} {problem}; {ALLOWED}")
+
+
+def _why_no_decoder(config: "PretrainedConfig") -> str | None:
+    kind, text = config.model_type, config.get_text_config()
     if config.is_encoder_decoder or kind == "trocr":
-        raise ConfigError(f"model.name: {kind} is an encoder-decoder; {ALLOWED}")
+        return "is an encoder-decoder"
     is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in SEE_BOTH_WAYS
     if is_encoder and not getattr(config, "is_decoder", False):
-        raise ConfigError(
-            f"model.name: {kind} reads texts in both directions, so each token would see what it is to "
-            f"predict; {ALLOWED}"
-        )
+        return "reads texts in both directions, so each token would see what it is to predict"
     if kind in DRAFTS:
-        raise ConfigError(
-            f"model.name: {kind} drafts tokens for another model and computes nothing without it; {ALLOWED}"
-        )
+        return "drafts tokens for another model and computes nothing without it"
     if kind in NO_GRAPH:
-        raise ConfigError(
-            f"model.name: {kind} computes its gradients by itself, and none for adapters; {ALLOWED}"
-        )
+        return "computes its gradients by itself, and none for adapters"
     if kind in OTHER_HEADS:
-        raise ConfigError(
-            f"model.name: {kind} has an output head that the loss here does not know; {ALLOWED}"
-        )
-    if getattr(config, "vision_config", None) is not None and config.get_text_config() is config:
-        raise ConfigError(
-            f"model.name: {kind} describes images, and its text part is none of its own; {ALLOWED}"
-        )
-    if not isinstance(getattr(config.get_text_config(), "hidden_size", None), int):
-        raise ConfigError(f"model.name: {kind} has no single width, so it is no plain decoder; {ALLOWED}")
+        return "has an output head that the loss here does not know"
+    if getattr(config, "vision_config", None) is not None and text is config:
+        return "describes images, and its text part is none of its own"
+    if not isinstance(getattr(text, "hidden_size", None), int):
+        return "has no single width, so it is no plain decoder"
     know_multimodal(config)
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not has_own_code:
-        raise ConfigError(
-            f"model.name: {kind} is no language model, as far as transformers {__version__} knows; {ALLOWED}"
-        )
+        return f"is no language model, as far as transformers {__version__} knows"
+    return None
 
 
 def know_multimodal(config: "PretrainedConfig") -> None:
@@ -103,15 +98,9 @@ def class_to_name(config: "PretrainedConfig") -> str | None:
 
 
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
 MOST, MOST_LAYERS = 2**28, 2_000  # far above any published model
 
 
@@ -131,21 +120,17 @@ def require_few_layers(tree: Mapping[str, Any], name: str) -> None:
 def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
     """Checks that the sizes are numbers in a sensible range, and that the attention heads divide.
 
-    Args:
-        config: of the model.
-        name: of the model, for the message.
-
     Raises:
         ConfigError: one of them is wrong.
     """
     text = config.get_text_config()
     found = {size: setting(text, size) for size in SIZES}
     # some architectures have one size per layer, and leave out what does not apply to them
-    sizes = {size: value for size, value in found.items() if value is not None and not _is_list(value)}
+    sizes = {size: value for size, value in found.items() if not isinstance(value, (list, tuple, NoneType))}
     for size, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST:
             raise _wrong(name, f"{size} is {value!r:.40}; expected a whole number from 1 to {MOST:,}")
-    hidden, heads, groups = (sizes.get(size) for size in SIZES[:1] + SIZES[3:5])
+    hidden, heads, groups = map(sizes.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if hidden and heads and not sizes.get("head_dim") and hidden % heads:
         raise _wrong(name, f"hidden_size {hidden} is not divisible by num_attention_heads {heads}")
     if heads and groups and heads % groups:
@@ -160,10 +145,6 @@ def setting(text: "PretrainedConfig", name: str, default: Any = None) -> Any:
         return default
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
-
-
 def _wrong(name: str, what: str) -> ConfigError:
     return ConfigError(f"model.name: config.json of '{name}': {what}\ndownload or save the model again")
 
@@ -176,12 +157,7 @@ def without_weights() -> Iterator[None]:
 
 
 def empty_model(config: "PretrainedConfig", **settings: Any) -> "PreTrainedModel":
-    """The model of an architecture without weights, on the meta device.
-
-    Args:
-        config: the architecture; the model gets a copy.
-        settings: of `from_config`, such as `dtype` and `attn_implementation`.
-    """
+    """The model of an architecture without weights, on the meta device, with settings of `from_config`."""
     with without_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
     model.tie_weights()  # left out with the initialization
@@ -201,11 +177,7 @@ class FlopSizes:
 def flops_per_token(sizes: FlopSizes, sequence: int) -> int:
     """FLOPs of a training step per token: weights, attention to half of `sequence`, weight gradients.
 
-    Recomputation does not count, as is usual for MFU.
-
-    Args:
-        sizes: of the model.
-        sequence: the most tokens that a token can attend to.
+    Recomputation does not count, as is usual for MFU. `sequence` is the most tokens that one can attend to.
     """
     forward = 2 * sizes.matmul_parameters + 2 * sequence * sizes.attention_width * sizes.layers
     return 2 * forward + 2 * sizes.trained_parameters

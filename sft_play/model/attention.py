@@ -113,16 +113,9 @@ def _attend_with_sinks(
     query = torch.cat([query, pad(scores, (0, SINK_WIDTH - 1))], dim=-1)
     with_sink = pad(key, wider)
     with_sink[:, :, 0, head_dim] = 1
-    out = _attend(
-        pad(query, (0, 0, 1, 0)),
-        with_sink,
-        pad(value, wider),
-        window,
-        first_is_sink=True,
-        scale=scale,
-        **options,
-    )
-    return out[:, :, 1:, : value.shape[-1]]
+    query, value = pad(query, (0, 0, 1, 0)), pad(value, wider)
+    out = _attend(query, with_sink, value, window, first_is_sink=True, scale=scale, **options)
+    return out[:, :, 1:, :-SINK_WIDTH]
 
 
 def _attend(
@@ -173,19 +166,10 @@ def varlen_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in each layer.
 
-    Args:
-        module: the layer's attention module.
-        query: [batch, heads, tokens, head_dim].
-        key: [batch, key_value_heads, tokens, head_dim]; fewer heads than the query's with grouped queries.
-        value: the shape of `key`.
-        attention_mask: None, since transformers builds none for this function.
-        dropout: dropout probability during training.
-        scaling: factor of the scores; default head_dim ** -0.5.
-        sliding_window: how many tokens a token attends to, itself included.
-        sequence_lengths: tokens of each packed sequence in a batch of one row; their sum is `tokens`. Plain
-            integers, since lengths in a GPU tensor would make every layer wait for the device.
-        s_aux: the scores of attention sinks, [heads].
-        kwargs: arguments of other attention functions; unused.
+    Query is [batch, heads, tokens, head_dim], key and value are [batch, key_value_heads, tokens, head_dim].
+    `sliding_window` counts the tokens that a token attends to, itself included. `sequence_lengths` are the
+    tokens of each sequence in a batch of one row: plain integers, since lengths in a GPU tensor would make
+    every layer wait for the device. `s_aux` are the scores of attention sinks, [heads].
 
     Returns:
         The output, [batch, tokens, heads, head_dim], and no attention weights.

@@ -1,6 +1,5 @@
 """Chooses the attention implementation of a run, and whether its rows can be joined end to end."""
 
-import ast
 import inspect
 import sys
 from types import ModuleType
@@ -17,6 +16,9 @@ from sft_play.report.reasons import padding_cause
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+OWN_MASKS = {"doge", "zaya"}  # architectures whose layers give their attention another mask than they got
+# Those whose layers do not hand on to their attention where joined rows begin; `train.verify` finds others.
+KEEP_BOUNDARIES_BACK = {"nemotron"}
 
 
 def choose_attention(
@@ -24,11 +26,7 @@ def choose_attention(
 ) -> str:
     """The attention implementation to use: the requested one, or for "auto" the fastest available.
 
-    Args:
-        asked: model.attention.
-        config: the architecture.
-        device: "cuda" or "cpu".
-        capability: compute capability of the GPU; None if unknown.
+    The compute capability of the GPU may be unknown.
 
     Raises:
         ConfigError: the device cannot run it, or transformers no longer says what its model supports.
@@ -68,11 +66,7 @@ def generation_attention(config: PretrainedConfig) -> str:
 
 
 def _require_supported(asked: str, config: PretrainedConfig) -> None:
-    """Refuses attention that a known architecture does not support.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Refuses attention that a known architecture does not support."""
     model_class = _class_of(config)
     if model_class is None:
         return
@@ -101,24 +95,15 @@ def calls_ours(config: PretrainedConfig) -> bool:
     """Whether the layers call the attention function that is registered, and leave the mask to it.
 
     Falcon's and others have classes of their own. Sparse and chunked attention (DeepSeek V3.2, Llama 4) read
-    a mask that the library makes for its own functions, whose names they know. Doge's layers compute one.
+    a mask that the library makes for its own functions, whose names they know.
     """
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if any(kind.endswith("_attention") for kind in kinds - ATTENTION_LAYERS - {"linear_attention"}):
+    text = config.get_text_config()
+    others = set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS - {"linear_attention"}
+    if text.model_type in OWN_MASKS or any(kind.endswith("_attention") for kind in others):
         return False
     sources = [inspect.getsource(module) for module in _modeling_files(config)]
-    return any("ALL_ATTENTION_FUNCTIONS" in source for source in sources) and not any(
-        "_attn_implementation in (" in source or _passes_own_mask(source) for source in sources
-    )
-
-
-def _passes_own_mask(source: str) -> bool:
-    """Whether a layer calls its attention with another mask than the one that it got."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if ast.unparse(call.func) == "attention_interface"]
-    masks = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "attention_mask"]
-    masks += [call.args[4] for call in calls if len(call.args) > 4]
-    return any(ast.unparse(mask) not in ("attention_mask", "None") for mask in masks)
+    knows_functions = any("_attn_implementation in (" in source for source in sources)
+    return any("ALL_ATTENTION_FUNCTIONS" in source for source in sources) and not knows_functions
 
 
 def has_sinks(config: PretrainedConfig) -> bool:
@@ -133,22 +118,13 @@ def _is_installed(row: Attention) -> bool:
 
 
 def _require_runnable(asked: str, device: str, capability: Capability | None) -> None:
-    """Refuses a package on devices for which it is not made.
-
-    Raises:
-        ConfigError: the device cannot run it.
-    """
+    """Refuses a package on devices for which it is not made."""
     if not ATTENTIONS[asked].is_package or (device == "cuda" and capability is None):
         return
-    found = (
-        "the CPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
-    )
-    runs = [
-        name
-        for name, row in ATTENTIONS.items()
-        if not row.is_package or (capability is not None and within(capability, row.gpus))
-    ]
+    packages = [name for name, row in ATTENTIONS.items() if capability and within(capability, row.gpus)]
+    runs = [name for name, row in ATTENTIONS.items() if not row.is_package or name in packages]
     if asked not in runs:
+        found = "the CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)
         raise ConfigError(
             f"model.attention={asked}: {found} cannot run it; allowed here: {', '.join(['auto', *runs])}"
         )
@@ -162,12 +138,6 @@ def why_padded(
     Attention must know the boundaries of sequences: ours and FlashAttention do; masks would cost the square
     of all tokens. Layers that carry a state from token to token (Mamba, linear attention, convolutions) would
     carry it into the next row.
-
-    Args:
-        packing: train.packing.
-        padding_free: train.padding_free.
-        architecture: of the model.
-        attention_name: the attention implementation.
 
     Raises:
         ConfigError: train.packing or train.padding_free asks for what the layers cannot do.
@@ -190,21 +160,8 @@ def _why_rows_mix(architecture: PretrainedConfig) -> Padded | None:
     """Why joined rows would see each other, whatever the attention; None if they would not."""
     model_class = _class_of(architecture)
     if model_class is not None and (
-        not model_class._supports_attention_backend or _layers_keep_boundaries_back(architecture)
+        not model_class._supports_attention_backend or architecture.model_type in KEEP_BOUNDARIES_BACK
     ):
         return Padded("boundaries", model_class.__name__)
     others = set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS
     return Padded("layers", ", ".join(sorted(others))) if others else None
-
-
-def _layers_keep_boundaries_back(config: PretrainedConfig) -> bool:
-    """Whether the decoder layers call their attention without the arguments that they got (Nemotron)."""
-    for module in _modeling_files(config):
-        for layer in ast.walk(ast.parse(inspect.getsource(module))):
-            if not (isinstance(layer, ast.ClassDef) and layer.name.endswith("DecoderLayer")):
-                continue
-            calls = [node for node in ast.walk(layer) if isinstance(node, ast.Call)]
-            calls = [call for call in calls if ast.unparse(call.func) == "self.self_attn"]
-            if any(all(keyword.arg for keyword in call.keywords) for call in calls):
-                return True
-    return False

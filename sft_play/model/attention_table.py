@@ -5,7 +5,7 @@ attention_backward.cu and mem_eff_attention/kernel_backward.h, and FlashAttentio
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sft_play.units import BYTES_PER_ELEMENT, SIXTEEN_BIT
@@ -84,16 +84,7 @@ class Kernel:
         masked: bool = False,
         dropout: float = 0.0,
     ) -> bool:
-        """Whether it can train on such inputs.
-
-        Args:
-            capability: compute capability of the GPU.
-            dtype: name of the type of query, key and value.
-            head_dim: their size per head.
-            grouped: whether key and value have fewer heads than the query.
-            masked: whether there is a mask.
-            dropout: the probability.
-        """
+        """Whether it can train on such inputs: `grouped` if key and value have fewer heads than the query."""
         if (grouped and not self.groups) or (masked and not self.masks):
             return False
         return any(
@@ -171,25 +162,20 @@ def _efficient_workspace(call: Call) -> list[int]:
     return _fp32(*products, all_heads * elements)
 
 
-JOINED_INPUTS = (
-    Inputs(FLASH_GPUS, SIXTEEN_BIT, range(8, 193, 8), dropout=False),
-    Inputs(MUCH_SHARED_MEMORY, SIXTEEN_BIT, range(8, 257, 8), dropout=False),
-    Inputs(LITTLE_SHARED_MEMORY, SIXTEEN_BIT, range(232, 257, 8), dropout=False),
-)
 # PyTorch's flash kernel for sequences that are joined; unlike the next one, it pads no heads
 JOINED = Kernel(
     label="PyTorch's flash kernel",
-    inputs=JOINED_INPUTS,
+    inputs=(
+        Inputs(FLASH_GPUS, SIXTEEN_BIT, range(8, 193, 8), dropout=False),
+        Inputs(MUCH_SHARED_MEMORY, SIXTEEN_BIT, range(8, 257, 8), dropout=False),
+        Inputs(LITTLE_SHARED_MEMORY, SIXTEEN_BIT, range(232, 257, 8), dropout=False),
+    ),
     groups=True,
     kept=_flash_kept,
     workspace=_joined_workspace,
 )
-FLASH2 = Kernel(
-    label="FlashAttention 2", inputs=JOINED_INPUTS, groups=True, kept=_flash_kept, workspace=_joined_workspace
-)
-FLASH3 = Kernel(
-    label="FlashAttention 3", inputs=JOINED_INPUTS, groups=True, kept=_flash_kept, workspace=_flash3_workspace
-)
+FLASH2 = replace(JOINED, label="FlashAttention 2")
+FLASH3 = replace(JOINED, label="FlashAttention 3", workspace=_flash3_workspace)
 FLASH = Kernel(
     label="PyTorch's flash kernel",
     inputs=(
@@ -265,18 +251,12 @@ ATTENTIONS = {
 
 
 def fused_kernel(capability: Capability, dtype: str, head_dim: int, **call: Any) -> Kernel | None:
-    """The kernel that PyTorch runs in training for one sequence; None for the one that writes all scores.
-
-    Arguments are those of `Kernel.takes`.
-    """
+    """The kernel that PyTorch trains with for one sequence (`Kernel.takes`); None for its math kernel."""
     return next((kernel for kernel in FUSED if kernel.takes(capability, dtype, head_dim, **call)), None)
 
 
 def same_kernels(capability: Capability) -> Capability:
-    """The lowest compute capability at which the same kernels run and allocate the same.
-
-    So that steps are traced once for all of them.
-    """
+    """The lowest compute capability with the same kernels and allocations: steps are traced once for all."""
     facts = {known.gpus for kernel in (JOINED, *FUSED) for known in kernel.inputs}
     facts |= {LARGE_TILES, ROW_PRODUCTS}
     edges = sorted({edge for spans in facts for span in spans for edge in span})

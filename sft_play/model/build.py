@@ -14,9 +14,9 @@ from sft_play.manifest import find_damage, has_manifest
 from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter, load_adapter, require_fitting
 from sft_play.model.attention_choice import generation_attention
+from sft_play.model.base_files import require_as_published
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.files import compare_with_index
-from sft_play.model.hub_files import require_as_published
 from sft_play.model.load import empty_base, hub_arguments, load_model_config, new_tokens, not_loadable
 from sft_play.model.new_tokens import add_rows
 from sft_play.model.noise import add_noise
@@ -154,11 +154,6 @@ def _release_what_was_split(model: torch.nn.Module) -> None:
 def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":
     """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed.
 
-    Args:
-        config: the run.
-        plan: of the run.
-        local_rank: of this process.
-
     Raises:
         ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
     """
@@ -173,27 +168,24 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
         quantize=config.tuning.mode == "qlora",
     )
     model.config.use_cache = False
-    if config.tuning.mode != "full":
+    trained: PreTrainedModel | PeftModel = model
+    if config.tuning.mode == "full":
+        _require_finite(model)
+        freeze_what_gets_no_gradient(model)
+    else:
         autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
-        adapted = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
-        if config.train.neftune_noise_alpha:
-            add_noise(adapted, config.train.neftune_noise_alpha, config.train.seed)
-        return adapted
-    broken = first_not_finite(model.named_parameters())
-    if broken:
+        trained = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
+    if config.train.neftune_noise_alpha:
+        add_noise(trained, config.train.neftune_noise_alpha, config.train.seed)
+    return trained
+
+
+def _require_finite(model: "PreTrainedModel") -> None:
+    if broken := first_not_finite(model.named_parameters()):
         raise ConfigError(
-            f"model.name: the weight {broken} of '{config.model.name}' is NaN or infinite, and so would be "
+            f"model.name: the weight {broken} of '{model.name_or_path}' is NaN or infinite, and so would be "
             "all that is trained from it; download the model again, or use another one"
         )
-    freeze_what_gets_no_gradient(model)
-    if config.train.neftune_noise_alpha:
-        add_noise(model, config.train.neftune_noise_alpha, config.train.seed)
-    return model
-
-
-def inference_device() -> str:
-    """Where a finished model runs."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def inference_dtype(device: str) -> str:
@@ -206,13 +198,9 @@ def inference_dtype(device: str) -> str:
 def load_for_inference(
     config: RunConfig, weights: Path | None, *, dtype: str = "auto", quantize: bool | None = None
 ) -> "PreTrainedModel | PeftModel":
-    """A model ready to generate: the base, the base with an adapter, or full weights.
+    """A model ready to generate: the base alone, or with the adapter or the full weights of a finished run.
 
-    Args:
-        config: of the run.
-        weights: adapter or model folder of a finished run; None for the base alone.
-        dtype: of the base; auto is 16 bit on a GPU, fp32 on the CPU.
-        quantize: whether the base is 4-bit; default: as in training.
+    By default, the base is 16-bit on a GPU, fp32 on the CPU, and 4-bit if it was so in training.
 
     Raises:
         CheckpointError: `weights` is neither an adapter nor a model, or an adapter that does not fit.
@@ -222,7 +210,7 @@ def load_for_inference(
         raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
     if is_adapter and weights:
         require_fitting(empty_base(config.model), weights)
-    device = inference_device()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     source = config.model if weights is None or is_adapter else ModelConfig(name=str(weights))
     quantize = config.tuning.mode == "qlora" if quantize is None else quantize
     model = load_base(

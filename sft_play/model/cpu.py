@@ -74,19 +74,10 @@ class TiledLogProbs(torch.autograd.Function):
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Scores the tokens and takes the gradients.
+        """Scores the tokens and takes the gradients; the arguments are those of TRL's kernel.
 
-        Args:
-            ctx: keeps the gradients for `backward`.
-            hidden: [tokens, hidden_size].
-            weight: [vocabulary, hidden_size].
-            bias: [vocabulary], or None.
-            targets: [tokens].
-            temperature: divides the logits.
-            chunk_size: a setting of TRL's kernel; not used.
-            softcap: the logits approach it and never exceed it; None for no such limit.
-            logit_scale: multiplies the logits.
-            outputs: "is_top1" asks whether each target ranks first; only without gradients.
+        hidden is [tokens, hidden_size], weight [vocabulary, hidden_size], bias [vocabulary] or None, targets
+        [tokens]. "is_top1" in `outputs` asks whether each target ranks first; only without gradients.
 
         Returns:
             log-probabilities [tokens] in fp32, three times None for statistics that nobody asks for, and
@@ -95,7 +86,11 @@ class TiledLogProbs(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         head = [_leaf(p, wanted) for p, wanted in zip((weight, bias), needed[1:], strict=True)]
         hidden_grad = torch.empty_like(hidden) if needed[0] else None
-        head_grads = [_fp32_zeros(p) if p is not None and p.requires_grad else None for p in head]
+        trained = [p is not None and p.requires_grad for p in head]
+        head_grads = [
+            torch.zeros_like(p, dtype=torch.float32) if learns else None
+            for p, learns in zip(head, trained, strict=True)
+        ]
         log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
         ranks_first = None
         if "is_top1" in outputs and not any(needed):
@@ -135,11 +130,6 @@ class TiledLogProbs(torch.autograd.Function):
 def _leaf(tensor: torch.Tensor | None, requires_grad: bool) -> Any:
     """The tensor, of any shape, apart from the graph."""
     return None if tensor is None else tensor.detach().requires_grad_(requires_grad)
-
-
-def _fp32_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros in the same shape as the tensor."""
-    return torch.zeros_like(tensor, dtype=torch.float32)
 
 
 def _scaled(logits: torch.Tensor, scale: float, softcap: float | None, temperature: float) -> torch.Tensor:
@@ -213,11 +203,8 @@ def allocator_events() -> Iterator[list[Event]]:
 def peaks_by_mark(events: list[Event], *, of_last_half: bool = False) -> dict[str, int]:
     """The peak between each mark and the next one, by the name of the mark.
 
-    Bytes that were allocated before the first event do not count.
-
-    Args:
-        events: as `allocator_events` collects them.
-        of_last_half: use only the second half of the marks, for two rounds that leave the same marks.
+    Bytes that were allocated before the first event do not count. `of_last_half` uses only the second half of
+    the marks, for two rounds that leave the same ones.
     """
     changes = [(start, size) for start, size, name in events if name == MEMORY]
     marks = [(start, name) for start, _, name in events if name.startswith(MARK)]

@@ -14,15 +14,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Any one of these is enough for transformers to build a tokenizer.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tiktoken.model",
-    "tekken.json",
-)
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tiktoken.model", "tekken.json",
+)  # fmt: skip
 WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack", ".npz",
 }  # fmt: skip
@@ -52,9 +46,7 @@ def _class_references(folder: Path) -> list[str]:
 def unpinned_code(name: str, revision: str | None) -> str | None:
     """The Hub repository whose Python code a model would run at whatever commit it then has, or None.
 
-    Args:
-        name: a folder or a Hub name.
-        revision: branch, tag or commit; only a full commit id pins the code.
+    Of branches, tags and commits, only a full commit id pins the code.
     """
     if COMMIT.fullmatch(revision or ""):
         return None

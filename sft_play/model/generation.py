@@ -132,20 +132,10 @@ def generate(
     temperature: float = 0.0,
     streamer: "BaseStreamer | None" = None,
 ) -> list[list[int]]:
-    """Generates an answer to each prompt.
+    """Generates at most `max_new_tokens` after each prompt; returns them, with the stop token.
 
-    Prompts are padded on the left to a batch of [prompts, width].
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        prompts: tokens of each prompt.
-        max_new_tokens: the most tokens to generate for each prompt.
-        temperature: 0 for greedy decoding.
-        streamer: receives tokens as they are generated.
-
-    Returns:
-        The new tokens of each prompt, with the stop token.
+    Prompts are padded on the left to a batch of [prompts, width]. Decoding is greedy if the temperature is 0.
+    A streamer receives tokens as they are generated.
     """
     from transformers import GenerationConfig
 
@@ -196,13 +186,6 @@ def answer_batches(
     A prompt that leaves fewer than `max_new_tokens` positions is answered alone with the room that it leaves,
     so that no answer depends on which rows share its batch.
 
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        prompts: tokens of each prompt.
-        max_new_tokens: the most tokens of an answer.
-        batch_size: prompts at a time.
-
     Raises:
         DoesNotFitError: memory runs out on a single row.
     """
@@ -234,22 +217,13 @@ def generate_answers(
 ) -> list[Answer]:
     """The answers in the order of the prompts, generated under a progress bar.
 
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        prompts: tokens of each prompt.
-        max_new_tokens: the most tokens of an answer.
-        batch_size: prompts at a time.
-        description: of the progress bar.
-
     Raises:
         DoesNotFitError: memory runs out on a single row.
     """
     answers: dict[int, Answer] = {}
     with progress_bar(description, len(prompts)) as done:
-        for rows, made in answer_batches(
-            model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size
-        ):
+        limits = dict(max_new_tokens=max_new_tokens, batch_size=batch_size)
+        for rows, made in answer_batches(model, tokenizer, prompts, **limits):
             answers.update(zip(rows, made, strict=True))
             done(len(rows))
     return [answers[row] for row in range(len(prompts))]

@@ -14,78 +14,35 @@ from typing import Any
 
 import torch
 
-# The classes with Llama's code, by family: norms, and attention that rotates queries and keys.
-LIKE_LLAMA: dict[str, tuple[str, ...]] = {
-    "apertus": ("ApertusRMSNorm", "ApertusAttention"),
-    "arcee": ("ArceeRMSNorm", "ArceeAttention"),
-    "bamba": ("BambaRMSNorm",),
-    "bitnet": ("BitNetRMSNorm", "BitNetAttention"),
-    "deepseek_v2": ("DeepseekV2RMSNorm",),
-    "deepseek_v3": ("DeepseekV3RMSNorm", "DeepseekV3Attention"),
-    "deepseek_v32": ("DeepseekV32RMSNorm",),
-    "dots1": ("Dots1RMSNorm", "Dots1Attention"),
-    "ernie4_5": ("Ernie4_5RMSNorm",),
-    "ernie4_5_moe": ("Ernie4_5_MoeRMSNorm",),
-    "exaone4": ("Exaone4RMSNorm", "Exaone4Attention"),
-    "falcon": ("FalconAttention",),
-    "falcon_h1": ("FalconH1RMSNorm", "FalconH1Attention"),
-    "falcon_mamba": ("FalconMambaRMSNorm",),
-    "gemma": ("GemmaAttention",),
-    "gemma2": ("Gemma2Attention",),
-    "gemma3": ("Gemma3Attention",),
-    "glm": ("GlmRMSNorm",),
-    "glm4": ("Glm4RMSNorm",),
-    "glm4_moe": ("Glm4MoeRMSNorm",),
-    "glm4_moe_lite": ("Glm4MoeLiteRMSNorm", "Glm4MoeLiteAttention"),
-    "granite": ("GraniteRMSNorm", "GraniteAttention"),
-    "granitemoe": ("GraniteMoeRMSNorm", "GraniteMoeAttention"),
-    "granitemoehybrid": ("GraniteMoeHybridRMSNorm", "GraniteMoeHybridAttention"),
-    "granitemoeshared": ("GraniteMoeSharedRMSNorm", "GraniteMoeSharedAttention"),
-    "hunyuan_v1_dense": ("HunYuanDenseV1RMSNorm", "HunYuanDenseV1Attention"),
-    "hunyuan_v1_moe": ("HunYuanMoEV1RMSNorm", "HunYuanMoEV1Attention"),
-    "jamba": ("JambaRMSNorm",),
-    "kimi_linear": ("KimiLinearRMSNorm",),
-    "lfm2": ("Lfm2RMSNorm", "Lfm2Attention"),
-    "lfm2_moe": ("Lfm2MoeRMSNorm", "Lfm2MoeAttention"),
-    "llama": ("LlamaRMSNorm", "LlamaAttention"),
-    "mamba": ("MambaRMSNorm",),
-    "mamba2": ("Mamba2RMSNorm",),
-    "minicpm3": ("MiniCPM3RMSNorm", "MiniCPM3Attention"),
-    "minimax": ("MiniMaxRMSNorm", "MiniMaxAttention"),
-    "minimax_m2": ("MiniMaxM2RMSNorm",),
-    "ministral": ("MinistralRMSNorm", "MinistralAttention"),
-    "ministral3": ("Ministral3RMSNorm", "Ministral3Attention"),
-    "mistral": ("MistralRMSNorm", "MistralAttention"),
-    "mistral4": ("Mistral4RMSNorm", "Mistral4Attention"),
-    "mixtral": ("MixtralRMSNorm", "MixtralAttention"),
-    "mllama": ("MllamaTextRMSNorm", "MllamaTextSelfAttention"),
-    "olmoe": ("OlmoeRMSNorm", "OlmoeAttention"),
-    "phi": ("PhiAttention",),
-    "phi3": ("Phi3RMSNorm",),
-    "phimoe": ("PhimoeAttention",),
-    "qwen2": ("Qwen2RMSNorm", "Qwen2Attention"),
-    "qwen2_5_vl": ("Qwen2_5_VLRMSNorm", "Qwen2_5_VLAttention"),
-    "qwen2_moe": ("Qwen2MoeRMSNorm", "Qwen2MoeAttention"),
-    "qwen2_vl": ("Qwen2VLRMSNorm", "Qwen2VLAttention"),
-    "qwen3": ("Qwen3RMSNorm", "Qwen3Attention"),
-    "qwen3_moe": ("Qwen3MoeRMSNorm", "Qwen3MoeAttention"),
-    "qwen3_vl": ("Qwen3VLTextRMSNorm", "Qwen3VLTextAttention"),
-    "qwen3_vl_moe": ("Qwen3VLMoeTextRMSNorm", "Qwen3VLMoeTextAttention"),
-    "seed_oss": ("SeedOssRMSNorm", "SeedOssAttention"),
-    "smollm3": ("SmolLM3RMSNorm", "SmolLM3Attention"),
-    "solar_open": ("SolarOpenRMSNorm", "SolarOpenAttention"),
-    "stablelm": ("StableLmAttention",),
-    "starcoder2": ("Starcoder2Attention",),
-    "zamba2": ("Zamba2RMSNorm", "Zamba2Attention"),
-}
+# The classes of transformers with Llama's code: norms, and attention that rotates queries and keys.
+NORMS = """
+    ApertusRMSNorm ArceeRMSNorm BambaRMSNorm BitNetRMSNorm DeepseekV2RMSNorm DeepseekV3RMSNorm
+    DeepseekV32RMSNorm Dots1RMSNorm Ernie4_5RMSNorm Ernie4_5_MoeRMSNorm Exaone4RMSNorm FalconH1RMSNorm
+    FalconMambaRMSNorm GlmRMSNorm Glm4RMSNorm Glm4MoeRMSNorm Glm4MoeLiteRMSNorm GraniteRMSNorm
+    GraniteMoeRMSNorm GraniteMoeHybridRMSNorm GraniteMoeSharedRMSNorm HunYuanDenseV1RMSNorm
+    HunYuanMoEV1RMSNorm JambaRMSNorm KimiLinearRMSNorm Lfm2RMSNorm Lfm2MoeRMSNorm LlamaRMSNorm
+    MambaRMSNorm Mamba2RMSNorm MiniCPM3RMSNorm MiniMaxRMSNorm MiniMaxM2RMSNorm MinistralRMSNorm
+    Ministral3RMSNorm MistralRMSNorm Mistral4RMSNorm MixtralRMSNorm MllamaTextRMSNorm OlmoeRMSNorm
+    Phi3RMSNorm Qwen2RMSNorm Qwen2_5_VLRMSNorm Qwen2MoeRMSNorm Qwen2VLRMSNorm Qwen3RMSNorm
+    Qwen3MoeRMSNorm Qwen3VLTextRMSNorm Qwen3VLMoeTextRMSNorm SeedOssRMSNorm SmolLM3RMSNorm
+    SolarOpenRMSNorm Zamba2RMSNorm
+"""
+ATTENTIONS = """
+    ApertusAttention ArceeAttention BitNetAttention DeepseekV3Attention Dots1Attention Exaone4Attention
+    FalconAttention FalconH1Attention GemmaAttention Gemma2Attention Gemma3Attention
+    Glm4MoeLiteAttention GraniteAttention GraniteMoeAttention GraniteMoeHybridAttention
+    GraniteMoeSharedAttention HunYuanDenseV1Attention HunYuanMoEV1Attention Lfm2Attention
+    Lfm2MoeAttention LlamaAttention MiniCPM3Attention MiniMaxAttention MinistralAttention
+    Ministral3Attention MistralAttention Mistral4Attention MixtralAttention MllamaTextSelfAttention
+    OlmoeAttention PhiAttention PhimoeAttention Qwen2Attention Qwen2_5_VLAttention Qwen2MoeAttention
+    Qwen2VLAttention Qwen3Attention Qwen3MoeAttention Qwen3VLTextAttention Qwen3VLMoeTextAttention
+    SeedOssAttention SmolLM3Attention SolarOpenAttention StableLmAttention Starcoder2Attention
+    Zamba2Attention
+"""
 
 
 def replace_forwards(model: torch.nn.Module) -> None:
-    """Lets the listed modules compute in fewer passes; leaves all others as they are.
-
-    Args:
-        model: of transformers, without adapters.
-    """
+    """Lets the listed modules of a model without adapters compute in fewer passes."""
     ours = {kind: _our_forward(kind) for kind in set(map(type, model.modules()))}
     for module in model.modules():
         if forward := ours[type(module)]:
@@ -94,16 +51,12 @@ def replace_forwards(model: torch.nn.Module) -> None:
 
 def _our_forward(kind: type) -> Any:
     """What to put in the place of the forward pass of a module of this class; None for those that stay."""
-    family = kind.__module__.rpartition(".modeling_")[2]
-    if kind.__module__ != module_of(family) or kind.__name__ not in LIKE_LLAMA.get(family, ()):
+    if not kind.__module__.startswith("transformers.models."):
         return None
+    if kind.__name__ in NORMS.split():
+        return _norm_forward
     forward: Any = kind.forward  # type: ignore[attr-defined]
-    return _norm_forward if kind.__name__.endswith("RMSNorm") else _with_our_rotation(forward)
-
-
-def module_of(family: str) -> str:
-    """The module of transformers with the layers of a family of models."""
-    return f"transformers.models.{family}.modeling_{family}"
+    return _with_our_rotation(forward) if kind.__name__ in ATTENTIONS.split() else None
 
 
 def _with_our_rotation(forward: FunctionType) -> FunctionType:
@@ -124,15 +77,8 @@ def rotated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys with their positions, in place of Llama's `apply_rotary_pos_emb`.
 
-    Args:
-        q: [batch, heads, tokens, head_dim].
-        k: [batch, key_value_heads, tokens, head_dim].
-        cos: [batch, tokens, head_dim].
-        sin: [batch, tokens, head_dim].
-        unsqueeze_dim: the dimension of the heads.
-
-    Returns:
-        The shapes of q and k.
+    q is [batch, heads, tokens, head_dim], k [batch, key_value_heads, tokens, head_dim], cos and sin are
+    [batch, tokens, head_dim]; the results have the shapes of q and k.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)

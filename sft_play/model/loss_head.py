@@ -14,13 +14,11 @@ def add_loss_head(model: Any) -> None:
     """Gives a causal language model TRL's fused output head, which on a CPU computes with `TiledLogProbs`.
 
     `model(**batch, fused_lm_head=True)` then returns log-probabilities instead of logits.
-
-    Args:
-        model: with or without an adapter around it.
     """
     from trl.trainer.utils import add_fused_lm_head
 
-    ours = {"_ChunkedLogProbFunction": LogProbs, "_use_triton": _always}
+    # only supervised tokens are scored, on any device
+    ours = {"_ChunkedLogProbFunction": LogProbs, "_use_triton": lambda device: True}
     # The same function over other globals: TRL's own trainers in this process keep its kernel.
     add = FunctionType(add_fused_lm_head.__code__, {**add_fused_lm_head.__globals__, **ours})
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -46,21 +44,13 @@ def _has_routers(model: Any) -> bool:
     return not classes or any(isinstance(module, classes) for module in model.modules())
 
 
-def _always(device: torch.device) -> bool:
-    """Only supervised tokens are scored, on any device."""
-    return True
-
-
 def token_loss(
     model: Any, batch: dict[str, Any], tokens: Any = None, *, router_weight: float = 0.0
 ) -> torch.Tensor:
-    """The scalar loss of a micro-batch.
+    """The scalar loss of a micro-batch of [rows, tokens], for a model with the head of `add_loss_head`.
 
-    Args:
-        model: has the head of `add_loss_head`, whose `log_probs` are [rows, tokens].
-        batch: of a collator, tensors of [rows, tokens].
-        tokens: supervised tokens that the loss is averaged over; default those of the micro-batch.
-        router_weight: of the auxiliary loss that balances experts, where the model computes one.
+    It is averaged over `tokens`, by default the supervised ones of the micro-batch. `router_weight` is that
+    of the loss that balances experts, where the model computes one.
     """
     outputs = model(**batch, use_cache=False, fused_lm_head=True)
     count = outputs.label_mask.sum() if tokens is None else torch.as_tensor(tokens)
@@ -114,17 +104,10 @@ class TokenScore:
 
 @torch.no_grad()
 def score_batch(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """Negative log-likelihood, number, and number of correct predictions of a batch's supervised tokens.
+    """Negative log-likelihood, number, and correct predictions of a batch's supervised tokens, [3], float64.
 
     The model must have the output head of `add_loss_head`, which never materializes the [rows, tokens,
     vocabulary] logits.
-
-    Args:
-        model: the model.
-        batch: `input_ids`, `labels` and `position_ids`, each [rows, tokens].
-
-    Returns:
-        [3], float64.
     """
     outputs = model(**batch, use_cache=False, fused_lm_head=True)
     parts = (-outputs.log_probs.sum(), outputs.label_mask.sum(), outputs.is_top1.sum())

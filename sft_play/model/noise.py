@@ -21,12 +21,8 @@ def add_noise(model: Any, alpha: float, seed: int = 0) -> None:
     """Makes a causal language model add noise to its input embeddings in training mode.
 
     A row of L tokens with hidden size d gets values that are uniform within alpha / sqrt(L * d) of 0. What
-    comes after the last token with loss, as padding does, does not change the loss, and does not count.
-
-    Args:
-        model: with or without an adapter around it; its attribute `noise_step` is the step to learn from.
-        alpha: strength of the noise.
-        seed: of the run.
+    comes after the last token with loss, as padding does, does not change the loss, and does not count. The
+    model's attribute `noise_step` is the step to learn from.
     """
     seen: list[dict[str, Any]] = []  # the batch of this forward pass
 
@@ -50,12 +46,7 @@ def add_noise(model: Any, alpha: float, seed: int = 0) -> None:
 
 
 def _keys(batch: dict[str, Any], salt: int) -> tuple[Tensor, Tensor]:
-    """For each token of a batch, what its noise is made from and the length of its row, both [tokens].
-
-    Args:
-        batch: of a collator.
-        salt: a number for the step.
-    """
+    """For each token of a batch, what its noise is made from and the length of its row, both [tokens]."""
     ids, labels = batch["input_ids"].flatten(), batch.get("labels")
     sizes = _row_sizes(batch).to(ids.device)
     numbers = torch.arange(len(sizes), device=ids.device)

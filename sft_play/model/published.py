@@ -8,13 +8,10 @@ import difflib
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 MODELS_FILE = Path(__file__).resolve().parents[2] / "configs" / "models.yaml"
 

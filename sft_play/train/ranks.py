@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -148,8 +148,6 @@ RUNS = 5  # of each operation and size; the fastest one counts
 ENOUGH_S = 1.0  # a larger tensor is measured only if that is expected to take less
 GLOO_TIMEOUT_S = 30  # NCCL ends the process after a timeout, so there it is that of the run
 
-Tensors = tuple[torch.Tensor, torch.Tensor]
-
 
 def with_known_exchange(job: Job) -> Job:
     """The job, planned again if what communication costs has just been measured; all ranks must call it.
@@ -208,10 +206,8 @@ def _measure(job: Job) -> Collectives:
         limit_s = min(limit_s, GLOO_TIMEOUT_S)
     group = distributed.new_group(timeout=timedelta(seconds=limit_s))
     try:
-        return Collectives(
-            _curve(lambda whole, part: distributed.all_reduce(whole, group=group), tensors, group),
-            _curve(lambda whole, part: distributed.all_gather_into_tensor(whole, part, group), tensors, group),
-        )
+        reduced = _curve(distributed.all_reduce, tensors[:1], group)
+        return Collectives(reduced, _curve(distributed.all_gather_into_tensor, tensors, group))
     finally:
         distributed.destroy_process_group(group)
         del tensors
@@ -219,7 +215,7 @@ def _measure(job: Job) -> Collectives:
             torch.cuda.empty_cache()
 
 
-def _tensors(device: torch.device, processes: int) -> Tensors | None:
+def _tensors(device: torch.device, processes: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A whole tensor of the largest size, and a process's part of one; None without the memory for them."""
     count = SIZES[-1] // 4 // processes
     try:
@@ -228,14 +224,14 @@ def _tensors(device: torch.device, processes: int) -> Tensors | None:
         return None
 
 
-def _curve(run: Callable[..., Any], tensors: Tensors, group: Any) -> Curve:
+def _curve(run: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any) -> Curve:
     """Seconds of the slowest rank by the bytes of the whole tensor, up to the size that takes too long."""
-    whole, part = tensors
+    whole, *parts = tensors
     seconds: list[float] = []
     for size in SIZES:
         count = size // 4 // group.size()
-        least = _least(run, whole[: count * group.size()], part[:count])
-        slowest = torch.tensor([least], dtype=torch.float64, device=whole.device)
+        used = [whole[: count * group.size()], *(part[:count] for part in parts)]
+        slowest = torch.tensor([_least(run, used, group)], dtype=torch.float64, device=whole.device)
         distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX, group=group)
         seconds.append(slowest.item())
         if (1 + RUNS) * seconds[-1] * SIZES[1] / SIZES[0] > ENOUGH_S:
@@ -243,12 +239,12 @@ def _curve(run: Callable[..., Any], tensors: Tensors, group: Any) -> Curve:
     return Curve(SIZES[: len(seconds)], tuple(seconds))
 
 
-def _least(run: Callable[..., Any], *tensors: torch.Tensor) -> float:
+def _least(run: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any) -> float:
     """Seconds of the fastest of several runs after the first, which connects the processes; [n] each."""
     times = []
     for _ in range(1 + RUNS):
         began = now(tensors[0].device)
-        run(*tensors)
+        run(*tensors, group=group)
         times.append(now(tensors[0].device) - began)
     return min(times[1:])
 

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model import hub_files
+from sft_play.model import base_files as hub_files
 from sft_play.model.build import load_base
 
 MODEL, COMMIT = ModelConfig(name="org/tiny"), "c" * 40

@@ -2,17 +2,20 @@
 
 import contextlib
 import copy
+import re
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from benchmarks.miniatures import miniature
 from benchmarks.random_models import random_base, stock_forwards
 from benchmarks.small_models import TALL, small_config
 from sft_play.model import layer_forward
-from sft_play.model.layer_forward import LIKE_LLAMA, module_of
+from sft_play.model.layer_forward import ATTENTIONS, NORMS
 from sft_play.sizing.recorder import AllocationRecorder
 from tests.rounding import (
     assert_same_norm,
@@ -110,13 +113,18 @@ def rotations(kind):
 
 def test_each_listed_class_computes_what_its_original_does():
     torch.manual_seed(0)
+    modules = {
+        name: f"transformers.models.{file.parent.name}.{file.stem}"
+        for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+        for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
     wrong = []
-    for family, names in LIKE_LLAMA.items():
-        for kind in (getattr(import_module(module_of(family)), name) for name in names):
-            both = norms(kind) if kind.__name__.endswith("RMSNorm") else rotations(kind)
-            errors = [(our - their).abs().max() / their.abs().max() for their, our in zip(*both, strict=True)]
-            if max(errors) > ROUNDINGS:
-                wrong.append(f"{kind.__name__}: {max(errors):.1e}")
+    for name in (NORMS + ATTENTIONS).split():
+        kind = getattr(import_module(modules[name]), name)
+        both = norms(kind) if name.endswith("RMSNorm") else rotations(kind)
+        errors = [(our - their).abs().max() / their.abs().max() for their, our in zip(*both, strict=True)]
+        if max(errors) > ROUNDINGS:
+            wrong.append(f"{name}: {max(errors):.1e}")
     assert not wrong, f"other values than in transformers: {', '.join(wrong)}"
 
 

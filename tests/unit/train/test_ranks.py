@@ -49,14 +49,17 @@ def test_sizes_that_would_take_too_long_are_left_out(job, monkeypatch):
     assert known(job)[2].all_reduce.sizes == ranks.SIZES[:1]
 
 
-@pytest.mark.parametrize("what", ["_all_gather", "_tensors"])
+@pytest.mark.parametrize("what", ["operation", "memory"])
 def test_a_measurement_that_fails_changes_nothing(job, monkeypatch, capsys, what):
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr(ranks, what, broken if what == "_all_gather" else lambda *_: None)
+    if what == "operation":
+        monkeypatch.setattr(distributed, "all_gather_into_tensor", broken)
+    else:
+        monkeypatch.setattr(ranks, "_tensors", lambda *_: None)
     assert ranks.with_known_exchange(job) is job and known(job) == {}
-    reason = "no such operation" if what == "_all_gather" else "too little memory is free"
+    reason = "no such operation" if what == "operation" else "too little memory is free"
     assert f"could not be measured: {reason}" in " ".join(capsys.readouterr().out.split())
 
 
