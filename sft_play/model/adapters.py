@@ -43,24 +43,8 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[
     from peft import LoraConfig
 
     require_quick_patterns(lora, (name for name, _ in model.named_modules()))
-    auto = lora.target_modules == "auto"
-    targets = auto_targets(model) if auto else Targets(tuple(lora.target_modules), ())
     besides = _trained_besides(lora, model, new_ids)
-    whole = besides["modules_to_save"] or []
-    if auto:
-        targets = targets.without(whole)
-        if not targets.modules and not targets.experts:
-            raise ConfigError(
-                f"tuning.lora.modules_to_save: {', '.join(whole)} holds every layer that could be adapted; "
-                "name modules within it, or set tuning.mode=full"
-            )
-    else:
-        require_inner_layers(model, lora.target_modules)
-    if not auto and (both := _adapted_within(model, lora.target_modules, whole)):
-        raise ConfigError(
-            f"tuning.lora.modules_to_save trains {both} whole, and tuning.lora.target_modules gives it an "
-            "adapter; leave it out of one of them"
-        )
+    targets = _targets(lora, model, besides["modules_to_save"] or [])
     if targets.experts and (lora.dropout or lora.use_dora or lora.init != "default"):
         setting = "use_dora=true" if lora.use_dora else f"dropout={lora.dropout}"
         setting = setting if lora.init == "default" else f"init={lora.init}"
@@ -68,7 +52,7 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[
             f"tuning.lora.{setting} does not work with the fused experts of {type(model).__name__}: leave it "
             "out, or list the other layers in tuning.lora.target_modules"
         )
-    prefix = text_prefix(model)
+    prefix = text_prefix(model) if lora.target_modules != "auto" else None
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -76,7 +60,7 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[
         lora_dropout=lora.dropout,
         target_modules=list(targets.modules),
         target_parameters=list(targets.experts) or None,
-        exclude_modules=f"(?!{re.escape(prefix)}\\.).*" if prefix and not auto else None,
+        exclude_modules=f"(?!{re.escape(prefix)}\\.).*" if prefix else None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         use_rslora=lora.use_rslora,
@@ -88,13 +72,30 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[
     return config
 
 
-def require_inner_layers(model: "PreTrainedModel", targets: Sequence[str]) -> None:
+def _targets(lora: LoraSettings, model: "PreTrainedModel", whole: Sequence[str]) -> Targets:
+    """What gets an adapter, apart from the modules that are trained whole."""
+    if lora.target_modules == "auto":
+        targets = auto_targets(model).without(whole)
+        if not targets.modules and not targets.experts:
+            raise ConfigError(
+                f"tuning.lora.modules_to_save: {', '.join(whole)} holds every layer that could be adapted; "
+                "name modules within it, or set tuning.mode=full"
+            )
+        return targets
+    _require_inner_layers(model, lora.target_modules)
+    names = (name for name, _ in model.named_modules() if name.rpartition(".")[2] in lora.target_modules)
+    if both := next((name for name in names if is_within(name, whole)), None):
+        raise ConfigError(
+            f"tuning.lora.modules_to_save trains {both} whole, and tuning.lora.target_modules gives it an "
+            "adapter; leave it out of one of them"
+        )
+    return Targets(tuple(lora.target_modules), ())
+
+
+def _require_inner_layers(model: "PreTrainedModel", targets: Sequence[str]) -> None:
     """Checks that no target is an embedding or the output head.
 
     The loss is computed from the weights of the head alone, in tiles, so an adapter there would be ignored.
-
-    Raises:
-        ConfigError: one is; names it.
     """
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -106,18 +107,8 @@ def require_inner_layers(model: "PreTrainedModel", targets: Sequence[str]) -> No
             )
 
 
-def _adapted_within(model: "PreTrainedModel", targets: Sequence[str], whole: Sequence[str]) -> str | None:
-    """The first module with the name of a target that is trained whole; None if there is none."""
-    names = (name for name, _ in model.named_modules() if name.rpartition(".")[2] in targets)
-    return next((name for name in names if is_within(name, whole)), None)
-
-
 def _trained_besides(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[int]) -> dict[str, Any]:
-    """PEFT's settings for what is trained beside the adapters.
-
-    Raises:
-        ConfigError: this model has no such module, or a part of it would be trained in two ways.
-    """
+    """PEFT's settings for what is trained beside the adapters."""
     whole, rows = modules_to_save(model, lora.modules_to_save), trained_rows(model, new_ids)
     found: dict[str, Any] = {"modules_to_save": whole or None, "trainable_token_indices": rows}
     if not whole:
@@ -143,11 +134,7 @@ def attach_adapter(
 ) -> "PeftModel":
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 
-    Args:
-        model: the base model.
-        lora: the adapter's settings.
-        autocast: every forward pass will run under autocast.
-        new_ids: of the tokens whose rows are trained too.
+    With `autocast`, every forward pass will run under it. The rows of `new_ids` are trained too.
 
     Raises:
         ConfigError: target_modules or patterns match nothing in this model, or an embedding or the output
@@ -234,13 +221,9 @@ def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
 
 
 def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
-    """Checks, before any base weights are loaded, that an adapter is whole and one for this base.
+    """Checks, on a base without weights, that an adapter is whole and one for this base.
 
     PEFT would start missing weights from scratch and leave out unexpected ones.
-
-    Args:
-        empty: the base on the meta device, without weights.
-        folder: of the adapter.
 
     Raises:
         CheckpointError: the adapter is not one for this base, or not whole.
@@ -258,21 +241,15 @@ def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
         raise _unfit(folder, error) from error
     weights = get_peft_model_state_dict(model, save_embedding_layers=False)
     expected = {name: tuple(weight.shape) for name, weight in weights.items()}
-    other = [
-        f"{name} {found[name]} instead of {expected[name]}"
-        for name in found.keys() & expected.keys()
-        if found[name] != expected[name]
+    shaped = ((name, found[name], expected[name]) for name in found.keys() & expected.keys())
+    other = [f"{name} {was} instead of {wanted}" for name, was, wanted in shaped if was != wanted]
+    problems = [
+        _listed("missing", expected.keys() - found.keys()),
+        _listed("unexpected", found.keys() - expected.keys()),
+        _listed("of another shape:", other),
     ]
-    problems = (
-        _listed("missing", expected.keys() - found.keys())
-        + _listed("unexpected", found.keys() - expected.keys())
-        + _listed("of another shape:", other)
-    )
-    if problems:
-        raise CheckpointError(
-            f"the adapter in {folder} does not fit the model: {problems}use the config that it was "
-            "trained with, restore the folder, or train again with `make train`"
-        )
+    if any(problems):
+        raise _unfit(folder, "; ".join(filter(None, problems)))
 
 
 def _require_rows(empty: "PreTrainedModel", config: Any, folder: Path) -> None:
@@ -281,9 +258,8 @@ def _require_rows(empty: "PreTrainedModel", config: Any, folder: Path) -> None:
     embedding: Any = empty.get_input_embeddings()
     count = len(embedding.weight)
     if last >= count:
-        raise CheckpointError(
-            f"the adapter in {folder} does not fit the model: it has trained row {last} of the embedding, "
-            f"which has {count}; use the config that it was trained with (model.new_tokens)"
+        raise _unfit(
+            folder, f"it has trained row {last} of the embedding, which has {count}; see model.new_tokens"
         )
 
 
@@ -303,8 +279,8 @@ def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
     return model
 
 
-def _unfit(folder: Path, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split())[:300]
+def _unfit(folder: Path, why: str | Exception) -> CheckpointError:
+    reason = why if isinstance(why, str) else " ".join(str(why).split())[:300]
     return CheckpointError(
         f"the adapter in {folder} does not fit the model: {reason}\n"
         "Use the config that it was trained with, or train again with `make train`"
@@ -312,7 +288,5 @@ def _unfit(folder: Path, error: Exception) -> CheckpointError:
 
 
 def _listed(what: str, names: Collection[str]) -> str:
-    if not names:
-        return ""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{what} {', '.join(sorted(names)[:SHOWN])}{more}; "
+    return f"{what} {', '.join(sorted(names)[:SHOWN])}{more}" if names else ""

@@ -25,14 +25,10 @@ def padded_collator(pad_id: int, multiple: int = PAD_TO_MULTIPLE_OF) -> Collator
     """
 
     def collate(rows: Sequence[dict[str, Any]]) -> Batch:
-        return _padded(_column(rows, "input_ids"), _column(rows, "labels"), pad_id, multiple)
+        ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+        return _padded(ids, labels, pad_id, multiple)
 
     return collate
-
-
-def _column(rows: Sequence[dict[str, Any]], name: str) -> list[torch.Tensor]:
-    """A tensor of [tokens] for each row."""
-    return [torch.tensor(row[name]) for row in rows]
 
 
 def _padded(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], pad_id: int, multiple: int) -> Batch:

@@ -34,11 +34,7 @@ SAID_FROM = 10  # seconds of work, after which a line says how long it took
 
 
 def take_out_start(model: "PeftModel", lora: LoraSettings) -> None:
-    """Starts the adapters with a part of the weights of their layers, which lose it.
-
-    Args:
-        model: with fp32 adapters, which are overwritten.
-        lora: their settings, whose `init` is not the default.
+    """Starts the fp32 adapters with a part of the weights of their layers, which lose it.
 
     Raises:
         ConfigError: a weight cannot be decomposed so, or is NaN or infinite.
@@ -93,13 +89,7 @@ def _decompose(name: str, layer: Any, init: str) -> None:
 
 
 def save_trained(model: Any, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Saves a full model, or an adapter for the original base.
-
-    Args:
-        model: the model.
-        folder: where to.
-        weights: by name, of any shape; default: the model's own.
-    """
+    """Saves a full model, or an adapter for the original base; default weights, any shape: its own."""
     model.save_pretrained(str(folder), safe_serialization=True, state_dict=weights)
     start = getattr(model, "start_of_adapters", None)
     if start:

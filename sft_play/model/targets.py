@@ -149,16 +149,15 @@ def modules_to_save(model: "PreTrainedModel", names: Sequence[str]) -> list[str]
 
 
 def _require_trainable(name: str, module: torch.nn.Module) -> None:
+    problem = None
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-        raise ConfigError(f"tuning.lora.modules_to_save: {name} is a list of modules; name the modules in it")
-    parameters = list(module.parameters())
-    if not parameters:
-        raise ConfigError(f"tuning.lora.modules_to_save: {name} has no weights to train")
-    if any("4bit" in type(part).__name__ for part in module.modules()):
-        raise ConfigError(
-            f"tuning.lora.modules_to_save: {name} has 4-bit weights, which cannot be trained; leave it out, "
-            "or set tuning.mode=lora"
-        )
+        problem = "is a list of modules; name the modules in it"
+    elif not any(True for _ in module.parameters()):
+        problem = "has no weights to train"
+    elif any("4bit" in type(part).__name__ for part in module.modules()):
+        problem = "has 4-bit weights, which cannot be trained; leave it out, or set tuning.mode=lora"
+    if problem:
+        raise ConfigError(f"tuning.lora.modules_to_save: {name} {problem}")
 
 
 def kept_by_peft(config: "LoraConfig", model: "PreTrainedModel") -> list[str]:

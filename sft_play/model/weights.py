@@ -63,32 +63,24 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
     if not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
         raise CheckpointError(f"{folder} has no *.safetensors weights (found: {found})\n{next_command}")
-    missing = missing_shards(folder)
-    if missing:
+    if missing := missing_shards(folder):
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}, listed in its index\n{next_command}")
     require_undamaged(folder, next_command)
     for file in files:
         _require_whole(file, next_command)
-    trained, asked = read_manifest(folder).get("new_tokens"), list(config.model.new_tokens)
-    if trained is not None and trained != asked:
+    trained, new = read_manifest(folder).get("new_tokens"), list(config.model.new_tokens)
+    if trained is not None and trained != new:
         raise CheckpointError(
-            f"{folder} was trained with model.new_tokens={trained}, and the config has {asked}; use the "
-            "config that it was trained with"
+            f"{folder} was trained with model.new_tokens={trained}, and the config has {new}; use the config "
+            "that it was trained with"
         )
     if not full:
-        _compare_base(config, folder)
+        base, asked = read_json(folder / settings).get("base_model_name_or_path"), config.model.name
+        if base is not None and Path(base).name != Path(asked).name:
+            warning = f"the adapter was trained on {base}, but the config's model.name is {asked}"
+            console().print(f"[yellow]warning[/]: {warning}")
         require_same_base(config.model, run)
     return folder
-
-
-def _compare_base(config: RunConfig, adapter: Path) -> None:
-    base = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
-    if base is not None and Path(base).name != Path(config.model.name).name:
-        console().print(
-            f"[yellow]warning[/yellow]: the adapter was trained on {base}, but the config's model.name is "
-            f"{config.model.name}",
-            markup=True,
-        )
 
 
 def release_memory() -> None:
@@ -111,7 +103,4 @@ def first_not_finite(weights: Iterable[tuple[str, "Tensor"]]) -> str | None:
     sums = [weight.sum(dtype=torch.float32) for _, weight in floating]
     if not sums or torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all():
         return None
-    for name, weight in floating:
-        if not torch.isfinite(weight).all():
-            return name
-    return None
+    return next((name for name, weight in floating if not torch.isfinite(weight).all()), None)

@@ -138,8 +138,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
                 write_ran_out(correction_path(session.job, plan), plan)  # the next run plans without it
                 raise DoesNotFitError(
                     f"memory ran out in the probe of micro-batch {plan.micro_batch_size}: "
-                    f"{str(error).splitlines()[0]}\n"
-                    f"{memory_advice(plan)}"
+                    f"{str(error).splitlines()[0]}\n{memory_advice(plan)}"
                 ) from error
             ran_out = True
         finally:
@@ -237,9 +236,7 @@ def _let_go(trainer: Any) -> None:
 
 def memory_advice(plan: Plan) -> str:
     """What to change after memory ran out."""
-    smaller = (
-        "train.batch_size=1"
-        if plan.rows_per_micro_batch > 1
-        else "tuning.mode=qlora or model.max_seq_len=<shorter>"
-    )
+    smaller = "tuning.mode=qlora or model.max_seq_len=<shorter>"
+    if plan.rows_per_micro_batch > 1:
+        smaller = "train.batch_size=1"
     return f"Try train.gradient_checkpointing=true or {smaller}"
