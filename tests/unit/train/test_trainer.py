@@ -1,0 +1,219 @@
+"""What the trainer does otherwise than the library, method by method, on a real model in one process."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.errors import NonFiniteError
+from sft_play.model.loss_head import TokenScore, score_batch
+from sft_play.train.run import prepare_session
+from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged
+from tests.integration.jobs import make_job
+from tests.rounding import assert_same_values
+from tests.unit.test_manifest import flip_bit
+
+NEAR = 1e-5
+
+
+@pytest.fixture
+def trainer_of(tiny_model, tmp_path):
+    """`trainer_of(**settings)`: the trainer of a run of this model, before its first step."""
+
+    def make(**settings) -> PlannedTrainer:
+        settings = {"mode": "full", "batch_size": 4, **settings}
+        return prepare_session(make_job(tiny_model, tmp_path, "one", **settings), announce=False).trainer
+
+    return make
+
+
+def first_step(trainer: PlannedTrainer) -> list[dict]:
+    """The micro-batches of the first step."""
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    count = trainer.args.gradient_accumulation_steps
+    return [trainer.data_collator([trainer.train_dataset[place]]) for place in range(count)]
+
+
+def supervised(batches: list[dict]) -> torch.Tensor:
+    """How many tokens of these batches carry loss."""
+    return sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+
+
+def break_weight(trainer: PlannedTrainer) -> None:
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(math.nan)
+
+
+def test_the_shares_of_micro_batches_add_up_to_the_mean_loss_of_the_step(trainer_of):
+    trainer = trainer_of()
+    batches = first_step(trainer)
+    assert len(batches) == 4
+    tokens = supervised(batches)
+    score = TokenScore.of(sum(score_batch(trainer.model, batch) for batch in batches))
+    shares = [trainer.training_step(trainer.model, batch, tokens) for batch in batches]
+    assert score.tokens == int(tokens)
+    assert_same_values([float(sum(shares))], [score.loss], NEAR)
+    assert all(weight.grad is not None for weight in trainer.model.parameters())
+
+
+def test_training_mode_is_set_again_after_an_evaluation(trainer_of):
+    trainer = trainer_of()
+    trainer.model.eval()
+    batches = first_step(trainer)
+    trainer.training_step(trainer.model, batches[0], supervised(batches))
+    assert all(module.training for module in trainer.model.modules())
+
+
+def test_a_loss_that_is_nan_adds_nothing_to_the_log_and_all_ranks_see_it_in_the_gradients(trainer_of):
+    trainer = trainer_of()
+    batches = first_step(trainer)
+    break_weight(trainer)
+    assert float(trainer.training_step(trainer.model, batches[0], supervised(batches))) == 0
+    assert all(weight.grad.isnan().all() for weight in trainer.model.parameters() if weight.dim() == 1)
+
+
+def test_a_step_without_a_finite_norm_is_taken_out_of_the_log_and_several_end_the_run(trainer_of, capsys):
+    trainer = trainer_of(max_skipped_steps=2)
+    batches = first_step(trainer)
+    for expected in (1, 2):
+        shares = [trainer.training_step(trainer.model, batch, supervised(batches)) for batch in batches]
+        trainer._tr_loss = 1 + sum(shares)
+        if expected == 2:
+            with pytest.raises(NonFiniteError, match="step 1 was skipped: .*2 in a row; 2 end the run"):
+                trainer._get_grad_norm(trainer.model, grad_norm=math.inf)
+            break
+        trainer._get_grad_norm(trainer.model, grad_norm=math.inf)
+        assert_same_values([float(trainer._tr_loss)], [1.0], NEAR)
+        assert all(weight.grad is None for weight in trainer.model.parameters())
+        assert "each of its rows has a finite loss on its own" in " ".join(capsys.readouterr().out.split())
+    assert trainer.skipped.total == 2
+
+
+def test_a_finite_norm_leaves_gradients_and_log_alone(trainer_of):
+    trainer = trainer_of()
+    batches = first_step(trainer)
+    trainer._tr_loss = trainer.training_step(trainer.model, batches[0], supervised(batches))
+    before = float(trainer._tr_loss)
+    assert trainer._get_grad_norm(trainer.model, grad_norm=1.5) == 1.5
+    assert float(trainer._tr_loss) == before and trainer.skipped.total == 0
+    assert all(weight.grad is not None for weight in trainer.model.parameters())
+
+
+def test_in_fp16_the_scale_is_halved_before_a_step_counts_as_broken(trainer_of):
+    trainer = trainer_of(max_skipped_steps=1)
+    batches = first_step(trainer)
+    trainer.args.fp16 = True
+    trainer._tr_loss = trainer.training_step(trainer.model, batches[0], supervised(batches))
+    for _ in range(HALVINGS):
+        trainer._get_grad_norm(trainer.model, grad_norm=math.inf)
+    assert all(weight.grad is not None for weight in trainer.model.parameters())
+    with pytest.raises(NonFiniteError):
+        trainer._get_grad_norm(trainer.model, grad_norm=math.inf)
+
+
+def test_the_rows_that_break_a_step_are_named(trainer_of):
+    trainer = trainer_of()
+    rows = trainer.train_dataset[0]["rows"]
+    assert trainer._rows_not_finite() == []
+    break_weight(trainer)
+    found = trainer._rows_not_finite()
+    assert len(found) == 16 and found[0].startswith(f"row {rows[0]} (")
+
+
+@pytest.mark.parametrize("evaluated", [1, 5, "auto"])
+def test_the_evaluation_is_the_mean_over_tokens_however_rows_are_batched(trainer_of, evaluated):
+    trainer = trainer_of(evaluated=evaluated)
+    loader = [trainer._eval_collator([batch]) for batch in trainer.eval_dataset]
+    score = TokenScore.of(sum(score_batch(trainer.model.eval(), batch) for batch in loader))
+    whole = trainer_of(evaluated=21).evaluate()
+    trainer.model.train()
+    state = torch.random.get_rng_state()
+    found = trainer.evaluate()
+    assert torch.equal(torch.random.get_rng_state(), state) and trainer.model.training
+    assert_same_values([found["eval_loss"]] * 2, [score.loss, whole["eval_loss"]], NEAR)
+    assert found["eval_token_accuracy"] == pytest.approx(whole["eval_token_accuracy"])
+    assert trainer.data_collator is trainer._train_collator
+
+
+def test_phases_are_told_to_a_probe(trainer_of):
+    trainer, phases = trainer_of(), []
+    batches = first_step(trainer)
+    trainer.begin_phase = phases.append
+    trainer.training_step(trainer.model, batches[0], supervised(batches))
+    trainer.evaluate()
+    assert phases == ["forward", "backward", "evaluation"]
+
+
+def test_lora_plus_gives_the_b_matrices_a_rate_of_their_own_and_nothing_else(trainer_of):
+    trainer = trainer_of(mode="lora", lora={"plus_ratio": 4, "modules_to_save": ["norm"]})
+    optimizer = trainer.create_optimizer()
+    names = {weight: name for name, weight in trainer.model.named_parameters()}
+    rates = {names[weight]: group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    assert set(rates) == trained and any("norm" in name for name in rates)
+    rate = trainer.args.learning_rate
+    assert all(found == (4 * rate if "lora_B" in name else rate) for name, found in rates.items())
+    assert all(group["params"] for group in optimizer.param_groups)
+    assert trainer.create_optimizer() is optimizer  # not divided again
+
+
+def test_weights_are_averaged_where_they_are_used_and_not_where_they_are_trained(trainer_of):
+    pytest.importorskip("schedulefree")
+    trainer = trainer_of(optimizer=SCHEDULE_FREE, lr_schedule="constant")
+    trainer.train()
+    weight = next(weight for weight in trainer.model.parameters() if weight.dim() > 1)
+    trainer.optimizer.train()
+    trained = weight.detach().clone()
+    with averaged(trainer.optimizer):
+        assert not torch.equal(weight, trained)
+    torch.testing.assert_close(weight.detach(), trained)
+
+
+def test_before_there_is_an_optimizer_nothing_is_averaged():
+    with averaged(None):
+        pass
+
+
+def test_a_checkpoint_is_published_whole_without_card_and_the_best_one_is_loaded(trainer_of, capsys):
+    trainer = trainer_of(save_steps=2, eval_steps=2, max_steps=4)
+    trainer.train()
+    checkpoints = Path(trainer.args.output_dir)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert not list(checkpoints.rglob("README.md")) and trainer.state.total_flos == 0
+    best = checkpoints / "checkpoint-2" / "model.safetensors"
+    for damaged in (False, True):
+        if damaged:
+            flip_bit(best, -1)
+        trainer.state.best_model_checkpoint = str(best.parent)
+        with torch.no_grad():
+            trainer.model.model.norm.weight.fill_(7)
+        trainer._load_best_model()
+        assert bool((trainer.model.model.norm.weight == 7).all()) is damaged
+    assert trainer.state.best_model_checkpoint is None
+    assert "the weights of the last step are kept" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("broken", ["weight", "optimizer"])
+def test_nothing_is_written_from_weights_or_moments_that_are_not_finite(trainer_of, broken):
+    trainer = trainer_of(save_steps=4, eval_steps=4, max_steps=4)
+    trainer.train()
+    trainer.state.global_step = 5
+    if broken == "weight":
+        break_weight(trainer)
+    else:
+        next(iter(trainer.optimizer.state.values()))["exp_avg"].fill_(math.inf)
+    with pytest.raises(NonFiniteError, match=r"is NaN or infinite"):
+        trainer._save_checkpoint(trainer.model, None)
+    assert [path.name for path in Path(trainer.args.output_dir).iterdir()] == ["checkpoint-4"]
+
+
+def test_the_loss_in_the_log_is_that_of_the_steps_that_were_not_skipped(trainer_of):
+    trainer = trainer_of()
+    for finite in (True, False):
+        trainer.skipped.count(finite=finite)
+    trainer.log({"loss": 1.0, "grad_norm": math.inf, "learning_rate": 1e-3})
+    record = trainer.state.log_history[-1]
+    assert record["loss"] == 2.0 and "grad_norm" not in record
+    assert "speed/tokens_per_second" in record and "memory/peak_gib" in record
