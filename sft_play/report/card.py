@@ -13,7 +13,15 @@ from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.manifest import CARD
 from sft_play.report.record import SPLITS, scores_of_models
-from sft_play.report.tables import METRICS, MISSING, memory_line, step_line, step_seconds, with_perplexity
+from sft_play.report.tables import (
+    MISSING,
+    formatted,
+    memory_line,
+    metric_rows,
+    step_line,
+    step_seconds,
+    with_perplexity,
+)
 from sft_play.runlog import RunDir, read_json
 from sft_play.units import format_count, format_duration
 
@@ -40,14 +48,14 @@ def renewed_cards(config: RunConfig, run: RunDir) -> Iterator[None]:
     Raises:
         StorageError: a card cannot be written.
     """
-    folders = {run.adapter: False, run.model: False, run.merged: True}
-    ours = [
-        folder for folder, merged in folders.items() if _is_ours(folder, _text(config, run, merged=merged))
-    ]
+    ours = []
+    for folder in (run.adapter, run.model, run.merged):
+        if _is_ours(folder, _text(config, run, merged=folder == run.merged)):
+            ours.append(folder)
     yield
     for folder in ours:
         try:
-            write_card(config, run, folder, merged=folders[folder])
+            write_card(config, run, folder, merged=folder == run.merged)
         except OSError as error:
             raise StorageError(f"cannot write {folder / CARD}: {error.strerror}") from error
 
@@ -67,18 +75,13 @@ def model_card(
     *,
     merged: bool = False,
 ) -> str:
-    """The card as Markdown.
+    """The card as Markdown, from summary.json and split -> model -> scores of `make eval`.
 
     Local paths are shortened to their last part: a card is published, the folders of a machine are not.
-
-    Args:
-        config: of the run.
-        summary: summary.json of the run.
-        evaluations: split -> model -> scores, of `make eval`.
-        merged: the adapter was merged into its base.
     """
     is_adapter = config.tuning.mode != "full" and not merged
     base = public_name(config.model.name)
+    versions = summary.get("versions") or {}
     blocks = [
         _metadata(config, is_adapter),
         f"# {config.output.name}",
@@ -89,7 +92,7 @@ def model_card(
         *_section("## Data", _data(summary.get("data") or {})),
         *_section("## Settings", _table(("setting", "value"), _settings(config, summary))),
         *_section("## Measured", _table(("", ""), _measured(summary))),
-        *_section("## Versions", _versions(summary.get("versions") or {})),
+        *_section("## Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -177,34 +180,21 @@ def _scores(summary: Mapping[str, Any], evaluations: Mapping[str, Mapping[str, A
     """A table of the scores before and after training, and one for each split that was evaluated."""
     scores = summary.get("eval") or {}
     both = {when: with_perplexity(scores.get(when) or {}) for when in ("before", "after")}
-    parts = [_scores_table(both)]
-    for split, models in evaluations.items():
-        table = _scores_table(models)
-        parts += [f"`make eval` on the {split} split:", table] if table else []
-    return "\n\n".join(part for part in parts if part)
-
-
-def _scores_table(columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """The metrics that are known; empty if none is."""
-    rows = []
-    for key, (label, form) in METRICS.items():
-        known = [one.get(key) for one in columns.values()]
-        if any(value is not None for value in known):
-            rows.append((label, *(MISSING if value is None else form(value) for value in known)))
-    return _table(("metric", *columns), rows)
+    parts = []
+    for split, columns in {"": both, **evaluations}.items():
+        if table := _table(("metric", *columns), metric_rows(columns)):
+            parts += [f"`make eval` on the {split} split:", table] if split else [table]
+    return "\n\n".join(parts)
 
 
 def _data(data: Mapping[str, Any]) -> str:
     rows = []
     for split in ("train", "val", "test"):
-        counts = data.get(split)
-        if counts:
+        if counts := data.get(split):
             numbers = (counts["rows"], counts["tokens"], counts["supervised_tokens"])
             rows.append((split, *(f"{number:,}" for number in numbers)))
     table = _table(("split", "rows", "tokens", "supervised tokens"), rows)
-    if not table:
-        return ""
-    return f"{table}\n\nFingerprint of the tokenized rows: `{data['fingerprint']}`"
+    return f"{table}\n\nFingerprint of the tokenized rows: `{data['fingerprint']}`" if table else ""
 
 
 def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -233,20 +223,15 @@ def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _measured(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    speed, seconds = summary.get("tokens_per_second"), summary.get("training_seconds")
-    step, origin = step_line(*step_seconds(summary)), summary.get("predicted_memory_origin")
+    speed, origin = summary.get("tokens_per_second"), summary.get("predicted_memory_origin")
     memory = memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"), origin)
     return [
         ("processes", f"{summary.get('world_size', MISSING)} ({summary.get('device', MISSING)})"),
-        ("training time", format_duration(seconds) if seconds else MISSING),
+        ("training time", formatted(summary.get("training_seconds"), format_duration)),
         ("speed", f"{format_count(speed)} tokens/s" if speed else MISSING),
-        ("optimizer step", step),
+        ("optimizer step", step_line(*step_seconds(summary))),
         ("peak memory per process", memory),
     ]
-
-
-def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _section(title: str, text: str) -> list[str]:

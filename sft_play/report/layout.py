@@ -21,13 +21,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableType:
-    """What a command is about to do, on which run.
-
-    Args:
-        command: its name.
-        resolved: config of the run.
-        lines: what it will do; default: what the run trains.
-    """
+    """What a command is about to do, on which run; by default, what the run trains."""
     title = Text.assemble((f"{command} {resolved.config.output.name}", "bold"), f"  {resolved.path}")
     texts = lines or (subject(resolved.config),)
     return Group(Words(title), *(Words(Text(f"  {text}", style="dim")) for text in texts), "")

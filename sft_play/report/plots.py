@@ -28,21 +28,11 @@ PLACEHOLDERS |= {"#0000a0": "ink", "#0000a1": "rule", "#0000a2": "accent"}
 INK, RULE, ACCENT = "#0000a0", "#0000a1", "#0000a2"
 WIDTH, POINTS_PER_INCH = 5.0, 72  # inches; fonts are readable from 340 to 600 pixels
 STYLE: Any = {
-    "svg.fonttype": "none",
-    "font.size": 11,
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": RULE,
-    "grid.linewidth": 0.6,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "lines.linewidth": 1.6,
-}
+    "svg.fonttype": "none", "font.size": 11, "lines.linewidth": 1.6, "grid.linewidth": 0.6,
+    "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": RULE, "grid.color": RULE,
+    "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,15 +71,7 @@ def curves(
     number: Callable[[float], str] = "{:g}".format,
     level: float | None = None,
 ) -> str:
-    """Lines over optimizer steps.
-
-    Args:
-        title: what is plotted, for screen readers.
-        lines: the curves, thinned.
-        unit: of the values.
-        number: how they are written.
-        level: a value that is drawn as a dashed line.
-    """
+    """Lines over optimizer steps; `title` is for screen readers, `level` is drawn as a dashed line."""
 
     def draw(axes: Axes) -> None:
         for line in lines:
@@ -109,7 +91,7 @@ def curves(
 
 
 def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: int) -> str:
-    """How many rows have how many tokens; what is longer than the last bin gets a bar of its own.
+    """How many rows have how many tokens; the `longer` ones than the last bin get a bar of their own.
 
     Args:
         title: for screen readers.
@@ -149,12 +131,7 @@ class PhaseMemory:
 def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -> str:
     """Two bars for each phase: predicted, stacked by term, and measured below it.
 
-    The budget is a line, unless the memory is so far below it that the bars would vanish.
-
-    Args:
-        title: for screen readers.
-        phases: from top to bottom.
-        budget: bytes that a process may use; None if unknown.
+    The budget, in bytes, is a line, unless the memory is so far below it that the bars would vanish.
     """
     predicted = [sum(size for _, size in phase.terms) for phase in phases]
     top = max([*predicted, *(phase.measured or 0 for phase in phases)], default=1) or 1
@@ -188,14 +165,8 @@ UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "bytes"))
 
 
 def _bar_label(axes: Axes, size: float, scale: int, y: float) -> None:
-    axes.annotate(
-        format_bytes(int(size)),
-        (size / scale, y),
-        (4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=10,
-    )
+    text, place = format_bytes(int(size)), (size / scale, y)
+    axes.annotate(text, place, (4, 0), textcoords="offset points", va="center", fontsize=10)
 
 
 def _svg(title: str, draw: Callable[[Axes], None], *, height: float) -> str:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from sft_play.report.layout import columns
-from sft_play.report.tables import MISSING, memory_line, said_of
+from sft_play.report.tables import MISSING, formatted, memory_line, said_of
 from sft_play.units import counted, format_bytes, format_duration
 
 
@@ -19,19 +19,16 @@ def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         result: the fields of a `ProbeResult`.
     """
     if not result["phases"]:
-        return (
-            "probe: out of memory" if result["ran_out"] else "probe: succeeded; memory could not be measured"
-        )
+        outcome = "out of memory" if result["ran_out"] else "succeeded; memory could not be measured"
+        return f"probe: {outcome}"
     memory, measured = plan["memory"] or {}, max(result["phases"].values())
     line = memory_line(memory.get("peak_bytes"), measured, memory.get("origin"))
     line = f"probe at the largest batch: {line}"
-    return f"{line}; {_time(plan, result)}" if result["step_seconds"] else line
-
-
-def _time(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     step, steps = result["step_seconds"], plan["plan"]["total_steps"]
+    if not step:
+        return line
     total = format_duration(step * steps)
-    return f"about {format_duration(step)} per step, {total} for all of {counted(steps, 'step')}"
+    return f"{line}; about {format_duration(step)} per step, {total} for all of {counted(steps, 'step')}"
 
 
 def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> RenderableType:
@@ -44,12 +41,9 @@ def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> Renderab
     top = max(result["phases"], key=lambda phase: result["phases"][phase], default="")
     for phase, measured in {**result["phases"], **_of_a_process(result)}.items():
         expected = predicted.get(phase)
-        expected_text = difference = MISSING
-        if expected is not None:
-            expected_text = format_bytes(expected)
-            difference = f"{100 * (measured - expected) / expected:+z.2f}%"
-        style = "bold" if phase == top else ""
-        table.add_row(phase, expected_text, format_bytes(measured), difference, style=style)
+        difference = f"{100 * (measured - expected) / expected:+z.2f}%" if expected else MISSING
+        sizes = (formatted(expected, format_bytes), format_bytes(measured))
+        table.add_row(phase, *sizes, difference, style="bold" if phase == top else "")
     lines: list[RenderableType] = [table, ""] if result["phases"] else []
     budget = memory.get("budget_bytes")
     verdict = f"fits the budget of {format_bytes(budget)}" if budget else "fits"

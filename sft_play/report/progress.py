@@ -38,12 +38,7 @@ def _progress(*columns: Any) -> Progress:
 
 @contextlib.contextmanager
 def progress_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A transient progress bar; call the yielded function with the number of finished rows.
-
-    Args:
-        description: of the work.
-        total: number of rows; None if unknown.
-    """
+    """A transient progress bar; call the yielded function with the number of finished rows."""
     columns = TextColumn("  {task.description}", markup=False), BarColumn(32), MofNCompleteColumn()
     with _progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task(description.strip(), total=total)

@@ -13,6 +13,36 @@ CALLS = {
     "each_row": "a call for each row",
     "padded": "rows are padded",
 }
+# Those that need no more than their facts; sizes in bytes are written with their unit.
+FROM_FACTS: dict[type[reasons.Reason], str] = {
+    reasons.UnknownFreeMemory: "the free memory of {device} is unknown",
+    reasons.Untraceable: "{message}",
+    reasons.GuardKept: "guard {bytes}: {why}",
+    reasons.UnknownCapability: (
+        "the GPU's compute capability is unknown; assumed: the kernels of {assumed[0]}.{assumed[1]}"
+    ),
+    reasons.ProfileSource: "seconds from the profile of {device}, {source}",
+    reasons.SecondsOfEarlierRun: "seconds as an earlier run of this kind measured them, not predicted",
+    reasons.AssumedRows: (
+        "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
+    ),
+    reasons.Decomposed: (
+        "{init}: every adapted weight is decomposed before the first step; the saved adapter has twice the "
+        "rank"
+    ),
+    reasons.Noise: "NEFTune: noise within {alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings",
+    reasons.Corrected: (
+        "corrected by an earlier probe of this kind of step: memory above the weights x {ratio:.3f}"
+    ),
+    reasons.FourBitBase: (
+        "{share:.0%} of the weights of the base are 4-bit ({bytes} in all, {sixteen_bit_bytes} in 16 bit)"
+    ),
+}
+PRECISIONS = {
+    "config": "{precision} autocast, as set in the config",
+    "cpu": "fp32 on the CPU",
+    "device": "{precision} autocast, which {device} supports",
+}
 
 
 def sentences(found: Iterable[reasons.Reason]) -> tuple[str, ...]:
@@ -23,7 +53,9 @@ def sentences(found: Iterable[reasons.Reason]) -> tuple[str, ...]:
 @singledispatch
 def sentence(reason: reasons.Reason) -> str:
     """A reason as a sentence, without a full stop."""
-    raise NotImplementedError(type(reason).__name__)
+    facts = vars(reason)
+    sizes = {name: format_bytes(value) for name, value in facts.items() if name.endswith("bytes")}
+    return FROM_FACTS[type(reason)].format(**facts | sizes)
 
 
 def batch_sentence(plan: Plan) -> str:
@@ -106,11 +138,7 @@ def _unsized(reason: reasons.Unsized) -> str:
 
 @sentence.register
 def _precision(reason: reasons.Precision) -> str:
-    return {
-        "config": f"{reason.precision} autocast, as set in the config",
-        "cpu": "fp32 on the CPU",
-        "device": f"{reason.precision} autocast, which {reason.device} supports",
-    }[reason.cause]
+    return PRECISIONS[reason.cause].format(**vars(reason))
 
 
 @sentence.register
@@ -125,35 +153,14 @@ def _learning_rate(reason: reasons.LearningRate) -> str:
 
 
 @sentence.register
-def _unknown_free_memory(reason: reasons.UnknownFreeMemory) -> str:
-    return f"the free memory of {reason.device} is unknown"
-
-
-@sentence.register
-def _untraceable(reason: reasons.Untraceable) -> str:
-    return reason.message
-
-
-@sentence.register
 def _memory_limit(reason: reasons.MemoryLimit) -> str:
     less = f", but only {format_bytes(reason.free_bytes)} are free" if reason.free_bytes is not None else ""
     return f"each process may use {reason.asked_gib:g} GiB (parallel.memory_gib){less}"
 
 
 @sentence.register
-def _guard(reason: reasons.GuardKept) -> str:
-    return f"guard {format_bytes(reason.bytes)}: {reason.why}"
-
-
-@sentence.register
 def _assumed(reason: reasons.Assumed) -> str:
     return f"assumed, not measured: {' and '.join(reason.parts)} of each process"
-
-
-@sentence.register
-def _unknown_capability(reason: reasons.UnknownCapability) -> str:
-    major, minor = reason.assumed
-    return f"the GPU's compute capability is unknown; assumed: the kernels of {major}.{minor}"
 
 
 @sentence.register
@@ -173,16 +180,6 @@ def _range(lowest: float, highest: float) -> str:
 
 
 @sentence.register
-def _profile_source(reason: reasons.ProfileSource) -> str:
-    return f"seconds from the profile of {reason.device}, {reason.source}"
-
-
-@sentence.register
-def _seconds_of_earlier_run(reason: reasons.SecondsOfEarlierRun) -> str:
-    return "seconds as an earlier run of this kind measured them, not predicted"
-
-
-@sentence.register
 def _communication(reason: reasons.Communication) -> str:
     if reason.measured:
         return f"communication: as measured between {reason.processes} processes here"
@@ -191,12 +188,6 @@ def _communication(reason: reasons.Communication) -> str:
         rate = f"{reason.link_bandwidth / 1e9:g} GB/s"
         return f"communication: derived from the data sheet ({rate} between devices), not measured{later}"
     return f"communication: not counted, since the link between processes is unknown{later}"
-
-
-@sentence.register
-def _assumed_rows(reason: reasons.AssumedRows) -> str:
-    rows = f"planned for {reason.rows:,} rows of {reason.tokens:,} tokens"
-    return f"no training rows found: {rows}, with loss on every token"
 
 
 @sentence.register
@@ -223,43 +214,14 @@ def _lora_plus(reason: reasons.LoraPlus) -> str:
 
 
 @sentence.register
-def _decomposed(reason: reasons.Decomposed) -> str:
-    return (
-        f"{reason.init}: every adapted weight is decomposed before the first step; the saved adapter has "
-        "twice the rank"
-    )
-
-
-@sentence.register
-def _noise(reason: reasons.Noise) -> str:
-    return f"NEFTune: noise within {reason.alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings"
-
-
-@sentence.register
-def _corrected(reason: reasons.Corrected) -> str:
-    factor = f"memory above the weights x {reason.ratio:.3f}"
-    return f"corrected by an earlier probe of this kind of step: {factor}"
-
-
-@sentence.register
 def _ran_out_before(reason: reasons.RanOutBefore) -> str:
     said = f"in an earlier run of this kind, memory ran out with {reason.tokens:,} tokens in a micro-batch"
-    return (
-        said
-        + {
-            "again": "; the config allows no smaller plan that fits, so this one is tried again",
-            "more_free": ", when less of it was free",
-            "smaller": "",
-        }[reason.outcome]
-    )
-
-
-@sentence.register
-def _four_bit_base(reason: reasons.FourBitBase) -> str:
-    return (
-        f"{reason.share:.0%} of the weights of the base are 4-bit "
-        f"({format_bytes(reason.bytes)} in all, {format_bytes(reason.sixteen_bit_bytes)} in 16 bit)"
-    )
+    outcomes = {
+        "again": "; the config allows no smaller plan that fits, so this one is tried again",
+        "more_free": ", when less of it was free",
+        "smaller": "",
+    }
+    return said + outcomes[reason.outcome]
 
 
 @sentence.register
@@ -317,11 +279,11 @@ def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:
     lines = [first, f"largest parts: {largest}"]
     enough = [change for change in misfit.changes if change.fits]
     if enough:
-        heading = "any one of these changes makes it fit:"
+        lines.append("any one of these changes makes it fit:")
     else:
-        heading = "no single change is enough; these help most:"
+        lines.append("no single change is enough; these help most:")
         enough = sorted(misfit.changes, key=lambda change: change.process_bytes)[:4]
     for change in enough:
         difference = format_bytes(change.process_bytes - memory.process_bytes)
         lines.append(f"  {change.what}: {difference}, then {format_bytes(change.process_bytes)}")
-    return "\n".join([*lines[:2], heading, *lines[2:]])
+    return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Each reason of a plan is one sentence, in the same words wherever it is read."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from string import Formatter
 
 import pytest
 
@@ -31,7 +32,7 @@ from sft_play.reasons import (
     UnknownCapability,
     Unsized,
 )
-from sft_play.report.reasons import misfit_text, sentence
+from sft_play.report.reasons import FROM_FACTS, misfit_text, sentence
 from sft_play.units import GIB, MIB
 from tests.unit.report.written_run import make_plan
 
@@ -155,7 +156,11 @@ def test_the_batch_is_an_equation_and_says_how_rows_lie():
 def test_every_kind_of_reason_has_its_words():
     kinds = reasons.Reason.__subclasses__()
     assert len(kinds) > 20
-    assert [kind.__name__ for kind in kinds if sentence.dispatch(kind) is sentence.dispatch(object)] == []
+    without_function = {kind for kind in kinds if sentence.dispatch(kind) is sentence.dispatch(object)}
+    assert without_function == FROM_FACTS.keys()
+    for kind, text in FROM_FACTS.items():
+        names = {name.partition("[")[0] for _, name, _, _ in Formatter().parse(text) if name}
+        assert names <= {field.name for field in fields(kind)}, kind
 
 
 MEMORY = Memory(
