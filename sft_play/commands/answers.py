@@ -118,13 +118,7 @@ def summarise_answers(
     scores: Sequence[AnswerScore],
     pattern: str | None = None,
 ) -> dict[str, Any]:
-    """Aggregates the scores: means, and the corpus chrF of sacreBLEU.
-
-    Args:
-        references: reference answers.
-        answers: generated answers.
-        scores: from `score_answers`.
-        pattern: eval.answer_pattern, for the error message.
+    """Aggregates the scores of `score_answers`: means, and the corpus chrF of sacreBLEU.
 
     Raises:
         ConfigError: eval.answer_pattern matches none of the references.

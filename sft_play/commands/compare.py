@@ -31,20 +31,17 @@ def compare_command(
     """
     paths = [find_run(name, folder) for name in names]
     _require_several(names, paths)
-    runs = _named_apart([read_run(path) for path in paths], names)
+    found = [read_run(path) for path in paths]
+    counts = Counter(run.name for run in found)
+    # runs of the same name in different folders are called as they were typed
+    runs = [
+        replace(run, name=name) if counts[run.name] > 1 else run
+        for run, name in zip(found, names, strict=True)
+    ]
     target = output or paths[0].parent / "compare.html"
     require_own_file(target, is_page, "compare", force=force)
     write_page(compare_page(runs), target)
     return runs, target
-
-
-def _named_apart(runs: Sequence[RunRecord], names: Sequence[str]) -> list[RunRecord]:
-    """The runs; those of the same name in different folders are called as they were typed."""
-    counts = Counter(run.name for run in runs)
-    return [
-        replace(run, name=name) if counts[run.name] > 1 else run
-        for run, name in zip(runs, names, strict=True)
-    ]
 
 
 def _require_several(names: Sequence[str], paths: Sequence[Path]) -> None:

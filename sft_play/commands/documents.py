@@ -33,12 +33,8 @@ class Conversion:
 def convert_documents(folder: Path, output: Path, *, force: bool = False) -> Conversion:
     """Writes the text of each document in `folder` and below as a row with text and source.
 
-    A document that cannot be read is left out, and said.
-
-    Args:
-        folder: of documents.
-        output: the JSONL file; a file with other content is replaced only with `force`.
-        force: replace any file.
+    A document that cannot be read is left out, and said. A file with other content is replaced only with
+    `force`.
 
     Raises:
         ConfigError: `folder` is no folder, `output` is no JSONL file or has other content, or a library is

@@ -322,10 +322,11 @@ def push(args: argparse.Namespace) -> int:
 @folder_of_runs
 def report(args: argparse.Namespace) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
-    from sft_play.commands.report import report_command
+    from sft_play.commands.report import write_report
+    from sft_play.report.record import find_run
 
     with quiet_libraries(cache_dir() / "report.log"):
-        path = report_command(args.name, args.runs)
+        path = write_report(find_run(args.name, args.runs))
         console().print(f"wrote {path}", markup=False, soft_wrap=True)
     return 0
 

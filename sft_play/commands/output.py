@@ -13,12 +13,7 @@ from sft_play.units import format_bytes
 
 
 def require_overwritable(output: Path, mark: str, target: str) -> None:
-    """Checks that a folder may be replaced.
-
-    Args:
-        output: the folder.
-        mark: a file that only this command writes.
-        target: the make target.
+    """Checks that a folder may be replaced; `mark` is a file that only this make target writes.
 
     Raises:
         ConfigError: the folder has other content.
@@ -33,13 +28,7 @@ def require_overwritable(output: Path, mark: str, target: str) -> None:
 
 
 def require_own_file(output: Path, is_ours: Callable[[Path], bool], target: str, *, force: bool) -> None:
-    """Checks that a file may be replaced.
-
-    Args:
-        output: the file.
-        is_ours: whether this command has written a file.
-        target: the make target.
-        force: replace any file.
+    """Checks that a file may be replaced: one that this make target has written, or any with `force`.
 
     Raises:
         ConfigError: it is a folder or a device, or a file that something else has written.

@@ -4,25 +4,18 @@ from contextlib import nullcontext
 
 from sft_play.commands.probe import probe_here
 from sft_play.commands.report import end_reported
-from sft_play.commands.train import final_places, next_commands, places, require_packages, train_here
+from sft_play.commands.train import close, require_packages, train_here
 from sft_play.job import load_job_config, prepare_job
 from sft_play.launch.ranks import RankEnvironment
-from sft_play.report.card import write_card
-from sft_play.report.tables import closing_screen
-from sft_play.runlog import console, hold_run, open_run, quiet_libraries
+from sft_play.runlog import hold_run, open_run, quiet_libraries
 
 
 def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_only: bool = False) -> None:
     """Runs one rank of a run that was started by accelerate, torchrun or plain python.
 
     Every rank loads data and plan before any process group exists: the first one tokenizes, the others wait
-    for a file lock. Rank 0 holds the run directory if our launcher does not.
-
-    Args:
-        path: config file.
-        overrides: `section.key=value`.
-        ranks: this process's place among the others.
-        probe_only: measure the largest batch and exit.
+    for a file lock. Rank 0 holds the run directory if our launcher does not. With `probe_only`, the largest
+    batch is measured and nothing trained.
     """
     resolved = load_job_config(path, overrides)
     require_packages(resolved.config)
@@ -38,5 +31,4 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
                 job = with_known_exchange(job)
                 summary = probe_here(job) if probe_only else train_here(job)
             if reports and not probe_only:
-                write_card(job.config, job.run, places(job)["weights"])
-                console().print(closing_screen(summary, None, final_places(job), next_commands(job)))
+                close(job, summary)

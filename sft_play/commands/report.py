@@ -12,24 +12,13 @@ from sft_play.libraries import library_failure
 from sft_play.runlog import RunDir, console, read_json, update_summary
 
 
-def report_command(name: str | None, folder: Path) -> Path:
+def write_report(path: Path) -> Path:
     """Writes report.html into a run directory and returns its path.
-
-    Args:
-        name: of a run within `folder`, or a path; without a name, the latest run.
-        folder: of all runs.
 
     Raises:
         CheckpointError: there is no such run.
         StorageError: the report cannot be written.
     """
-    from sft_play.report.record import find_run
-
-    return write_report(find_run(name, folder))
-
-
-def write_report(path: Path) -> Path:
-    """Writes the report of a run directory; result and errors as in `report_command`."""
     from sft_play.report.html import write_page  # with plots, which the ranks need not load
     from sft_play.report.record import read_run
     from sft_play.report.run_page import run_page
@@ -57,12 +46,7 @@ def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None
     """Writes the report of a run that is interrupted or fails within it; the error then goes on as it is.
 
     What fails before the run has begun changes nothing in its directory, which is still that of an earlier
-    run.
-
-    Args:
-        run: the run.
-        config: its config.
-        here: whether this process writes the run directory.
+    run. `here`: whether this process writes the run directory.
     """
     before = _versions(run)
     try:

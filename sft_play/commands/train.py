@@ -54,9 +54,9 @@ def train_command(
     Args:
         path: config file.
         overrides: `section.key=value`.
-        processes: number of processes on this machine; 0: one per visible GPU, or two on the CPU.
+        processes: on this machine; 0: one per visible GPU, or two on the CPU.
         engine: parallel.engine for this run.
-        resume: resume from the latest checkpoint.
+        resume: from the latest checkpoint.
         nodes: this machine's place in a multi-node run.
 
     Raises:
@@ -77,9 +77,7 @@ def train_command(
         if nodes.rank:
             console().print("trained; the results are on machine 0")
             return 0
-        comparison = compare(job)
-        write_card(job.config, job.run, places(job)["weights"])
-        console().print(closing_screen(summary, comparison, final_places(job), next_commands(job)))
+        close(job, summary, compare(job))
     return 0
 
 
@@ -137,7 +135,8 @@ def opened_job(path: str, overrides: list[str], processes: int, nodes: Nodes = A
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run, nodes.rank), quiet_libraries(run.log):
-        yield open_job(materialise(resolved), (processes or default_processes()) * nodes.count)
+        processes = processes or len(detect().gpus) or CPU_PROCESSES
+        yield open_job(materialise(resolved), processes * nodes.count)
 
 
 def require_packages(config: RunConfig) -> None:
@@ -149,11 +148,6 @@ def require_packages(config: RunConfig) -> None:
     missing = [f"{text}; {fix}" for text, fix in missing_packages(config).items()]
     if missing:
         raise ConfigError("\n".join(missing) + ", or change the setting")
-
-
-def default_processes() -> int:
-    """One process per visible GPU; two on the CPU."""
-    return len(detect().gpus) or CPU_PROCESSES
 
 
 def open_job(resolved: ResolvedConfig, processes: int) -> Job:
@@ -187,7 +181,11 @@ def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, 
     said: list[str] = []
     while True:
         try:
-            summary = _train_once(job, argv, link)
+            if job.plan.world_size == 1:
+                summary = train_here(job)
+            else:
+                launch_ranks(job, argv, link)
+                summary = read_json(job.run.summary)
             return update_summary(job.run, out_of_memory=said) if said else summary
         except OutOfMemory as error:
             if link or len(said) == MOST_RECOVERIES:
@@ -215,10 +213,6 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
     return job, f"{reason.splitlines()[0]}; {continuation(job)}"
 
 
-def _train_once(job: Job, argv: list[str], link: Link | None) -> dict[str, Any]:
-    return train_here(job) if job.plan.world_size == 1 else train_on_many(job, argv, link)
-
-
 def train_here(job: Job) -> dict[str, Any]:
     """Trains in this process."""
     with collector_off():
@@ -226,8 +220,8 @@ def train_here(job: Job) -> dict[str, Any]:
     return train(job)
 
 
-def train_on_many(job: Job, argv: list[str], link: Link | None = None) -> dict[str, Any]:
-    """Trains in several processes, through `accelerate launch`; returns the summary that they wrote.
+def launch_ranks(job: Job, argv: list[str], link: Link | None = None) -> None:
+    """Starts the ranks with this job's plan, through `accelerate launch`, and waits for them.
 
     Args:
         job: the run.
@@ -237,12 +231,6 @@ def train_on_many(job: Job, argv: list[str], link: Link | None = None) -> dict[s
     Raises:
         SftPlayError: a rank failed, here or on another machine; the class has that rank's exit code.
     """
-    launch_ranks(job, argv, link)
-    return read_json(job.run.summary)
-
-
-def launch_ranks(job: Job, argv: list[str], link: Link | None = None) -> None:
-    """Starts the ranks with this job's plan and waits; arguments and errors as in `train_on_many`."""
     from sft_play.launch.accelerate import launch
 
     nodes = ALONE
@@ -283,36 +271,21 @@ def compare(job: Job) -> dict[str, Any] | None:
     return comparison
 
 
-def places(job: Job) -> dict[str, Path]:
-    """The outputs of the run, by name."""
-    weights = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
-    return {"weights": weights, "numbers": job.run.metrics, "summary": job.run.summary, "log": job.run.log}
-
-
-def final_places(job: Job) -> dict[str, Path]:
-    """The outputs of a run that is done, and its report, which is made now."""
+def close(job: Job, summary: dict[str, Any], comparison: dict[str, Any] | None = None) -> None:
+    """Ends a run that is done: model card, plans for other numbers of processes, report, closing screen."""
+    run, config = job.run, job.resolved.path
+    weights = run.model if job.config.tuning.mode == "full" else run.adapter
+    write_card(job.config, run, weights)
     try:
-        keep_scaling(job)
+        with spinner(PLANNING):
+            facts = DataFacts.of(job.data, job.config)
+            rows = scaling(job.config, job.architecture, facts, job.machine)
+        run.write_json(run.scaling, {"scaling": rows})
     except Exception as error:  # noqa: BLE001 - the run is done, and its report does without
         reason = escape(f"no plans for other numbers of processes: {error}")
         console().print(f"  [yellow]{reason}[/]")
-    return places(job) | try_report(job.run)
-
-
-def keep_scaling(job: Job) -> None:
-    """Writes the plans for other numbers of processes into the run directory.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    with spinner(PLANNING):
-        facts = DataFacts.of(job.data, job.config)
-        rows = scaling(job.config, job.architecture, facts, job.machine)
-    job.run.write_json(job.run.scaling, {"scaling": rows})
-
-
-def next_commands(job: Job) -> list[str]:
-    """Commands to run next; if there are overrides, they use the resolved config, which contains them."""
-    changed = "override" in job.resolved.origins.values()
-    config = job.run.config if changed else job.resolved.path
-    return [make_command(target, config) for target in ("infer", "eval", "merge")]
+    places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
+    if "override" in job.resolved.origins.values():
+        config = run.config  # which has the overrides
+    commands = [make_command(target, config) for target in ("infer", "eval", "merge")]
+    console().print(closing_screen(summary, comparison, places | try_report(run), commands))
