@@ -90,14 +90,7 @@ def prepare_job(
     ranks: RankEnvironment = SINGLE_PROCESS,
     progress: bool = True,
 ) -> Job:
-    """Loads the data, tokenized or from the cache, and plans the run unless our launcher has already done so.
-
-    Args:
-        resolved: the config.
-        processes: number of processes that will share the work.
-        ranks: this process's place among them.
-        progress: show progress bars.
-    """
+    """Loads the data, tokenized or from the cache, and plans the run unless our launcher has already done so."""
     config = resolved.config
     # one process for all of a machine: our launcher, which has just done so, or the first rank
     hashes = not ranks.launched_by_us and ranks.local_rank == 0

@@ -4,13 +4,13 @@ import contextlib
 import os
 import re
 import traceback
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from sft_play.cache import cache_dir
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import distributed_engines
 from sft_play.errors import ConfigError
+from sft_play.fingerprints import installed_versions
 from sft_play.secrets import redact
 
 OURS = str(Path(__file__).parent)
@@ -38,10 +38,6 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
 
     A library did if one of its functions is on the stack below the last one of ours, and the error was raised
     there or in what it calls of other libraries. The traceback is kept in a file.
-
-    Args:
-        error: whose traceback is looked at.
-        config: of the run, if known.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename.endswith(TORCH_LOGS_READER):
@@ -54,24 +50,19 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
         return None
     frame, match = found[-1]
     library, file = match[1] or match[3], match[2] or match[4]
+    known = installed_versions([library]) if library else {}
+    name = f"{library} {known[library]}" if known else "the model's own code"
     reason = (str(error).strip() or "no reason given").splitlines()[0]
     advice = _settings(config, library, MODEL_TYPE.match(file)) if config else []
     if frame.name == "<module>":
         advice = ["It could not be imported; run `make install`"]
     lines = [
-        f"{_name(library)} failed in {file}, line {frame.lineno}, {frame.name}",
+        f"{name} failed in {file}, line {frame.lineno}, {frame.name}",
         f"{type(error).__name__}: {reason}",
         *advice,
         f"If this should work, please report it with the traceback in {_kept(error)}",
     ]
     return ConfigError("\n".join(lines))
-
-
-def _name(library: str) -> str:
-    try:
-        return f"{library} {version(library)}"
-    except PackageNotFoundError:
-        return "the model's own code"
 
 
 def _settings(config: RunConfig, library: str, kind: re.Match[str] | None) -> list[str]:

@@ -1,25 +1,27 @@
 """Why a plan is as it is, as facts. `report.reasons` writes them as sentences; nothing else does."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 from sft_play.plan import Plan
 
 Range = tuple[float, float]  # of relative errors; negative if the prediction was too low
 
 
+@dataclass_transform(frozen_default=True)
 class Reason:
-    """One thing to know about a plan."""
+    """One thing to know about a plan; each kind is a frozen dataclass."""
+
+    def __init_subclass__(cls, *, kw_only: bool = False) -> None:
+        dataclass(frozen=True, kw_only=kw_only)(cls)
 
 
-@dataclass(frozen=True)
 class EffectiveBatch(Reason):
     """The equation of the effective batch."""
 
     plan: Plan
 
 
-@dataclass(frozen=True)
 class Dealing(Reason):
     """How many tokens a micro-batch has, and how its rows lie."""
 
@@ -35,8 +37,7 @@ class OtherKind:
     activations: str | None = None  # if they differ: "keep" or "recompute"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch(Reason):
+class MicroBatch(Reason, kw_only=True):
     """Why not a larger micro-batch; of the chosen kind, unless only others have one that fits."""
 
     size: int
@@ -48,7 +49,6 @@ class MicroBatch(Reason):
     other: OtherKind | None = None
 
 
-@dataclass(frozen=True)
 class Activations(Reason):
     """What becomes of activations, and why."""
 
@@ -56,8 +56,7 @@ class Activations(Reason):
     cause: Literal["config", "fit", "exceed", "faster"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineChoice(Reason):
+class EngineChoice(Reason, kw_only=True):
     """The engine, and what another one would need with the same micro-batch; labels of both."""
 
     engine: str
@@ -68,14 +67,12 @@ class EngineChoice(Reason):
     more_bytes: int = 0  # that the other one needs; negative if it needs less
 
 
-@dataclass(frozen=True)
 class Unsized(Reason):
     """The micro-batch of a model whose memory cannot be predicted."""
 
     given: bool
 
 
-@dataclass(frozen=True)
 class Precision(Reason):
     """The autocast type."""
 
@@ -84,8 +81,7 @@ class Precision(Reason):
     device: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearningRate(Reason):
+class LearningRate(Reason, kw_only=True):
     """The learning rate, and the rule that scaled it from another effective batch."""
 
     given: float
@@ -95,21 +91,18 @@ class LearningRate(Reason):
     effective: int
 
 
-@dataclass(frozen=True)
 class UnknownFreeMemory(Reason):
     """Nothing tells how much memory is free."""
 
     device: str
 
 
-@dataclass(frozen=True)
 class Untraceable(Reason):
     """Memory cannot be predicted; the first line of the error."""
 
     message: str
 
 
-@dataclass(frozen=True)
 class MemoryLimit(Reason):
     """parallel.memory_gib, and the bytes that are free if they are fewer."""
 
@@ -117,7 +110,6 @@ class MemoryLimit(Reason):
     free_bytes: int | None
 
 
-@dataclass(frozen=True)
 class GuardKept(Reason):
     """Bytes that stay free, and where the number comes from."""
 
@@ -125,21 +117,18 @@ class GuardKept(Reason):
     why: str
 
 
-@dataclass(frozen=True)
 class Assumed(Reason):
     """Parts of each process that are assumed, not measured."""
 
     parts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class UnknownCapability(Reason):
     """The GPU's compute capability is unknown; its kernels are assumed to be those of another."""
 
     assumed: tuple[int, int]
 
 
-@dataclass(frozen=True)
 class PredictionErrors(Reason):
     """Errors of predictions in published runs on such GPUs, by what was predicted; unknown without runs."""
 
@@ -149,7 +138,6 @@ class PredictionErrors(Reason):
     errors: tuple[tuple[str, Range], ...]
 
 
-@dataclass(frozen=True)
 class ProfileSource(Reason):
     """Where the predicted seconds come from."""
 
@@ -157,12 +145,10 @@ class ProfileSource(Reason):
     source: str
 
 
-@dataclass(frozen=True)
 class SecondsOfEarlierRun(Reason):
     """An earlier run measured the seconds of such steps."""
 
 
-@dataclass(frozen=True)
 class Communication(Reason):
     """Where the seconds of communication come from."""
 
@@ -172,7 +158,6 @@ class Communication(Reason):
     measured_later: bool  # by the first run
 
 
-@dataclass(frozen=True)
 class AssumedRows(Reason):
     """There are no training rows yet."""
 
@@ -180,7 +165,6 @@ class AssumedRows(Reason):
     tokens: int
 
 
-@dataclass(frozen=True)
 class OptimizerStates(Reason):
     """States of an optimizer that is not the default, and those that may leave the GPU."""
 
@@ -189,7 +173,6 @@ class OptimizerStates(Reason):
     paged_bytes: int | None = None  # None if they never do
 
 
-@dataclass(frozen=True)
 class Ranks(Reason):
     """Ranks of adapters that are not alike."""
 
@@ -197,7 +180,6 @@ class Ranks(Reason):
     others: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
 class LoraPlus(Reason):
     """Learning rates of the two factors of adapters."""
 
@@ -205,28 +187,24 @@ class LoraPlus(Reason):
     ratio: float
 
 
-@dataclass(frozen=True)
 class Decomposed(Reason):
     """Adapters start from a decomposition of the base weights."""
 
     init: str
 
 
-@dataclass(frozen=True)
 class Noise(Reason):
     """NEFTune's noise on the embeddings."""
 
     alpha: float
 
 
-@dataclass(frozen=True)
 class Corrected(Reason):
     """An earlier probe corrects the predicted memory."""
 
     ratio: float
 
 
-@dataclass(frozen=True)
 class RanOutBefore(Reason):
     """Memory ran out in an earlier run of this kind."""
 
@@ -234,7 +212,6 @@ class RanOutBefore(Reason):
     outcome: Literal["again", "more_free", "smaller"]  # what this plan makes of it
 
 
-@dataclass(frozen=True)
 class FourBitBase(Reason):
     """How much of the base QLoRA packs."""
 
@@ -243,7 +220,6 @@ class FourBitBase(Reason):
     sixteen_bit_bytes: int
 
 
-@dataclass(frozen=True)
 class Padded(Reason):
     """Rows are padded."""
 
@@ -251,7 +227,6 @@ class Padded(Reason):
     what: str = ""  # the model's class, the types of its layers, or the attention
 
 
-@dataclass(frozen=True)
 class NewTokens(Reason):
     """Rows of a frozen embedding that are trained."""
 
@@ -260,7 +235,6 @@ class NewTokens(Reason):
     tied: bool
 
 
-@dataclass(frozen=True)
 class TrainedWhole(Reason):
     """tuning.lora.modules_to_save."""
 
@@ -269,7 +243,6 @@ class TrainedWhole(Reason):
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class AttentionKernel(Reason):
     """The kernel of attention that a GPU runs."""
 

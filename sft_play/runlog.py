@@ -142,13 +142,9 @@ def open_run(output_dir: str, name: str, rank: int = 0) -> RunDir:
 
 @contextlib.contextmanager
 def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
-    """Locks the run directory for this process.
+    """Locks the run directory for this process; the kernel releases the lock when the process dies.
 
-    The kernel releases the lock when the process dies.
-
-    Args:
-        run: the run.
-        node: rank of this machine; each has its own lock, since they may share the directory.
+    Each machine, told by its rank `node`, has its own lock, since they may share the directory.
 
     Raises:
         RunInUseError: another process holds the lock.
@@ -169,13 +165,10 @@ def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
 
 
 def set_aside_earlier_run(run: RunDir) -> Path | None:
-    """Moves the results of an earlier run of the same name to `<name>.<time it ended>`.
+    """Moves the results of an earlier run of the same name to `<name>.<time it ended>`; None without results.
 
     Files that this process and its launcher have open stay: the lock, launcher files, and the logs, whose
     content is copied.
-
-    Returns:
-        The new folder; None if there were no results.
     """
     logs = list(run.path.glob("log*.txt"))
     stay = {*logs, *run.path.glob("launcher*.log"), run.path / "ranks"}

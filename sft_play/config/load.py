@@ -20,13 +20,6 @@ MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
 CATALOGUES = {"hardware.yaml", "models.yaml"}  # in the folder of the configs, but no runs
 MAX_DEPTH = 20  # of YAML collections inside each other; a config has three
-OPENING = (
-    yaml.FlowSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.BlockMappingStartToken,
-)
-CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
 @dataclass(frozen=True)
@@ -93,18 +86,18 @@ def _require_plain(text: str) -> None:
         ConfigError: there is one of them; names the line.
     """
     depth = 0
-    for token in yaml.scan(text, Loader=_Loader):
-        line = token.start_mark.line + 1
-        if isinstance(token, yaml.AliasToken):
+    for event in yaml.parse(text, Loader=_Loader):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
             raise ConfigError(
                 f"line {line}: YAML aliases (*name) are not allowed in a config; use include: for shared "
                 "settings"
             )
-        if isinstance(token, yaml.ScalarToken) and re.search("[\ud800-\udfff]", token.value):
+        if isinstance(event, yaml.ScalarEvent) and re.search("[\ud800-\udfff]", event.value):
             raise ConfigError(
-                f"line {line}: {token.value!a} has an unpaired surrogate, which is no character"
+                f"line {line}: {event.value!a} has an unpaired surrogate, which is no character"
             )
-        depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise ConfigError(f"line {line}: nested more than {MAX_DEPTH} levels deep")
 
@@ -124,13 +117,6 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}, line {mark.line + 1}" if mark else source
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the name is too long
-        return False
 
 
 def _refuse_secret(text: str, where: str) -> None:
@@ -158,13 +144,12 @@ def _shipped(path: Path) -> str:
 
 
 def _read_file(path: Path) -> dict:
-    if not _is_file(path):
-        found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - long names
+    if not os.path.isfile(path):  # noqa: PTH113 - names may be too long for Path.is_file
+        found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - as above
         raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set CONFIG=<file>")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ConfigError(
-            f"config file {path} has {path.stat().st_size} bytes; the limit is {MAX_FILE_BYTES}"
-        )
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ConfigError(f"config file {path} has {size} bytes; the limit is {MAX_FILE_BYTES}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
