@@ -29,12 +29,9 @@ def cache_dir() -> Path:
 
 
 def entry(kind: str, *about: Any, within: Path | None = None) -> Path:
-    """Where something is kept.
+    """Where something is kept, `within` a folder (default: `cache_dir()`).
 
-    Args:
-        kind: what is kept.
-        about: all that it depends on; `repr` tells one from another.
-        within: instead of `cache_dir()`.
+    `about` is all that it depends on; `repr` tells one from another.
     """
     return (within or cache_dir()) / kind / _digest(repr(about).encode())[:32]
 
@@ -83,10 +80,8 @@ def update_value(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
 def recall(question: str, *about: Any) -> Any:
     """The answer that is kept for a question, a JSON value; None if it is absent.
 
-    Args:
-        question: what is asked.
-        about: all that the answer depends on, besides our own code, Python and the installed packages:
-            whatever library it comes from, another version of it is asked again.
+    `about` is all that the answer depends on, besides our own code, Python and the installed packages:
+    whatever library it comes from, another version of it is asked again.
     """
     return read_value(_answer(question, about))
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: str | bytes, *, flush: bool = True) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file, in a folder that exists, whole or not at all; text as UTF-8.
 
-    Args:
-        path: the file, in a folder that exists.
-        content: bytes, or text, which is written as UTF-8.
-        flush: wait until the content is on the disk, so that it survives a power failure too.
+    With `flush`, waits until the content is on the disk, so that it survives a power failure too.
 
     Raises:
         OSError: it cannot be written; what was there before is unchanged.
@@ -24,10 +21,6 @@ def write_atomic(path: Path, content: str | bytes, *, flush: bool = True) -> Non
 @contextlib.contextmanager
 def replacing_file(path: Path, *, flush: bool = True) -> Iterator[Path]:
     """Yields where to write a file that replaces `path` when the block ends without an error.
-
-    Args:
-        path: the file, in a folder that exists.
-        flush: as in `write_atomic`.
 
     Raises:
         OSError: it cannot be written.

@@ -90,7 +90,7 @@ def prepare_job(
     ranks: RankEnvironment = SINGLE_PROCESS,
     progress: bool = True,
 ) -> Job:
-    """Loads the data, tokenized or from the cache, and plans the run unless our launcher has already done so."""
+    """Loads the data, tokenized or from the cache, and plans the run unless our launcher has done so."""
     config = resolved.config
     # one process for all of a machine: our launcher, which has just done so, or the first rank
     hashes = not ranks.launched_by_us and ranks.local_rank == 0
@@ -118,8 +118,7 @@ def job_digest(job: Job) -> str:
 def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
     """One plan for all processes: that of the one with the smallest budget, since free memory differs.
 
-    Args:
-        offers: job digest and plan, as JSON, of each.
+    `offers` are the job digest and the plan, as JSON, of each.
 
     Raises:
         LaunchError: they were given different settings or data, or only some of them have GPUs.

@@ -34,13 +34,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def hash_files(folder: Path, names: Iterable[str], *, flush: bool = False) -> Entries:
-    """Sizes and hashes of files.
-
-    Args:
-        folder: where they are.
-        names: paths within the folder.
-        flush: also wait until the files are on the disk, while they are hashed.
-    """
+    """Sizes and hashes of files in a folder; with `flush`, they are on the disk when it returns."""
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         found = []
         for name in names:
@@ -66,12 +60,9 @@ def _hash_part(path: Path, start: int) -> str:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], entries: Entries) -> None:
-    """Writes the manifest and flushes it and the folder.
+    """Writes the manifest of a folder whose files have been flushed, and flushes it and the folder.
 
-    Args:
-        folder: whose files have been flushed.
-        facts: what else it says; JSON values.
-        entries: of `hash_files`.
+    The manifest has the `entries` of `hash_files` and, beside them, the JSON values of `facts`.
     """
     tree = {**facts, "files": entries}
     tree["sha256"] = _digest_of(tree)
@@ -104,10 +95,7 @@ def find_damage(
 ) -> str | None:
     """The first file that is not as it was written, and how; None if all are.
 
-    Args:
-        folder: with a manifest.
-        only: which of the files to check.
-        hashes: compare the content too, not only the sizes.
+    Checks those files of the manifest that `only` picks; with `hashes` their content, else only their sizes.
     """
     manifest = read_manifest(folder)
     if not manifest:

@@ -1,8 +1,9 @@
-"""The types that all packages share: the plan of a run, its predicted memory, the device, and two protocols.
+"""The types that all packages share: the plan of a run, its memory, the device, and who predicts them.
 
 Plain frozen data; nothing here decides anything.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -138,15 +139,12 @@ class Device:
     compute_capability: tuple[int, int] | None = None  # None if unknown, and for a CPU
 
 
+# Predicts the seconds of an optimizer step of a plan; None if the device's speed is unknown.
+Clock = Callable[[RunConfig, Plan], float | None]
+
+
 class Estimator(Protocol):
     """Predicts the memory of a plan."""
 
     def __call__(self, config: RunConfig, plan: Plan, /, *, complete: bool = False) -> Memory:
         """Predicted bytes of one process; `complete` also where reserved bytes cannot decide what fits."""
-
-
-class Clock(Protocol):
-    """Predicts how long a plan takes."""
-
-    def __call__(self, config: RunConfig, plan: Plan, /) -> float | None:
-        """Seconds of an optimizer step; None if the device's speed is unknown."""

@@ -42,10 +42,7 @@ class _Output(io.FileIO):
 def open_output(descriptor: int, *, line_buffering: bool = True, keep: bool = False) -> TextIO:
     """Text for a descriptor; what cannot be written is dropped, and what cannot be encoded is escaped.
 
-    Args:
-        descriptor: to write to.
-        line_buffering: write after each line.
-        keep: leave the descriptor open when the stream is closed.
+    With `keep`, the descriptor stays open when the stream is closed.
     """
     raw = _Output(descriptor, "w", closefd=not keep)
     encoding = getattr(sys.__stdout__, "encoding", None)

@@ -16,13 +16,9 @@ from sft_play.report.record import RunRecord, find_run, read_run
 def compare_command(
     names: Sequence[str], folder: Path, output: Path | None = None, *, force: bool = False
 ) -> tuple[list[RunRecord], Path]:
-    """Writes the page and returns the runs and its path.
+    """Writes the page, by default beside the first run, and returns the runs and its path.
 
-    Args:
-        names: of runs within `folder`, or paths.
-        folder: of all runs.
-        output: the file to write; default: compare.html beside the first run.
-        force: overwrite a file that is no page of ours.
+    The names are those of runs within `folder`, or paths. With `force`, any file is overwritten.
 
     Raises:
         ConfigError: fewer than two names, too many, or one twice; the file is not ours.

@@ -30,13 +30,7 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
     """Writes `<run>/gguf/`: the merged model as a GGUF file, and a Modelfile for Ollama.
 
     Merges the adapter first, unless `make merge` has done it. An earlier export is overwritten once the new
-    one is complete.
-
-    Args:
-        config: of the run.
-        run: its run directory.
-        output: folder.
-        dtype: of the matrices: f32, f16, bf16 or q8_0; auto is that of the merged model.
+    one is complete. `dtype`, of the matrices: f32, f16, bf16 or q8_0; auto is that of the merged model.
 
     Raises:
         ConfigError: the model or the tokenizer cannot be exported, or `output` has other content.

@@ -146,15 +146,8 @@ def merge(
 ) -> dict[str, Any]:
     """Merges the adapter of a run into the unquantized base; saves a standalone model with its tokenizer.
 
-    Even after QLoRA, the base is loaded in 16 bit and never in 4 bit. An earlier merge is overwritten once
-    the new one is complete.
-
-    Args:
-        config: of the run.
-        run: its run directory.
-        output: folder; default: `<run>/merged`.
-        dtype: of the saved weights; auto is that of the published base.
-        max_shard_size: of a safetensors file.
+    Even after QLoRA, the base is loaded in 16 bit and never in 4 bit. An earlier merge in `output` (default:
+    `<run>/merged`) is overwritten once the new one is complete. The dtype auto is that of the published base.
 
     Raises:
         ConfigError: there is nothing to merge, or `output` has other content.

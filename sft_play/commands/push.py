@@ -45,12 +45,8 @@ def push(
 ) -> dict[str, Any]:
     """Uploads what was trained ("result"), or what `make merge` wrote ("merged"), in one commit.
 
-    Args:
-        config: of the run.
-        run: its run directory.
-        repository: user/name; made if it does not exist.
-        part: result or merged.
-        public: make the repository public; an existing one keeps what it is.
+    The repository, user/name, is made if it does not exist, public or private; an existing one keeps what it
+    is.
 
     Raises:
         ConfigError: there is no token, the repository cannot be written or is public without `public`, a file

@@ -221,12 +221,7 @@ def train_here(job: Job) -> dict[str, Any]:
 
 
 def launch_ranks(job: Job, argv: list[str], link: Link | None = None) -> None:
-    """Starts the ranks with this job's plan, through `accelerate launch`, and waits for them.
-
-    Args:
-        job: the run.
-        argv: config file and overrides, as typed.
-        link: the connection to the launchers on the other machines.
+    """Starts the ranks with this job's plan, through `accelerate launch`, and waits; as in `train_job`.
 
     Raises:
         SftPlayError: a rank failed, here or on another machine; the class has that rank's exit code.

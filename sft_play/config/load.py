@@ -87,7 +87,7 @@ def _require_plain(text: str) -> None:
     """
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
-        line = event.start_mark.line + 1
+        line = event.start_mark.line + 1 if event.start_mark else 0  # which all events of a text have
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(
                 f"line {line}: YAML aliases (*name) are not allowed in a config; use include: for shared "

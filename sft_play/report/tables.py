@@ -52,11 +52,7 @@ def formatted(value: Any, form: Format) -> str:
 
 
 def metric_rows(columns: Models) -> list[tuple[str, ...]]:
-    """The label of each metric that a column has, and its value in each of them.
-
-    Args:
-        columns: name -> scores.
-    """
+    """The label of each metric that a column (name -> scores) has, and its value in each of them."""
     rows = []
     for key, (label, form) in METRICS.items():
         found = [scores.get(key) for scores in columns.values()]
