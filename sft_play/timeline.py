@@ -202,21 +202,14 @@ class Step:
         return peaks
 
 
-@dataclass(frozen=True)
-class Lifetimes:
-    """The segments in which each traced block is allocated and freed; -1 if it is never freed."""
-
-    birth: np.ndarray  # [B] index of a segment
-    death: np.ndarray  # [B]
-
-
-def _lifetimes(trace: StepTrace) -> Lifetimes:
+def _lifetimes(trace: StepTrace) -> tuple[np.ndarray, np.ndarray]:
+    """The segments in which each traced block is allocated and freed, [B] each; -1 if it is never freed."""
     birth = np.full(len(trace.sizes), -1)
     death = np.full(len(trace.sizes), -1)
     for index, segment in enumerate(trace.segments):
         for event in trace.events[segment.start : segment.stop].tolist():
             (birth if event > 0 else death)[abs(event) - 1] = index
-    return Lifetimes(birth, death)
+    return birth, death
 
 
 def sweeps(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
@@ -240,7 +233,7 @@ class _Expansion:
     def __init__(self, trace: StepTrace):
         self.trace = trace
         self.owners: list[int] = trace.owners.tolist()  # a list is faster than an array to index one by one
-        self.lifetimes = _lifetimes(trace)
+        self.births, self.deaths = _lifetimes(trace)
         self.copies: list[list[int]] = [[] for _ in range(trace.traced_layers)]
         for layer, stand_in in enumerate(trace.stand_ins):
             self.copies[stand_in].append(layer)
@@ -254,7 +247,7 @@ class _Expansion:
     def _crossing_blocks(self) -> dict[tuple[int, int, int, int], list[int]]:
         """Blocks that one layer allocates and another one frees, by key, in order of allocation."""
         crossing: dict[tuple[int, int, int, int], list[int]] = {}
-        for block in np.argsort(self.lifetimes.birth, kind="stable").tolist():
+        for block in np.argsort(self.births, kind="stable").tolist():
             key = self._crossing_key(block)
             if key is not None:
                 crossing.setdefault(key, []).append(block)
@@ -262,10 +255,10 @@ class _Expansion:
 
     def _crossing_key(self, block: int) -> tuple[int, int, int, int] | None:
         """Phases that allocate and free it, distance in layers, owner; None if it stays in its layer."""
-        owner, death = self.owners[block], int(self.lifetimes.death[block])
+        owner, death = self.owners[block], int(self.deaths[block])
         if owner == WHOLE_MODEL or death < 0 or self.trace.segments[death].layer in (WHOLE_MODEL, owner):
             return None
-        born, died = self.trace.segments[self.lifetimes.birth[block]], self.trace.segments[death]
+        born, died = self.trace.segments[self.births[block]], self.trace.segments[death]
         return PHASES.index(born.phase), PHASES.index(died.phase), died.layer - owner, owner
 
     def emit(self, layer: int, event: int) -> None:
