@@ -15,9 +15,9 @@ from sft_play.model.attention_choice import choose_attention
 from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
-from sft_play.sizing import memory
+from sft_play.sizing.budget import DeviceBudget, device_budget, guard
 from sft_play.sizing.estimator import estimator, shared_traces
-from sft_play.sizing.guard import guard
+from sft_play.sizing.memory import estimate
 from sft_play.sizing.step import ASSUMED_CAPABILITY, Batch, JoinedRows, PaddedRows, StepSpec
 
 MODES = ("full", "lora", "qlora")
@@ -47,9 +47,9 @@ class Target:
     compute_capability: tuple[int, int] | None = None
 
     @property
-    def budget(self) -> memory.DeviceBudget:
+    def budget(self) -> DeviceBudget:
         """Its fixed costs, with no limit."""
-        return memory.device_budget(self.kind, 2**50, compute_capability=self.compute_capability)
+        return device_budget(self.kind, 2**50, compute_capability=self.compute_capability)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
     """Predicted bytes of the weights, of each phase, reserved by the allocator, and of the context."""
     budget = target.budget
     step = shared_traces(architecture(model)).step(spec)
-    found = memory.estimate(step, budget, complete=True)
+    found = estimate(step, budget, complete=True)
     rounded = step.rounded(budget.granularity)
     in_layers = rounded.peaks(in_layers=True)
     terms = rounded.peaks()["forward"].terms

@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     if worst is not None:
         console().print(
             f"reserved memory is under-predicted by at most {worst:.4%}: set this in MEASURED_ERRORS in "
-            "sft_play/sizing/guard.py"
+            "sft_play/sizing/budget.py"
         )
     if not args.quick:
         path = RESULTS / "sizing_gpu.json"

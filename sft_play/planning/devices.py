@@ -9,9 +9,8 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Device
 from sft_play.reasons import Assumed, GuardKept, MemoryLimit, PredictionErrors, Reason, UnknownCapability
-from sft_play.sizing import memory
+from sft_play.sizing.budget import PUBLISHED_ERRORS, DeviceBudget, device_budget
 from sft_play.sizing.corrections import read_overhead
-from sft_play.sizing.guard import known_errors
 from sft_play.sizing.step import ASSUMED_CAPABILITY
 from sft_play.units import GIB, counted, format_bytes
 
@@ -63,22 +62,20 @@ def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> 
     return int(asked * GIB) if free is None else min(free, int(asked * GIB))
 
 
-def memory_device(config: RunConfig, machine: Machine, processes: int) -> memory.DeviceBudget | None:
+def memory_device(config: RunConfig, machine: Machine, processes: int) -> DeviceBudget | None:
     """The budget of each process; None if the free memory is unknown."""
     usable = memory_of_a_process(config, machine, processes)
     if usable is None:
         return None
     if not machine.gpus:
-        return memory.device_budget("cpu", usable)
+        return device_budget("cpu", usable)
     device = training_device(machine)
-    overhead = read_overhead(device.name, processes)
-    return memory.device_budget(
+    return device_budget(
         "cuda",
         usable,
         world_size=processes,
         compute_capability=device.compute_capability,
-        context_bytes=overhead,
-        communicator_bytes=None if overhead is None else 0,  # it was measured with the context
+        context_bytes=read_overhead(device.name, processes),
         expandable=has_expandable_segments(os.environ),
         quantized=config.tuning.mode == "qlora",
     )
@@ -91,9 +88,7 @@ def has_expandable_segments(environment: Mapping[str, str]) -> bool:
     return not own or any("expandable_segments:true" in setting.lower() for setting in own)
 
 
-def memory_reasons(
-    config: RunConfig, machine: Machine, processes: int, budget: memory.DeviceBudget
-) -> list[Reason]:
+def memory_reasons(config: RunConfig, machine: Machine, processes: int, budget: DeviceBudget) -> list[Reason]:
     """Where the budget comes from."""
     found: list[Reason] = []
     asked = config.parallel.memory_gib
@@ -112,9 +107,5 @@ def _errors(capability: tuple[int, int] | None, quantized: bool) -> Reason:
     """What is known of the errors of predictions on such a GPU."""
     if capability is None:
         return UnknownCapability(ASSUMED_CAPABILITY)
-    known = known_errors(capability, quantized)
-    if known is None:
-        return PredictionErrors(capability, quantized, 0, ())
-    ranges = {"allocated": known.allocated, "reserved": known.reserved, "process": known.process}
-    errors = tuple((what, one) for what, one in ranges.items() if one)
-    return PredictionErrors(capability, quantized, known.runs, errors)
+    runs, errors = PUBLISHED_ERRORS.get((capability, quantized), (0, {}))
+    return PredictionErrors(capability, quantized, runs, tuple(errors.items()))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import LoraSettings, RunConfig
@@ -16,38 +15,30 @@ from sft_play.planning.facts import DataFacts, assumptions
 from sft_play.planning.search import choose_plan
 from sft_play.planning.speed import collectives_of, device_speed, profile_of
 from sft_play.reasons import (
-    AttentionKernel,
     Communication,
     Decomposed,
-    FourBitBase,
     LoraPlus,
-    NewTokens,
     Noise,
     OptimizerStates,
-    Padded,
     ProfileSource,
     Ranks,
     Reason,
     SecondsOfEarlierRun,
-    TrainedWhole,
     UnknownFreeMemory,
     Untraceable,
 )
 from sft_play.report.reasons import sentences
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
+from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.corrections import (
+    Record,
     corrected_clock,
     corrected_estimator,
-    correction_reason,
-    ran_out_reason,
-    read_ran_out,
-    read_ratios,
-    read_speed,
-    record_path,
+    reasons_of,
+    records_of,
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
-from sft_play.sizing.memory import DeviceBudget
 from sft_play.sizing.step import StepSpec
 
 
@@ -84,10 +75,7 @@ def plan_run(
     if not drafts:
         raise DoesNotFitError("the config allows no other plan")
     besides = [*_trained_besides(config, architecture), *about_rows, *assumptions(facts)]
-
-    def record(run: RunConfig, plan: Plan) -> Path:
-        return record_path(architecture.text, device.name, run, plan)
-
+    record_of = records_of(architecture.text, device.name)
     found: list[Reason]
     usual = memory_device(config, machine, processes)
     if usual is None:
@@ -98,14 +86,15 @@ def plan_run(
         besides += memory_reasons(config, machine, processes, budget)
         estimate = _estimator(config, architecture, facts, machine, processes, budget)
         seconds = plan_clock(architecture, facts, machine, processes)
-        memory_of = corrected_estimator(estimate, record)
-        time_of = corrected_clock(seconds, record, facts.tokens_per_process)
+        memory_of = corrected_estimator(estimate, record_of)
+        time_of = corrected_clock(seconds, record_of, facts.tokens_per_process)
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain)
-            origin = read_speed(record(config, plan)).origin_of(plan)
+            record = record_of(config, plan)
+            origin = record.speed.origin_of(plan)
             plan = replace(plan, step_seconds_origin=origin)
             besides += profile_reasons(machine, processes, origin)
-            found = _about_the_step(config, plan, architecture, facts, record(config, plan))
+            found = _about_the_step(config, plan, architecture, facts, record)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
@@ -143,7 +132,7 @@ def _estimator(
 
 
 def _about_the_step(
-    config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Path
+    config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Record
 ) -> list[Reason]:
     """The kernel of attention, the methods, and what earlier runs have shown."""
     assert plan.memory
@@ -154,10 +143,9 @@ def _about_the_step(
         return work(config, plan, plan.micro_batch_tokens).trained_elements
 
     return [
-        *([AttentionKernel(*kernel)] if kernel else []),
+        *([kernel] if kernel else []),
         *method_reasons(config, plan, trained_elements),
-        *correction_reason(read_ratios(record), plan.memory.peak_phase),
-        *ran_out_reason(read_ran_out(record), plan, plan.memory),
+        *reasons_of(record, plan, plan.memory),
     ]
 
 
@@ -166,8 +154,7 @@ def _trained_besides(config: RunConfig, architecture: Architecture) -> list[Reas
     modules = config.tuning.lora.modules_to_save if config.tuning.mode != "full" else ()
     if not tokens and not modules:
         return []
-    rows, whole = architecture.ask(questions.trained_besides, tokens, modules)
-    return [*([NewTokens(*rows)] if rows else []), *([TrainedWhole(*whole)] if whole else [])]
+    return [found for found in architecture.ask(questions.trained_besides, tokens, modules) if found]
 
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:
@@ -187,7 +174,7 @@ def allowed_plans(
     """
     architecture, train = Architecture.of(model_config), config.train
     quantized = config.tuning.mode == "qlora"
-    packed = [FourBitBase(*architecture.ask(questions.packable))] if quantized else []
+    packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
     attention = _attention(config, architecture, device)
     padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
     hidden_size = architecture.ask(questions.hidden_size)
@@ -202,7 +189,7 @@ def allowed_plans(
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
     drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
-    return drafts, [*packed, *([Padded(*padded)] if padded else [])]
+    return drafts, [*packed, *([padded] if padded else [])]
 
 
 def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> list[Reason]:

@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Union
 
+from pydantic import TypeAdapter
+
 from sft_play.cache import recall, remember
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
@@ -45,12 +47,14 @@ class Architecture:
 
     def ask(self, question: Callable[["PretrainedConfig", *About], T], *about: *About) -> T:
         """The answer to one of `sizing.questions`, kept or found now; raises what the question does."""
-        found = recall(question.__name__, self.text, *about) if self._keeps else None
-        if found is None:
-            found = [question(self.config, *about)]
-            if self._keeps:
-                remember(found, question.__name__, self.text, *about)
-        return found[0]
+        kind = TypeAdapter(question.__annotations__["return"])
+        known = recall(question.__name__, self.text, *about) if self._keeps else None
+        if known is not None:
+            return kind.validate_python(known[0])
+        answer = question(self.config, *about)
+        if self._keeps:
+            remember([kind.dump_python(answer, mode="json")], question.__name__, self.text, *about)
+        return answer
 
 
 def text_of(config: "PretrainedConfig") -> str:

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
@@ -77,15 +79,10 @@ class ProbeResult:
 
 
 def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
-    """Where the corrections of this kind of step are kept.
+    """Where the record of this kind of step is kept.
 
-    Steps are of the same kind if device, code, model and settings are equal, whatever the micro-batch size.
-
-    Args:
-        architecture: the model's config as JSON.
-        device: name of the device.
-        config: the run's config.
-        plan: the run's plan.
+    Steps are of the same kind if device, code, model (its config as JSON) and settings are equal, whatever
+    the micro-batch size.
     """
     kind = replace(
         plan, micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
@@ -99,15 +96,6 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
         config.eval.batch_size,
     )
     return entry("probes", architecture, device, settings, asdict(kind), step_code())
-
-
-def _record(path: Path) -> dict[str, Any]:
-    return read_value(path) or {}
-
-
-def read_ratios(path: Path) -> dict[str, float]:
-    """The corrections of an earlier probe; empty if there was none."""
-    return {phase: ratio for phase, ratio in _record(path).get("ratios", {}).items() if 0 < ratio < 100}
 
 
 @dataclass(frozen=True)
@@ -126,90 +114,6 @@ class RanOut:
         return plan.micro_batch_tokens >= self.micro_batch_tokens and not enough_now
 
 
-def read_ran_out(path: Path) -> RanOut | None:
-    """When memory ran out in an earlier run of this kind, from the file that `record_path` names."""
-    tree = _record(path).get("ran_out")
-    return RanOut(**tree) if tree else None
-
-
-def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
-    """Remembers that memory ran out, so that the next plan of this kind of step is smaller.
-
-    Args:
-        path: the file that `record_path` names.
-        plan: the plan that ran out. Without a predicted memory nothing is known of the budget, or remembered.
-        used_bytes: the peak when memory ran out, if it is known.
-    """
-    if plan.memory is None or plan.micro_batch_tokens <= 0:
-        return
-    earlier = read_ran_out(path)
-    if earlier is not None and earlier.applies_to(plan, plan.memory):
-        return  # nothing new
-    found = RanOut(plan.micro_batch_tokens, max(plan.memory.budget_bytes, used_bytes))
-    update_value(path, lambda record: record | {"ran_out": asdict(found)})
-
-
-def ratios_of(predicted: Memory, result: ProbeResult, earlier: Ratios) -> dict[str, float]:
-    """Measured / predicted memory above the weights, by phase and for reserved bytes.
-
-    Args:
-        predicted: the prediction, which may already be corrected.
-        result: what was measured.
-        earlier: the ratios by which the prediction was corrected.
-    """
-    weights = predicted.phases.get(LOAD, 0)
-    expected = predicted.phases | {RESERVED: predicted.reserved_bytes or 0}
-    measured = result.phases | {RESERVED: result.reserved_bytes or 0}
-    return {
-        name: (size - weights) / (expected[name] - weights) * earlier.get(name, 1.0)
-        for name, size in measured.items()
-        if name != LOAD and size > weights and expected.get(name, 0) > weights
-    }
-
-
-def write_record(path: Path, plan: Plan, result: ProbeResult, device: str) -> None:
-    """Stores a probe result, with the predicted memory, in the file that `record_path` names.
-
-    Args:
-        path: the file.
-        plan: the plan that was probed.
-        result: what the probe measured.
-        device: name of the device.
-    """
-    found: dict[str, Any] = {
-        "device": device,
-        "versions": installed_versions(),
-        "micro_batch_tokens": plan.micro_batch_tokens,
-    }
-    if plan.memory is not None and result.phases:
-        found |= {
-            "predicted": plan.memory.phases,
-            "measured": result.phases,
-            "reserved_bytes": result.reserved_bytes,
-            "ratios": ratios_of(plan.memory, result, read_ratios(path)),
-        }
-    update_value(path, lambda record: record | found)
-    if result.seconds_per_token is not None:
-        write_speed(path, plan, result.step_seconds, result.seconds_per_token)
-
-
-def write_speed(path: Path, plan: Plan, step_seconds: float | None, seconds_per_token: float) -> None:
-    """Stores how fast the steps of a run were, which counts more than the probe's single step.
-
-    Args:
-        path: the file that `record_path` names.
-        plan: of the run.
-        step_seconds: of an average step.
-        seconds_per_token: per process, in such a step, padding not counted.
-    """
-
-    def with_speed(record: dict[str, Any]) -> dict[str, Any]:
-        speed = MeasuredSpeed.of_record(record).measured_again(plan, step_seconds, seconds_per_token)
-        return record | {"speed": asdict(speed)}
-
-    update_value(path, with_speed)
-
-
 @dataclass(frozen=True)
 class MeasuredSpeed:
     """How fast steps of one kind were."""
@@ -217,21 +121,16 @@ class MeasuredSpeed:
     seconds_per_token: dict[str, float] = field(default_factory=dict)  # by tokens of the micro-batch
     ratio: float = 1.0  # measured / predicted time of a step, for micro-batches that were not measured
 
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> "MeasuredSpeed":
-        """The speed in a record of the cache."""
-        return cls(**record.get("speed", {}))
-
     def of(self, plan: Plan) -> float | None:
         """Measured seconds per token at about the plan's micro-batch; None if there are none."""
-        near = {
-            abs(int(tokens) - plan.micro_batch_tokens): seconds
-            for tokens, seconds in self.seconds_per_token.items()
-        }
-        distance = min(near, default=None)
-        return (
-            near[distance] if distance is not None and distance <= ALIKE * plan.micro_batch_tokens else None
-        )
+
+        def distance(tokens: str) -> int:
+            return abs(int(tokens) - plan.micro_batch_tokens)
+
+        nearest = min(self.seconds_per_token, key=distance, default=None)
+        if nearest is None or distance(nearest) > ALIKE * plan.micro_batch_tokens:
+            return None
+        return self.seconds_per_token[nearest]
 
     def origin_of(self, plan: Plan) -> str:
         """Where the seconds of a step of the plan come from."""
@@ -250,33 +149,86 @@ class MeasuredSpeed:
         return MeasuredSpeed({**self.seconds_per_token, size: seconds_per_token}, ratio)
 
 
-def read_speed(path: Path) -> MeasuredSpeed:
-    """The speed that earlier probes measured, from the file that `record_path` names; empty if none."""
-    return MeasuredSpeed.of_record(_record(path))
+@dataclass(frozen=True)
+class Record:
+    """What earlier runs and their probes have shown of a kind of step."""
+
+    ratios: Ratios = field(default_factory=dict)
+    ran_out: RanOut | None = None
+    speed: MeasuredSpeed = MeasuredSpeed()
 
 
-def corrected_clock(
-    clock: Clock, path_of: Callable[[RunConfig, Plan], Path], tokens_of: Callable[[Plan], float]
-) -> Clock:
-    """A clock that uses what earlier probes measured.
+RecordOf = Callable[[RunConfig, Plan], Record]  # of a plan's kind of step
 
-    Args:
-        clock: the prediction.
-        path_of: the file of a kind of step (`record_path`).
-        tokens_of: tokens per process in an average step of a plan.
+
+def read_record(path: Path) -> Record:
+    """The record in the file that `record_path` names; an empty one if there is none."""
+    found = TypeAdapter(Record).validate_python(read_value(path) or {})
+    return replace(found, ratios={name: ratio for name, ratio in found.ratios.items() if 0 < ratio < 100})
+
+
+def records_of(architecture: str, device: str) -> RecordOf:
+    """A function that gives the record of a plan's kind of step; it reads each file once."""
+    known: dict[Path, Record] = {}
+
+    def record_of(config: RunConfig, plan: Plan) -> Record:
+        path = record_path(architecture, device, config, plan)
+        if path not in known:
+            known[path] = read_record(path)
+        return known[path]
+
+    return record_of
+
+
+def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
+    """Remembers that memory ran out, at a peak of `used_bytes`, so that the next such plan is smaller.
+
+    Without a predicted memory nothing is known of the budget, or remembered.
     """
-    known: dict[Path, MeasuredSpeed] = {}
+    if plan.memory is None or plan.micro_batch_tokens <= 0:
+        return
+    earlier = read_record(path).ran_out
+    if earlier is not None and earlier.applies_to(plan, plan.memory):
+        return  # nothing new
+    found = RanOut(plan.micro_batch_tokens, max(plan.memory.budget_bytes, used_bytes))
+    update_value(path, lambda record: record | {"ran_out": asdict(found)})
 
-    def seconds(config: RunConfig, plan: Plan) -> float | None:
-        path = path_of(config, plan)
-        speed = known.setdefault(path, read_speed(path))
-        measured = speed.of(plan)
-        if measured is not None:
-            return measured * tokens_of(plan)
-        predicted = clock(config, plan)
-        return None if predicted is None else predicted * speed.ratio
 
-    return seconds
+def write_record(path: Path, plan: Plan, result: ProbeResult) -> None:
+    """Keeps what a probe of the plan measured in the file that `record_path` names."""
+    if plan.memory is not None and result.phases:
+        ratios = ratios_of(plan.memory, result, read_record(path).ratios)
+        update_value(path, lambda record: record | {"ratios": ratios})
+    if result.seconds_per_token is not None:
+        write_speed(path, plan, result.step_seconds, result.seconds_per_token)
+
+
+def write_speed(path: Path, plan: Plan, step_seconds: float | None, seconds_per_token: float) -> None:
+    """Keeps how fast an average step of a run was, which counts more than the probe's single step.
+
+    Seconds per token are those of a process, padding not counted.
+    """
+
+    def with_speed(record: dict[str, Any]) -> dict[str, Any]:
+        earlier = MeasuredSpeed(**record.get("speed", {}))
+        return record | {"speed": asdict(earlier.measured_again(plan, step_seconds, seconds_per_token))}
+
+    update_value(path, with_speed)
+
+
+def ratios_of(predicted: Memory, result: ProbeResult, earlier: Ratios) -> dict[str, float]:
+    """Measured / predicted memory above the weights, by phase and for reserved bytes.
+
+    The prediction may already be corrected by `earlier` ratios.
+    """
+    weights = predicted.phases.get(LOAD, 0)
+    expected = predicted.phases | {RESERVED: predicted.reserved_bytes or 0}
+    measured = result.phases | {RESERVED: result.reserved_bytes or 0}
+    return {
+        name: (size - weights) / (expected[name] - weights) * earlier.get(name, 1.0)
+        for name, size in measured.items()
+        if name != LOAD and size > weights and expected.get(name, 0) > weights
+    }
 
 
 def _overhead_path(device: str, world_size: int) -> Path:
@@ -291,7 +243,7 @@ def write_overhead(device: str, world_size: int, size: int) -> None:
 
 def read_overhead(device: str, world_size: int) -> int | None:
     """Bytes of context, kernels and communicator that an earlier probe measured on this kind of GPU."""
-    return _record(_overhead_path(device, world_size)).get("bytes")
+    return (read_value(_overhead_path(device, world_size)) or {}).get("bytes")
 
 
 def corrected(memory: Memory, ratios: Ratios) -> Memory:
@@ -332,32 +284,43 @@ def _with_temporaries(terms: dict[str, int], size: int) -> dict[str, int]:
     return terms | {"temporaries": terms.get("temporaries", 0) + size}
 
 
-def corrected_estimator(estimate: Estimator, path_of: Callable[[RunConfig, Plan], Path]) -> Estimator:
-    """The estimator, corrected by earlier runs; `path_of` names the file with a plan's corrections."""
-    known: dict[Path, tuple[dict[str, float], RanOut | None]] = {}
+def corrected_estimator(estimate: Estimator, record_of: RecordOf) -> Estimator:
+    """The estimator, corrected by earlier runs."""
 
     def estimate_corrected(config: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
-        path = path_of(config, plan)
-        if path not in known:
-            known[path] = read_ratios(path), read_ran_out(path)
-        ratios, ran_out = known[path]
-        memory = corrected(estimate(config, plan, complete=complete), ratios)
-        return replace(memory, ran_out=ran_out is not None and ran_out.applies_to(plan, memory))
+        record = record_of(config, plan)
+        memory = corrected(estimate(config, plan, complete=complete), record.ratios)
+        ran_out = record.ran_out is not None and record.ran_out.applies_to(plan, memory)
+        return replace(memory, ran_out=ran_out)
 
     return estimate_corrected
 
 
-def ran_out_reason(ran_out: RanOut | None, plan: Plan, memory: Memory) -> list[Reason]:
-    """What a plan makes of memory that ran out before; empty if it never did."""
-    if ran_out is None:
-        return []
-    tokens = ran_out.micro_batch_tokens
-    if memory.ran_out:
-        return [RanOutBefore(tokens, "again")]
-    return [RanOutBefore(tokens, "more_free" if plan.micro_batch_tokens >= tokens else "smaller")]
+def corrected_clock(clock: Clock, record_of: RecordOf, tokens_of: Callable[[Plan], float]) -> Clock:
+    """The clock, corrected by earlier runs; `tokens_of` a plan's average step, for each process."""
+
+    def seconds(config: RunConfig, plan: Plan) -> float | None:
+        speed = record_of(config, plan).speed
+        measured = speed.of(plan)
+        if measured is not None:
+            return measured * tokens_of(plan)
+        predicted = clock(config, plan)
+        return None if predicted is None else predicted * speed.ratio
+
+    return seconds
 
 
-def correction_reason(ratios: Ratios, phase: str) -> list[Reason]:
-    """The correction of a phase; empty if it is too small to mention."""
-    ratio = ratios.get(phase, 1.0)
-    return [] if abs(ratio - 1) < MENTIONED_FROM else [Corrected(ratio)]
+def reasons_of(record: Record, plan: Plan, memory: Memory) -> list[Reason]:
+    """What earlier runs make of a plan with this memory; corrections that are too small are left out."""
+    ratio, found = record.ratios.get(memory.peak_phase, 1.0), list[Reason]()
+    if abs(ratio - 1) >= MENTIONED_FROM:
+        found.append(Corrected(ratio))
+    if record.ran_out is not None:
+        tokens = record.ran_out.micro_batch_tokens
+        if memory.ran_out:
+            found.append(RanOutBefore(tokens, "again"))
+        elif plan.micro_batch_tokens >= tokens:
+            found.append(RanOutBefore(tokens, "more_free"))
+        else:
+            found.append(RanOutBefore(tokens, "smaller"))
+    return found

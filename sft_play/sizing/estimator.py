@@ -24,6 +24,7 @@ from sft_play.machine.process import importing_libraries
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
+from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code
 from sft_play.timeline import Segment, Step, StepTrace
@@ -282,7 +283,7 @@ def load_trace(path: Path) -> StepTrace | None:
 
 def estimator(
     config: AnyArchitecture,
-    device: memory.DeviceBudget,
+    device: DeviceBudget,
     eval_shape: Callable[[Plan], tuple[int, int] | None] = lambda plan: None,
 ) -> Estimator:
     """A function that predicts the memory of a plan; for QLoRA, it raises what `require_packable` does.
@@ -297,7 +298,7 @@ def estimator(
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
-            ask(questions.packable)
+            questions.require_packable(ask(questions.four_bit))
         spec = StepSpec.of(run, plan, eval_shape(plan))
         division = Division(
             world_size=plan.world_size,

@@ -9,16 +9,13 @@ from sft_play.engines.base import Division, Engine
 from sft_play.engines.registry import ALONE
 from sft_play.plan import Memory
 from sft_play.sizing.allocator import replay_steps
-from sft_play.sizing.guard import Guard, guard
+from sft_play.sizing.budget import HANDLES, DeviceBudget
 from sft_play.timeline import Peak, Step, StepTrace
-from sft_play.units import MIB
 from sft_play.work import directions
 
 # Below this share of the budget, fragmentation cannot matter: in no replayed step with expandable segments
 # did it need the other 20%. Fixed ones need more, up to a third in published runs (benchmarks/evidence).
 FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether segments are expandable
-CUDA_GRANULARITY = 512  # PyTorch's allocator rounds each block up to a multiple of this
-
 
 Counts = tuple[int, int]  # rows, and supervised tokens
 
@@ -55,88 +52,6 @@ class StepScaling:
         )
         growth = np.where(self.in_evaluation, change_in_evaluation, change)
         return Step(self.base.step.timeline, np.maximum(self.base.sizes + growth.astype(np.int64), 0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceBudget:
-    """What a process may use, and its fixed costs besides tensors."""
-
-    kind: str = "cuda"
-    budget_bytes: int = 0  # for the process: free memory minus the guard
-    workspace_bytes: int = 0  # of cuBLAS, inside the allocator
-    context_bytes: int = 0
-    communicator_bytes: int = 0
-    guard: Guard = Guard(0, "")
-    expandable: bool = True  # segments of PyTorch's allocator
-    assumed: tuple[str, ...] = ()  # names of the costs that were not measured on this machine
-
-    @property
-    def granularity(self) -> int:
-        """Block sizes are rounded up to a multiple of this."""
-        return CUDA_GRANULARITY if self.kind == "cuda" else 1
-
-
-# After CublasHandlePool.cpp; one workspace for the forward thread and one for the backward thread.
-HOPPER_WORKSPACE, OTHER_WORKSPACE, HANDLES = 32 * MIB, 8 * MIB + 128 * 1024, 2
-
-# Not every GPU has published figures. Context: 141 MiB on a Tesla T4, the same in all runs of four series
-# (benchmarks/evidence); elsewhere 287 MB with lazy loading (pytorch #86509), 426 MiB (unsloth-zoo #1053).
-# Communicator: 544 and 688 MB on A100 (nccl #964), 1.06 GB on 8 H100 (nccl #1685).
-CONTEXTS = {(7, 5): 141 * MIB}
-ASSUMED_CONTEXT, ASSUMED_COMMUNICATOR = 500 * MIB, 700 * MIB
-
-
-def cublas_workspace(compute_capability: tuple[int, int] | None) -> int:
-    """Bytes of one workspace of cuBLAS: larger on Hopper and on every Blackwell GPU, also of the RTX 50."""
-    since_hopper = compute_capability is not None and compute_capability >= (9, 0)
-    return HOPPER_WORKSPACE if since_hopper else OTHER_WORKSPACE
-
-
-def device_budget(
-    kind: str,
-    free_bytes: int,
-    *,
-    world_size: int = 1,
-    compute_capability: tuple[int, int] | None = None,
-    context_bytes: int | None = None,
-    communicator_bytes: int | None = None,
-    expandable: bool = True,
-    quantized: bool = False,
-) -> DeviceBudget:
-    """The budget of a process on a device.
-
-    Args:
-        kind: "cuda" or "cpu".
-        free_bytes: free memory before the process starts; the minimum over all ranks.
-        world_size: number of processes; more than one need a communicator.
-        compute_capability: of the GPU, for the size of cuBLAS workspaces.
-        context_bytes: measured size; None to assume one.
-        communicator_bytes: measured size; None to assume one.
-        expandable: whether PyTorch's allocator has expandable segments.
-        quantized: whether weights become 4-bit while they are loaded.
-    """
-    kept_free = guard(kind, free_bytes, loose=quantized and not expandable)
-    if kind == "cpu":
-        return DeviceBudget(kind=kind, budget_bytes=free_bytes - kept_free.bytes, guard=kept_free)
-    assumed = []
-    if context_bytes is None:
-        context_bytes = CONTEXTS.get(compute_capability or (0, 0), ASSUMED_CONTEXT)
-        assumed.append("context")
-    if world_size == 1:
-        communicator_bytes = 0
-    elif communicator_bytes is None:
-        communicator_bytes = ASSUMED_COMMUNICATOR
-        assumed.append("communicator")
-    return DeviceBudget(
-        kind=kind,
-        budget_bytes=free_bytes - kept_free.bytes,
-        workspace_bytes=HANDLES * cublas_workspace(compute_capability),
-        context_bytes=context_bytes,
-        communicator_bytes=communicator_bytes,
-        guard=kept_free,
-        expandable=expandable,
-        assumed=tuple(assumed),
-    )
 
 
 def _with(peak: Peak, **changes: int) -> Peak:
@@ -178,7 +93,7 @@ def estimate(
         peak_bytes=peaks[top].bytes,
         peak_phase=top,
         phases={phase: peak.bytes for phase, peak in peaks.items()},
-        terms={**peaks[top].terms, "context": device.context_bytes + device.communicator_bytes},
+        terms={**peaks[top].terms, "context": device.context_bytes},
         phase_terms={phase: peak.terms for phase, peak in peaks.items()},
         guard_bytes=device.guard.bytes,
     )

@@ -1,17 +1,24 @@
 """What the planner asks about an architecture. Each answer takes transformers, so `Architecture` keeps them.
 
-Arguments are all that an answer depends on besides the architecture; answers are JSON values.
+Arguments are all that an answer depends on besides the architecture.
 """
 
-from dataclasses import astuple
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sft_play.errors import ConfigError
 from sft_play.model.attention_table import ATTENTIONS
+from sft_play.reasons import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
 from sft_play.sizing.step import StepSpec
+from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in NF4, with its share of double-quantized scales
+MOST_IN_EXPERTS = 0.1  # of the weights: more than this is not worth 4-bit layers around it
+CLAMPS_WEIGHTS = {"gemma3n_text"}
 
 
 def hidden_size(config: "PretrainedConfig") -> int:
@@ -47,36 +54,98 @@ def has_attention_packages() -> bool:
 
 def why_padded(
     config: "PretrainedConfig", packing: bool, padding_free: Any, attention_name: str
-) -> tuple[Any, ...] | None:
-    """The fields of a `Padded`, as in `model.attention_choice`."""
+) -> Padded | None:
+    """As in `model.attention_choice`."""
     from sft_play.model.attention_choice import why_padded
 
-    return _fields(why_padded(packing, padding_free, config, attention_name))
+    return why_padded(packing, padding_free, config, attention_name)
 
 
-def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> tuple[Any, ...] | None:
-    """The fields of an `AttentionKernel`, as in `sizing.attention_kernels`."""
+def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:
+    """As in `sizing.attention_kernels`."""
     from sft_play.sizing.attention_kernels import attention_kernel
 
-    return _fields(attention_kernel(config, spec))
+    return attention_kernel(config, spec)
 
 
-def packable(config: "PretrainedConfig") -> tuple[Any, ...]:
-    """The fields of a `FourBitBase`, as in `sizing.parameters`."""
-    from sft_play.sizing.parameters import require_packable
+@dataclass(frozen=True)
+class FourBit:
+    """Weights of a base model by how QLoRA keeps them; their sum is `weights`."""
 
-    return astuple(require_packable(config))
+    model: str
+    weights: int
+    packed: int  # in linear layers
+    experts: int  # in fused experts, which stay in 16 bit
+
+    def bytes(self, packed: int) -> int:
+        """Size of the base with so many weights in 4 bits and the others in 16."""
+        return round(packed * PACKED_BYTES + 2 * (self.weights - packed))
+
+
+def four_bit(config: "PretrainedConfig") -> FourBit:
+    """Counts the weights of an architecture on the meta device.
+
+    Raises:
+        ConfigError: it does not work with 4-bit weights at all.
+    """
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    from sft_play.model.architecture import empty_model
+    from sft_play.model.targets import fused_experts
+
+    if config.get_text_config().model_type in CLAMPS_WEIGHTS:
+        raise ConfigError(
+            f"tuning.mode=qlora: {config.model_type} clamps weights while it trains, which 4-bit ones do not "
+            "allow; set tuning.mode=lora"
+        )
+    model = empty_model(config)
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, (Linear, Conv1D)) and m is not head]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return FourBit(
+        model=type(model).__name__,
+        weights=sum(sizes.values()),
+        packed=sum(module.weight.numel() for module in linear),
+        experts=sum(weight.numel() for _, weight in fused_experts(model)),
+    )
+
+
+def require_packable(found: FourBit) -> FourBitBase:
+    """How much of the base is 4-bit.
+
+    Raises:
+        ConfigError: much of it would not be, since fused experts stay in 16 bit.
+    """
+    if found.experts > MOST_IN_EXPERTS * found.weights:
+        share, as_it_is = found.experts / found.weights, format_bytes(found.bytes(found.packed))
+        raise ConfigError(
+            f"tuning.mode=qlora: {share:.0%} of the weights of {found.model} are fused experts, which stay "
+            f"in 16 bit, so that the base would take {as_it_is} instead of {format_bytes(found.bytes(0))}; "
+            "set tuning.mode=lora, or use QLoRA with a model without experts"
+        )
+    return FourBitBase(found.packed / found.weights, found.bytes(found.packed), found.bytes(0))
 
 
 def trained_besides(
-    config: "PretrainedConfig", tokens: int, modules: tuple[str, ...]
-) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]:
-    """The fields of a `NewTokens` and of a `TrainedWhole`, as in `sizing.parameters`."""
-    from sft_play.sizing.parameters import trained_besides
+    config: "PretrainedConfig", tokens: int, names: tuple[str, ...]
+) -> tuple[NewTokens | None, TrainedWhole | None]:
+    """The rows of so many new tokens, and the modules that an adapter's modules_to_save names.
 
-    new_tokens, whole = trained_besides(config, tokens, modules)
-    return _fields(new_tokens), _fields(whole)
+    Raises:
+        ConfigError: this model has no such module.
+    """
+    from sft_play.model.architecture import empty_model
+    from sft_play.model.targets import modules_to_save
 
-
-def _fields(reason: Any) -> Any:
-    return None if reason is None else astuple(reason)
+    model: Any = empty_model(config)
+    rows = whole = None
+    if tokens:
+        outer = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        parameters = sum({id(weight): tokens * weight.shape[1] for weight in outer}.values())
+        rows = NewTokens(tokens, parameters, tied=outer[0] is outer[1])
+    if names:
+        modules = modules_to_save(model, names)
+        weights = {id(p): p.numel() for name in modules for p in model.get_submodule(name).parameters()}
+        whole = TrainedWhole(sum(weights.values()), len(modules), tuple(names))
+    return rows, whole

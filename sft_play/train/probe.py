@@ -59,7 +59,7 @@ def probe(session: Session) -> ProbeResult:
                         break
     if session.job.ranks.is_main:
         path, device = correction_path(session.job, plan), training_device(session.job.machine).name
-        write_record(path, plan, result, device)
+        write_record(path, plan, result)
         if result.ran_out:
             write_ran_out(path, plan)
         if result.overhead_bytes:

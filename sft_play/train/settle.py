@@ -12,7 +12,7 @@ from sft_play.job import Job, find_plan, takes_less
 from sft_play.plan import Plan
 from sft_play.report.probe import probe_line
 from sft_play.runlog import console
-from sft_play.sizing.corrections import ProbeResult, read_speed
+from sft_play.sizing.corrections import ProbeResult, read_record
 from sft_play.train.probe import correction_path, memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.session import Session, close_session
@@ -127,7 +127,7 @@ def _plans_to_time(job: Job) -> list[Plan]:
         find_plan(job, partial(_is_split, split)) for split in splits
     ]  # as the probe may have corrected it
     fitting = [plan for plan in found if plan is not None]
-    return [plan for plan in fitting if read_speed(correction_path(job, plan)).of(plan) is None]
+    return [plan for plan in fitting if read_record(correction_path(job, plan)).speed.of(plan) is None]
 
 
 def _is_split(split: tuple[int, bool], plan: Plan) -> bool:

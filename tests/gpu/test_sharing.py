@@ -11,7 +11,7 @@ import torch
 from sft_play.cache import write_value
 from sft_play.job import load_job_config, prepare_job
 from sft_play.model.loss_head import token_loss
-from sft_play.sizing.guard import LEAST_BYTES
+from sft_play.sizing.budget import LEAST_BYTES
 from sft_play.train.probe import correction_path
 from sft_play.units import GIB, MIB
 from tests.gpu.rank import HELD, batch_of, make_model

@@ -17,8 +17,8 @@ from sft_play.model.load import load_model_config
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.runlog import read_json
-from sft_play.sizing.corrections import read_speed
-from sft_play.sizing.guard import LEAST_BYTES
+from sft_play.sizing.budget import LEAST_BYTES
+from sft_play.sizing.corrections import read_record
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
 from sft_play.train.run import prepare_session, train
@@ -136,7 +136,7 @@ def test_search_times_the_alternatives_takes_the_fastest_and_remembers(tiny_mode
     assert 1 <= tried <= len(job.plan.alternatives)
     assert session.job.plan.effective_batch_size == job.plan.effective_batch_size
     assert result.step_seconds > 0
-    measured = read_speed(correction_path(job, session.job.plan))
+    measured = read_record(correction_path(job, session.job.plan)).speed
     assert measured.of(session.job.plan) is not None  # the next plan knows how fast it was
 
 
@@ -145,7 +145,7 @@ def test_a_run_of_some_steps_remembers_how_fast_it_was(tiny_model, tmp_path):
     for steps in (3, 8):
         job = make_job(tiny_model, tmp_path, f"{steps}-steps", rows=ROWS, max_steps=steps)
         summary = train(job)
-        speeds.append(read_speed(correction_path(job, job.plan)).of(job.plan))
+        speeds.append(read_record(correction_path(job, job.plan)).speed.of(job.plan))
     assert speeds == [None, pytest.approx(1 / summary["tokens_per_second"])]
 
 

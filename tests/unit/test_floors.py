@@ -21,7 +21,7 @@ FLOORS = [
     ["data"],
     ["data.prepare", "report"],
     ["data.show"],
-    ["sizing.step", "sizing.allocator", "sizing.guard", "sizing.memory"],
+    ["sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
     ["planning.batch", "planning.drafts", "planning.search", "planning.advice", "planning.profile"],
     ["launch"],
     ["engines.state", "engines.zero2_state", "model", "builtin.models", "builtin.world"],

@@ -13,8 +13,7 @@ from benchmarks.evidence.runs import ROWS, Head, Run, read_sources
 from benchmarks.evidence.steps import trace_run, warmup_bytes
 from sft_play.model.architecture import empty_model
 from sft_play.sizing.allocator import replay
-from sft_play.sizing.guard import KNOWN, LOOSE_SHARE, guard
-from sft_play.sizing.memory import CONTEXTS
+from sft_play.sizing.budget import CONTEXTS, LOOSE_SHARE, PUBLISHED_ERRORS, guard
 from sft_play.timeline import PHASES
 from sft_play.units import MIB
 
@@ -104,11 +103,12 @@ def test_plans_say_the_errors_of_the_generation_as_measured():
     for run, row in runs():
         if "reserved" in row["errors"]:
             found.setdefault((run.compute_capability, run.mode == "qlora"), []).append(row["errors"])
-    assert found.keys() == KNOWN.keys()
+    assert found.keys() == PUBLISHED_ERRORS.keys()
     for key, rows in found.items():
-        assert KNOWN[key].runs == len(rows)
+        runs_of_key, errors_of_key = PUBLISHED_ERRORS[key]
+        assert runs_of_key == len(rows)
         for kind in ("allocated", "reserved", "process"):
-            known, values = getattr(KNOWN[key], kind), [row[kind] for row in rows if kind in row]
+            known, values = errors_of_key.get(kind), [row[kind] for row in rows if kind in row]
             assert bool(values) == (known is not None)
             if known is not None:
                 assert known == pytest.approx((min(values), max(values)), abs=6e-5), (key, kind)

@@ -9,7 +9,8 @@ from sft_play.engines.base import Division
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.engines.zero2 import Buckets
 from sft_play.sizing.allocator import as_changes, first_steps
-from sft_play.sizing.memory import device_budget, estimate
+from sft_play.sizing.budget import device_budget
+from sft_play.sizing.memory import estimate
 from sft_play.sizing.optimizers import state_bytes
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer

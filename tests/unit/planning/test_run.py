@@ -25,8 +25,8 @@ from sft_play.planning.run import plan_run
 from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
 from sft_play.sizing.architecture import Architecture, text_of
+from sft_play.sizing.budget import ASSUMED_COMMUNICATOR, guard
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
-from sft_play.sizing.guard import guard
 from sft_play.sizing.step import StepSpec
 from sft_play.units import GIB, MIB
 from tests.unit.report.test_plan import screen
@@ -116,7 +116,7 @@ def test_what_an_earlier_probe_saw_beside_tensors_replaces_the_assumption(tmp_pa
     write_overhead(machine.gpus[0].name, 2, 800 * MIB)
     measured = memory_device(run(), machine, 2)
     assert measured.assumed == ()
-    assert measured.context_bytes == 800 * MIB and measured.communicator_bytes == 0
+    assert measured.context_bytes == 800 * MIB
     assert measured.budget_bytes == assumed.budget_bytes
     assert memory_device(run(), machine, 1).assumed == ("context",)
     assert measured.budget_bytes < 80 * GIB
@@ -187,7 +187,7 @@ def changed_and_as_it_is(machine: Machine, changed: RunConfig, **plan: Any) -> t
 
 def test_advice_about_more_processes_counts_their_communicators():
     more, one = changed_and_as_it_is(what_if("T4"), run(), engine="deepspeed_z2", world_size=2)
-    assert more.terms["context"] - one.terms["context"] == memory.ASSUMED_COMMUNICATOR
+    assert more.terms["context"] - one.terms["context"] == ASSUMED_COMMUNICATOR
     shared, alone = changed_and_as_it_is(CPU, run(), engine="deepspeed_z2", world_size=2)
     assert shared.budget_bytes == memory_device(run(), CPU, 2).budget_bytes < 0.6 * alone.budget_bytes
 
@@ -355,9 +355,7 @@ def test_what_an_earlier_run_measured_is_not_called_a_prediction(tmp_path, monke
     path = record_path(text_of(MODEL), "the CPU", config, before)
     assert (before.memory.origin, before.step_seconds_origin) == ("trace", "profile")
     phases = {phase: round(1.001 * size) for phase, size in before.memory.phases.items()}
-    write_record(
-        path, before, ProbeResult(phases=phases, step_seconds=1.0, seconds_per_token=0.01), "the CPU"
-    )
+    write_record(path, before, ProbeResult(phases=phases, step_seconds=1.0, seconds_per_token=0.01))
     after = plan_run(config, MODEL, FACTS, CPU, 1)
     assert (after.memory.origin, after.step_seconds_origin) == ("earlier run", "earlier run")
     assert record_path(text_of(MODEL), "the CPU", config, after) == path

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-from transformers import MixtralConfig
 
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import ModelConfig
@@ -21,7 +20,7 @@ ASKED = [
     (questions.why_padded, True, "auto", "varlen_sdpa"),
     (questions.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
     (questions.attention_kernel, StepSpec(mode="lora")),
-    (questions.packable,),
+    (questions.four_bit,),
     (questions.trained_besides, 2, ("embed_tokens",)),
 ]
 
@@ -44,7 +43,7 @@ def test_every_answer_is_kept_and_the_same_the_second_time():
     config = small_config("llama", WIDE)
     first = [Architecture.of(config).ask(*asked) for asked in ASKED]
     again = Architecture(text_of(config), refuse)
-    assert json.dumps([again.ask(*asked) for asked in ASKED]) == json.dumps(first)
+    assert [again.ask(*asked) for asked in ASKED] == first
     for other in (
         (questions.attention, "auto", "cuda", (7, 5)),
         (questions.trained_besides, 3, ("embed_tokens",)),
@@ -63,13 +62,13 @@ def test_another_architecture_is_asked_anew():
     assert Architecture.of(wider).ask(questions.hidden_size) == 2 * width
 
 
-def test_an_error_is_not_kept():
-    experts = MixtralConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-    )
+def test_an_error_is_not_kept(monkeypatch):
+    monkeypatch.setattr(questions, "CLAMPS_WEIGHTS", {"llama"})
     for _ in range(2):
-        with pytest.raises(ConfigError, match="fused experts"):
-            Architecture.of(experts).ask(questions.packable)
+        with pytest.raises(ConfigError, match="clamps weights"):
+            Architecture.of(small_config("llama", WIDE)).ask(questions.four_bit)
+    monkeypatch.undo()
+    assert Architecture.of(small_config("llama", WIDE)).ask(questions.four_bit).experts == 0
 
 
 def test_code_of_a_models_own_is_asked_every_time():

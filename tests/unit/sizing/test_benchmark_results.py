@@ -15,7 +15,7 @@ from benchmarks.sizing import TARGETS as CPU_TARGETS
 from benchmarks.sizing import predict as predict_small
 from benchmarks.sizing_gpu import with_errors
 from benchmarks.small_models import small_config
-from sft_play.sizing import guard
+from sft_play.sizing import budget
 from sft_play.sizing.estimator import Traces
 from sft_play.units import GIB
 
@@ -103,11 +103,11 @@ def test_published_figures_are_predicted_as_committed():
 
 def assert_covers(kind: str, worst: float) -> None:
     """The committed figure is the measured one, and the guard covers it with the stated safety factor."""
-    known = guard.MEASURED_ERRORS[kind]
+    known = budget.MEASURED_ERRORS[kind]
     assert known is not None and worst <= known.worst <= 1.05 * worst + 1e-6, (
-        f"guard.MEASURED_ERRORS[{kind!r}]: write worst={worst:.4g}"
+        f"budget.MEASURED_ERRORS[{kind!r}]: write worst={worst:.4g}"
     )
-    assert guard.guard(kind, 80 * GIB).bytes >= guard.SAFETY * worst * 80 * GIB
+    assert budget.guard(kind, 80 * GIB).bytes >= budget.SAFETY * worst * 80 * GIB
 
 
 def test_the_guard_covers_what_was_under_predicted_on_the_cpu():
@@ -116,8 +116,8 @@ def test_the_guard_covers_what_was_under_predicted_on_the_cpu():
 
 
 def test_the_guard_covers_what_was_under_predicted_on_a_gpu():
-    if guard.MEASURED_ERRORS["cuda"] is not None:
+    if budget.MEASURED_ERRORS["cuda"] is not None:
         assert (RESULTS / "sizing_gpu.json").exists(), (
-            "guard.MEASURED_ERRORS has a GPU figure without benchmark results"
+            "budget.MEASURED_ERRORS has a GPU figure without benchmark results"
         )
     assert_covers("cuda", results_of("sizing_gpu.json")["worst_under_prediction_of_reserved"])

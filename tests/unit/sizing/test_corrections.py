@@ -2,26 +2,24 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play.cache import read_value
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Memory
 from sft_play.reasons import Corrected, RanOutBefore
-from sft_play.sizing import step
+from sft_play.sizing import corrections, step
 from sft_play.sizing.corrections import (
     MeasuredSpeed,
     ProbeResult,
     RanOut,
+    Record,
     corrected,
     corrected_clock,
     corrected_estimator,
-    correction_reason,
-    ran_out_reason,
     ratios_of,
     read_overhead,
-    read_ran_out,
-    read_ratios,
-    read_speed,
+    read_record,
+    reasons_of,
     record_path,
+    records_of,
     write_overhead,
     write_ran_out,
     write_record,
@@ -99,11 +97,8 @@ def test_what_fits_is_the_process_and_on_a_cpu_the_tensors(reserved, overhead, f
 def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tmp_path, monkeypatch):
     plan = replace(PLAN, memory=MEMORY)
     path = record_path("{}", "card", CONFIG, plan)
-    write_record(path, plan, ProbeResult(phases=MEASURED), "card")
-    assert read_value(path)["measured"] == MEASURED
-    ask = corrected_estimator(
-        lambda run, p, complete=False: MEMORY, lambda run, p: record_path("{}", "card", run, p)
-    )
+    write_record(path, plan, ProbeResult(phases=MEASURED))
+    ask = corrected_estimator(lambda run, p, complete=False: MEMORY, records_of("{}", "card"))
     assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
     assert ask(CONFIG, replace(plan, activations="recompute")).peak_bytes == 300
     assert record_path("{}", "another card", CONFIG, plan) != path
@@ -113,52 +108,55 @@ def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tm
 
 
 def test_without_a_prediction_or_a_measurement_no_ratio_is_kept(tmp_path):
-    write_record(tmp_path / "a.json", replace(PLAN, memory=None), ProbeResult(phases=MEASURED), "card")
-    write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), ProbeResult(ran_out=True), "card")
-    assert read_ratios(tmp_path / "a.json") == read_ratios(tmp_path / "b.json") == {}
+    write_record(tmp_path / "a.json", replace(PLAN, memory=None), ProbeResult(phases=MEASURED))
+    write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), ProbeResult(ran_out=True))
+    assert read_record(tmp_path / "a.json") == read_record(tmp_path / "b.json") == Record()
 
 
 def timed(tokens: int, predicted: float | None = None):
     return replace(PLAN, micro_batch_tokens=tokens, step_seconds=predicted, memory=MEMORY)
 
 
-def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by_the_ratio(tmp_path):
+def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by_the_ratio(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "r.json"
     result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
-    assert read_speed(path).origin_of(timed(1000)) == "profile"
-    write_record(path, timed(1000, predicted=2.0), result, "card")
-    assert {read_speed(path).origin_of(timed(tokens)) for tokens in (1000, 4000)} == {"earlier run"}
-    clock = corrected_clock(lambda config, plan: 8.0, lambda config, plan: path, lambda plan: 500.0)
+    assert read_record(path).speed.origin_of(timed(1000)) == "profile"
+    write_record(path, timed(1000, predicted=2.0), result)
+    assert {read_record(path).speed.origin_of(timed(tokens)) for tokens in (1000, 4000)} == {"earlier run"}
+    monkeypatch.setattr(corrections, "record_path", lambda *of: path)
+    clock = corrected_clock(lambda config, plan: 8.0, records_of("{}", "card"), lambda plan: 500.0)
     assert clock(CONFIG, timed(1010)) == pytest.approx(5.0)  # within 2%: 500 tokens at 0.01 s
     assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)
     again = ProbeResult(step_seconds=6.0, seconds_per_token=0.02)
-    write_record(path, timed(1000, predicted=3.0), again, "card")
+    write_record(path, timed(1000, predicted=3.0), again)
     assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)  # a clock keeps what it has read
-    assert read_speed(path) == MeasuredSpeed({"1000": 0.02}, ratio=3.0)
-    assert read_ratios(path)  # timing a plan leaves what is known of its memory
+    assert read_record(path).speed == MeasuredSpeed({"1000": 0.02}, ratio=3.0)
+    assert read_record(path).ratios  # timing a plan leaves what is known of its memory
 
 
 def test_the_steps_of_a_run_count_instead_of_the_step_of_its_probe(tmp_path):
     path = tmp_path / "r.json"
     result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
-    write_record(path, timed(1000, predicted=2.0), result, "card")
+    write_record(path, timed(1000, predicted=2.0), result)
     write_speed(path, timed(1000, predicted=2.0), step_seconds=2.4, seconds_per_token=0.008)
-    assert read_speed(path) == MeasuredSpeed({"1000": 0.008}, ratio=pytest.approx(1.2))
-    assert read_ratios(path)
+    assert read_record(path).speed == MeasuredSpeed({"1000": 0.008}, ratio=pytest.approx(1.2))
+    assert read_record(path).ratios
     write_speed(path, timed(500, predicted=1.2), step_seconds=1.8, seconds_per_token=0.012)
     both = MeasuredSpeed({"1000": 0.008, "500": 0.012}, ratio=pytest.approx(1.8))
-    assert read_speed(path) == both
+    assert read_record(path).speed == both
     write_speed(path, timed(500), step_seconds=1.5, seconds_per_token=0.01)
-    assert read_speed(path).ratio == both.ratio  # it is from two sizes
+    assert read_record(path).speed.ratio == both.ratio  # it is from two sizes
 
 
 def test_the_speed_of_a_run_without_a_probe_is_kept_too(tmp_path):
     write_speed(tmp_path / "r.json", timed(1000, predicted=2.0), step_seconds=3.0, seconds_per_token=0.01)
-    assert read_speed(tmp_path / "r.json") == MeasuredSpeed({"1000": 0.01}, ratio=1.5)
+    assert read_record(tmp_path / "r.json").speed == MeasuredSpeed({"1000": 0.01}, ratio=1.5)
 
 
-def test_a_clock_without_records_says_what_is_predicted(tmp_path):
-    clock = corrected_clock(lambda config, plan: None, lambda config, plan: tmp_path / "no", lambda plan: 1.0)
+def test_a_clock_without_records_says_what_is_predicted():
+    clock = corrected_clock(lambda config, plan: None, records_of("{}", "card"), lambda plan: 1.0)
     assert clock(CONFIG, timed(10)) is None
 
 
@@ -167,7 +165,7 @@ def test_a_clock_without_records_says_what_is_predicted(tmp_path):
 )
 def test_a_record_that_cannot_be_read_corrects_nothing(tmp_path, text):
     (tmp_path / "r.json").write_text(text)
-    assert read_ratios(tmp_path / "r.json") == {}
+    assert read_record(tmp_path / "r.json").ratios == {}
 
 
 def test_the_highest_rank_counts():
@@ -189,8 +187,9 @@ def test_a_plan_fits_if_the_peak_is_within_the_budget_and_memory_did_not_run_out
 
 
 def test_a_small_correction_is_not_talked_about():
-    assert correction_reason({"forward": 1.004}, "forward") == []
-    assert correction_reason({"forward": 1.1}, "forward") == [Corrected(1.1)]
+    assert reasons_of(Record({"backward": 1.004}), PLAN, MEMORY) == []
+    assert reasons_of(Record({"forward": 1.1}), PLAN, MEMORY) == []  # the peak is in the backward pass
+    assert reasons_of(Record({"backward": 1.1}), PLAN, MEMORY) == [Corrected(1.1)]
 
 
 def test_what_a_gpu_takes_beside_tensors_is_kept_by_gpu_and_by_whether_there_is_a_communicator():
@@ -214,12 +213,13 @@ def test_memory_that_ran_out_is_a_verdict_on_such_plans_and_adds_nothing_to_what
     path = tmp_path / "r.json"
     plan = timed(1000)
     write_ran_out(path, plan)
-    ask = corrected_estimator(lambda run, p, complete=False: MEMORY, lambda run, p: path)
+    record = read_record(path)
+    ask = corrected_estimator(lambda run, p, complete=False: MEMORY, lambda run, p: record)
     assert ask(CONFIG, plan) == ask(CONFIG, timed(2000)) == replace(MEMORY, ran_out=True)
     assert MEMORY.fits and not ask(CONFIG, plan).fits and ask(CONFIG, plan).within_budget
     assert ask(CONFIG, timed(999)) == MEMORY
-    write_record(path, timed(500), ProbeResult(phases=MEASURED), "card")
-    assert read_ran_out(path) == RanOut(1000, 1000) and read_ratios(path)
+    write_record(path, timed(500), ProbeResult(phases=MEASURED))
+    assert read_record(path).ran_out == RanOut(1000, 1000) and read_record(path).ratios
 
 
 @pytest.mark.parametrize(("budget", "applies"), [(500, True), (1000, True), (1050, True), (1200, False)])
@@ -229,17 +229,17 @@ def test_the_verdict_holds_until_clearly_more_memory_is_free(budget, applies):
 
 def test_the_smallest_micro_batch_that_ran_out_counts(tmp_path):
     path = tmp_path / "r.json"
-    write_record(path, timed(500), ProbeResult(phases=MEASURED), "card")
+    write_record(path, timed(500), ProbeResult(phases=MEASURED))
     for tokens, used in ((1000, 0), (800, 1500), (900, 0)):
         write_ran_out(path, timed(tokens), used)
-    assert read_ran_out(path) == RanOut(800, 1500) and read_ratios(path)
+    assert read_record(path).ran_out == RanOut(800, 1500) and read_record(path).ratios
 
 
 def test_what_ran_out_with_clearly_more_memory_is_news_also_of_a_larger_micro_batch(tmp_path):
     path = tmp_path / "r.json"
     for tokens, budget in ((800, 1000), (900, 5000)):
         write_ran_out(path, replace(timed(tokens), memory=with_budget(budget)))
-    assert read_ran_out(path) == RanOut(900, 5000)
+    assert read_record(path).ran_out == RanOut(900, 5000)
 
 
 @pytest.mark.parametrize(
@@ -251,16 +251,17 @@ def test_what_ran_out_with_clearly_more_memory_is_news_also_of_a_larger_micro_ba
     ],
 )
 def test_a_plan_says_what_it_makes_of_memory_that_ran_out(tokens, memory, outcome):
-    assert ran_out_reason(RanOut(800, 1000), timed(tokens), memory) == [RanOutBefore(800, outcome)]
-    assert ran_out_reason(None, timed(tokens), memory) == []
+    record = Record(ran_out=RanOut(800, 1000))
+    assert reasons_of(record, timed(tokens), memory) == [RanOutBefore(800, outcome)]
+    assert reasons_of(Record(), timed(tokens), memory) == []
 
 
 def test_without_a_budget_nothing_is_known_of_what_ran_out(tmp_path):
     write_ran_out(tmp_path / "r.json", replace(timed(1000), memory=None))
-    assert read_ran_out(tmp_path / "r.json") is None
+    assert read_record(tmp_path / "r.json").ran_out is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"ran_out": 3}', '{"ran_out": {"micro_batch_tokens": "x"}}'])
 def test_a_record_of_running_out_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "r.json").write_text(text)
-    assert read_ran_out(tmp_path / "r.json") is None
+    assert read_record(tmp_path / "r.json").ran_out is None

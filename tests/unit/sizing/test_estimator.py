@@ -11,8 +11,8 @@ from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.sizing import estimator as sizing_estimator
 from sft_play.sizing import step, trace
+from sft_play.sizing.budget import device_budget
 from sft_play.sizing.estimator import estimator
-from sft_play.sizing.memory import device_budget
 from sft_play.units import GIB
 
 

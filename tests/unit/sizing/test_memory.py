@@ -3,15 +3,15 @@
 import pytest
 
 from sft_play.plan import Memory
-from sft_play.sizing.guard import LOOSE_SHARE, guard
-from sft_play.sizing.memory import (
+from sft_play.sizing.budget import (
     ASSUMED_COMMUNICATOR,
     ASSUMED_CONTEXT,
+    LOOSE_SHARE,
     DeviceBudget,
-    StepScaling,
     device_budget,
-    estimate,
+    guard,
 )
+from sft_play.sizing.memory import StepScaling, estimate
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import step_of
 
@@ -58,7 +58,7 @@ def test_the_context_is_that_of_the_generation_where_it_was_measured():
 
 
 def test_measured_overheads_are_not_called_assumed():
-    device = device_budget("cuda", GIB, context_bytes=300 * MIB, world_size=2, communicator_bytes=100 * MIB)
+    device = device_budget("cuda", GIB, context_bytes=300 * MIB, world_size=2)
     assert device.assumed == () and device.context_bytes == 300 * MIB
 
 

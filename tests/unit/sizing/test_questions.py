@@ -4,7 +4,7 @@ import pytest
 from transformers import DbrxConfig, LlamaConfig, MixtralConfig
 
 from sft_play.errors import ConfigError
-from sft_play.sizing.parameters import four_bit, require_packable
+from sft_play.sizing.questions import four_bit, require_packable
 
 SIZES = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -22,7 +22,7 @@ def test_weights_are_counted_by_how_they_are_kept():
 
 
 def test_the_plan_says_how_much_of_the_base_is_4_bit():
-    found = require_packable(LlamaConfig(**SIZES))
+    found = require_packable(four_bit(LlamaConfig(**SIZES)))
     assert found.share == pytest.approx(0.82, abs=0.005) and found.bytes < 0.5 * found.sixteen_bit_bytes
 
 
@@ -30,7 +30,7 @@ def test_qlora_of_fused_experts_is_refused_with_the_numbers():
     with pytest.raises(
         ConfigError, match=r"79% of the weights of MixtralForCausalLM are fused .*tuning.mode=lora"
     ):
-        require_packable(MixtralConfig(**SIZES, num_local_experts=4))
+        require_packable(four_bit(MixtralConfig(**SIZES, num_local_experts=4)))
 
 
 def test_qlora_is_refused_where_all_experts_are_one_matrix():
@@ -39,4 +39,4 @@ def test_qlora_is_refused_where_all_experts_are_one_matrix():
     experts = {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4}
     config = DbrxConfig(**sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}, ffn_config=experts)
     with pytest.raises(ConfigError, match="of the weights of DbrxForCausalLM are fused experts"):
-        require_packable(config)
+        require_packable(four_bit(config))
