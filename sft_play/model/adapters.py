@@ -178,11 +178,7 @@ def _no_target(model: torch.nn.Module, said: str) -> ConfigError:
 
 
 def _train_whole(model: "PeftModel", *, tied: bool, fp32: bool) -> None:
-    """Completes modules_to_save: in fp32 if asked to, since small updates of 16-bit weights are lost.
-
-    Raises:
-        ConfigError: embedding and output head should be tied, and PEFT trains one of them only.
-    """
+    """Completes modules_to_save: in fp32 if asked to, since small updates of 16-bit weights are lost."""
     from peft.utils.other import ModulesToSaveWrapper
 
     if tied and not _is_tied(model):  # type: ignore[arg-type]

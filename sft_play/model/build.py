@@ -108,11 +108,7 @@ def load_base(
 
 
 def _require_undamaged(model: ModelConfig) -> None:
-    """Checks a folder against its manifest and its index, if it has them, and the Hub's hashes where known.
-
-    Raises:
-        ConfigError: a file has changed; names it.
-    """
+    """Checks a folder against its manifest and its index, if it has them, and known hashes of the Hub."""
     folder = Path(model.name)
     require_as_published(model)
     damage, odd = (find_damage(folder), None) if has_manifest(folder) else compare_with_index(folder)
@@ -123,11 +119,7 @@ def _require_undamaged(model: ModelConfig) -> None:
 
 
 def _require_all_weights(model: ModelConfig, info: dict[str, Any]) -> None:
-    """Refuses incomplete weights; transformers would fill what it does not find with random numbers.
-
-    Raises:
-        ConfigError: weights are missing, or have another shape than config.json says.
-    """
+    """Refuses incomplete weights; transformers would fill what it does not find with random numbers."""
     missing = sorted(info["missing_keys"])
     wrong = [
         f"{name} {tuple(found)} instead of {tuple(wanted)}"

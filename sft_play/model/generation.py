@@ -139,12 +139,10 @@ def generate(
     """
     from transformers import GenerationConfig
 
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
+    given = {"input_ids": [list(prompt) for prompt in prompts]}
+    batch: Any = tokenizer.pad(
+        given, padding_side="left", return_attention_mask=True, return_tensors="pt", verbose=False
+    )
     # Unset values would come from the model's own generation config, whose penalties change a greedy answer.
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -159,12 +157,12 @@ def generate(
     )
     with torch.inference_mode():
         out = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            input_ids=batch["input_ids"].to(model.device),
+            attention_mask=batch["attention_mask"].to(model.device),
             generation_config=settings,
             streamer=streamer,
         )
-    return out[:, width:].tolist()
+    return out[:, batch["input_ids"].shape[1] :].tolist()
 
 
 def _answer(tokens: list[int], stops: set[int], tokenizer: "PreTrainedTokenizerBase") -> Answer:

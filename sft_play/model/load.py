@@ -62,11 +62,7 @@ def not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError
 
 
 def _require_generation_config(folder: Path) -> None:
-    """Checks generation_config.json, if there is one; transformers ignores what is no JSON without a word.
-
-    Raises:
-        ConfigError: it cannot be read, or its eos_token_id, which ends answers, is no token.
-    """
+    """Checks generation_config.json, if there is one; transformers ignores what is no JSON without a word."""
     path = folder / "generation_config.json"
     if not path.exists():
         return

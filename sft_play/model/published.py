@@ -92,8 +92,11 @@ def asked_before_the_hub(model: ModelConfig) -> PublishedModel | None:
     """The published model that serves for a plan, since nothing of this model is on this machine."""
     if model.revision or Path(model.name).is_dir():
         return None
+    from huggingface_hub import try_to_load_from_cache
+
     known = published_models().get(model.name.lower())
-    return known if known and not _is_downloaded(model) else None
+    cached = known and try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+    return None if isinstance(cached, str) else known
 
 
 def similar_name(typed: str) -> str | None:
@@ -104,9 +107,3 @@ def similar_name(typed: str) -> str | None:
     close = difflib.get_close_matches(typed.lower(), names, n=1, cutoff=0.85)
     found = names[close[0]] if close else None
     return found if found != typed else None
-
-
-def _is_downloaded(model: ModelConfig) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(model.name, "config.json", revision=model.revision), str)

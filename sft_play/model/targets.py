@@ -61,7 +61,8 @@ def auto_targets(model: "PreTrainedModel") -> Targets:
     """The layers and experts of the text part that get an adapter by default."""
     prefix = text_prefix(model)
     inside = f"{prefix}." if prefix else ""
-    experts = tuple(name for name in expert_parameters(model) if name.startswith(inside))
+    matrices = [name for name, weight in fused_experts(model) if weight.dim() == 3 and weight.shape[0] > 1]
+    experts = tuple(name for name in matrices if name.startswith(inside))
     left_out = {id(model.get_output_embeddings())}
     left_out |= {id(module) for module in (*_routers(model), *_read_elsewhere(model))}
     modules = tuple(
@@ -80,12 +81,6 @@ def fused_experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parame
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1:
                     yield f"{path}.{name}", parameter
-
-
-def expert_parameters(model: torch.nn.Module) -> tuple[str, ...]:
-    """Names of the weights of fused experts that can get an adapter, each [experts, rows, columns]."""
-    weights = fused_experts(model)
-    return tuple(name for name, weight in weights if weight.dim() == 3 and weight.shape[0] > 1)
 
 
 def _is_linear(module: Any) -> bool:

@@ -65,13 +65,8 @@ def poisoned_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
     return loss * (1 + 0 * loss.detach())
 
 
-def rows_not_finite(
-    model: torch.nn.Module,
-    rows: Sequence[int],
-    batch_of: Callable[[int], Any],
-    describe: Callable[[int], str],
-) -> list[str]:
-    """Descriptions of the rows whose loss is not finite by themselves.
+def rows_not_finite(model: torch.nn.Module, rows: Sequence[int], batch_of: Callable[[int], Any]) -> list[int]:
+    """The rows whose loss is not finite by themselves.
 
     The model is not wrapped by an engine, so other ranks need not take part.
     """
@@ -79,7 +74,7 @@ def rows_not_finite(
     model.eval()
     found = [row for row in rows if not torch.isfinite(score_batch(model, batch_of(row))).all()]
     model.train(was_training)
-    return [describe(row) for row in found]
+    return found
 
 
 def ended(message: str) -> NonFiniteError:

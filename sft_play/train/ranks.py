@@ -60,10 +60,7 @@ def _say(text: str) -> None:
 
 
 def _standstill(job: Job, error: RuntimeError) -> str:
-    """The message of a rank that timed out waiting for the others.
-
-    The launcher then looks for the one that hangs.
-    """
+    """The message of a rank that timed out; the launcher then looks for the one that hangs."""
     beats = read_beats(job.run, range(job.plan.world_size))
     return "\n".join(
         [
@@ -192,11 +189,7 @@ def _planned_again(job: Job) -> Job:
 
 
 def _measure(job: Job) -> Collectives:
-    """The seconds of each operation, the same on all ranks.
-
-    Raises:
-        RuntimeError: a rank has no memory left for it, or an operation failed.
-    """
+    """The seconds of each operation, the same on all ranks; they all need memory for it."""
     device = local_device(job.plan.device, job.ranks.local_rank)
     tensors = _tensors(device, distributed.get_world_size())
     if not all_agree(tensors is not None) or tensors is None:

@@ -29,7 +29,7 @@ from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.resume import settings_of
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
-from sft_play.train.trackers import trackers, use_groups
+from sft_play.train.trackers import trackers
 from sft_play.train.trainer import NoiseOfStep, PlannedTrainer
 
 
@@ -84,7 +84,6 @@ def close_session(session: Session, plan: Plan) -> Job:
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan = job.config, job.plan
-    use_groups()
     validation = validation_rows(job)
     trainer = PlannedTrainer(
         model=model,

@@ -74,11 +74,7 @@ def _too_much(plan: Plan, result: ProbeResult) -> str:
 
 
 def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
-    """A plan that needs less memory, with the same effective batch and engine; rank 0 makes it for all.
-
-    Raises:
-        DoesNotFitError: the config allows none.
-    """
+    """A plan that needs less memory, with the same effective batch and engine; rank 0 makes it for all."""
     job, plan = session.job, session.job.plan
     found = from_main(lambda: find_plan(job, takes_less(plan)))
     if found is None:

@@ -68,13 +68,12 @@ def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def use_groups() -> None:
-    """Gives the library's trackers our groups; its own are "eval", and "train" for all the rest."""
-    integration_utils.rewrite_logs = grouped
-
-
 def trackers(job: Job) -> list[TrainerCallback]:
-    """The callbacks of the trackers that a run reports to."""
+    """The callbacks of the trackers that a run reports to, with our groups.
+
+    The library's own are "eval", and "train" for all the rest.
+    """
+    integration_utils.rewrite_logs = grouped
     kinds: dict[str, Any] = {"tensorboard": Board, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
     return [kinds[name](job) for name in job.config.train.report_to]
 

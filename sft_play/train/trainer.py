@@ -172,18 +172,16 @@ class PlannedTrainer(SFTTrainer):
         places = range(first, first + accumulation * ranks, ranks)
         micro_batches: Any = self.train_dataset
         rows = [row for place in places for row in micro_batches[place]["rows"]]
-        tokenizer: Any = self.processing_class
-
-        def describe(row: int) -> str:
-            tokens = self._rows.rows[row]["input_ids"][:SHOWN_TOKENS]
-            return f"row {row} ({tokenizer.decode(tokens)!r} ...)"
 
         def batch_of(row: int) -> Any:
             return self._prepare_inputs(self._train_collator([{"rows": [row]}]))
 
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         with self.accelerator.autocast():
-            return rows_not_finite(model, rows, batch_of, describe)
+            found = rows_not_finite(model, rows, batch_of)
+        tokenizer: Any = self.processing_class
+        shown = (tokenizer.decode(self._rows.rows[row]["input_ids"][:SHOWN_TOKENS]) for row in found)
+        return [f"row {row} ({text!r} ...)" for row, text in zip(found, shown, strict=True)]
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Logs a record, with the speed for TensorBoard; its loss is the mean of the steps not skipped."""

@@ -111,8 +111,7 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
 def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
     """The outputs of the model for each of the inputs, without dropout and gradients.
 
-    Raises:
-        ConfigError: its code fails, as with experts that it does not have, or with layers in 4 bits.
+    Its code may fail, as with experts that it does not have, or with layers in 4 bits.
     """
     was_training = model.training
     model.eval()
