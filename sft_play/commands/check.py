@@ -18,8 +18,7 @@ from sft_play.data.reading import SUFFIXES
 from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.errors import ConfigError, DataError
 from sft_play.hub import limit_network
-from sft_play.launch.accelerate import CPU_PROCESSES
-from sft_play.launch.default_config import stale_default_config
+from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
 from sft_play.machine.host import existing_folder, free_bytes, missing_packages
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards

@@ -77,7 +77,7 @@ def device_profile(args: argparse.Namespace) -> int:
 @switch("--auto", "write the config without asking questions")
 def setup_accelerate(args: argparse.Namespace) -> int:
     """Write accelerate's default config, with its wizard or for this machine (--auto)."""
-    from sft_play.launch.setup import setup_accelerate as setup
+    from sft_play.launch.accelerate_config import setup_accelerate as setup
 
     return setup(args.auto)
 
@@ -149,11 +149,11 @@ def probe(args: argparse.Namespace) -> int:
 @flag("--master-port", "port on node 0 (default: 29500)", metavar="PORT")
 def train(args: argparse.Namespace) -> int:
     """Train, in one process or in several through accelerate."""
-    from sft_play.launch.nodes import NodeFlags, make_settings, read_nodes
+    from sft_play.launch.nodes import make_settings, read_nodes
     from sft_play.launch.tensorboard import while_training
 
-    flags = NodeFlags(args.nodes, args.node_rank, args.master_addr, args.master_port)
-    nodes = read_nodes(flags, make_settings(args.config, args.overrides, args.processes, args.engine))
+    settings = make_settings(args.config, args.overrides, args.processes, args.engine)
+    nodes = read_nodes(settings, args.nodes, args.node_rank, args.master_addr, args.master_port)
     if nodes.count > 1:
         # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -17,7 +17,7 @@ from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemory
 from sft_play.job import Job, prepare_job
-from sft_play.launch.accelerate import CPU_PROCESSES
+from sft_play.launch.accelerate_config import CPU_PROCESSES
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.launch.ranks import PLAN_VARIABLE, RankEnvironment

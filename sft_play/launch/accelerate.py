@@ -10,21 +10,20 @@ from typing import Any, TextIO
 
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, LaunchError
-from sft_play.launch.beats import forget as forget_beats
-from sft_play.launch.default_config import stale_default_config
+from sft_play.launch.accelerate_config import REPOSITORY, config_file, stale_default_config
 from sft_play.launch.link import Link
-from sft_play.launch.nodes import ALONE, Nodes, interface_towards
+from sft_play.launch.nodes import ALONE, LOOPBACK, Nodes, interface_towards
 from sft_play.launch.ranks import (
     PROCESSES_VARIABLE,
     REPORTS_VARIABLE,
     SAVED,
     RankExit,
-    clear_rank_exits,
-    lost_peer,
+    clear_reports,
     outcome,
     raise_unless_done,
     read_rank_exits,
     reports_folder,
+    says_lost_peer,
 )
 from sft_play.launch.watch import LAUNCHER_MODULE, Watch
 from sft_play.machine.host import detect_host, oom_kills
@@ -34,16 +33,13 @@ from sft_play.runlog import RunDir, console
 from sft_play.secrets import redact_file
 from sft_play.units import counted
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIGS = REPOSITORY / "configs" / "accelerate"
-
-CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
 # torchrun's message when a rank failed; the rank may have ended before our first look at the processes.
 RANK_FAILED = "Root Cause (first observed failure)"
 # How long ranks may save after a signal to torchrun, before torchrun kills them (its default is 30).
 SAVE_GRACE_S = 600
 # If ranks only lost a peer: how long to wait for the machine with the root cause to report it.
 CAUSE_WAIT_S = 8.0
+TAIL_LINES = 12  # of the launcher's log, in messages
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,6 @@ class Launch:
     argv: tuple[str, ...]
     script: str
     environment: dict[str, str] = field(default_factory=dict)
-
-
-def config_file(engine: str, device: str, nodes: int = 1) -> Path:
-    """The shipped accelerate config for an engine, given by its name, on "cuda" or "cpu"."""
-    return CONFIGS / f"{engine_of(engine).accelerate_config(device, nodes)}.yaml"
 
 
 def launch_command(
@@ -101,7 +92,7 @@ def launch_command(
     for name, value in flags.items():
         options += [f"--{name}", str(value)]
     argv = (sys.executable, "-m", LAUNCHER_MODULE, *options, *script)
-    interface = loopback_interface() if nodes.count == 1 else interface_towards(nodes.main_address)
+    interface = interface_towards(nodes.main_address if nodes.count > 1 else LOOPBACK)
     return Launch(argv, script[0], launch_environment(device, processes, interface))
 
 
@@ -123,11 +114,6 @@ def launch_environment(device: str, processes: int, interface: str | None) -> di
     return values
 
 
-def loopback_interface() -> str | None:
-    """The name of the loopback interface; None if unknown."""
-    return "lo" if Path("/sys/class/net/lo").exists() else None
-
-
 def launch(
     plan: Plan,
     *,
@@ -136,18 +122,18 @@ def launch(
     environment: Mapping[str, str] | None = None,
     nodes: Nodes = ALONE,
     link: Link | None = None,
-    config: Path | None = None,
 ) -> None:
     """Runs `script` in this machine's share of the plan's processes, and waits until they end.
 
-    `link` connects to the launchers on the other machines; `config` is the user's own accelerate config.
+    `link` connects to the launchers on the other machines.
 
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code, the message is that of the rank.
     """
-    if config is None and (warning := stale_default_config(plan.world_size, engine_of(plan.engine))):
+    engine = engine_of(plan.engine)
+    if warning := stale_default_config(plan.world_size, engine):
         console().print(f"[yellow]{warning}[/]")
-    engine_of(plan.engine).prepare_launch()
+    engine.prepare_launch()
     command = launch_command(
         [str(_find_script(script[0])), *script[1:]],
         engine=plan.engine,
@@ -155,7 +141,6 @@ def launch(
         processes=plan.world_size,
         cores=None if "OMP_NUM_THREADS" in os.environ else detect_host().cpu_cores,
         nodes=nodes,
-        config=config,
     )
     result = run_launcher(
         command, run, processes=plan.world_size, nodes=nodes, link=link, environment=environment
@@ -187,8 +172,7 @@ def run_launcher(
     """
     local = processes // nodes.count
     ranks = range(nodes.rank * local, (nodes.rank + 1) * local)
-    clear_rank_exits(run, ranks)
-    forget_beats(run, ranks)
+    clear_reports(run, ranks)
     kills = oom_kills()
     log_path = run.path / ("launcher.log" if nodes.rank == 0 else f"launcher.node{nodes.rank}.log")
     with log_path.open("w", encoding="utf-8") as log:
@@ -197,11 +181,10 @@ def run_launcher(
         with watch.forwarded_signals():
             status = watch.until_end(timeout_s)
     redact_file(log_path)
-    exits = [report for report in read_rank_exits(run) if report.rank in ranks]
-    tail = _tail(log_path)
+    tail = "\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
     started = watch.started or RANK_FAILED in tail
     result = outcome(
-        exits,
+        read_rank_exits(run, ranks),
         ranks,
         status,
         started=started,
@@ -233,7 +216,7 @@ def _outcome_of_all_machines(result: RankExit, link: Link) -> RankExit:
     """The failure that another machine reported, or this machine's own outcome if there is none."""
     if result.code in (0, SAVED):
         return result
-    if lost_peer(result) and result.code == 1:
+    if says_lost_peer(result.message) and result.code == 1:
         text = f"rank {result.rank} lost its connection to another machine, which did not report an error"
         result = RankExit(result.rank, LaunchError.exit_code, text)
     return link.failure(CAUSE_WAIT_S) or result
@@ -251,10 +234,3 @@ def _console_stream() -> Any:
     except (OSError, ValueError):  # a console that does not write to a file, as in tests
         return None
     return console().file
-
-
-def _tail(path: Path, lines: int = 12) -> str:
-    try:
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""

@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from sft_play.launch.ranks import reports_folder
 from sft_play.runlog import RunDir
@@ -116,10 +115,3 @@ def _describe(run: RunDir, beat: Beat, stack: str) -> str:
     )
     footer = f"Stacks of all ranks: {reports_folder(run)}{os.sep}*.stack"
     return "\n".join([headline, *(frames or no_stack), footer])
-
-
-def forget(run: RunDir, ranks: Iterable[int]) -> None:
-    """Removes the heartbeats of an earlier run."""
-    for rank in ranks:
-        for suffix in ("beat", "stack"):
-            Path(reports_folder(run) / f"{rank}.{suffix}").unlink(missing_ok=True)

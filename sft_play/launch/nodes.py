@@ -32,42 +32,30 @@ class Nodes:
 ALONE = Nodes()
 
 
-@dataclass(frozen=True)
-class NodeFlags:
-    """--nodes, --node-rank, --master-addr and --master-port as typed; empty or None if not given."""
-
-    count: str | None = None
-    rank: str | None = None
-    address: str | None = None
-    port: str | None = None
-
-
-def read_nodes(flags: NodeFlags, settings: Sequence[str]) -> Nodes:
-    """This machine's place in a multi-node run; `ALONE` if --nodes was not given.
+def read_nodes(
+    settings: Sequence[str], count: str | None, rank: str | None, address: str | None, port: str | None
+) -> Nodes:
+    """This machine's place in a multi-node run, from its flags as typed; `ALONE` if --nodes was not given.
 
     Raises:
         ConfigError: a value is missing or invalid; the message lists the command for each machine.
     """
-    if flags.count is None:
-        if any((flags.rank, flags.address, flags.port)):
+    if count is None:
+        if rank or address or port:
             raise ConfigError(
                 "--node-rank, --master-addr and --master-port need --nodes, the number of machines"
             )
         return ALONE
-    count = whole_number("NODES", flags.count or "2", 1)
-    port = whole_number("MASTER_PORT", flags.port or str(DEFAULT_PORT), 1, 65535)
-    missing = [name for name, value in _needed(flags).items() if not value]
-    if missing and count > 1:
-        commands = "\n".join(commands_for(count, flags.address or ADDRESS_PLACEHOLDER, port, settings))
-        raise ConfigError(
-            f"not set: {', '.join(missing)}. Run one command on each of the {count} machines:\n{commands}"
-        )
-    rank = whole_number("RANK", flags.rank or "0", 0, count - 1)
-    return Nodes(count, rank, flags.address or LOOPBACK, port)
-
-
-def _needed(flags: NodeFlags) -> dict[str, str | None]:
-    return {"NODES": flags.count, "RANK": flags.rank, "MASTER_ADDR": flags.address}
+    machines = whole_number("NODES", count or "2", 1)
+    port_number = whole_number("MASTER_PORT", port or str(DEFAULT_PORT), 1, 65535)
+    needed = {"NODES": count, "RANK": rank, "MASTER_ADDR": address}
+    missing = [name for name, value in needed.items() if not value]
+    if missing and machines > 1:
+        commands = commands_for(machines, address or ADDRESS_PLACEHOLDER, port_number, settings)
+        text = f"not set: {', '.join(missing)}. Run one command on each of the {machines} machines:"
+        raise ConfigError("\n".join([text, *commands]))
+    number = whole_number("RANK", rank or "0", 0, machines - 1)
+    return Nodes(machines, number, address or LOOPBACK, port_number)
 
 
 def whole_number(name: str, text: str, low: int, high: int | None = None) -> int:

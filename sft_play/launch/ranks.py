@@ -4,12 +4,13 @@ They are told through environment variables, which are read only here. They repo
 directory, because accelerate and torchrun turn all exit codes into 1.
 """
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -150,35 +151,31 @@ def finish_rank(ranks: RankEnvironment, code: int, message: str = "", error: str
     Under our launcher, a rank that was interrupted after saving exits with 0, so that torchrun does not kill
     ranks that are still saving. `error` is the class of the error with this message.
     """
-    if ranks.reports_folder is None:
+    folder = ranks.reports_folder
+    if folder is None:
         return code
-    _write(ranks.reports_folder, RankExit(ranks.rank, code, redact(message), time.time(), error))
+    report = RankExit(ranks.rank, code, redact(message), time.time(), error)
+    with contextlib.suppress(OSError):  # the disk may be what failed; the exit status is still returned
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / f"{report.rank}.json", json.dumps(asdict(report)), flush=False)
     return 0 if code == SAVED else code
 
 
-def _write(folder: Path, report: RankExit) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / f"{report.rank}.json", json.dumps(asdict(report)), flush=False)
-    except OSError:  # the disk may be what failed; the exit status is still returned
-        return
-
-
-def read_rank_exits(run: RunDir) -> list[RankExit]:
-    """All reports, the earliest first."""
+def read_rank_exits(run: RunDir, ranks: Iterable[int]) -> list[RankExit]:
+    """The reports of these ranks, the earliest first."""
     exits = []
-    for path in reports_folder(run).glob("*.json"):
-        try:
-            exits.append(RankExit(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
-            continue
+    for rank in ranks:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # it is not there, or not whole yet
+            text = (reports_folder(run) / f"{rank}.json").read_text(encoding="utf-8")
+            exits.append(RankExit(**json.loads(text)))
     return sorted(exits, key=lambda report: report.time)
 
 
-def clear_rank_exits(run: RunDir, ranks: Sequence[int]) -> None:
-    """Removes what these ranks reported in an earlier run."""
+def clear_reports(run: RunDir, ranks: Iterable[int]) -> None:
+    """Removes what these ranks wrote in an earlier run: how they ended, their heartbeats and stacks."""
     for rank in ranks:
-        (reports_folder(run) / f"{rank}.json").unlink(missing_ok=True)
+        for path in reports_folder(run).glob(f"{rank}.*"):
+            path.unlink(missing_ok=True)
 
 
 def outcome(
@@ -202,7 +199,7 @@ def outcome(
     """
     failed = [report for report in exits if report.code not in (0, SAVED)]
     silent = sorted(set(ranks) - {report.rank for report in exits})
-    with_cause = [report for report in failed if not (silent and lost_peer(report))]
+    with_cause = [report for report in failed if not (silent and says_lost_peer(report.message))]
     if with_cause:
         return next((report for report in with_cause if report.code != 1), with_cause[0])
     if hung:
@@ -262,12 +259,7 @@ def cause_here(exits: Sequence[RankExit], ended: int) -> RankExit | None:
     failed = [report for report in exits if report.code not in (0, SAVED)]
     if len(exits) < ended and not failed:
         return RankExit(0, LaunchError.exit_code, f"a rank {DIED_SILENTLY}: {CAUSE_UNKNOWN}")
-    return next((report for report in failed if not lost_peer(report)), None)
-
-
-def lost_peer(report: RankExit) -> bool:
-    """Whether a rank's error is that another rank is gone."""
-    return says_lost_peer(report.message)
+    return next((report for report in failed if not says_lost_peer(report.message)), None)
 
 
 def says_lost_peer(message: str) -> bool:

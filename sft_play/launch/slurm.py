@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError, LaunchError, StorageError
-from sft_play.launch.accelerate import REPOSITORY
+from sft_play.launch.accelerate_config import REPOSITORY
 from sft_play.launch.nodes import ADDRESS_PLACEHOLDER, DEFAULT_PORT, commands_for, make_settings, whole_number
 from sft_play.units import counted
 

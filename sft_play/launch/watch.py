@@ -113,7 +113,7 @@ class Watch:
         """Whether a rank reported a failure (it may still be exiting), or ended without a report."""
         self._look_for_ranks()
         ended = sum(not _alive(rank) for rank in self._ranks.values())
-        reports = [report for report in read_rank_exits(self._run) if report.rank in self._numbers]
+        reports = read_rank_exits(self._run, self._numbers)
         failed = len(reports) < ended or any(report.code not in (0, SAVED) for report in reports)
         cause = cause_here(reports, ended) if failed and self._link else None
         if cause and self._link and not self._link.failure():
@@ -124,7 +124,7 @@ class Watch:
     def _hanging_ranks(self) -> dict[int, str]:
         """Asks the ranks without a report for their stacks; returns a message for each that hangs."""
         beats = read_beats(self._run, self._numbers)
-        reported = {report.rank for report in read_rank_exits(self._run)}
+        reported = {report.rank for report in read_rank_exits(self._run, self._numbers)}
         silent = [beat for beat in beats if beat.rank not in reported]
         for beat in silent:
             if beat.pid in self._ranks and _alive(self._ranks[beat.pid]):

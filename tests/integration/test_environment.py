@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sft_play.launch.accelerate import CONFIGS
+from sft_play.launch.accelerate_config import CONFIGS
 from sft_play.runlog import RunDir, read_metrics
 from tests.conftest import REPOSITORY
 from tests.integration.cli import environment, finish, start

@@ -16,7 +16,8 @@ import pytest
 
 from sft_play.errors import ConfigError, DataError, Interrupted, LaunchError
 from sft_play.launch import tensorboard
-from sft_play.launch.accelerate import CONFIGS, launch_command, run_launcher
+from sft_play.launch.accelerate import launch_command, run_launcher
+from sft_play.launch.accelerate_config import CONFIGS
 from sft_play.launch.nodes import LOOPBACK
 from sft_play.runlog import RunDir
 from tests.integration.cli import gone

@@ -6,12 +6,8 @@ import yaml
 from sft_play.engines.deepspeed import CONFIG
 from sft_play.errors import ConfigError
 from sft_play.launch import accelerate
-from sft_play.launch.accelerate import (
-    CONFIGS,
-    config_file,
-    launch_command,
-    launch_environment,
-)
+from sft_play.launch.accelerate import launch_command, launch_environment
+from sft_play.launch.accelerate_config import CONFIGS, config_file
 from sft_play.launch.nodes import ALONE, Nodes
 
 SCRIPT = ["train.py", "--config", "run.yaml"]

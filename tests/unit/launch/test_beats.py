@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from sft_play.launch.beats import Beat, Pulse, forget, hanging, is_stalled, read_beats, read_stack
-from sft_play.launch.ranks import reports_folder
+from sft_play.launch.beats import Beat, Pulse, hanging, is_stalled, read_beats, read_stack
+from sft_play.launch.ranks import clear_reports, reports_folder
 from sft_play.runlog import RunDir
 
 OWN = (
@@ -45,7 +45,7 @@ def test_a_sign_of_life_says_where_and_a_signal_asks_for_the_stack(run):
         time.sleep(0.01)
     assert "test_a_sign_of_life" in read_stack(run, 3)
     pulse.stop()
-    forget(run, [3])
+    clear_reports(run, [3])
     assert read_beats(run, [3]) == [] and read_stack(run, 3) == ""
 
 

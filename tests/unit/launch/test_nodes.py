@@ -7,7 +7,6 @@ from sft_play.errors import ConfigError
 from sft_play.launch.nodes import (
     ALONE,
     LOOPBACK,
-    NodeFlags,
     Nodes,
     free_port,
     interface_towards,
@@ -19,20 +18,18 @@ SETTINGS = make_settings("configs/run.yaml", ["train.epochs=1", "output.name=a b
 
 
 def test_without_the_flag_there_is_one_machine():
-    assert read_nodes(NodeFlags(), SETTINGS) == ALONE == Nodes()
+    assert read_nodes(SETTINGS, None, None, None, None) == ALONE == Nodes()
 
 
 def test_a_machine_knows_its_place_and_where_the_first_one_is():
-    assert read_nodes(NodeFlags("2", "1", "10.0.0.1", ""), SETTINGS) == Nodes(2, 1, "10.0.0.1", 29500)
-    assert read_nodes(NodeFlags("3", "0", "node7", "12345"), SETTINGS) == Nodes(3, 0, "node7", 12345)
-    assert (
-        read_nodes(NodeFlags("1", "", "", ""), SETTINGS).count == 1
-    )  # as SLURM's script says it for one node
+    assert read_nodes(SETTINGS, "2", "1", "10.0.0.1", "") == Nodes(2, 1, "10.0.0.1", 29500)
+    assert read_nodes(SETTINGS, "3", "0", "node7", "12345") == Nodes(3, 0, "node7", 12345)
+    assert read_nodes(SETTINGS, "1", "", "", "").count == 1  # as SLURM's script says it for one node
 
 
 def test_what_is_missing_is_asked_for_with_the_command_of_each_machine():
     with pytest.raises(ConfigError, match="^not set: RANK, MASTER_ADDR") as error:
-        read_nodes(NodeFlags("3", "", "", "12345"), SETTINGS)
+        read_nodes(SETTINGS, "3", "", "", "12345")
     commands = str(error.value).splitlines()[1:]
     assert len(commands) == 3
     for rank, command in enumerate(commands):
@@ -46,23 +43,23 @@ def test_what_is_missing_is_asked_for_with_the_command_of_each_machine():
         assert (knobs["NGPU"], knobs["ENGINE"], knobs["CONFIG"]) == ("4", "ddp", "configs/run.yaml")
         assert shlex.split(knobs["ARGS"]) == ["train.epochs=1", "output.name=a b"]
     with pytest.raises(ConfigError, match="not set: RANK") as error:
-        read_nodes(NodeFlags("2", "", "10.0.0.1", ""), SETTINGS)
+        read_nodes(SETTINGS, "2", "", "10.0.0.1", "")
     assert "MASTER_ADDR=10.0.0.1 NGPU=4" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (NodeFlags("0", "0", "a", ""), "NODES=0: expected a whole number of at least 1"),
-        (NodeFlags("x", "0", "a", ""), "NODES=x"),
-        (NodeFlags("2", "2", "a", ""), "RANK=2: expected a whole number from 0 to 1"),
-        (NodeFlags("2", "0", "a", "70000"), "MASTER_PORT=70000"),
-        (NodeFlags(None, "1", None, None), "need --nodes"),
+        (("0", "0", "a", ""), "NODES=0: expected a whole number of at least 1"),
+        (("x", "0", "a", ""), "NODES=x"),
+        (("2", "2", "a", ""), "RANK=2: expected a whole number from 0 to 1"),
+        (("2", "0", "a", "70000"), "MASTER_PORT=70000"),
+        ((None, "1", None, None), "need --nodes"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
-        read_nodes(flags, SETTINGS)
+        read_nodes(SETTINGS, *flags)
 
 
 def test_the_interface_is_that_of_the_route():

@@ -15,7 +15,7 @@ from sft_play.launch.ranks import (
     RankEnvironment,
     RankExit,
     cause_here,
-    clear_rank_exits,
+    clear_reports,
     finish_rank,
     outcome,
     raise_unless_done,
@@ -42,16 +42,16 @@ def test_reports_come_back_in_the_order_of_time_and_broken_ones_are_passed_over(
     finish_rank(rank(reports_folder(run), 1), 4, "out of memory")
     finish_rank(rank(reports_folder(run), 0), 1, "Traceback")
     (reports_folder(run) / "2.json").write_text("{")
-    assert [(report.rank, report.code) for report in read_rank_exits(run)] == [(1, 4), (0, 1)]
-    clear_rank_exits(run, range(2))
-    assert read_rank_exits(run) == []
+    assert [(report.rank, report.code) for report in read_rank_exits(run, range(4))] == [(1, 4), (0, 1)]
+    clear_reports(run, range(2))
+    assert read_rank_exits(run, range(2)) == []
 
 
 def test_memory_that_ran_out_while_training_is_told_from_a_plan_that_does_not_fit(run):
     for error, kind in ((OutOfMemory, OutOfMemory), (DoesNotFitError, DoesNotFitError)):
         finish_rank(rank(reports_folder(run)), 4, "at micro-batch 4", error.__name__)
         with pytest.raises(DoesNotFitError, match="at micro-batch 4") as raised:
-            raise_unless_done(result(read_rank_exits(run), ranks=(0,)))
+            raise_unless_done(result(read_rank_exits(run, range(2)), ranks=(0,)))
         assert type(raised.value) is kind
 
 

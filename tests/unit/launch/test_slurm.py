@@ -5,7 +5,7 @@ import pytest
 
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch import slurm
-from sft_play.launch.accelerate import REPOSITORY
+from sft_play.launch.accelerate_config import REPOSITORY
 from sft_play.launch.slurm import (
     TEMPLATE,
     SlurmJob,

@@ -2,8 +2,12 @@ import pytest
 import yaml
 
 from sft_play.engines.registry import engine_of
-from sft_play.launch.default_config import default_config_path, stale_default_config
-from sft_play.launch.setup import default_config, setup_accelerate
+from sft_play.launch.accelerate_config import (
+    default_config,
+    default_config_path,
+    setup_accelerate,
+    stale_default_config,
+)
 from sft_play.machine.gpus import Machine, detect_host, what_if
 
 CPU_ONLY = Machine(gpus=(), note="no driver", host=detect_host())

@@ -1,0 +1,89 @@
+"""accelerate's config files: those we ship, and its own in the home folder, which is easily out of date."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from sft_play.engines.base import Engine
+from sft_play.engines.registry import engine_of
+from sft_play.errors import StorageError
+from sft_play.files import write_atomic
+from sft_play.machine.gpus import Machine, detect
+from sft_play.runlog import console
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "configs" / "accelerate"
+CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
+REMEDY = "remove it, or run `make setup-accelerate` to write it again"
+
+
+def config_file(engine: str, device: str, nodes: int = 1) -> Path:
+    """The shipped accelerate config for an engine, given by its name, on "cuda" or "cpu"."""
+    return CONFIGS / f"{engine_of(engine).accelerate_config(device, nodes)}.yaml"
+
+
+def default_config_path() -> Path:
+    """Where `accelerate config` writes and `accelerate launch` without --config_file reads."""
+    cache = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def stale_default_config(processes: int, engine: Engine) -> str | None:
+    """A warning if accelerate's default config would not start this run as planned; None if it would.
+
+    Our make targets never read that file: they pass a shipped config and the number of processes.
+    """
+    import yaml
+
+    path = default_config_path()
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}; {REMEDY}"
+    except (yaml.YAMLError, ValueError):  # ValueError: not UTF-8, or a date that does not exist
+        return f"{path} is not valid YAML; {REMEDY}"
+    found = tree if isinstance(tree, dict) else {}
+    wanted = {"num_processes": str(processes), "distributed_type": engine.distributed_type}
+    differs = [
+        f"{key} {found.get(key)} instead of {value}"
+        for key, value in wanted.items()
+        if str(found.get(key)) != value
+    ]
+    if not differs:
+        return None
+    return f"{path} has {', '.join(differs)}; a plain `accelerate launch` would use it (make targets do not)"
+
+
+def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
+    """Writes accelerate's default config, with its wizard or automatically from this machine's devices.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    if not auto:
+        return subprocess.call([sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"])
+    path = default_config_path()
+    text = default_config(machine or detect())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            backup = path.with_suffix(".yaml.before")
+            path.replace(backup)
+            console().print(f"moved the earlier file to {backup}")
+        write_atomic(path, text)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from None
+    console().print(f"{path}\n{text}", markup=False, soft_wrap=True)
+    return 0
+
+
+def default_config(machine: Machine) -> str:
+    """The shipped config for this machine, with its number of processes filled in."""
+    count = len(machine.gpus)
+    name = {0: "ddp_cpu", 1: "single_gpu"}.get(count, "ddp")
+    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+    return re.sub("^num_processes:.*", f"num_processes: {count or CPU_PROCESSES}", text, flags=re.MULTILINE)
