@@ -125,10 +125,10 @@ def encode(
         notes[HIDDEN_REASONING] += sum(hidden)
     tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
     encoded = [list(islice(tokens, len(rows))) for rows in rendered]
-    plain = [index for index, row in enumerate(conversations) if row.text is not None]
-    texts = [str(conversations[index].text) for index in plain]
-    for index, row_tokens in zip(plain, _tokenize_text(chat, texts), strict=True):
-        encoded[index] = [row_tokens]
+    for index, row in enumerate(conversations):
+        if row.text is not None:
+            encoded[index] = [tokenize_text(chat, row)]
+            encoded[index][0].labels[:1] = IGNORED
     return encoded
 
 
@@ -353,11 +353,14 @@ def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
     rows = []
     columns = zip(rendered, texts, batch["input_ids"], batch.encodings or (), strict=True)
     for row, text, ids, encoding in columns:
-        add_eos = row.add_eos and len(text) == len(row.text)
         # numpy is slow on pairs, and the garbage collector on those of many rows
         offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids))
         mask = label_mask(offsets, row.supervised)
-        rows.append(_with_labels(np.array(ids, np.int32), mask, chat, add_eos))
+        if row.add_eos and len(text) == len(row.text):
+            ids, mask = [*ids, chat.tokenizer.eos_token_id], np.append(mask, True)
+        labels = np.where(mask, ids, IGNORED).astype(np.int32)
+        labels[:1] = IGNORED  # no context precedes the first token, so it cannot be predicted
+        rows.append(Tokens(np.array(ids, np.int32), labels))
     return rows
 
 
@@ -377,22 +380,17 @@ def label_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     return mask
 
 
-def _tokenize_text(chat: Chat, texts: Sequence[str]) -> list[Tokens]:
-    """Plain text: loss on every token; the tokenizer adds its own special tokens."""
-    if not texts:
-        return []
-    rows = []
-    for ids in chat.tokenizer([_beginning(chat, text) for text in texts], verbose=False)["input_ids"]:
-        closed = bool(ids) and ids[-1] == chat.tokenizer.eos_token_id
-        rows.append(_with_labels(np.array(ids, np.int32), np.ones(len(ids), bool), chat, add_eos=not closed))
-    return rows
+def tokenize_text(chat: Chat, row: Conversation) -> Tokens:
+    """Plain text, with loss on every token, even the first one.
 
-
-def _with_labels(ids: np.ndarray, mask: np.ndarray, chat: Chat, add_eos: bool) -> Tokens:
-    """Token ids, int32 [tokens], and their loss mask, bool [tokens], as a row."""
-    if add_eos:
-        ids = np.append(ids, np.int32(chat.tokenizer.eos_token_id))
-        mask = np.append(mask, True)
-    labels = np.where(mask, ids, np.int32(IGNORED))
-    labels[:1] = IGNORED  # no context precedes the first token, so it cannot be predicted
-    return Tokens(ids, labels)
+    A document begins as the tokenizer begins a text, and ends with the end token; a section in it does not.
+    """
+    eos = chat.tokenizer.eos_token_id
+    text = _beginning(chat, str(row.text))
+    ids = chat.tokenizer(text, add_special_tokens=row.begins, verbose=False)["input_ids"]
+    closed = ids[-1:] == [eos]
+    if row.ends and not closed:
+        ids = [*ids, eos]
+    elif closed and not row.ends:
+        ids = ids[:-1]
+    return Tokens(np.array(ids, np.int32), np.array(ids, np.int32))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sft_play.data.reading import Row
@@ -250,20 +251,15 @@ def _from_alpaca(data: dict[str, Any]) -> tuple[list[Message], int]:
     return [*turns, {"role": "user", "content": question.rstrip()}, _turn("assistant", data, "output")], 0
 
 
+def _from_pair(question: str, answer: str, data: dict[str, Any]) -> tuple[list[Message], int]:
+    return [*_system(data), _turn("user", data, question), _turn("assistant", data, answer)], 0
+
+
 def _from_prompt_completion(data: dict[str, Any]) -> tuple[list[Message], int]:
-    prompt, completion = data.get("prompt"), data.get("completion")
-    if isinstance(prompt, list):
-        context = _messages(prompt, "prompt")
-        return context + _messages(completion, "completion"), len(context)
-    return [*_system(data), _turn("user", data, "prompt"), _turn("assistant", data, "completion")], 0
-
-
-def _from_question_answer(data: dict[str, Any]) -> tuple[list[Message], int]:
-    return [*_system(data), _turn("user", data, "question"), _turn("assistant", data, "answer")], 0
-
-
-def _from_system_user_assistant(data: dict[str, Any]) -> tuple[list[Message], int]:
-    return [*_system(data), _turn("user", data, "user"), _turn("assistant", data, "assistant")], 0
+    if not isinstance(data.get("prompt"), list):
+        return _from_pair("prompt", "completion", data)
+    context = _messages(data["prompt"], "prompt")
+    return context + _messages(data.get("completion"), "completion"), len(context)
 
 
 Reader = Callable[[dict[str, Any]], tuple[list[Message], int]]
@@ -274,8 +270,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], Reader | None]] = {
     "sharegpt": (("conversations",), _from_sharegpt),
     "alpaca": (("instruction", "output"), _from_alpaca),
     "prompt_completion": (("prompt", "completion"), _from_prompt_completion),
-    "question_answer": (("question", "answer"), _from_question_answer),
-    "system_user_assistant": (("user", "assistant"), _from_system_user_assistant),
+    "question_answer": (("question", "answer"), partial(_from_pair, "question", "answer")),
+    "system_user_assistant": (("user", "assistant"), partial(_from_pair, "user", "assistant")),
     "text": (("text",), None),
 }
 

@@ -6,7 +6,7 @@ This happens once, before any process group exists; the result is cached on disk
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,7 @@ def prepare(
                 parts.append(_encode(config, given, source, task, folder / f"{number}.part", advance))
         stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
         stats["warnings"] = data_warnings(config, stats, parts, chosen)
-        markers = split_markers(tokenizer) if not all(task.raw_text for task in tasks) else []
+        markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
         if markers:
             stats["warnings"].append(split_warning(markers))
         return {
@@ -179,15 +179,12 @@ def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origi
     if first is None:
         raise DataError(f"{given.key}: {source.path} has no rows")
     name = detect_format(first) if given.format == "auto" else given.format
-    task = EncodingTask(
-        chat,
-        name,
-        config.data.system_prompt,
-        config.data.overlong,
-        raw_text=is_raw_text(config, given, source, name),
-    )
-    if task.raw_text:
-        return task
+    settings = (name, config.data.system_prompt, config.data.overlong)
+    if is_raw_text(config, given, source, name):
+        return EncodingTask(
+            replace(chat, max_tokens=None), *settings, block=block_tokens(config.model, chat.max_tokens)
+        )
+    task = EncodingTask(chat, *settings)
     for row in chain([first], rows):
         conversation = convert(row, name, task.system_prompt)
         if isinstance(conversation, Conversation):
@@ -255,7 +252,7 @@ def _encode(
         np.concatenate(digests),
         np.concatenate(row_counts),
         counts,
-        block_tokens(config.model, task.chat.max_tokens) if task.raw_text else None,
+        task.block,
     )
 
 

@@ -4,13 +4,13 @@ Long documents are read and tokenized in sections, which bounds memory; they are
 what is compared to find duplicates. Joining comes last, once the rows of each split are known.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
-from sft_play.data.chat import IGNORED, Chat, Tokens
+from sft_play.data.chat import IGNORED
 from sft_play.data.formats import Conversation
 from sft_play.data.reading import sections
 from sft_play.data.store import token_lists
@@ -23,32 +23,6 @@ def in_sections(document: Conversation) -> list[Conversation]:
         replace(document, text=text, begins=document.begins and not number, ends=document.ends and last)
         for number, (text, last) in enumerate(found)
     ]
-
-
-def encode_sections(chat: Chat, documents: Sequence[Conversation]) -> list[Tokens]:
-    """Tokenizes sections: a document begins as the tokenizer begins a text, and ends with the end token.
-
-    All labels are the tokens themselves; `joined_blocks` masks the first one of each row.
-    """
-    eos = chat.tokenizer.eos_token_id
-    ids: dict[int, list[int]] = {}
-    for begins in (True, False):
-        own = [number for number, document in enumerate(documents) if document.begins == begins]
-        if own:
-            texts = [str(documents[number].text) for number in own]
-            batch = chat.tokenizer(texts, add_special_tokens=begins, verbose=False)
-            ids |= dict(zip(own, batch["input_ids"], strict=True))
-    rows = []
-    for number, document in enumerate(documents):
-        tokens = ids[number]
-        closed = tokens[-1:] == [eos]
-        if document.ends and not closed:
-            tokens = [*tokens, eos]
-        elif closed and not document.ends:
-            tokens = tokens[:-1]
-        found = np.array(tokens, np.int32)
-        rows.append(Tokens(found, found))
-    return rows
 
 
 def joined_blocks(batches: Iterable[pa.RecordBatch], length: int) -> Iterator[pa.RecordBatch]:

@@ -57,17 +57,14 @@ def use_template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
         if tokenizer.chat_template:
             return "the tokenizer's own"
         setting = "plain"
-    if setting in shipped_templates():
-        if setting == "chatml" and not set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
-            raise ConfigError(
-                f"data.chat_template=chatml needs the tokens {' and '.join(CHATML_TOKENS)}, which this "
-                f"tokenizer does not have. Add them with model.new_tokens={json.dumps(CHATML_TOKENS)}, or "
-                "use data.chat_template=plain"
-            )
-        tokenizer.chat_template = template_text(setting)
-        return f"the shipped {setting}.jinja"
+    if setting == "chatml" and not set(CHATML_TOKENS) <= set(tokenizer.get_vocab()):
+        raise ConfigError(
+            f"data.chat_template=chatml needs the tokens {' and '.join(CHATML_TOKENS)}, which this tokenizer "
+            f"does not have. Add them with model.new_tokens={json.dumps(CHATML_TOKENS)}, or use "
+            "data.chat_template=plain"
+        )
     tokenizer.chat_template = template_text(setting)
-    return setting
+    return f"the shipped {setting}.jinja" if setting in shipped_templates() else setting
 
 
 def shipped_templates() -> list[str]:
@@ -81,16 +78,12 @@ def template_text(setting: str) -> str:
     Raises:
         ConfigError: there is no such template.
     """
-    if setting in shipped_templates():
-        return (SHIPPED / f"{setting}.jinja").read_text(encoding="utf-8")
-    return _read_template(Path(setting).expanduser())
-
-
-def _read_template(path: Path) -> str:
-    shipped = ", ".join(shipped_templates())
+    shipped = shipped_templates()
+    path = SHIPPED / f"{setting}.jinja" if setting in shipped else Path(setting).expanduser()
     if not path.is_file():
+        allowed = ", ".join(["auto", *shipped])
         raise ConfigError(
-            f"data.chat_template: {path} is not a file; allowed: auto, {shipped}, or the path of a Jinja file"
+            f"data.chat_template: {path} is not a file; allowed: {allowed}, or the path of a Jinja file"
         )
     if path.stat().st_size > MAX_TEMPLATE_BYTES:
         raise ConfigError(

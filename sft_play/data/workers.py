@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from sft_play.data import store
-from sft_play.data.chat import IGNORED, Chat, Tokens, encode
+from sft_play.data.chat import IGNORED, Chat, Tokens, encode, tokenize_text
 from sft_play.data.formats import FORMATS, Conversation, convert
-from sft_play.data.raw_text import encode_sections, in_sections
+from sft_play.data.raw_text import in_sections
 from sft_play.data.reading import Row
 from sft_play.data.unused import has_placeholder, unused_keys
 from sft_play.errors import DataError, LaunchError
@@ -50,8 +50,8 @@ class EncodingTask:
     format: str
     system_prompt: str | None
     overlong: str
-    raw_text: bool = False
-    """Whether rows are documents, which are joined and cut later."""
+    block: int | None = None
+    """Of raw text: tokens of the rows into which documents are joined and cut later."""
 
 
 @dataclass
@@ -108,10 +108,10 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
             counts.dropped[converted] += 1
         else:
             counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
-            conversations += in_sections(converted) if task.raw_text else [converted]
+            conversations += in_sections(converted) if task.block else [converted]
     encoded_rows = (
-        [[row] for row in encode_sections(task.chat, conversations)]
-        if task.raw_text
+        [[tokenize_text(task.chat, section)] for section in conversations]
+        if task.block
         else encode(task.chat, conversations, counts.notes)
     )
     kept: list[Conversation] = []
@@ -151,7 +151,7 @@ def _as_batch(rows: Sequence[Tokens]) -> pa.RecordBatch:
 
 def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: Counter[str]) -> Tokens | None:
     """The row within the length limit; None if it is dropped."""
-    limit = None if task.raw_text else task.chat.max_tokens
+    limit = task.chat.max_tokens
     if limit is None or len(row.input_ids) <= limit:
         if (row.labels == IGNORED).all():
             dropped[NO_ANSWER] += 1

@@ -21,10 +21,8 @@ NAMES = {
     "gemma3_text": "gemma3",
 }
 GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # one layer of so many attends to the whole text
-GEMMA_27B_LAYERS = {
-    "gemma2": 46,
-    "gemma3": 62,
-}  # scales attention by the width per head, not by the head size
+# the size that scales attention by the width per head, not by the head size
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
 
 

@@ -11,21 +11,9 @@ from sft_play.errors import ConfigError
 SPECS_FILE = Path(__file__).resolve().parents[2] / "configs" / "hardware.yaml"
 
 # Words of the vendor or product line that do not identify the model.
-GENERIC_WORDS = frozenset(
-    (
-        "nvidia",
-        "geforce",
-        "tesla",
-        "rtx",
-        "generation",
-        "edition",
-        "graphics",
-        "gpu",
-        "card",
-        "tensor",
-        "core",
-    )
-)
+GENERIC_WORDS = {
+    "nvidia", "geforce", "tesla", "rtx", "generation", "edition", "graphics", "gpu", "card", "tensor", "core"
+}  # fmt: skip
 
 
 def model_words(name: str) -> frozenset[str]:
