@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from sft_play.engines.base import Engine
-from sft_play.engines.registry import engine_of
+from sft_play.engines.registry import ALONE, distributed_engines, engine_of
 from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
@@ -84,6 +84,6 @@ def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
 def default_config(machine: Machine) -> str:
     """The shipped config for this machine, with its number of processes filled in."""
     count = len(machine.gpus)
-    name = {0: "ddp_cpu", 1: "single_gpu"}.get(count, "ddp")
-    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+    engine = ALONE if count == 1 else distributed_engines()[0]
+    text = config_file(engine.name, "cuda" if count else "cpu").read_text(encoding="utf-8")
     return re.sub("^num_processes:.*", f"num_processes: {count or CPU_PROCESSES}", text, flags=re.MULTILINE)
