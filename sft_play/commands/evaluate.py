@@ -24,13 +24,7 @@ from sft_play.errors import ConfigError, StorageError
 from sft_play.files import write_atomic
 from sft_play.model.base_files import require_same_base
 from sft_play.model.collators import Collator, padded_collator
-from sft_play.model.generation import (
-    DEFAULT_BATCH_SIZE,
-    Answer,
-    generate_answers,
-    in_batches,
-    prompt_ids,
-)
+from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, generate_answers, in_batches, prompt_ids
 from sft_play.model.load import load_data
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.model.weights import finished_weights

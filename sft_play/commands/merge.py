@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,10 +132,6 @@ def _require_written(file: Path) -> None:
         ) from error
 
 
-def _size_of(model: "PreTrainedModel") -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def merge(
     config: RunConfig,
     run: RunDir,
@@ -161,7 +157,7 @@ def merge(
     dtype = _published_dtype(config) if dtype == "auto" else dtype
     with quiet_libraries(run.log), spinner("loading, merging and saving"):
         model = _merged_model(config, adapter, dtype)
-        size = _size_of(model)
+        size = sum(parameter.nbytes for parameter in model.parameters())
         require_space(output, size, "the merged model")
         tokenizer = load_chat_tokenizer(config)
         model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
@@ -198,29 +194,25 @@ class LogitDifference:
     positions: int
 
 
-def row_logits(model: Any, rows: Sequence[Sequence[int]]) -> Iterator[torch.Tensor]:
-    """Yields the logits of each row, float32 [tokens, vocabulary], without padding."""
+def row_logits(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The logits of all positions of rows without padding, float32 [positions, vocabulary], on the CPU."""
+    found = []
     for row in rows:
         with torch.inference_mode():
-            yield model(input_ids=torch.tensor([row], device=model.device)).logits[0].float().cpu()
+            found.append(model(input_ids=torch.tensor([row], device=model.device)).logits[0].float().cpu())
+    return torch.cat(found)
 
 
-def compare_logits(reference: Sequence[torch.Tensor], others: Iterator[torch.Tensor]) -> LogitDifference:
-    """Compares logits over all positions of all rows; each tensor is one row, [tokens, vocabulary]."""
-    largest = absolute = total = squares = 0.0
-    agree = positions = count = 0
-    for one, other in zip(reference, others, strict=True):
-        difference = (one - other).abs()
-        largest = max(largest, float(difference.max()))
-        absolute += float(difference.sum(dtype=torch.float64))
-        total += float(one.sum(dtype=torch.float64))
-        squares += float(one.square().sum(dtype=torch.float64))
-        agree += int((one.argmax(-1) == other.argmax(-1)).sum())
-        positions += one.shape[0]
-        count += one.numel()
-    deviation = max(squares / count - (total / count) ** 2, 1e-12) ** 0.5
+def compare_logits(reference: torch.Tensor, other: torch.Tensor) -> LogitDifference:
+    """Compares logits over all positions, [positions, vocabulary]."""
+    difference = (reference - other).abs()
+    mean = float(difference.mean(dtype=torch.float64))
     return LogitDifference(
-        largest, absolute / count, absolute / count / deviation, agree / positions, positions
+        max_abs=float(difference.max()),
+        mean_abs=mean,
+        relative_mean=mean / max(float(reference.std(correction=0)), 1e-6),
+        top1=float((reference.argmax(-1) == other.argmax(-1)).double().mean()),
+        positions=len(reference),
     )
 
 
@@ -268,7 +260,7 @@ def _measure(
 ) -> dict[str, LogitDifference]:
     """Compares merged, base and (QLoRA) 4-bit adapter model with the adapter on the unquantized base."""
     model: Any = load_for_inference(config, adapter, dtype=dtype, quantize=False)
-    reference = list(row_logits(model, rows))
+    reference = row_logits(model, rows)
     with model.disable_adapter():
         measured = {"base": compare_logits(reference, row_logits(model, rows))}
     others: dict[str, tuple[Path, bool | None]] = {"merged": (output, None)}

@@ -33,15 +33,7 @@ from sft_play.report.plan import plan_summary
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.report.record import other_runs
 from sft_play.report.tables import closing_screen
-from sft_play.runlog import (
-    RunDir,
-    console,
-    hold_run,
-    open_run,
-    quiet_libraries,
-    read_json,
-    update_summary,
-)
+from sft_play.runlog import RunDir, console, hold_run, open_run, quiet_libraries, read_json, update_summary
 
 MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has a smaller plan
 

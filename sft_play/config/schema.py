@@ -18,7 +18,7 @@ from sft_play.config.values import (
     PositiveFloat,
     Precision,
     Words,
-)
+)  # fmt: skip
 
 
 class Section(BaseModel):
@@ -57,15 +57,9 @@ class ModelConfig(Section):
 
 
 RowFormat = Literal[
-    "auto",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt_completion",
-    "question_answer",
-    "system_user_assistant",
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "system_user_assistant",
     "text",
-]
+]  # fmt: skip
 
 
 class SourceConfig(Section):
@@ -125,13 +119,25 @@ class DataConfig(Section):
     """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 
     @model_validator(mode="after")
-    def _fractions_leave_rows(self) -> Self:
+    def _settings_agree(self) -> Self:
         if self.val_fraction + self.test_fraction >= 1:
             raise ValueError("val_fraction + test_fraction must be below 1, so that training rows are left")
+        self._require_training_data()
+        without_effect = {
+            "supervise": self.supervise == "last",
+            "system_prompt": self.system_prompt is not None,
+            "learn_tool_calls": not self.learn_tool_calls,
+        }
+        given = [name for name, is_set in without_effect.items() if is_set]
+        if self.task == "cpt" and given:
+            raise ValueError(f"{given[0]} has no effect with task=cpt; remove it, or set task=mixed")
+        if self.supervise == "all" and not self.learn_tool_calls:
+            raise ValueError(
+                "learn_tool_calls=false contradicts supervise=all, which puts loss on every token"
+            )
         return self
 
-    @model_validator(mode="after")
-    def _training_data_is_given_once(self) -> Self:
+    def _require_training_data(self) -> None:
         if self.train_path is not None and self.sources:
             raise ValueError(
                 "train_path and sources are both given; list train_path as one of the sources, or remove one"
@@ -144,27 +150,6 @@ class DataConfig(Section):
         twice = next((path for path, split in named if named.count((path, split)) > 1), None)
         if twice is not None:
             raise ValueError(f"sources: {twice!r} is listed twice; list it once, with a weight of 2")
-        return self
-
-    @model_validator(mode="after")
-    def _raw_text_has_no_turns(self) -> Self:
-        without_effect = {
-            "supervise": self.supervise == "last",
-            "system_prompt": self.system_prompt is not None,
-            "learn_tool_calls": not self.learn_tool_calls,
-        }
-        given = [name for name, is_set in without_effect.items() if is_set]
-        if self.task == "cpt" and given:
-            raise ValueError(f"{given[0]} has no effect with task=cpt; remove it, or set task=mixed")
-        return self
-
-    @model_validator(mode="after")
-    def _supervision_agrees(self) -> Self:
-        if self.supervise == "all" and not self.learn_tool_calls:
-            raise ValueError(
-                "learn_tool_calls=false contradicts supervise=all, which puts loss on every token"
-            )
-        return self
 
 
 class LoraSettings(Section):

@@ -9,9 +9,8 @@ from rich.text import Text as ConsoleText
 from sft_play.report.curves import curve_figures
 from sft_play.report.html import Block, Figures, Page, Section, Table, Text
 from sft_play.report.record import RunRecord
-from sft_play.report.run_page import shown
-from sft_play.report.tables import MISSING, formatted, metric_rows, said_of, step_seconds
-from sft_play.units import format_bytes, format_count, format_duration
+from sft_play.report.run_page import key_numbers, shown
+from sft_play.report.tables import MISSING
 
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
 
@@ -29,32 +28,6 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
     if scaling := _scaling(runs):
         sections.append(Section("scaling", "Scaling", scaling))
     return Page(", ".join(names), f"{len(runs)} runs of SFT-Play compared", sections)
-
-
-def key_numbers(run: RunRecord) -> list[tuple[str, str]]:
-    """The key numbers of a run, as texts by name."""
-    summary, plan = run.summary, run.chosen
-    predicted, measured, origin = step_seconds(summary)
-    batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
-    found: list[tuple[str, str]] = [
-        ("status", str(summary.get("status", "unfinished"))),
-        ("steps", f"{run.last_step:,}"),
-        ("effective batch", formatted(plan.get("effective_batch_size"), "{:,}".format)),
-        ("micro-batch x accumulation x processes", MISSING if None in batch else " x ".join(map(str, batch))),
-        ("training loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
-    ]
-    for when in ("before", "after"):
-        found += [(f"{label}, {when}", text) for label, text in metric_rows({when: run.scores(when)})]
-    return [
-        *found,
-        (f"peak memory, {run.memory_origin}", formatted(run.predicted_peak_bytes, format_bytes)),
-        ("peak memory, measured", formatted(summary.get("measured_peak_bytes"), format_bytes)),
-        ("tokens/s", formatted(summary.get("tokens_per_second"), "{:,.0f}".format)),
-        (f"step, {said_of(origin)}", formatted(predicted, format_duration)),
-        ("step, measured", formatted(measured, format_duration)),
-        ("training time", formatted(summary.get("training_seconds"), format_duration)),
-        ("supervised tokens", formatted(summary.get("supervised_tokens"), format_count)),
-    ]
 
 
 def _numbers(runs: Sequence[RunRecord]) -> Table:

@@ -18,10 +18,12 @@ from sft_play.report.tables import (
     formatted,
     harness_rows,
     metric_rows,
+    said_of,
     step_line,
+    step_seconds,
     unfinished_note,
 )
-from sft_play.units import counted, format_bytes, format_duration
+from sft_play.units import counted, format_bytes, format_count, format_duration
 
 PATHS = {
     "model.name", "data.train_path", "data.val_path", "data.test_path", "data.chat_template", "output.dir",
@@ -117,19 +119,35 @@ def _subtitle(run: RunRecord) -> str:
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str]]:
-    """The key numbers; those that are not known are left out."""
-    summary = run.summary
-    losses = [run.scores(when).get("loss") for when in ("before", "after")]
-    known = [f"{loss:.3f}" for loss in losses if isinstance(loss, float)]
-    tiles = [
-        ("held-out loss", " → ".join(known) or MISSING),
+    """Those of the key numbers that are known and say most."""
+    names = ("loss,", "peak memory", "tokens/s", "training time", "steps")
+    return [(name, text) for name, text in key_numbers(run) if name.startswith(names) and text != MISSING]
+
+
+def key_numbers(run: RunRecord) -> list[tuple[str, str]]:
+    """The key numbers of a run, as texts by name."""
+    summary, plan = run.summary, run.chosen
+    predicted, measured, origin = step_seconds(summary)
+    batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
+    found: list[tuple[str, str]] = [
+        ("status", str(summary.get("status", "unfinished"))),
+        ("steps", f"{run.last_step:,}"),
+        ("effective batch", formatted(plan.get("effective_batch_size"), "{:,}".format)),
+        ("micro-batch x accumulation x processes", MISSING if None in batch else " x ".join(map(str, batch))),
+        ("training loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
+    ]
+    for when in ("before", "after"):
+        found += [(f"{label}, {when}", text) for label, text in metric_rows({when: run.scores(when)})]
+    return [
+        *found,
         (f"peak memory, {run.memory_origin}", formatted(run.predicted_peak_bytes, format_bytes)),
         ("peak memory, measured", formatted(summary.get("measured_peak_bytes"), format_bytes)),
-        ("speed", formatted(summary.get("tokens_per_second"), "{:,.0f} tokens/s".format)),
+        ("tokens/s", formatted(summary.get("tokens_per_second"), "{:,.0f}".format)),
+        (f"step, {said_of(origin)}", formatted(predicted, format_duration)),
+        ("step, measured", formatted(measured, format_duration)),
         ("training time", formatted(summary.get("training_seconds"), format_duration)),
-        ("optimizer steps", f"{run.last_step:,}" if run.metrics else MISSING),
+        ("supervised tokens", formatted(summary.get("supervised_tokens"), format_count)),
     ]
-    return [(name, value) for name, value in tiles if value != MISSING]
 
 
 def shown(run: RunRecord, name: str) -> str:

@@ -182,29 +182,28 @@ def step_seconds(summary: Mapping[str, Any]) -> tuple[float | None, float | None
 
 
 def step_line(predicted: float | None, measured: float | None, origin: str | None = None) -> str:
-    """Predicted and measured seconds of an optimizer step in one line; no error of what is no prediction."""
-    expected = f"{said_of(origin)} {formatted(predicted, format_duration)}"
-    line = f"{expected}, measured {formatted(measured, format_duration)}"
-    if not predicted or not measured or origin == EARLIER:
-        return line
-    direction = "low" if measured > predicted else "high"
-    return f"{line} (prediction {100 * abs(measured - predicted) / measured:.0f}% too {direction})"
+    """Predicted and measured seconds of an optimizer step in one line."""
+    return _compared(predicted, measured, origin, format_duration, "{:.0f}%")
 
 
 def memory_line(predicted: int | None, measured: int | None, origin: str | None = None) -> str:
-    """Predicted and measured memory in one line; the error only of a prediction, which the trace alone makes.
+    """Predicted and measured memory in one line.
 
     Example: `memory_line(100 * GIB, 101 * GIB)` is
     "predicted 100.00 GiB, measured 101.00 GiB (prediction 1.0% too low)".
     """
-    expected = f"{said_of(origin)} {formatted(predicted, format_bytes)}"
-    line = f"{expected}, measured {formatted(measured, format_bytes)}"
+    return _compared(predicted, measured, origin, format_bytes, "{:.1f}%")
+
+
+def _compared(predicted: Any, measured: Any, origin: str | None, form: Format, percent: str) -> str:
+    """Two numbers, and the error of a prediction; what an earlier run measured is none."""
+    line = f"{said_of(origin)} {formatted(predicted, form)}, measured {formatted(measured, form)}"
     if not predicted or not measured or origin == EARLIER:
         return line
-    error = 100 * (measured - predicted) / measured
-    if abs(error) < 0.05:
+    error = 100 * abs(measured - predicted) / measured
+    if error < 0.05:
         return f"{line} (prediction accurate to 0.05%)"
-    return f"{line} (prediction {abs(error):.1f}% too {'low' if error > 0 else 'high'})"
+    return f"{line} (prediction {percent.format(error)} too {'low' if measured > predicted else 'high'})"
 
 
 def with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,11 +247,7 @@ def closing_screen(
     return Group(Rule(title, align="left"), apart(*blocks, ending(places, next_commands)))
 
 
-COMPARED = {
-    "merged": "merged model",
-    "base": "base model",
-    "adapter_on_4bit": "adapter on 4-bit base (info)",
-}
+COMPARED = {"merged": "merged model", "base": "base model", "adapter_on_4bit": "adapter on 4-bit base (info)"}
 
 
 def logits_table(result: Mapping[str, Any]) -> RenderableType:
