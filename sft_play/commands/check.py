@@ -14,7 +14,7 @@ from rich.text import Text
 from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.reading import SUFFIXES
+from sft_play.data.reading import HUB_NAME, SUFFIXES
 from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.errors import ConfigError, DataError
 from sft_play.hub import limit_network
@@ -125,10 +125,7 @@ def _first_row(config: RunConfig, given: DataInput) -> Finding:
 
 
 def _is_hub_name(name: str) -> bool:
-    head, _, rest = name.partition("/")
-    if not head or not rest or "/" in rest:
-        return False
-    return not name.startswith((".", "~")) and not name.endswith(SUFFIXES)
+    return bool(HUB_NAME.fullmatch(name)) and not name.endswith(SUFFIXES)
 
 
 def model_findings(config: RunConfig) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.errors import StorageError
 from sft_play.files import write_atomic
+from sft_play.hub import REPOSITORY
 from sft_play.manifest import CARD
 from sft_play.report.record import SPLITS, scores_of_models
 from sft_play.report.tables import (
@@ -26,7 +27,6 @@ from sft_play.runlog import RunDir, read_json
 from sft_play.units import format_count, format_duration
 
 FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
 NOT_EVALUATED: Mapping[str, Mapping[str, Any]] = {}
 
@@ -110,7 +110,7 @@ def without_folders(text: str) -> str:
 
 def is_on_hub(name: str) -> bool:
     """Whether this is the name of a repository on the hub rather than a path."""
-    return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
+    return bool(REPOSITORY.fullmatch(name)) and not Path(name).exists()
 
 
 def _metadata(config: RunConfig, is_adapter: bool) -> str:
