@@ -86,7 +86,6 @@ def _value(config: RunConfig, key: str) -> str:
 
 
 def _kept(error: BaseException) -> Path:
-    """The file with the traceback."""
     path = cache_dir() / "traceback.txt"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -144,11 +144,7 @@ def importing() -> Iterator[None]:
 
 
 def finished_run(resolved: "ResolvedConfig") -> RunDir:
-    """The run directory of a config.
-
-    Raises:
-        CheckpointError: it does not exist.
-    """
+    """The run directory of a config; CheckpointError if it does not exist."""
     run = RunDir(Path(resolved.config.output.dir) / resolved.config.output.name)
     if not run.path.is_dir():
         named = resolved.origins["output.name"] == "override"

@@ -41,11 +41,7 @@ def compare_command(
 
 
 def _require_several(names: Sequence[str], paths: Sequence[Path]) -> None:
-    """Checks how many runs there are to compare.
-
-    Raises:
-        ConfigError: fewer than two names, too many, or one twice.
-    """
+    """Raises ConfigError for fewer than two names, too many, or one twice."""
     counts = Counter(path.resolve() for path in paths)
     twice = [name for name, path in zip(names, paths, strict=True) if counts[path.resolve()] > 1]
     if twice:

@@ -94,11 +94,7 @@ def _data_folder(args: argparse.Namespace) -> Path:
 
 
 def _processed(folder: Path) -> Path:
-    """What `process` has written.
-
-    Raises:
-        CheckpointError: it has not been run.
-    """
+    """What `process` has written; CheckpointError if it has not been run."""
     rows = folder / "processed.jsonl"
     if not rows.exists():
         raise CheckpointError(f"{rows} does not exist; run `make process` with the same CONFIG first")

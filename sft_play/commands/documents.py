@@ -118,7 +118,6 @@ def _docx_text(file: Path) -> str:
 
 
 def _pdf_text(file: Path) -> str:
-    """The text of each page."""
     import pypdf
 
     return "\n".join(page.extract_text() for page in pypdf.PdfReader(file).pages)

@@ -132,7 +132,6 @@ def _manager(options: Options) -> Any:
 
 
 def _load_tasks(options: Options) -> Any:
-    """The tasks and groups with their rows."""
     from lm_eval.defaults import DEFAULT_OTHER_SEED
 
     found = _manager(options).load(list(options.tasks))
@@ -145,7 +144,6 @@ def _load_tasks(options: Options) -> Any:
 
 
 def _run(harness: Any, tasks: Any, config: RunConfig, options: Options) -> dict[str, Any]:
-    """What lm-eval's own `evaluate` returns."""
     from lm_eval.evaluator import evaluate
     from transformers import set_seed
 
@@ -164,12 +162,7 @@ def _run(harness: Any, tasks: Any, config: RunConfig, options: Options) -> dict[
 
 @contextmanager
 def _explaining(options: Options, run: RunDir) -> Iterator[None]:
-    """Names the tasks and the log in whatever lm-eval, a task or a data set raises within.
-
-    Raises:
-        DoesNotFitError: memory ran out.
-        ConfigError: lm-eval cannot run a task.
-    """
+    """Names the tasks and the log in whatever lm-eval, a task or a data set raises within."""
     from accelerate.utils.memory import should_reduce_batch_size
 
     try:

@@ -114,11 +114,7 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> "PreTrainedMo
 
 
 def _require_written(file: Path) -> None:
-    """Waits until the file is on the disk, and checks that it is whole: its end may be lost silently.
-
-    Raises:
-        StorageError: it is not.
-    """
+    """Waits until the file is on the disk, and checks that it is whole: its end may be lost silently."""
     flush_to_disk(file)
     try:
         if file.suffix == ".safetensors":

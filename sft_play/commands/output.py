@@ -45,11 +45,7 @@ def require_own_file(output: Path, is_ours: Callable[[Path], bool], target: str,
 
 
 def require_space(output: Path, needed: int, what: str) -> None:
-    """Checks that the disk has room for `needed` bytes and a little more.
-
-    Raises:
-        StorageError: it has not.
-    """
+    """Raises StorageError unless the disk has room for `needed` bytes and a little more."""
     folder = existing_folder(output.absolute().parent)
     free = free_bytes(folder)
     if free < needed * 1.05:

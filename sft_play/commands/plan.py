@@ -57,11 +57,7 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
 
 
 def _config(args: argparse.Namespace) -> ResolvedConfig:
-    """The config file, the same with another model, or the defaults with a model.
-
-    Raises:
-        ConfigError: neither is given, the model is unknown, or the config is invalid.
-    """
+    """The config file, the same with another model, or the defaults with a model."""
     if args.model is None:
         if args.config is None:
             raise ConfigError(

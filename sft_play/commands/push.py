@@ -69,11 +69,7 @@ def push(
 
 
 def _content(path: Path) -> bytes | Path:
-    """What to upload of a file: itself, or its text without the folders of this machine.
-
-    Raises:
-        ConfigError: a text has a secret in it.
-    """
+    """What to upload of a file: itself, or its text without our folders; ConfigError if it has a secret."""
     if any(fnmatch(path.name, name) for name in NOT_SEARCHED):
         return path
     text = path.read_text(encoding="utf-8", errors="replace")

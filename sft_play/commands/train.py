@@ -74,11 +74,7 @@ def train_command(
 
 
 def require_started(run: RunDir) -> None:
-    """Checks that there is something to resume.
-
-    Raises:
-        CheckpointError: no run of this name has begun.
-    """
+    """Raises CheckpointError if no run of this name has begun, so that there is nothing to resume."""
     if not run.plan.is_file() and not run.checkpoints.is_dir():
         what = "has not begun to train" if run.path.is_dir() else "does not exist"
         others = other_runs(run.path.parent)
@@ -132,11 +128,7 @@ def opened_job(path: str, overrides: list[str], processes: int, nodes: Nodes = A
 
 
 def require_packages(config: RunConfig) -> None:
-    """Checks that the packages that the config needs are installed.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
+    """Raises ConfigError if a package that the config needs is not installed."""
     missing = [f"{text}; {fix}" for text, fix in missing_packages(config).items()]
     if missing:
         raise ConfigError("\n".join(missing) + ", or change the setting")
@@ -191,11 +183,7 @@ def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, 
 
 
 def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
-    """The job that goes on after memory ran out for this reason, and what is said about it.
-
-    Raises:
-        OutOfMemory: there is no smaller plan.
-    """
+    """The job that goes on after memory ran out for this reason, and what is said about it."""
     from sft_play.train.recovery import continuation, smaller_job
 
     try:

@@ -80,11 +80,7 @@ _Loader.add_constructor(None, _reject_tag)
 
 
 def _require_plain(text: str) -> None:
-    """Refuses aliases and deep nesting, before anything is built from `text`.
-
-    Raises:
-        ConfigError: there is one of them; names the line.
-    """
+    """Refuses aliases and deep nesting, with their line, before anything is built from `text`."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0  # which all events of a text have
@@ -120,11 +116,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _refuse_secret(text: str, where: str) -> None:
-    """Refuses tokens: configs are copied, logged and published, and command lines are visible in `ps`.
-
-    Raises:
-        ConfigError: `text` contains a token.
-    """
+    """Refuses tokens: configs are copied, logged and published, and command lines are visible in `ps`."""
     if what := find_secret(text):
         raise ConfigError(
             f"{where}: contains {what}; remove it and set it in the environment instead (HF_TOKEN, "

@@ -130,11 +130,7 @@ def is_page(path: Path) -> bool:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Writes the page, whole or not at all.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Writes the page, whole or not at all; StorageError if that fails."""
     content = render(page).encode(errors="replace")  # answers may hold halves of surrogate pairs
     try:
         write_atomic(path, content)

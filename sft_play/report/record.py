@@ -66,11 +66,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Reads a run directory.
-
-    Raises:
-        CheckpointError: it does not exist, or is not that of a run.
-    """
+    """Reads a run directory; CheckpointError if it does not exist, or is not that of a run."""
     run = RunDir(path)
     known = (run.config, run.plan, run.metrics, run.summary, run.log)
     if not path.is_dir():

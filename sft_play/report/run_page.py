@@ -345,12 +345,10 @@ def _answers(run: RunRecord) -> Iterator[Block]:
 
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:
-    """A prompt with the texts of a record, under these names."""
     return Sample(prompt, [(name, record[key]) for key, name in names.items() if key in record])
 
 
 def _environment(run: RunRecord) -> Iterator[Block]:
-    """The machine and the versions."""
     found = run.environment
     versions = found.get("versions") or run.summary.get("versions") or {}
     rows = [*_machine(found), *((name.replace("_", "-"), str(version)) for name, version in versions.items())]
