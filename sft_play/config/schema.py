@@ -289,8 +289,8 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How processes work together; their number is set at launch (NGPU=)."""
 
-    engine: Literal["auto", "ddp", "deepspeed_z2"] = "auto"
-    """auto: DDP, or ZeRO-2 if the memory that it saves makes the run fit or train faster."""
+    engine: Literal["auto", "ddp", "deepspeed_z2", "fsdp2"] = "auto"
+    """auto: DDP, or ZeRO-2 or FSDP2 if the memory that it saves makes the run fit or train faster."""
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""

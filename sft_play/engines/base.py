@@ -51,6 +51,8 @@ class Engine:
     casts_model = False  # to 16 bits, adapters too, instead of autocasting
     keeps_gradients = False  # in buffers that are never freed
     shards_state = False  # each process saves its part of the optimizer's state
+    shards_weights = False  # each process holds its part of the model
+    loads_own_state = True  # the trainer's library does, if it was saved by as many processes
     file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
 
     def problem(self, config: RunConfig) -> str | None:
@@ -101,6 +103,15 @@ class Engine:
         """
         return {}
 
+    def divide(self, model: Any, config: RunConfig, plan: Plan) -> None:
+        """Leaves each process its part of the model, in place; imports torch.
+
+        Args:
+            model: on the CPU if the engine shards weights.
+            config: the run.
+            plan: of the run.
+        """
+
     def backward_arguments(self) -> dict[str, Any]:
         """For the backward pass of a loss that is divided by the number of micro-batches already."""
         return {}
@@ -116,6 +127,19 @@ class Engine:
     def state_files(self, checkpoint: Path) -> list[Path]:
         """The files of the optimizer's state in a checkpoint, in the order of the ranks that saved them."""
         return [file for file in [checkpoint / "optimizer.pt"] if file.is_file()]
+
+    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
+        """Writes this process's part of the optimizer's state; all processes call it.
+
+        Args:
+            optimizer: without accelerate's wrapper.
+            model: not wrapped.
+            checkpoint: the folder.
+
+        Returns:
+            False: nothing was written, the trainer's library does it.
+        """
+        return False
 
     def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
         """AdamW's state and the weights, as this engine saved them; imports torch.
@@ -138,6 +162,18 @@ class Engine:
         from sft_play.engines.state import set_whole
 
         set_whole(optimizer, parameters, state_of)
+
+    def load_weights(self, model: Any, checkpoint: Path) -> bool:
+        """Sets the trained weights to those of a checkpoint; all processes call it.
+
+        Args:
+            model: not wrapped.
+            checkpoint: the folder.
+
+        Returns:
+            False: nothing was set, the trainer's library does it.
+        """
+        return False
 
     def go_on_from(self, model: Any, step: int) -> None:
         """Tells the engine how many steps are done, once its state was set.

@@ -3,10 +3,11 @@
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Engine
 from sft_play.engines.ddp import Ddp
+from sft_play.engines.fsdp2 import Fsdp2
 from sft_play.engines.zero2 import Zero2
 
 ALONE = Engine()
-ENGINES: list[Engine] = [ALONE, Ddp(), Zero2()]
+ENGINES: list[Engine] = [ALONE, Ddp(), Zero2(), Fsdp2()]
 
 
 def engine_of(name: str) -> Engine:

@@ -26,21 +26,31 @@ def read_whole(checkpoint: Path, names: Sequence[str], load: Load) -> StateOf:
     if len(state) != len(names):
         raise KeyError(f"optimizer state for {len(state)} parameters, but this run trains {len(names)}")
     numbers = {name: number for number, name in enumerate(names)}
-    files = [safe_open(path, "pt") for path in checkpoint.glob("*model*.safetensors")]
-    found = {key: file for file in files for key in file.keys()}  # noqa: SIM118 - not a dictionary
+    weight_of = saved_weights(checkpoint)
 
     def state_of(name: str) -> dict[str, Tensor]:
-        # PEFT leaves out the adapter's name, and that a module is trained whole
-        saved = name if name in found else name.replace(".modules_to_save", "").replace(".default", "")
-        saved = saved if saved in found else saved.removesuffix(".weight")
         own = state[numbers[name]]
         return {
-            "weight": found[saved].get_tensor(saved).float(),
+            "weight": weight_of(name).float(),
             "step": own["step"],
             **{key: own[key] for key in MOMENTS},
         }
 
     return state_of
+
+
+def saved_weights(checkpoint: Path) -> Callable[[str], Tensor]:
+    """A function that gives the whole trained weight of a parameter's name, as a checkpoint has it."""
+    files = [safe_open(path, "pt") for path in checkpoint.glob("*model*.safetensors")]
+    found = {key: file for file in files for key in file.keys()}  # noqa: SIM118 - not a dictionary
+
+    def weight_of(name: str) -> Tensor:
+        # PEFT leaves out the adapter's name, and that a module is trained whole
+        saved = name if name in found else name.replace(".modules_to_save", "").replace(".default", "")
+        saved = saved if saved in found else saved.removesuffix(".weight")
+        return found[saved].get_tensor(saved)
+
+    return weight_of
 
 
 def set_whole(optimizer: Any, parameters: Mapping[str, Tensor], state_of: StateOf) -> None:

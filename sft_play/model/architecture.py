@@ -164,6 +164,30 @@ def empty_model(config: "PretrainedConfig", **settings: Any) -> "PreTrainedModel
     return model
 
 
+def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
+    """The module that holds the list of decoder layers, the list's attribute name, and the list itself.
+
+    It is as long as the config says, or of what transformers never splits over devices: some configs count
+    attention (LongCat Flash), or how often layers run (HRM).
+
+    Raises:
+        LookupError: there is no such list.
+    """
+    count, unsplit = model.config.get_text_config().num_hidden_layers, model._no_split_modules or ()
+    lists = [
+        (module, name, child)
+        for module in model.get_decoder().modules()
+        for name, child in module.named_children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) > 0
+    ]
+    as_long = (found for found in lists if len(found[2]) == count)
+    of_layers = (found for found in lists if all(type(each).__name__ in unsplit for each in found[2]))
+    found = next(as_long, None) or next(of_layers, None)
+    if found is None:
+        raise LookupError(f"no list of {count} layers in {type(model).__name__}")
+    return found
+
+
 @dataclass(frozen=True)
 class FlopSizes:
     """The sizes of a model that its arithmetic depends on."""

@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from sft_play.config.schema import LoraSettings
 from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.architecture import empty_model, setting, without_weights
+from sft_play.model.architecture import decoder_layers, empty_model, setting, without_weights
 from sft_play.model.attention_choice import calls_ours
 from sft_play.model.build import nf4
 from sft_play.model.cpu import keep_differentiable
@@ -77,30 +77,6 @@ def _attention_to_trace(config: "PretrainedConfig", spec: StepSpec) -> str:
     """Our implementation stands for all fused kernels: memory is the same, and no package is needed."""
     takes_ours = spec.attention != "eager" and calls_ours(config)
     return attention.LIBRARY_NAME if takes_ours else spec.attention
-
-
-def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
-    """The module that holds the list of decoder layers, the list's attribute name, and the list itself.
-
-    It is as long as the config says, or of what transformers never splits over devices: some configs count
-    attention (LongCat Flash), or how often layers run (HRM).
-
-    Raises:
-        LookupError: there is no such list.
-    """
-    count, unsplit = model.config.get_text_config().num_hidden_layers, model._no_split_modules or ()
-    lists = [
-        (module, name, child)
-        for module in model.get_decoder().modules()
-        for name, child in module.named_children()
-        if isinstance(child, torch.nn.ModuleList) and len(child) > 0
-    ]
-    as_long = (found for found in lists if len(found[2]) == count)
-    of_layers = (found for found in lists if all(type(each).__name__ in unsplit for each in found[2]))
-    found = next(as_long, None) or next(of_layers, None)
-    if found is None:
-        raise LookupError(f"no list of {count} layers in {type(model).__name__}")
-    return found
 
 
 def layers_told_apart(model: "PreTrainedModel", stand_ins: Sequence[int]) -> torch.nn.ModuleList:

@@ -25,7 +25,7 @@ FLOORS = [
     ["planning.batch", "planning.drafts", "planning.search", "planning.advice", "planning.profile"],
     ["launch"],
     ["engines.state", "engines.zero2_state", "model", "builtin.models", "builtin.world"],
-    ["builtin.demo", "export"],
+    ["builtin.demo", "engines.shards", "export"],
     ["sizing"],
     ["planning"],
     ["job"],

@@ -1,0 +1,109 @@
+"""FSDP2: weights, gradients and optimizer states are divided among the processes (PyTorch's `fully_shard`)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.engines.base import Engine, Message
+from sft_play.engines.ddp import with_place
+from sft_play.plan import Plan
+from sft_play.units import AUTOCAST
+
+if TYPE_CHECKING:
+    from sft_play.engines.state import Load, StateOf
+
+PASSES = 2  # weights are gathered for the forward and again for the backward pass
+
+
+def gathered_dtype(mode: str, dtype: str, mixed_precision: str) -> str | None:
+    """The type that weights are gathered in, by its name in torch; None: their own.
+
+    Where autocast would cast all weights to bf16 anyway, half of the bytes are sent and held.
+    """
+    cast = mode == "full" and dtype == "float32" and mixed_precision == "bf16"
+    return AUTOCAST[mixed_precision] if cast else None
+
+
+class Fsdp2(Engine):
+    """PyTorch's fully sharded data parallelism, by `fully_shard`."""
+
+    name, label = "fsdp2", "FSDP2"
+    principle = "divides weights, gradients and optimizer states among the processes"
+    distributed_type = "MULTI_GPU"
+    distributes = trades_speed = shards_state = shards_weights = True
+    loads_own_state = False
+    file_of_rank = re.compile(r"(?:optimizer_shard_|rng_state_)(\d+)")
+
+    def problem(self, config: RunConfig) -> str | None:
+        """The optimizer cannot update a part of a tensor."""
+        optimizer = config.train.optimizer
+        if optimizer == "adamw":
+            return None
+        return (
+            f"train.optimizer={optimizer} does not work with parallel.engine={self.name}, which divides each "
+            "weight among the processes; use train.optimizer=adamw, or parallel.engine=ddp"
+        )
+
+    def accelerate_config(self, device: str, nodes: int) -> str:
+        """That of DDP: the model is divided before accelerate sees it."""
+        return with_place("ddp", device, nodes)
+
+    def divide(self, model: Any, config: RunConfig, plan: Plan) -> None:
+        """Each process keeps its part of each parameter."""
+        from sft_play.engines.shards import shard
+
+        # a decomposition may find other signs in another process
+        like_first = config.tuning.mode != "full" and config.tuning.lora.init != "default"
+        dtype = gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision)
+        shard(model, plan.device, gathered_dtype=dtype, like_first=like_first)
+
+    def state_files(self, checkpoint: Path) -> list[Path]:
+        """One file for each rank that saved it."""
+        files = checkpoint.glob("optimizer_shard_*.safetensors")
+        return sorted(files, key=lambda path: int(self.file_of_rank.search(path.name)[1]))  # type: ignore[index]
+
+    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
+        """Each process writes its part."""
+        from sft_play.engines.shards import save_shards
+
+        save_shards(optimizer, {parameter: name for name, parameter in model.named_parameters()}, checkpoint)
+        return True
+
+    def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
+        """Joins the parts of all ranks."""
+        from sft_play.engines.shards import read_shards
+
+        return read_shards(self.state_files(checkpoint))
+
+    def set_state(self, optimizer: Any, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
+        """Each process takes its part."""
+        from sft_play.engines.shards import set_shards
+
+        set_shards(optimizer, parameters, state_of)
+
+    def load_weights(self, model: Any, checkpoint: Path) -> bool:
+        """Each process takes its part of the trained weights."""
+        from sft_play.engines.shards import set_weight
+        from sft_play.engines.state import saved_weights
+
+        weight_of = saved_weights(checkpoint)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                set_weight(parameter, weight_of(name))
+        return True
+
+    def full_weights(self, model: Any) -> dict[str, Any] | None:
+        """Gathered tensor by tensor, into the memory of the first process's machine."""
+        from sft_play.engines.shards import gathered_weights
+
+        return gathered_weights(model)
+
+    def update_share(self, world_size: int) -> float:
+        """A process updates its part."""
+        return 1 / world_size
+
+    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
+        """Gradients of each micro-batch are reduced, each process getting its part."""
+        return (Message("all_gather", gradient_bytes, accumulation),)

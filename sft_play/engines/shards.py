@@ -1,0 +1,137 @@
+"""FSDP2's torch half: a model divided among processes, its weights gathered again, and AdamW's state.
+
+Units, each gathered for its own forward and backward pass: every decoder layer, the embedding, and the rest
+(final norm and output head). Parameters are split along their first dimension.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sft_play.engines.state import MOMENTS, StateOf, saved_weights
+from sft_play.model.architecture import decoder_layers
+
+FILE = "optimizer_shard_{rank}.safetensors"
+
+
+def shard(model: Any, device: str, *, gathered_dtype: str | None = None, like_first: bool = False) -> None:
+    """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
+
+    Args:
+        model: on any device, with or without an adapter around it; the same in all processes.
+        device: where its shards go, "cuda" or "cpu".
+        gathered_dtype: that weights are gathered in; default their own.
+        like_first: take the weights of the first process, where others may have found different ones.
+
+    Raises:
+        LookupError: its decoder layers cannot be found.
+    """
+    mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if gathered_dtype:
+        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gathered_dtype), reduce_dtype=torch.float32)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for unit in (*decoder_layers(base)[2], *_separate_embedding(base), model):
+        if like_first:
+            _take_from_first(unit, mesh.device_type)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    # the last unit stays gathered for the backward pass, which an evaluation does not have
+    model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
+
+
+def _separate_embedding(base: Any) -> list[torch.nn.Module]:
+    """The embedding, if no other module uses its weight and no adapter is around it."""
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    tied = head is None or getattr(head, "weight", None) is embedding.weight
+    return [] if tied or type(embedding) is not torch.nn.Embedding else [embedding]
+
+
+def _take_from_first(unit: torch.nn.Module, device: str) -> None:
+    for parameter in unit.parameters():
+        if not isinstance(parameter, DTensor):
+            sent = parameter.data.to(device)
+            distributed.broadcast(sent, src=0)
+            parameter.data.copy_(sent)
+
+
+def gathered_weights(model: Any) -> dict[str, Tensor]:
+    """Weights of a sharded model by name, whole and on the CPU, tensor by tensor; all processes call it.
+
+    Only what is trained, if there is an adapter around the model.
+
+    Returns:
+        On other processes than the first, nothing.
+    """
+    main, adapted = distributed.get_rank() == 0, hasattr(model, "get_base_model")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weights = {}
+    for name, value in model.state_dict().items():
+        if adapted and name not in trained:
+            continue
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if main:
+            weights[name] = whole.cpu()
+    return weights
+
+
+def save_shards(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
+    """Writes this process's part of AdamW's state; an empty part too."""
+    parts = {}
+    for parameter in (weight for group in optimizer.param_groups for weight in group["params"]):
+        state = optimizer.state[parameter]
+        parts[f"{names[parameter]}:step"] = state["step"].reshape(1).cpu()
+        for key in MOMENTS:
+            parts[f"{names[parameter]}:{key}"] = state[key].to_local().contiguous().cpu()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(parts, folder / FILE.format(rank=distributed.get_rank()))
+
+
+def read_shards(files: Sequence[Path]) -> StateOf:
+    """Joins the parts that the processes saved, from the files of all of them in rank order.
+
+    Raises:
+        KeyError: a file lacks a parameter.
+    """
+    parts = [safe_open(path, "pt") for path in files]
+    weight_of = saved_weights(files[0].parent)
+
+    def state_of(name: str) -> dict[str, Tensor]:
+        try:
+            moments = {
+                key: torch.cat([part.get_tensor(f"{name}:{key}") for part in parts]) for key in MOMENTS
+            }
+            step = parts[0].get_tensor(f"{name}:step")[0]
+        except Exception as error:  # safetensors raises an error of its own
+            raise KeyError(f"{name}: {error}") from error
+        return {"weight": weight_of(name).float(), "step": step, **moments}
+
+    return state_of
+
+
+def set_shards(optimizer: Any, parameters: Mapping[str, DTensor], state_of: StateOf) -> None:
+    """Sets this process's part of parameters and of their states, from whole tensors."""
+    for name, parameter in parameters.items():
+        state = state_of(name)
+        set_weight(parameter, state["weight"])
+        moments = {key: _part_of(parameter, state[key]) for key in MOMENTS}
+        optimizer.state[parameter] = {"step": state["step"].float().clone(), **moments}
+
+
+@torch.no_grad()
+def set_weight(parameter: DTensor, whole: Tensor) -> None:
+    """Sets this process's part of a parameter from a whole tensor of its shape."""
+    parameter.copy_(_part_of(parameter, whole))
+
+
+def _part_of(like: DTensor, whole: Tensor) -> DTensor:
+    """A tensor of the same shape, divided as `like` is; nothing is sent."""
+    whole = whole.to(like.device, like.dtype)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
