@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from sft_play.model.architecture import decoder_layers
 from sft_play.model.cpu import MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
 from sft_play.model.loss_head import add_loss_head
-from sft_play.model.architecture import decoder_layers
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer states are divided among the processes (PyTorch's `fully_shard`)."""
+"""FSDP2: weights, gradients and optimizer states are divided among the processes, by `fully_shard`."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sft_play.config.schema import ModelConfig, RunConfig
+from sft_play.engines.registry import engine_of
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.hub import is_network_error
 from sft_play.manifest import find_damage, has_manifest
@@ -156,7 +157,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
         config.model,
         dtype=plan.dtype,
         attn_implementation=plan.attention,
-        device=local_device(plan.device, local_rank),
+        device=local_device("cpu" if engine_of(plan.engine).shards_weights else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
     )
     model.config.use_cache = False

@@ -22,6 +22,7 @@ from torch._C._profiler import (
     RecordScope,
     _ExperimentalConfig,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, linear
 from torch.profiler import record_function
 
@@ -164,7 +165,8 @@ def keep_differentiable(model: torch.nn.Module) -> None:
 
 def storage_bytes(model: torch.nn.Module) -> int:
     """Bytes of parameters, buffers and the quantization tables of 4-bit weights; each storage counts once."""
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    own = (t.to_local() if isinstance(t, DTensor) else t for t in model.parameters())
+    tensors: list[torch.Tensor] = [*own, *model.buffers()]
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
         while state is not None:
@@ -228,6 +230,8 @@ class CpuMeter:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.weights = storage_bytes(model)
+        # what gloo's own thread frees leaves no event
+        self.sees_all = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self.begin = mark
 
     def start(self) -> None:
@@ -243,7 +247,8 @@ class CpuMeter:
         # DDP broadcasts the weights when it wraps the model; gloo's own thread frees that copy, without an
         # event here.
         broadcast = min(max(left_over, 0), self.weights) if torch.distributed.is_initialized() else 0
-        if abs(left_over - broadcast) > max(LOST_BYTES, LOST * max(peaks.values())):
+        lost = abs(left_over - broadcast) > max(LOST_BYTES, LOST * max(peaks.values()))
+        if lost or not self.sees_all:
             return None, None, 0
         with_weights = {phase: self.weights + peak - broadcast for phase, peak in peaks.items()}
         with_weights["load"] += broadcast

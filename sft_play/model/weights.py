@@ -95,11 +95,14 @@ def first_not_finite(weights: Iterable[tuple[str, "Tensor"]]) -> str | None:
     """The name of the first of these named tensors that has a NaN or infinite value; None if all are finite.
 
     A sum is not finite if a value is not, and needs no copy of the tensor. The converse may fail, so what the
-    sums point out is looked at value by value.
+    sums point out is looked at value by value. Of a tensor that is divided among processes, this one's part
+    is looked at.
     """
     import torch
+    from torch.distributed.tensor import DTensor
 
-    floating = [(name, weight.detach()) for name, weight in weights if weight.is_floating_point()]
+    parts = ((name, w.to_local() if isinstance(w, DTensor) else w) for name, w in weights)
+    floating = [(name, weight.detach()) for name, weight in parts if weight.is_floating_point()]
     sums = [weight.sum(dtype=torch.float32) for _, weight in floating]
     if not sums or torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all():
         return None

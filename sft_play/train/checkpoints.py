@@ -110,6 +110,8 @@ def is_split_as(checkpoint: Path, engine: Engine, processes: int) -> bool:
         CheckpointError: as for `saved_by`.
     """
     saved = saved_by(checkpoint)
+    if not saved.loads_own_state:
+        return False
     if not engine.shards_state:
         return not saved.shards_state
     return saved.name == engine.name and len(engine.state_files(checkpoint)) == processes

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from sft_play.errors import NonFiniteError
 from sft_play.model.loss_head import score_batch
 from sft_play.model.weights import first_not_finite
+from sft_play.train.ranks import from_all
 
 SHOWN_ROWS, SHOWN_TOKENS = 3, 12  # of the rows that a message names
 
@@ -66,15 +68,17 @@ def poisoned_if_not_finite(loss: torch.Tensor) -> torch.Tensor:
 
 
 def rows_not_finite(model: torch.nn.Module, rows: Sequence[int], batch_of: Callable[[int], Any]) -> list[int]:
-    """The rows whose loss is not finite by themselves.
+    """The rows whose loss is not finite by themselves; all ranks call it.
 
-    The model is not wrapped by an engine, so other ranks need not take part.
+    The model is not wrapped by an engine; the rows are those of this rank.
     """
     was_training = model.training
     model.eval()
-    found = [row for row in rows if not torch.isfinite(score_batch(model, batch_of(row))).all()]
+    # an engine that shards weights needs as many passes of all ranks
+    repeated = islice(cycle(rows), max(from_all(len(rows))))
+    found = {row for row in repeated if not torch.isfinite(score_batch(model, batch_of(row))).all()}
     model.train(was_training)
-    return found
+    return [row for row in rows if row in found]
 
 
 def ended(message: str) -> NonFiniteError:

@@ -18,6 +18,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from sft_play.engines.registry import engine_of
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job
 from sft_play.model.loss_head import token_loss
@@ -49,11 +50,13 @@ def probe(session: Session) -> ProbeResult:
     trainer, plan = session.trainer, session.job.plan
     rows = largest_micro_batch(session.rows.dataset)
     with _as_it_was(trainer):
-        alone = _fits_alone(session, rows) if plan.world_size > 1 else True
+        # an engine that shards weights needs all ranks for any pass
+        shards = engine_of(plan.engine).shards_weights
+        alone = plan.world_size == 1 or shards or _fits_alone(session, rows)
         result = ProbeResult(ran_out=True)
         if all_agree(alone):
             with spinner("  probe: two steps and an evaluation at the largest batch"):
-                for _ in range(ATTEMPTS):
+                for _ in range(1 if shards else ATTEMPTS):
                     result = ProbeResult.of_all(from_all(_measure(session, rows)))
                     if result.phases or result.ran_out:
                         break

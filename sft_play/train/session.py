@@ -115,6 +115,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
             parameter.data = parameter.data.float()
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
+    engine_of(plan.engine).divide(model, config, plan)
     return trainer
 
 
@@ -165,12 +166,18 @@ def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int,
     return evaluate, save
 
 
+class Arguments(SFTConfig):
+    """TRL's; the trainer gets a model that is where it belongs."""
+
+    place_model_on_device = False  # type: ignore[assignment]
+
+
 def sft_config(
     config: RunConfig, plan: Plan, run: RunDir, *, validation_rows: int, trained_parameters: int
 ) -> SFTConfig:
     """The arguments of the trainer; without validation rows, there is no evaluation."""
     gradient_bytes = trained_parameters * StepSpec.of(config, plan).trained_element_bytes
-    return SFTConfig(
+    return Arguments(
         **_optimization(config, plan),
         **_evaluation_and_saving(config, plan, run, validation_rows),
         output_dir=str(run.checkpoints),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 from transformers import TrainerCallback
+from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
 from sft_play.engines.base import Engine
@@ -252,7 +253,10 @@ class PlannedTrainer(SFTTrainer):
         checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         moved = checkpoint and not is_split_as(checkpoint, self._engine, self._checkpoint_parts)
         loaded = None if moved else resume_from_checkpoint
+        # the library's word for a model that accelerate must not wrap, since it is divided already
+        self.is_distributed_loading_by_transformers = self._engine.shards_weights
         prepared = super()._prepare_for_training(max_steps, train_dataloader, loaded)
+        self.is_distributed_loading_by_transformers = False
         self.optimizer.train()  # type: ignore[union-attr]  # of a schedule-free one
         if checkpoint and moved:
             load_moved(self, checkpoint, self._engine)
@@ -260,11 +264,34 @@ class PlannedTrainer(SFTTrainer):
             use_own_rate(self)
         return prepared
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the weights on the main rank, gathered if each rank has a part of them."""
+        weights = self._engine.full_weights(self.model)
+        if weights is None:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Writes them as the library does, unless the engine has its own way with the optimizer's state."""
+        optimizer: Any = self.optimizer
+        if not self._engine.save_state(optimizer.optimizer, self.model, Path(output_dir)):
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)  # type: ignore[union-attr]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads the weights of a checkpoint, unless they are set with the optimizer's state."""
+        if self._engine.loads_own_state:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _load_best_model(self) -> None:
         """Loads only the best weights: they may have been saved before the run moved to this engine."""
         if not self._writer.best_is_whole(self.state):
             return
         self.optimizer.eval()  # type: ignore[union-attr]  # what is loaded is an average already
+        if self._engine.load_weights(self.model, Path(str(self.state.best_model_checkpoint))):
+            return
         sharded, self.is_deepspeed_enabled = self.is_deepspeed_enabled, False
         try:
             super()._load_best_model()

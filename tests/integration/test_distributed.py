@@ -87,6 +87,7 @@ def assert_same_result(run: RunDir, alone: RunDir) -> None:
     [
         pytest.param("packed", "ddp", "MULTI_CPU", marks=pytest.mark.slow),
         ("lora", "deepspeed_z2", "DEEPSPEED"),
+        ("lora", "fsdp2", "MULTI_CPU"),
     ],
 )
 def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):
