@@ -1,6 +1,6 @@
 """Every method learns on two processes what it does on one, and goes on there from what one has saved.
 
-fp32, no dropout, rows that no batch divides; one launch with DDP and one with ZeRO-2, for all methods.
+fp32, no dropout, rows that no batch divides; one launch with each engine, for all methods.
 """
 
 from importlib.util import find_spec
@@ -50,6 +50,7 @@ KINDS = {
 }  # fmt: skip
 if not find_spec("schedulefree"):
     del KINDS["schedule-free"]
+WITH_ADAMW = [kind for kind, settings in KINDS.items() if "optimizer" not in settings]
 WITH_ZERO2 = [kind for kind, settings in KINDS.items() if settings.get("optimizer", "adamw") in OPTIMIZERS]
 
 # Relative; the sums over the tokens of a step are made in another order.
@@ -115,12 +116,18 @@ def deepspeed_z2(launch):
     return launch("deepspeed_z2", WITH_ZERO2)
 
 
+@pytest.fixture(scope="module")
+def fsdp2(launch):
+    return launch("fsdp2", WITH_ADAMW)
+
+
 def close_for(kind: str) -> dict[str, float]:
     """Relative tolerances of the curves of a kind."""
     return CLOSE_IN_4_BITS if kind.startswith("qlora") else CLOSE
 
 
-RUNS = [("ddp", kind) for kind in KINDS] + [("deepspeed_z2", kind) for kind in WITH_ZERO2]
+ON = {"ddp": list(KINDS), "deepspeed_z2": WITH_ZERO2, "fsdp2": WITH_ADAMW}
+RUNS = [(engine, kind) for engine, kinds in ON.items() for kind in kinds]
 
 
 @pytest.mark.parametrize(("engine", "kind"), RUNS)
