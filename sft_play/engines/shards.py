@@ -133,5 +133,5 @@ def set_weight(parameter: DTensor, whole: Tensor) -> None:
 
 def _part_of(like: DTensor, whole: Tensor) -> DTensor:
     """A tensor of the same shape, divided as `like` is; nothing is sent."""
-    whole = whole.to(like.device, like.dtype)
+    whole = whole.detach().to(like.device, like.dtype)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,7 +1,7 @@
-"""One process, DDP and ZeRO-2 give the same curve and resume from each other's checkpoints.
+"""One process and all engines give the same curve and resume from each other's checkpoints.
 
-fp32, no dropout, effective batch 12: 2 x 6, 2 x 3 x 2 or 2 x 2 x 3. Three launches: ZeRO-2 on two processes,
-then DDP on two and ZeRO-2 on three, which resume from what the first one saved.
+fp32, no dropout, effective batch 12: 2 x 6, 2 x 3 x 2, 2 x 2 x 3 or 1 x 3 x 4. Launches on two processes, then on
+three and four, which resume from what the others saved.
 """
 
 import json
@@ -100,6 +100,8 @@ def zero2(one, launch, folder):
 def checkpoint_that_stays_best(folder: Path) -> Path:
     """The one of one process, with a validation loss that no later one can have."""
     copy = folder / "best" / f"checkpoint-{SAVED}"
+    if copy.exists():
+        return copy
     shutil.copytree(saved_by(folder, "one-lora-padded"), copy)
     state = json.loads((copy / "trainer_state.json").read_text())
     state |= {"best_metric": -1.0, "best_model_checkpoint": str(copy), "best_global_step": SAVED}
@@ -123,6 +125,42 @@ def ddp(zero2, launch, folder):
 
 
 @pytest.fixture(scope="module")
+def fsdp2(zero2, launch, folder):
+    """FSDP2 on two processes: all kinds, recomputed too, and what resumes from ZeRO-2."""
+    jobs = {f"fsdp2-{kind}": settings for kind, settings in KINDS.items()}
+    for kind in ("lora-padded", "full-padded"):
+        jobs[f"zero2-to-fsdp2-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"zero2-{kind}")}
+        jobs[f"fsdp2-recomputed-{kind}"] = {**KINDS[kind], "gradient_checkpointing": True}
+    jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
+    launch("fsdp2", 2, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(fsdp2, launch, folder):
+    """FSDP2 on four processes, from the start and from two; some have no part of a small weight."""
+    jobs = {
+        f"two-to-four-{kind}": {**KINDS[kind], "resume": saved_by(folder, f"fsdp2-{kind}")}
+        for kind in ("lora-packed", "full-padded")
+    }
+    for kind in ("lora-padded", "full-padded"):
+        jobs[f"four-{kind}"] = KINDS[kind] | {"batch_size": 1}
+    launch("fsdp2", 4, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def back(fsdp2, launch, folder):
+    """ZeRO-2 on two processes, resuming from FSDP2."""
+    jobs = {
+        f"fsdp2-to-zero2-{kind}": {**KINDS[kind], "resume": saved_by(folder, f"fsdp2-{kind}")}
+        for kind in ("lora-padded", "full-padded")
+    }
+    launch("deepspeed_z2", 2, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def three(zero2, launch, folder):
     """ZeRO-2 on three processes, resuming from two; its partitions are filled up at the end."""
     jobs = {
@@ -141,7 +179,7 @@ def assert_same_as_one(folder: Path, name: str, kind: str, after: int = 0) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["zero2", "ddp"])
+@pytest.mark.parametrize("engine", ["zero2", "ddp", "fsdp2"])
 def test_two_processes_learn_what_one_does(request, engine, kind):
     assert_same_as_one(request.getfixturevalue(engine), f"{engine}-{kind}", kind)
 
@@ -152,6 +190,11 @@ def test_two_processes_learn_what_one_does(request, engine, kind):
         ("zero2", "one-to-zero2", "lora-padded"), ("zero2", "one-to-zero2", "full-padded"),
         ("ddp", "zero2-to-ddp", "lora-padded"), ("ddp", "zero2-to-ddp", "full-padded"),
         ("ddp", "one-to-ddp", "full-padded"),
+        ("fsdp2", "zero2-to-fsdp2", "lora-padded"), ("fsdp2", "zero2-to-fsdp2", "full-padded"),
+        pytest.param("back", "fsdp2-to-zero2", "lora-padded", marks=pytest.mark.slow),
+        pytest.param("back", "fsdp2-to-zero2", "full-padded", marks=pytest.mark.slow),
+        pytest.param("four", "two-to-four", "lora-packed", marks=pytest.mark.slow),
+        pytest.param("four", "two-to-four", "full-padded", marks=pytest.mark.slow),
         pytest.param("three", "two-to-three", "lora-packed", marks=pytest.mark.slow),
         pytest.param("three", "two-to-three", "full-padded", marks=pytest.mark.slow),
     ],
@@ -166,6 +209,9 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name,
         ("zero2", "lora-packed"),
         ("zero2", "full-padded"),
         ("ddp", "lora-padded"),
+        ("fsdp2", "lora-packed"),
+        ("fsdp2", "full-padded"),
+        pytest.param("four", "full-padded", marks=pytest.mark.slow),
         pytest.param("three", "full-padded", marks=pytest.mark.slow),
     ],
 )
@@ -185,12 +231,23 @@ def test_many_processes_go_on_as_one(request, tiny_model, launched, kind):
     assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
 
 
-def test_the_best_checkpoint_may_be_from_before_the_move(zero2):
-    kept = load_file(zero2 / "best-before" / "adapter" / "adapter_model.safetensors")
-    best = load_file(zero2 / "best" / f"checkpoint-{SAVED}" / "adapter_model.safetensors")
-    later = load_file(
-        zero2 / "best-before" / "checkpoints" / f"checkpoint-{STEPS}" / "adapter_model.safetensors"
-    )
+@pytest.mark.parametrize("kind", ["lora-padded", "full-padded"])
+def test_recomputing_in_a_divided_model_changes_nothing(fsdp2, kind):
+    assert_same_as_one(fsdp2, f"fsdp2-recomputed-{kind}", kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora-padded", "full-padded"])
+def test_four_processes_learn_what_one_does(four, kind):
+    assert_same_as_one(four, f"four-{kind}", kind)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("zero2", "best-before"), ("fsdp2", "fsdp2-best-before")])
+def test_the_best_checkpoint_may_be_from_before_the_move(request, engine, name):
+    folder = request.getfixturevalue(engine)
+    kept = load_file(folder / name / "adapter" / "adapter_model.safetensors")
+    best = load_file(folder / "best" / f"checkpoint-{SAVED}" / "adapter_model.safetensors")
+    later = load_file(folder / name / "checkpoints" / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
     assert kept.keys() == best.keys() and all(torch.equal(kept[name], best[name]) for name in best)
     assert any(not torch.equal(best[name], later[name]) for name in best)
 
@@ -211,9 +268,9 @@ def test_a_damaged_part_of_a_checkpoint_without_a_manifest_stops_the_run(
         train(make_job(tiny_model, tmp_path, "damaged", **{**COMMON, "mode": "lora", "resume": str(copy)}))
 
 
-def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp):
+def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp, fsdp2):
     expected = load_file(zero2 / "one-lora-padded" / "adapter" / "adapter_model.safetensors")
-    for engine in ("zero2", "ddp"):
+    for engine in ("zero2", "ddp", "fsdp2"):
         run = RunDir(zero2 / f"{engine}-lora-padded")
         found = load_file(run.adapter / "adapter_model.safetensors")
         assert found.keys() == expected.keys()
