@@ -175,6 +175,10 @@ train-distributed: $(READY) ## Train on all GPUs with DDP (without GPUs: 2 on CP
 train-deepspeed: $(READY) ## Train on all GPUs with DeepSpeed ZeRO-2
 	$(SFT) train $(ALL) --engine deepspeed_z2 $(WITH_CONFIG)
 
+.PHONY: train-fsdp
+train-fsdp: $(READY) ## Train a model larger than one GPU, divided by FSDP2
+	$(SFT) train $(ALL) --engine fsdp2 $(WITH_CONFIG)
+
 .PHONY: train-multinode
 train-multinode: $(READY) ## Train multi-node: NODES=2 RANK=0 MASTER_ADDR=10.0.0.1
 	$(SFT) train $(MACHINE) $(ALL) $(WITH_ENGINE) $(WITH_CONFIG)
@@ -194,6 +198,10 @@ train-distributed-tb: $(READY) ## train-distributed, with TensorBoard
 .PHONY: train-deepspeed-tb
 train-deepspeed-tb: $(READY) ## train-deepspeed, with TensorBoard
 	$(SFT) train --tensorboard $(ALL) --engine deepspeed_z2 $(WITH_CONFIG)
+
+.PHONY: train-fsdp-tb
+train-fsdp-tb: $(READY) ## train-fsdp, with TensorBoard
+	$(SFT) train --tensorboard $(ALL) --engine fsdp2 $(WITH_CONFIG)
 
 .PHONY: resume
 resume: $(READY) ## Continue from the latest checkpoint (NGPU=2 for two)

@@ -34,6 +34,7 @@ CLUSTER = re.compile(r"multi-node|slurm", re.IGNORECASE)
 ELSEWHERE = {
     r"make train( ARGS=.*)?$": "integration/test_demo.py",
     r"make train-deepspeed": "integration/test_distributed.py::test_two_processes_learn_what_one_does",
+    r"make train-fsdp": "integration/test_distributed.py::test_two_processes_learn_what_one_does",
     r"torchrun ": "integration/test_distributed.py::test_torchrun_needs_no_launcher_of_ours",
     r"bash scripts/train_multi_gpu.sh": "unit/test_makefile.py::test_the_shell_script_is_the_make_target",
 }

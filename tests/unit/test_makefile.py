@@ -30,7 +30,7 @@ SETTINGS = {
 }
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
-    "train-deepspeed-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
+    "train-deepspeed-tb", "train-fsdp", "train-fsdp-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
     "probe", "eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
@@ -187,6 +187,8 @@ def test_a_new_lock_installs_again(ready):
             "--nodes '2' --gpus '4' --partition '' --time '1:00:00'",
         ),
         ("train-deepspeed-tb", {}, "--tensorboard --processes '0' --engine deepspeed_z2"),
+        ("train-fsdp", {"NGPU": "4"}, "--processes '4' --engine fsdp2"),
+        ("train-fsdp-tb", {}, "--tensorboard --processes '0' --engine fsdp2"),
         (
             "plan",
             {"GPU": "RTX 4090", "NGPU": "2"},
