@@ -228,8 +228,15 @@ def compare(job: Job) -> dict[str, Any] | None:
     if not job.config.eval.generate or job.data.val is None and job.data.test is None:
         return None
     from sft_play.commands.evaluate import before_after
+    from sft_play.train.recovery import is_out_of_memory
 
-    comparison = before_after(job.config, job.run, job.data, job.tokenizer)
+    try:
+        comparison = before_after(job.config, job.run, job.data, job.tokenizer)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        console().print("  [yellow]no answers are compared: the model does not fit on one device[/]")
+        return None
     if comparison is None:  # no row ends in an answer
         return None
     scores = read_json(job.run.summary).get("eval") or {}

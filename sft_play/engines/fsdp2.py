@@ -56,8 +56,13 @@ class Fsdp2(Engine):
 
         # a decomposition may find other signs in another process
         like_first = config.tuning.mode != "full" and config.tuning.lora.init != "default"
-        dtype = gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision)
-        shard(model, plan.device, gathered_dtype=dtype, like_first=like_first)
+        shard(
+            model,
+            plan.device,
+            dtype=plan.dtype if config.tuning.mode == "full" else None,
+            gathered_dtype=gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision),
+            like_first=like_first,
+        )
 
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it."""

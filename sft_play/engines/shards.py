@@ -22,12 +22,20 @@ from sft_play.model.architecture import decoder_layers
 FILE = "optimizer_shard_{rank}.safetensors"
 
 
-def shard(model: Any, device: str, *, gathered_dtype: str | None = None, like_first: bool = False) -> None:
+def shard(
+    model: Any,
+    device: str,
+    *,
+    dtype: str | None = None,
+    gathered_dtype: str | None = None,
+    like_first: bool = False,
+) -> None:
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
 
     Args:
         model: on any device, with or without an adapter around it; the same in all processes.
         device: where its shards go, "cuda" or "cpu".
+        dtype: that weights are kept in; default their own.
         gathered_dtype: that weights are gathered in; default their own.
         like_first: take the weights of the first process, where others may have found different ones.
 
@@ -40,8 +48,11 @@ def shard(model: Any, device: str, *, gathered_dtype: str | None = None, like_fi
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gathered_dtype), reduce_dtype=torch.float32)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for unit in (*decoder_layers(base)[2], *_separate_embedding(base), model):
-        if like_first:
-            _take_from_first(unit, mesh.device_type)
+        whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+        for parameter in whole if dtype else ():
+            parameter.data = parameter.data.to(getattr(torch, dtype))  # type: ignore[arg-type]
+        for parameter in whole if like_first else ():
+            _take_from_first(parameter, device)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     # the last unit stays gathered for the backward pass, which an evaluation does not have
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
@@ -54,12 +65,10 @@ def _separate_embedding(base: Any) -> list[torch.nn.Module]:
     return [] if tied or type(embedding) is not torch.nn.Embedding else [embedding]
 
 
-def _take_from_first(unit: torch.nn.Module, device: str) -> None:
-    for parameter in unit.parameters():
-        if not isinstance(parameter, DTensor):
-            sent = parameter.data.to(device)
-            distributed.broadcast(sent, src=0)
-            parameter.data.copy_(sent)
+def _take_from_first(parameter: Tensor, device: str) -> None:
+    sent = parameter.data.to(device)
+    distributed.broadcast(sent, src=0)
+    parameter.data.copy_(sent)
 
 
 def gathered_weights(model: Any) -> dict[str, Tensor]:

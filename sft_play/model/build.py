@@ -75,7 +75,7 @@ def load_base(
     if checks_files:
         _require_undamaged(model)
     attention.register()
-    torch_dtype = getattr(torch, dtype)
+    torch_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
         with_info: Any = AutoModelForCausalLM.from_pretrained(
             model.name,
@@ -153,11 +153,14 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
     from transformers import set_seed
 
     set_seed(config.train.seed)  # adapters start from random numbers
+    shards = engine_of(plan.engine).shards_weights
+    # as they are stored, weights are mapped from their files, which processes share
+    stored = shards and config.tuning.mode == "full"
     model = load_base(
         config.model,
-        dtype=plan.dtype,
+        dtype="auto" if stored else plan.dtype,
         attn_implementation=plan.attention,
-        device=local_device("cpu" if engine_of(plan.engine).shards_weights else plan.device, local_rank),
+        device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
     )
     model.config.use_cache = False

@@ -107,8 +107,10 @@ def goes_on(config: Path, run: RunDir, engine: str, last: int) -> bytes:
         ("ddp", 0, KILL, 9, "rank 0 died without reporting an error"),
         ("ddp", 1, RAISE, 1, "ValueError: an injected fault"),
         ("deepspeed_z2", 1, KILL, 9, "rank 1 died without reporting an error"),
+        ("fsdp2", 1, KILL, 9, "rank 1 died without reporting an error"),
+        ("fsdp2", 0, RAISE, 1, "ValueError: an injected fault"),
     ],
-    ids=["ddp-kill-1", "ddp-kill-0", "ddp-raise-1", "deepspeed_z2-kill-1"],
+    ids=["ddp-kill-1", "ddp-kill-0", "ddp-raise-1", "deepspeed_z2-kill-1", "fsdp2-kill-1", "fsdp2-raise-0"],
 )
 def test_a_rank_that_fails_in_the_middle_of_a_save_costs_that_checkpoint_alone(
     tiny_model, tmp_path, monkeypatch, undisturbed, engine, rank, fault, code, words

@@ -140,11 +140,15 @@ def fsdp2(zero2, launch, folder):
 def four(fsdp2, launch, folder):
     """FSDP2 on four processes, from the start and from two; some have no part of a small weight."""
     jobs = {
-        f"two-to-four-{kind}": {**KINDS[kind], "resume": saved_by(folder, f"fsdp2-{kind}")}
-        for kind in ("lora-packed", "full-padded")
+        f"two-to-four-{kind}": {
+            **KINDS[kind],
+            "batch_size": rows,
+            "resume": saved_by(folder, f"fsdp2-{kind}"),
+        }
+        for kind, rows in (("lora-packed", 3 * SEQ), ("full-padded", 3))
     }
     for kind in ("lora-padded", "full-padded"):
-        jobs[f"four-{kind}"] = KINDS[kind] | {"batch_size": 1}
+        jobs[f"four-{kind}"] = KINDS[kind] | {"batch_size": 3}
     launch("fsdp2", 4, jobs)
     return folder
 
