@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
 from sft_play.engines.registry import ENGINES, engine_of
@@ -18,6 +19,7 @@ from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
 from sft_play.plan import Plan
 from sft_play.runlog import console
 from sft_play.train.ranks import from_all
+from sft_play.units import format_bytes
 
 ISOLATION_TOKENS = 8
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
@@ -91,6 +93,14 @@ def check_in_force(trainer: Trainer, plan: Plan) -> None:
         raise LaunchError(f"{'; '.join(differ)}: the environment, or a config file of accelerate, changed it")
 
 
+def _weights_held(model: Any) -> list[str]:
+    """A line about how much of a divided model this process holds; none if it is whole."""
+    weights = list(model.parameters())
+    parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    held, whole = (sum(weight.nbytes for weight in each) for each in (parts, weights))
+    return [f"Weights: {format_bytes(held)} of {format_bytes(whole)} in this process"] if held < whole else []
+
+
 def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -> None:
     """Prints what runs where and how, as the libraries have it, before the first step."""
     accelerator = trainer.accelerator
@@ -99,6 +109,7 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
     lines = [
         f"Distributed type: {accelerator.distributed_type.value}",
         f"Number of processes: {accelerator.num_processes}",
+        *_weights_held(trainer.model),
         f"Mixed precision: {accelerator.mixed_precision}",
         *ignored_lines(ignored),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),

@@ -101,6 +101,7 @@ def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):
         "done: trained for", "exact match",
     ):  # fmt: skip
         assert done.out.count(text) == 1, f"{text}: {done.out}"
+    assert ("in this process" in done.out) == (engine == "fsdp2")  # about half of the weights
     assert "x 2 processes" in done.out
     run = RunDir(config.parent / "runs" / name)
     assert read_json(run.summary)["world_size"] == read_json(run.plan)["plan"]["world_size"] == 2
