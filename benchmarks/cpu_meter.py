@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sft_play.model.architecture import decoder_layers
-from sft_play.model.cpu import MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
+from sft_play.model.cpu import MARK, MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
 from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
@@ -77,7 +77,10 @@ def measure_step(model: Any, spec: StepSpec) -> Measurement:
         raise RuntimeError(
             "the profiler lost allocator events: what was not freed differs from the optimizer's states"
         )
-    peaks = peaks_by_mark(events, of_last_half=True)
+    marks = [place for place, (_, _, name) in enumerate(events) if name.startswith(MARK)]
+    second = marks[len(marks) // 2]  # where the second step begins, which leaves the same marks as the first
+    kept = [event for place, event in enumerate(events) if place >= second or event[2] == MEMORY]
+    peaks = peaks_by_mark(kept)
     phases: dict[str, int] = {}
     in_layers: dict[str, int] = {}
     for phase in PHASES:

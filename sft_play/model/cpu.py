@@ -11,7 +11,6 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -202,26 +201,22 @@ def allocator_events() -> Iterator[list[Event]]:
         found += sorted((event.start_ns(), event.nbytes(), event.name()) for event in result.events())
 
 
-def peaks_by_mark(events: list[Event], *, of_last_half: bool = False) -> dict[str, int]:
+def peaks_by_mark(events: list[Event]) -> dict[str, int]:
     """The peak between each mark and the next one, by the name of the mark.
 
-    Bytes that were allocated before the first event do not count. `of_last_half` uses only the second half of
-    the marks, for two rounds that leave the same ones.
+    Bytes that were allocated before the first event do not count.
     """
-    changes = [(start, size) for start, size, name in events if name == MEMORY]
-    marks = [(start, name) for start, _, name in events if name.startswith(MARK)]
-    first = len(marks) // 2 + 1 if of_last_half else 1
     peaks: dict[str, int] = {}
-    live = position = 0
-    for number, ((_, name), (stop, _)) in enumerate(pairwise([(0, ""), *marks, (2**63, "")])):
-        peak = live
-        while position < len(changes) and changes[position][0] < stop:
-            live += changes[position][1]
-            peak = max(peak, live)
-            position += 1
-        if number >= first:
-            kind = name.removeprefix(MARK)
-            peaks[kind] = max(peak, peaks.get(kind, 0))
+    live, phase = 0, None
+    for _, size, name in sorted(events, key=lambda event: (event[0], event[2] == MEMORY)):  # marks first
+        if name.startswith(MARK):
+            phase = name.removeprefix(MARK)
+        elif name == MEMORY:
+            live += size
+        else:
+            continue
+        if phase is not None:
+            peaks[phase] = max(live, peaks.get(phase, 0))
     return peaks
 
 

@@ -139,22 +139,13 @@ def without_new_tokens(model: ModelConfig) -> ModelConfig:
 
 
 def new_tokens(model: ModelConfig) -> tuple[NewToken, ...]:
-    """The tokens of model.new_tokens.
-
-    Raises:
-        ConfigError: as in `load_tokenizer`.
-    """
-    if not model.new_tokens:
-        return ()
-    return add_new_tokens(load_tokenizer(without_new_tokens(model)), model.new_tokens)
+    """The tokens of model.new_tokens; errors as in `load_tokenizer`."""
+    known = without_new_tokens(model)
+    return add_new_tokens(load_tokenizer(known), model.new_tokens) if model.new_tokens else ()
 
 
 def empty_base(model: ModelConfig) -> "PreTrainedModel":
-    """The base on the meta device, in which an adapter can be tried before weights are loaded.
-
-    Raises:
-        ConfigError: as in `load_model_config`.
-    """
+    """The base on the meta device, in which an adapter can be tried before weights are loaded."""
     config, trusted = load_model_config(model), hub_arguments(model)
     del trusted["revision"]  # config.json has been read
     return empty_model(config, attn_implementation="eager", **trusted)
@@ -166,9 +157,6 @@ def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
     A model's own config.json comes first if it is on this machine. The published one comes before the Hub:
     it is the same, and needs neither network nor access. Without a tokenizer, each new token is assumed to
     need a row of its own.
-
-    Raises:
-        ConfigError: as in `load_model_config`.
     """
     plain = without_new_tokens(model)
     config, notes = _known_config(plain)

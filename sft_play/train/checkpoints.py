@@ -104,10 +104,7 @@ def is_split_as(checkpoint: Path, engine: Engine, processes: int) -> bool:
     """Whether the optimizer state is split as a run on this engine would save it.
 
     Some engines split it by process (`shards_state`): by those of the run, or of one machine if each has a
-    run directory of its own.
-
-    Raises:
-        CheckpointError: as for `saved_by`.
+    run directory of its own. Errors are those of `saved_by`.
     """
     saved = saved_by(checkpoint)
     if not saved.loads_own_state:
