@@ -146,22 +146,22 @@ def attach_adapter(
 
     config = lora_config(lora, model, new_ids)
     try:
-        adapted = get_peft_model(model, config)
+        adapted: Any = get_peft_model(model, config)
     except ValueError as error:
         raise _no_target(model, f"={lora.target_modules}: {str(error).splitlines()[0]}") from error
-    require_matches(adapted, lora)  # type: ignore[arg-type]
+    require_matches(adapted, lora)
     if lora.init != "default":
-        take_out_start(adapted, lora)  # type: ignore[arg-type]
+        take_out_start(adapted, lora)
     if new_ids:
-        require_wrapped(adapted)  # type: ignore[arg-type]
-        complete_wrappers(adapted)  # type: ignore[arg-type]
+        require_wrapped(adapted)
+        complete_wrappers(adapted)
     if lora.modules_to_save:
-        _train_whole(adapted, tied=config.ensure_weight_tying, fp32=autocast)  # type: ignore[arg-type]
+        _train_whole(adapted, tied=config.ensure_weight_tying, fp32=autocast)
     # "auto" would save a whole embedding that has grown, of which only single rows are trained
-    adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)  # type: ignore
+    adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
     if not lora.use_dora:  # which computes the norms of weights in the type of its input
-        adapter_forward.replace_forwards(adapted, autocast=autocast)  # type: ignore[arg-type]
-    return adapted  # type: ignore[return-value]
+        adapter_forward.replace_forwards(adapted, autocast=autocast)
+    return adapted
 
 
 def _no_target(model: torch.nn.Module, said: str) -> ConfigError:
