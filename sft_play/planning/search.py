@@ -20,16 +20,20 @@ smallest one fit.
 Pure: memory and time are functions, so traced, measured and made-up numbers are interchangeable.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
+from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
-from sft_play.engines.registry import engine_of
-from sft_play.errors import DoesNotFitError
-from sft_play.plan import Clock, Estimator, Plan
-from sft_play.planning.advice import helpful_changes
+from sft_play.engines.registry import distributed_engines, engine_of
+from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.reasons import (
     Activations,
+    Change,
     Dealing,
     EffectiveBatch,
     EngineChoice,
@@ -39,10 +43,16 @@ from sft_play.reasons import (
     Reason,
     Unsized,
 )
+from sft_play.report.plan import process_unit
 from sft_play.report.reasons import misfit_text
+from sft_play.units import AUTOCAST, counted
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
+
+MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
+SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
+Changed = tuple[str, RunConfig, Plan]  # a setting, and the config and plan that it gives
 
 
 def choose_plan(
@@ -67,10 +77,13 @@ def choose_plan(
         DoesNotFitError: no draft fits; the message says by how much, and which changes would help.
     """
     if estimate is None:
-        return _without_estimate(drafts)
-    sized = _size_all(config, drafts, estimate, clock)
+        given = len({draft.micro_batch_size for draft in drafts}) == 1
+        return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given)]
+    memory_of: MemoryOf = partial(estimate, config)
+    seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
+    sized = _size_all(drafts, memory_of, seconds_of)
     while fitting := _fitting(sized) or _least_of_those_that_ran_out(sized):
-        fastest, seconds = _pick_fastest(config, fitting, clock)
+        fastest, seconds = _pick_fastest(fitting, seconds_of)
         memory = estimate(config, fastest, complete=True)
         chosen = replace(fastest, memory=memory)
         sized[sized.index(fastest)] = chosen
@@ -80,9 +93,10 @@ def choose_plan(
         smallest = min(sized, key=_needed)
         changes = helpful_changes(config, smallest, estimate) if explain else ()
         raise DoesNotFitError(misfit_text(Misfit(smallest, changes), explain=explain))
-    if explain:
-        sized += _recomputed(config, chosen, drafts, sized, estimate)
-    alternatives = _alternative_rows(config, chosen, sized, clock)
+    if explain and not any(plan.recomputes for plan in sized):
+        recomputing = [draft for draft in drafts if _recomputes(draft, chosen)]
+        sized += [replace(draft, memory=memory_of(draft)) for draft in recomputing]
+    alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = _reasons(config, chosen, sized, seconds)
     return replace(chosen, step_seconds=seconds, alternatives=alternatives), why
 
@@ -101,26 +115,26 @@ def _needed(plan: Plan) -> int:
     return plan.memory.process_bytes
 
 
-def _size_all(config: RunConfig, drafts: list[Plan], estimate: Estimator, clock: Clock | None) -> list[Plan]:
+def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) -> list[Plan]:
     """The drafts worth sizing, with their memory."""
     sized: list[Plan] = []
     for engine in dict.fromkeys(draft.engine for draft in drafts):
-        best = _best_without_memory_limit(config, drafts, sized, clock)
+        best = _best_without_memory_limit(drafts, sized, seconds_of)
         of_engine = [draft for draft in drafts if draft.engine == engine]
         if best is not None:
-            of_engine = [draft for draft in of_engine if _same_split(draft, best)]
-        sized += _size_engine(config, of_engine, estimate)
+            of_engine = [draft for draft in of_engine if _split(draft) == _split(best)]
+        sized += _size_engine(of_engine, memory_of)
     return sized
 
 
-def _size_engine(config: RunConfig, drafts: list[Plan], estimate: Estimator) -> list[Plan]:
+def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
     """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode."""
     sized: list[Plan] = []
     exhausted: set[str] = set()
     for draft in drafts:
         needless = any(_recomputes(draft, plan) for plan in _fitting(sized))
         if draft.activations not in exhausted and not needless:
-            memory = estimate(config, draft)
+            memory = memory_of(draft)
             sized.append(replace(draft, memory=memory))
             if not memory.fits:
                 exhausted.add(draft.activations)
@@ -129,53 +143,38 @@ def _size_engine(config: RunConfig, drafts: list[Plan], estimate: Estimator) -> 
 
 def _recomputes(one: Plan, other: Plan) -> bool:
     """Whether they differ only in that `one` recomputes activations."""
-    return (
-        one.engine == other.engine
-        and one.gradient_accumulation_steps == other.gradient_accumulation_steps
-        and one.recomputes
-        and not other.recomputes
-    )
+    alike = (one.engine, _size(one)) == (other.engine, _size(other))
+    return alike and one.recomputes and not other.recomputes
 
 
-def _recomputed(
-    config: RunConfig, chosen: Plan, drafts: list[Plan], sized: list[Plan], estimate: Estimator
-) -> list[Plan]:
-    """The chosen plan with activations recomputed, unless any such plan has been sized."""
-    if any(plan.recomputes for plan in sized):
-        return []
-    found = [draft for draft in drafts if _recomputes(draft, chosen)]
-    return [replace(draft, memory=estimate(config, draft)) for draft in found]
+def _size(plan: Plan) -> int:
+    """Grows with the micro-batch."""
+    return -plan.gradient_accumulation_steps
 
 
-def _same_split(one: Plan, other: Plan) -> bool:
-    return (one.gradient_accumulation_steps, one.activations) == (
-        other.gradient_accumulation_steps,
-        other.activations,
-    )
+def _split(plan: Plan) -> tuple[int, str]:
+    """What plans of different engines may have in common."""
+    return plan.gradient_accumulation_steps, plan.activations
 
 
-def _best_without_memory_limit(
-    config: RunConfig, drafts: list[Plan], sized: list[Plan], clock: Clock | None
-) -> Plan | None:
+def _kind(plan: Plan) -> tuple[str, str]:
+    """What plans of different micro-batches may have in common."""
+    return plan.engine, plan.activations
+
+
+def _best_without_memory_limit(drafts: list[Plan], sized: list[Plan], seconds_of: SecondsOf) -> Plan | None:
     """The fastest plan so far if more memory would not make it faster; None if it might."""
     fitting = _fitting(sized)
-    if not fitting or clock is None:
+    if not fitting:
         return None
-    best, seconds = _pick_fastest(config, fitting, clock)
-    larger_is_slower = any(
-        plan.gradient_accumulation_steps < best.gradient_accumulation_steps for plan in fitting
-    )
-    largest = best.gradient_accumulation_steps == min(draft.gradient_accumulation_steps for draft in drafts)
+    best, seconds = _pick_fastest(fitting, seconds_of)
+    larger_is_slower = any(_size(plan) > _size(best) for plan in fitting)
+    largest = _size(best) == max(map(_size, drafts))
     could_keep = best.recomputes and not all(draft.recomputes for draft in drafts)
     return best if seconds and (larger_is_slower or largest) and not could_keep else None
 
 
-def _without_estimate(drafts: list[Plan]) -> tuple[Plan, list[Reason]]:
-    given = len({draft.micro_batch_size for draft in drafts}) == 1
-    return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given)]
-
-
-def _pick_fastest(config: RunConfig, fitting: list[Plan], clock: Clock | None) -> tuple[Plan, float | None]:
+def _pick_fastest(fitting: list[Plan], seconds_of: SecondsOf) -> tuple[Plan, float | None]:
     """The fastest plan, and of plans that tie the one with the largest micro-batch.
 
     Some engines cost speed that a clock does not know of, so they are left out where another one fits with
@@ -183,20 +182,19 @@ def _pick_fastest(config: RunConfig, fitting: list[Plan], clock: Clock | None) -
     checkpointing.
     """
     fitting = [plan for plan in fitting if not _trades_speed_needlessly(plan, fitting)]
-    times = [clock(config, plan) if clock else None for plan in fitting]
+    times = [seconds_of(plan) for plan in fitting]
     known = [(plan, time) for plan, time in zip(fitting, times, strict=True) if time is not None]
     if len(known) < len(fitting):
-        first = _kind(fitting[0])
-        alike = [plan for plan in fitting if _kind(plan) == first]
-        return min(alike, key=lambda plan: plan.gradient_accumulation_steps), None
+        alike = [plan for plan in fitting if _kind(plan) == _kind(fitting[0])]
+        return max(alike, key=_size), None
     best = min(time for _, time in known)
     tied = [(plan, time) for plan, time in known if time <= best * (1 + TIE)]
-    return min(tied, key=lambda pair: (pair[0].gradient_accumulation_steps, pair[1]))
+    return min(tied, key=lambda pair: (-_size(pair[0]), pair[1]))
 
 
 def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
     others = (other for other in fitting if not engine_of(other.engine).trades_speed)
-    return engine_of(plan.engine).trades_speed and any(_same_split(plan, other) for other in others)
+    return engine_of(plan.engine).trades_speed and any(_split(plan) == _split(other) for other in others)
 
 
 def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> list[Reason]:
@@ -213,36 +211,25 @@ def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float 
 def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> MicroBatch:
     """Why not a larger micro-batch; of the chosen kind, unless only others have one that fits."""
     reason = MicroBatch(size=chosen.micro_batch_size, timed=bool(seconds))
-    larger = [p for p in sized if p.gradient_accumulation_steps < chosen.gradient_accumulation_steps]
+    larger = [plan for plan in sized if _size(plan) > _size(chosen)]
     alike = [plan for plan in larger if _kind(plan) == _kind(chosen)]
     if fitting := _fitting(alike):
-        return replace(reason, fits=max(map(_size, fitting)))
+        return replace(reason, fits=max(plan.micro_batch_size for plan in fitting))
     if chosen.gradient_accumulation_steps == 1:
         return replace(reason, whole_step=True)
     if alike:
-        following = min(alike, key=_size)
+        following = min(alike, key=lambda plan: plan.micro_batch_size)
         ran_out = following.memory is not None and following.memory.ran_out
         reason = replace(reason, misfit=following.micro_batch_size, ran_out=ran_out)
     if fitting := _fitting(larger):
-        reason = replace(reason, other=_other_kind(max(fitting, key=_size), chosen))
+        other = max(fitting, key=lambda plan: plan.micro_batch_size)
+        kind = OtherKind(
+            size=other.micro_batch_size,
+            engine=engine_of(other.engine).label if other.engine != chosen.engine else None,
+            activations=other.activations if other.activations != chosen.activations else None,
+        )
+        reason = replace(reason, other=kind)
     return reason
-
-
-def _size(plan: Plan) -> int:
-    return plan.micro_batch_size
-
-
-def _kind(plan: Plan) -> tuple[str, str]:
-    """What plans of different micro-batches may have in common."""
-    return plan.engine, plan.activations
-
-
-def _other_kind(plan: Plan, chosen: Plan) -> OtherKind:
-    return OtherKind(
-        size=plan.micro_batch_size,
-        engine=engine_of(plan.engine).label if plan.engine != chosen.engine else None,
-        activations=plan.activations if plan.activations != chosen.activations else None,
-    )
 
 
 def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan]) -> Activations:
@@ -262,7 +249,7 @@ def _why_engine(chosen: Plan, fitting: list[Plan]) -> EngineChoice:
         trades_speed=engine.trades_speed,
         world_size=chosen.world_size,
     )
-    others = [plan for plan in fitting if plan.engine != chosen.engine and _same_split(plan, chosen)]
+    others = [plan for plan in fitting if plan.engine != chosen.engine and _split(plan) == _split(chosen)]
     if not others:
         return reason
     other = min(others, key=_needed)
@@ -270,20 +257,18 @@ def _why_engine(chosen: Plan, fitting: list[Plan]) -> EngineChoice:
     return replace(reason, other=engine_of(other.engine).label, more_bytes=more)
 
 
-def _alternative_rows(
-    config: RunConfig, chosen: Plan, sized: list[Plan], clock: Clock | None
-) -> tuple[dict[str, Any], ...]:
+def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tuple[dict[str, Any], ...]:
     """Other plans for the report: all that were sized of the chosen kind, and the best of each other kind.
 
     A kind is an engine with or without checkpointing.
     """
-    base = clock(config, chosen) if clock else None
+    base = seconds_of(chosen)
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for plan in sized:
-        if _same_split(plan, chosen) and plan.engine == chosen.engine:
+        if (plan.engine, *_split(plan)) == (chosen.engine, *_split(chosen)):
             continue
         assert plan.memory
-        time = clock(config, plan) if clock else None
+        time = seconds_of(plan)
         speed = base / time if base and time else None
         if speed and _recomputes(plan, chosen):  # a measured time beside a predicted one may say otherwise
             speed = min(speed, 1.0)
@@ -301,11 +286,72 @@ def _alternative_rows(
         kinds.setdefault(_kind(plan), []).append(row)
     rows: list[dict[str, Any]] = []
     for kind, found in kinds.items():
-        own = kind == _kind(chosen)
-        rows += sorted(found, key=_preference)[: None if own else 1]
+        rows += sorted(found, key=_preference)[: None if kind == _kind(chosen) else 1]
     return tuple(sorted(rows, key=_preference))
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, float]:
     """Sorts alternatives: those that fit first, then the fastest."""
     return not row["fits"], -(row["relative_speed"] or 0)
+
+
+def helpful_changes(config: RunConfig, smallest: Plan, estimate: Estimator) -> tuple[Change, ...]:
+    """What a process would need after each possible change to the smallest plan, cheapest change first."""
+    found = []
+    possible = (_smaller_steps, _lighter_methods, _shorter_rows, _more_processes)
+    for what, changed_config, changed_plan in chain.from_iterable(way(config, smallest) for way in possible):
+        try:
+            memory = estimate(changed_config, changed_plan)
+        except ConfigError:  # this model or this machine does not allow it
+            continue
+        found.append(Change(what, memory.process_bytes, memory.fits))
+    return tuple(found)
+
+
+def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    if not plan.recomputes:
+        yield "train.gradient_checkpointing=true", config, replace(plan, activations="recompute")
+    if plan.rows_per_micro_batch > 1:
+        one = plan.max_seq_len if plan.packing else 1
+        smallest = replace(
+            plan,
+            micro_batch_size=one,
+            micro_batch_tokens=plan.max_seq_len,
+            gradient_accumulation_steps=-(-plan.rows_per_step // plan.world_size),
+        )
+        yield f"train.batch_size={one}", config, smallest
+
+
+def _lighter_methods(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    tuning, train = config.tuning, config.train
+    if train.optimizer == "adamw":
+        lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
+        yield "train.optimizer=adamw_8bit", lighter, plan
+    for mode in lighter_modes(tuning.mode, tuning.lora.init):
+        changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
+        dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
+        yield f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)
+
+
+def _shorter_rows(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    for length in (plan.max_seq_len * 3 // 4, plan.max_seq_len // 2, plan.max_seq_len // 4):
+        shorter = length // 64 * 64
+        if shorter:
+            unit = shorter if plan.packing else 1
+            changed = replace(
+                plan,
+                max_seq_len=shorter,
+                micro_batch_size=plan.rows_per_micro_batch * unit,
+                effective_batch_size=plan.rows_per_step * unit,
+                micro_batch_tokens=min(plan.micro_batch_tokens, plan.rows_per_micro_batch * shorter),
+            )
+            yield f"model.max_seq_len={shorter}", config, changed
+
+
+def _more_processes(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    unit = process_unit(plan.device)
+    for engine in distributed_engines():
+        if engine.trades_speed and engine.name != plan.engine and not engine.problem(config):
+            for world in sorted({max(2, plan.world_size), 2 * plan.world_size, 4 * plan.world_size}):
+                divided = replace(plan, engine=engine.name, world_size=world)
+                yield f"{counted(world, unit)} with {engine.label}", config, divided
