@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from sft_play.work import NO_WORK, Work
+from sft_play.work import Work
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation")
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries", "engine")
@@ -46,7 +46,7 @@ class StepTrace:
     owners: np.ndarray  # [B] traced layer that the block belongs to, or WHOLE_MODEL
     segments: tuple[Segment, ...]
     stand_ins: tuple[int, ...]  # for each layer, the traced layer that represents it; () if all are traced
-    work: Work = NO_WORK  # what the step computes
+    work: Work  # what the step computes
 
     def same_structure(self, other: "StepTrace") -> bool:
         """Whether both traces have the same events in the same order, whatever the sizes of their blocks."""

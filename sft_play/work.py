@@ -48,19 +48,6 @@ class Work:
         )
 
 
-NO_WORK = Work(
-    kinds=np.zeros(0, np.int8),
-    dtypes=np.zeros(0, np.int8),
-    by_python=np.zeros(0, bool),
-    sizes=np.zeros((0, 6)),
-    order=np.zeros(0, int),
-    layers=np.zeros(0, np.int16),
-    backward_from=0,
-    trained_elements=0,
-    trained_tensors=0,
-)
-
-
 def directions(counts: Sequence[tuple[float, float]]) -> np.ndarray:
     """What turns the growth of sizes between traces into slopes, [traces - 1, 2].
 
@@ -81,22 +68,15 @@ class WorkLine:
     per_token: np.ndarray  # [operations, 6]
 
     @classmethod
-    def fit(
-        cls, counts: Sequence[tuple[float, float]], works: Sequence[Work], share: float | None = None
-    ) -> "WorkLine | None":
-        """Fits traces with these tokens and supervised tokens; None if they differ in more than sizes.
+    def fit(cls, counts: Sequence[tuple[float, float]], works: Sequence[Work], share: float) -> "WorkLine":
+        """Fits traces with the same operations to a line of this supervised share.
 
-        Args:
-            counts: two with the same supervised share, or three that are not on one line.
-            works: one of each.
-            share: the supervised share of the line; default that of the traces.
+        `counts` are the tokens and supervised tokens of each: two with the same share, or three that are not
+        on one line.
         """
         base, *others = works
-        if not all(base.same_operations(other) for other in others):
-            return None
         growth = np.stack([other.sizes - base.sizes for other in others], axis=-1)
         tokens, supervised = counts[0]
-        share = supervised / tokens if share is None else share
         slopes = growth @ directions(counts)
         per_token = slopes @ (1.0, share)
         start = base.sizes + slopes[..., 1] * (share * tokens - supervised)
@@ -105,6 +85,13 @@ class WorkLine:
         per_token[attends, M] = base.sizes[attends, M] / tokens
         start[attends, M] = base.sizes[attends, M]
         return cls(replace(base, sizes=start), tokens, per_token)
+
+    @classmethod
+    def in_proportion(cls, work: Work, tokens: int) -> "WorkLine":
+        """The work of a single trace, scaled with its tokens."""
+        per_token = np.zeros_like(work.sizes)
+        per_token[:, TIMES] = work.sizes[:, TIMES] / tokens
+        return cls(work, tokens, per_token)
 
     def at(self, tokens: float) -> Work:
         """The work of a micro-batch of `tokens` tokens; a mean may be fractional."""

@@ -68,10 +68,7 @@ def nearest_multiples(number: int, of: int) -> str:
 def batch_choices(train: TrainConfig, world_size: int, row_tokens: int | None) -> list[BatchSplit]:
     """Every way to split the effective batch that the config allows, smallest micro-batch first.
 
-    Args:
-        train: settings.
-        world_size: number of processes.
-        row_tokens: of a packed row; None if batch sizes count sequences.
+    `row_tokens` are those of a packed row; None if batch sizes count sequences.
 
     Raises:
         ConfigError: the numbers contradict each other or do not divide; the message names the nearest.
@@ -168,11 +165,8 @@ def count_steps(train: TrainConfig, rows: int, rows_per_step: int) -> tuple[int,
 def evaluation_batches(lengths: np.ndarray, plan: Plan, rows_per_batch: int | None) -> list[list[int]]:
     """Row indices of each evaluation batch: all rows once, in batches as large as the plan's micro-batches.
 
-    Args:
-        lengths: tokens of the rows, [rows].
-        plan: of the run.
-        rows_per_batch: eval.batch_size; None fills batches up to the plan's token budget, or when padded to
-            its rows per micro-batch.
+    `lengths` are the tokens of the rows, [rows]. Without `rows_per_batch` (eval.batch_size), batches are
+    filled up to the plan's token budget, or when padded to its rows per micro-batch.
     """
     if rows_per_batch is None and plan.padding_free:
         return pack(lengths.tolist(), max(plan.micro_batch_tokens, int(lengths.max())))

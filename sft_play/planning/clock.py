@@ -49,7 +49,7 @@ def step_seconds(
         batch: an average micro-batch.
         accumulation: micro-batches per step on each device.
         exchange: seconds of communication between the processes.
-        update_share: share of the trained parameters that this process updates; ZeRO partitions them.
+        update_share: share of the trained parameters that this process updates.
     """
     forward, backward = profile.micro_batch_seconds(work, batch)
     elements, tensors = update_share * work.trained_elements, update_share * work.trained_tensors
@@ -67,12 +67,7 @@ def plan_clock(
 ) -> Clock:
     """A clock that predicts the seconds of an optimizer step of a plan on this machine.
 
-    Args:
-        config: the architecture.
-        facts: of the training rows.
-        machine: that it runs on.
-        processes: number of processes that share it.
-        link: whether communication between processes takes time.
+    So many processes share the machine; without `link`, communication between them takes no time.
     """
     work_of, profile = work_of_plans(config, facts.eval_shape), profile_of(machine, processes)
     collectives = collectives_of(machine, processes) if link else None

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Mapping
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
@@ -25,16 +24,9 @@ def training_device(machine: Machine) -> Device:
         kind="cuda",
         name=machine.gpus[0].name,
         bf16=all(bool(gpu.bf16) for gpu in machine.gpus),
-        free_bytes=min(free) if free else None,
-        compute_capability=min(capabilities) if capabilities else None,
+        free_bytes=min(free, default=None),
+        compute_capability=min(capabilities, default=None),
     )
-
-
-def smallest_total(machine: Machine) -> int | None:
-    """Bytes of the smallest GPU, or of the RAM; None if unknown."""
-    totals = [gpu.total_bytes for gpu in machine.gpus] or [machine.host.ram_total_bytes]
-    known = [total for total in totals if total is not None]
-    return min(known) if known else None
 
 
 def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> int | None:
@@ -44,17 +36,16 @@ def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> 
         ConfigError: parallel.memory_gib exceeds the memory of the device.
     """
     device, asked = training_device(machine), config.parallel.memory_gib
-    free, total = device.free_bytes, smallest_total(machine)
+    totals = [gpu.total_bytes for gpu in machine.gpus] or [machine.host.ram_total_bytes]
+    free, total = device.free_bytes, min(filter(None, totals), default=None)
     if device.kind == "cpu":  # processes share the RAM
         free, total = (None if size is None else size // processes for size in (free, total))
     if asked == "auto":
         return free
     if total is not None and asked * GIB > total:
-        has = (
-            f"{device.name} has"
-            if device.kind == "cuda"
-            else f"the RAM has for each of {counted(processes, 'process')}"
-        )
+        has = f"{device.name} has"
+        if device.kind == "cpu":
+            has = f"the RAM has for each of {counted(processes, 'process')}"
         raise ConfigError(
             f"parallel.memory_gib={asked:g}: {has} {format_bytes(total)}, of which {format_bytes(free or 0)} "
             f"are free; allowed: up to {math.floor(100 * total / GIB) / 100:g}, or auto to use what is free"
@@ -76,15 +67,15 @@ def memory_device(config: RunConfig, machine: Machine, processes: int) -> Device
         world_size=processes,
         compute_capability=device.compute_capability,
         context_bytes=read_overhead(device.name, processes),
-        expandable=has_expandable_segments(os.environ),
+        expandable=has_expandable_segments(),
         quantized=config.tuning.mode == "qlora",
     )
 
 
-def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+def has_expandable_segments() -> bool:
     """Whether the allocator of a process will have them: as `cli.py` sets it, unless the user did."""
-    settings = (environment.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    own = [setting for setting in settings if setting is not None]
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    own = [os.environ[name] for name in names if name in os.environ]
     return not own or any("expandable_segments:true" in setting.lower() for setting in own)
 
 
@@ -97,15 +88,11 @@ def memory_reasons(config: RunConfig, machine: Machine, processes: int, budget: 
         found.append(MemoryLimit(asked, usable if usable < int(asked * GIB) else None))
     found.append(GuardKept(budget.guard.bytes, budget.guard.why))
     if budget.assumed:
-        found.append(Assumed(tuple(budget.assumed)))
-    if machine.gpus:
-        found.append(_errors(training_device(machine).compute_capability, config.tuning.mode == "qlora"))
+        found.append(Assumed(budget.assumed))
+    capability, quantized = training_device(machine).compute_capability, config.tuning.mode == "qlora"
+    if capability is not None:
+        runs, errors = PUBLISHED_ERRORS.get((capability, quantized), (0, {}))
+        found.append(PredictionErrors(capability, quantized, runs, tuple(errors.items())))
+    elif machine.gpus:
+        found.append(UnknownCapability(ASSUMED_CAPABILITY))
     return found
-
-
-def _errors(capability: tuple[int, int] | None, quantized: bool) -> Reason:
-    """What is known of the errors of predictions on such a GPU."""
-    if capability is None:
-        return UnknownCapability(ASSUMED_CAPABILITY)
-    runs, errors = PUBLISHED_ERRORS.get((capability, quantized), (0, {}))
-    return PredictionErrors(capability, quantized, runs, tuple(errors.items()))

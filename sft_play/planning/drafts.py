@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import RunConfig
@@ -33,7 +33,12 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]
         raise ConfigError(
             "train.mixed_precision=fp16: fp16 training is not supported on the CPU; use auto, bf16 or no"
         )
-    autocast = _autocast(asked, device)
+    if asked != "auto":
+        autocast = Precision(asked, "config", device.name)
+    elif device.kind == "cpu":
+        autocast = Precision("no", "cpu", device.name)
+    else:
+        autocast = Precision("bf16" if device.bf16 else "fp16", "device", device.name)
     chosen: str = dtype
     if dtype == "auto" and (device.kind == "cpu" or config.tuning.mode == "full"):
         chosen = "float32"
@@ -45,14 +50,6 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]
             "use float32 or bfloat16"
         )
     return chosen, autocast
-
-
-def _autocast(asked: str, device: Device) -> Precision:
-    if asked != "auto":
-        return Precision(asked, "config", device.name)
-    if device.kind == "cpu":
-        return Precision("no", "cpu", device.name)
-    return Precision("bf16" if device.bf16 else "fp16", "device", device.name)
 
 
 def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
@@ -99,14 +96,13 @@ def draft_plans(
 
     Args:
         config: the run's config.
-        device: the device of each process.
+        device: of each process.
         world_size: number of processes.
         rows: number of training rows; with train.packing, of packed sequences.
-        max_seq_len: longest row in tokens.
+        max_seq_len: tokens of the longest row.
         attention: implementation that the model will use.
         padding_free: whether rows are joined end to end.
-        largest: tokens of the run's largest micro-batch under a split; by default every row is assumed to be
-            the longest.
+        largest: by default every row of a micro-batch is assumed to be the longest.
 
     Raises:
         ConfigError: settings contradict each other or are not supported by the device.
@@ -118,12 +114,12 @@ def draft_plans(
     splits = batch_choices(train, world_size, max_seq_len if train.packing else None)
     rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
-    ways = ["recompute" if train.gradient_checkpointing else "keep"]
-    if train.gradient_checkpointing == "auto":
-        ways = ["keep", "recompute"]
+    ways: list[Literal["keep", "recompute"]] = ["keep", "recompute"]
+    if train.gradient_checkpointing != "auto":
+        ways = ["recompute"] if train.gradient_checkpointing else ["keep"]
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
     tokens = {split: largest(split, total) for split in splits}
-    shared = dict(
+    shared: dict[str, Any] = dict(
         world_size=world_size,
         max_seq_len=max_seq_len,
         packing=train.packing,
@@ -138,17 +134,15 @@ def draft_plans(
         compute_capability=device.compute_capability,
     )
     return [
-        _draft(split, unit, tokens[split], engine=engine.name, activations=way, **shared)
+        Plan(
+            engine=engine.name,
+            activations=way,
+            micro_batch_size=split.micro * unit,
+            gradient_accumulation_steps=split.accumulation,
+            effective_batch_size=split.effective * unit,
+            micro_batch_tokens=tokens[split][0],
+            micro_batch_supervised=tokens[split][1],
+            **shared,
+        )
         for engine, way, split in product(engines_for(config, world_size), ways, splits)
     ]
-
-
-def _draft(split: BatchSplit, unit: int, tokens: tuple[int, int], **settings: Any) -> Plan:
-    return Plan(
-        micro_batch_size=split.micro * unit,
-        gradient_accumulation_steps=split.accumulation,
-        effective_batch_size=split.effective * unit,
-        micro_batch_tokens=tokens[0],
-        micro_batch_supervised=tokens[1],
-        **settings,
-    )

@@ -1,6 +1,6 @@
 """What a plan needs to know about the training rows."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
-from sft_play.reasons import AssumedRows, Reason
 from sft_play.runlog import console
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -57,25 +56,15 @@ class RowSizes:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {
-            "lengths": self.lengths.tolist(),
-            "supervised": self.supervised.tolist(),
-            "eval_lengths": None if self.eval_lengths is None else self.eval_lengths.tolist(),
-            "max_seq_len": self.max_seq_len,
-            "shares": [astuple(share) for share in self.shares],
-        }
+        fields = asdict(self).items()
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "RowSizes":
         """What `to_json` gave."""
-        lengths = tree["eval_lengths"]
-        return cls(
-            lengths=np.array(tree["lengths"]),
-            supervised=np.array(tree["supervised"]),
-            eval_lengths=None if lengths is None else np.array(lengths),
-            max_seq_len=tree["max_seq_len"],
-            shares=tuple(Share(*share) for share in tree["shares"]),
-        )
+        tree["shares"] = tuple(Share(**share) for share in tree["shares"])
+        arrays = {name: np.array(value) for name, value in tree.items() if isinstance(value, list)}
+        return cls(**tree | arrays)
 
 
 @dataclass(frozen=True)
@@ -114,17 +103,8 @@ class DataFacts:
             longest, shares = data.max_seq_len, tuple(packed)
             lengths, supervised = _sums(lengths, groups), _sums(supervised, groups)
         eval_rows = None if config.eval.batch_size == "auto" else config.eval.batch_size
-        return cls(
-            lengths,
-            supervised,
-            longest,
-            mean,
-            mean_squared,
-            config.train.seed,
-            data.eval_lengths,
-            eval_rows,
-            shares=shares,
-        )
+        rest = config.train.seed, data.eval_lengths, eval_rows
+        return cls(lengths, supervised, longest, mean, mean_squared, *rest, shares=shares)
 
     @classmethod
     def unseen(cls, config: RunConfig, model_config: AnyArchitecture) -> "DataFacts":
@@ -234,8 +214,3 @@ def _data_key(config: RunConfig) -> tuple[str, ...] | None:
     asked = config.data.chat_template
     template = template_text("plain" if asked == "auto" else asked)  # plain if the tokenizer has none
     return model, config.data.model_dump_json(), str(config.train.seed), template, *digests
-
-
-def assumptions(facts: DataFacts) -> list[Reason]:
-    """What a plan assumes about the data."""
-    return [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]

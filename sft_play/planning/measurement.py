@@ -46,6 +46,7 @@ TURNS = 32
 # sixth of that ("rest" in benchmarks/results/step_parts_cpu.json), but calls in a larger model take longer
 # than in the tiny one that is timed, and small micro-batches are predicted too fast as it is.
 TRAINER_CALLS = 1100
+TYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 WIDTH, HEAD_DIM = 512, 64  # of the measured attention
 TINY: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=64
@@ -69,12 +70,9 @@ def measure_in_child(name: str) -> DeviceProfile:
 
 
 def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> DeviceProfile:
-    """Measures the device.
+    """Measures the device of this name: a CPU with so many threads or, for None, the GPU.
 
-    Args:
-        name: of the device.
-        threads: number of CPU threads; None for the GPU.
-        sixteen_bit: whether to measure a CPU's products of 16-bit numbers; those of a GPU always are.
+    Products of 16-bit numbers need not be measured on a CPU; those of a GPU always are.
     """
     device = torch.device("cpu" if threads else "cuda")
     began = now()
@@ -91,7 +89,7 @@ def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> Devi
             source="",
             threads=threads,
             versions=installed_versions(PACKAGES),
-            products=_grids(clock, operands, _types(device)[: None if sixteen_bit or not threads else 1]),
+            products=_grids(clock, operands, TYPES[device.type][: None if sixteen_bit or not threads else 1]),
             attention=ahead,
             attention_backward=back,
             elementwise=_stretch(clock, lambda a, b, out: torch.mul(a, b, out=out), 3, operands),
@@ -113,7 +111,7 @@ def with_sixteen_bit(profile: DeviceProfile) -> DeviceProfile:
     """The profile of a CPU with its products of 16-bit numbers, which are measured now."""
     device = torch.device("cpu")
     with _threads(profile.threads):
-        added = _grids(Stopwatch(device), Operands(device), _types(device)[1:])
+        added = _grids(Stopwatch(device), Operands(device), TYPES["cpu"][1:])
     return replace(profile, products={**profile.products, **added})
 
 
@@ -181,20 +179,10 @@ class Stopwatch:
         return start.elapsed_time(stop) / 1000
 
 
-def _types(device: torch.device) -> tuple[torch.dtype, ...]:
-    return (
-        (torch.float32, torch.bfloat16)
-        if device.type == "cpu"
-        else (torch.bfloat16, torch.float16, torch.float32)
-    )
-
-
 def pool_bytes(kind: str, free: int | None = None) -> int:
     """Bytes that operands are taken from: never less than the largest product and stretch need.
 
-    Args:
-        kind: cpu or cuda.
-        free: bytes of memory that are free; None does not limit the pool.
+    Some are `free`; None does not limit the pool.
     """
     wanted = POOL_BYTES[kind] if free is None else min(POOL_BYTES[kind], int(POOL_SHARE * free))
     return max(wanted, 3 * 4 * SIDES[kind][-1] ** 2, STRETCHES[-1])

@@ -231,15 +231,10 @@ def _queue(dispatch: np.ndarray, spent: np.ndarray) -> float:
 
 
 def derived_from_data_sheet(device: str, kind: str, flops: float, bandwidth: float) -> DeviceProfile:
-    """The profile of a device that has not been measured.
+    """The profile of a device ("cpu" or "cuda") that has not been measured.
 
-    It assumes a share of the data sheet's figures, and a minimum time per kernel.
-
-    Args:
-        device: its name.
-        kind: cpu or cuda.
-        flops: dense, per second, in the dtype of training.
-        bandwidth: of its memory, in bytes per second.
+    It assumes a share of the data sheet's figures (dense FLOP/s in the dtype of training, bytes per second of
+    its memory), and a minimum time per kernel.
     """
     rate, stream, least = MATRIX_SHARE * flops, BANDWIDTH_SHARE * bandwidth, KERNEL_S[kind]
 

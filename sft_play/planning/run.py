@@ -1,20 +1,21 @@
 """Plans a run: gathers what the search needs from data, model and machine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from sft_play.config.methods import PAGED
-from sft_play.config.schema import LoraSettings, RunConfig
+from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
 from sft_play.planning.clock import plan_clock
 from sft_play.planning.devices import memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
-from sft_play.planning.facts import DataFacts, assumptions
+from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
 from sft_play.planning.speed import collectives_of, device_speed, profile_of
 from sft_play.reasons import (
+    AssumedRows,
     Communication,
     Decomposed,
     LoraPlus,
@@ -53,14 +54,14 @@ def plan_run(
     budget_bytes: int | None = None,
     explain: bool = True,
 ) -> Plan:
-    """The fastest plan that fits.
+    """The fastest plan that fits, for so many processes on a machine.
 
     Args:
         config: the run.
         model_config: the architecture.
         facts: of the training rows.
         machine: that it runs on.
-        processes: number of processes.
+        processes: number of them.
         accept: which of the plans that the config allows are considered.
         budget_bytes: of each process; default: from the machine's free memory.
         explain: as in `choose_plan`.
@@ -74,7 +75,9 @@ def plan_run(
     drafts = [draft for draft in drafts if accept(draft)]
     if not drafts:
         raise DoesNotFitError("the config allows no other plan")
-    besides = [*_trained_besides(config, architecture), *about_rows, *assumptions(facts)]
+    besides = [*_trained_besides(config, architecture), *about_rows]
+    if not facts.seen:
+        besides.append(AssumedRows(len(facts.lengths), facts.longest_row))
     record_of = records_of(architecture.text, device.name)
     found: list[Reason]
     usual = memory_device(config, machine, processes)
@@ -91,9 +94,8 @@ def plan_run(
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain)
             record = record_of(config, plan)
-            origin = record.speed.origin_of(plan)
-            plan = replace(plan, step_seconds_origin=origin)
-            besides += profile_reasons(machine, processes, origin)
+            plan = replace(plan, step_seconds_origin=record.speed.origin_of(plan))
+            besides += profile_reasons(machine, processes, plan.step_seconds_origin)
             found = _about_the_step(config, plan, architecture, facts, record)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
@@ -192,39 +194,26 @@ def allowed_plans(
     return drafts, [*packed, *([padded] if padded else [])]
 
 
-def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> list[Reason]:
-    """One for each method that is not the default.
+def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> Iterator[Reason]:
+    """One for each method that is not the default, of a plan with its memory.
 
-    Args:
-        config: the run.
-        plan: of the run, with its memory.
-        trained_elements: counts the trained elements, for which steps may have to be traced.
+    Steps may have to be traced to count the trained elements.
     """
-    optimizer, alpha = config.train.optimizer, config.train.neftune_noise_alpha
-    adapters = _of_adapters(config.tuning.lora, plan) if config.tuning.mode != "full" else []
-    noise = [] if alpha is None else [Noise(alpha)]
-    return [*_of_optimizer(optimizer, plan, trained_elements), *adapters, *noise]
-
-
-def _of_optimizer(optimizer: str, plan: Plan, trained_elements: Callable[[], int]) -> list[Reason]:
-    if optimizer == "adamw" or plan.memory is None:
-        return []
-    states = plan.memory.phase_terms["forward"]["optimizer"]
-    if not optimizer.startswith(PAGED):
-        return [OptimizerStates(optimizer, states)]
-    each = (1 if optimizer.endswith("8bit") else 4) * (1 if "lion" in optimizer else 2)
-    return [OptimizerStates(optimizer, states, each * trained_elements() - states)]
-
-
-def _of_adapters(lora: LoraSettings, plan: Plan) -> list[Reason]:
-    found: list[Reason] = []
-    if lora.rank_pattern:
-        found.append(Ranks(lora.r, tuple(lora.rank_pattern.items())))
-    if lora.plus_ratio:
-        found.append(LoraPlus(plan.learning_rate, lora.plus_ratio))
-    if lora.init != "default":
-        found.append(Decomposed(lora.init))
-    return found
+    optimizer, lora = config.train.optimizer, config.tuning.lora
+    if optimizer != "adamw" and plan.memory is not None:
+        states, paged = plan.memory.phase_terms["forward"]["optimizer"], None
+        if optimizer.startswith(PAGED):
+            each = (1 if optimizer.endswith("8bit") else 4) * (1 if "lion" in optimizer else 2)
+            paged = each * trained_elements() - states
+        yield OptimizerStates(optimizer, states, paged)
+    if config.tuning.mode != "full" and lora.rank_pattern:
+        yield Ranks(lora.r, tuple(lora.rank_pattern.items()))
+    if config.tuning.mode != "full" and lora.plus_ratio:
+        yield LoraPlus(plan.learning_rate, lora.plus_ratio)
+    if config.tuning.mode != "full" and lora.init != "default":
+        yield Decomposed(lora.init)
+    if config.train.neftune_noise_alpha is not None:
+        yield Noise(config.train.neftune_noise_alpha)
 
 
 def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED) -> list[Reason]:

@@ -96,13 +96,9 @@ def saved_profile(
 ) -> DeviceProfile:
     """The profile of this machine's device, measured now unless it has been measured before.
 
-    What was measured on a busy machine is measured again once it is idle.
-
-    Args:
-        machine: this machine.
-        processes: number of processes that will train on it; they share a CPU's cores.
-        again: measure in any case, and forget what communication costs.
-        sixteen_bit: whether products of 16-bit numbers are needed; without them a CPU is measured sooner.
+    What was measured on a busy machine is measured again once it is idle; `again`, in any case, and what
+    communication costs is forgotten. The processes that will train share a CPU's cores. Without products of
+    16-bit numbers, a CPU is measured sooner.
 
     Raises:
         LaunchError: the measurement failed.

@@ -59,15 +59,11 @@ class _Pool:
     def take(self, size: int) -> _Block:
         position = bisect_left(self.free, (size, -self.mapped))
         block = self.blocks[self.free.pop(position)[1]] if position < len(self.free) else self._grow(size)
-        if self._is_worth_splitting(block.size - size):
+        least = ROUND if self.small or self.expandable else SMALL + 1
+        if block.size - size >= least:  # worth keeping
             self._split(block, size)
         block.free = False
         return block
-
-    def _is_worth_splitting(self, rest: int) -> bool:
-        if self.small or self.expandable:
-            return rest >= ROUND
-        return rest > SMALL
 
     def give_back(self, block: _Block) -> None:
         block.free = True
@@ -96,14 +92,11 @@ class _Pool:
 
     def empty_cache(self) -> None:
         """Returns segments that are entirely free. An expandable one keeps its pages: at most too much."""
-        whole = (block for _, address in self.free if self._is_segment(block := self.blocks[address]))
-        for block in tuple(whole):
-            self._remove_from_free(block)
-            del self.blocks[block.address]
-            self.reserved -= block.size
-
-    def _is_segment(self, block: _Block) -> bool:
-        return not self.expandable and block.before is None and block.after is None
+        for block in [self.blocks[address] for _, address in self.free]:
+            if not self.expandable and block.before is None and block.after is None:
+                self._remove_from_free(block)
+                del self.blocks[block.address]
+                self.reserved -= block.size
 
     def _extend(self, size: int) -> _Block:
         """Maps pages at the end of the expandable segment; a free last block becomes part of the new one."""
@@ -151,11 +144,8 @@ class _Pool:
 def replay(changes: Iterable[tuple[int, int]], *, expandable: bool = True) -> Replay:
     """Replays a sequence of allocations and frees.
 
-    Args:
-        changes: (block number, requested bytes) for an allocation, (block number, 0) for a free, and
-            EMPTY_CACHE.
-        expandable: whether PYTORCH_ALLOC_CONF has expandable_segments:True; otherwise segments have a fixed
-            size.
+    A change is (block number, requested bytes) for an allocation, (block number, 0) for a free, or
+    EMPTY_CACHE. Segments are `expandable` if PYTORCH_ALLOC_CONF says so; otherwise they have a fixed size.
     """
     pools = {True: _Pool(True, expandable), False: _Pool(False, expandable)}
     held: dict[int, tuple[_Pool, _Block, int]] = {}
@@ -186,12 +176,7 @@ def replay_steps(
 
     The order decides which freed blocks can be reused: optimizer states are born in the first optimizer step,
     when the memory of the backward pass is free, and the second step finds the cached blocks of the first.
-
-    Args:
-        step: the step, from loading the weights to the evaluation.
-        workspace_bytes: as in `first_steps`.
-        warmup_bytes: as in `first_steps`.
-        expandable: as in `replay`.
+    Arguments are those of `first_steps` and `replay`.
     """
     key = (step.sizes.tobytes(), workspace_bytes, warmup_bytes, expandable)
     known = step.timeline.replays
@@ -206,10 +191,8 @@ def first_steps(
 ) -> tuple[dict[int, int], list[list[int]]]:
     """The first steps of a run as its allocator sees them.
 
-    Args:
-        step: the step.
-        workspace_bytes: that cuBLAS keeps from its first product in either direction.
-        warmup_bytes: allocated and freed before the weights are loaded.
+    cuBLAS keeps a workspace from its first product in either direction. The bytes of the warm-up are
+    allocated and freed before the weights are loaded.
 
     Returns:
         The bytes of each block by its number, which is positive in an event that allocates it and negative in

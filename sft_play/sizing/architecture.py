@@ -61,7 +61,8 @@ def text_of(config: "PretrainedConfig") -> str:
     """The whole config as JSON, without the place that it was loaded from."""
 
     def without_place(tree: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in tree.items() if name != "_name_or_path"}
+        tree.pop("_name_or_path", None)
+        return tree
 
     return json.dumps(json.loads(config.to_json_string(use_diff=False), object_hook=without_place))
 

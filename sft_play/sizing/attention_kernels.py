@@ -115,11 +115,8 @@ def cuda_attention(longest: int, capability: Capability) -> Callable:
     """A replacement of `scaled_dot_product_attention` that chooses among kernels as a CUDA device does.
 
     Query is [batch, heads, tokens, head_dim]; key and value may have fewer heads (grouped queries). The
-    result has the shape of the query.
-
-    Args:
-        longest: tokens of the longest sequence in one call, which sizes the flash kernel's accumulator.
-        capability: compute capability of the GPU.
+    result has the shape of the query. The tokens of the longest sequence in one call size the flash kernel's
+    accumulator.
     """
 
     def attend(
@@ -147,14 +144,7 @@ def cuda_attention(longest: int, capability: Capability) -> Callable:
             return FusedAttention.apply(query, key, value, attn_mask, kernel, call)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             return scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
     return attend
@@ -165,9 +155,8 @@ def varlen_attention(spec: StepSpec) -> Callable:
 
     Also that of FlashAttention's packages. A trace has fewer and longer sequences than the step.
     """
-    lengths = dict(
-        longest=spec.longest_sequence, sequence_tokens=spec.sequence_tokens or spec.longest_sequence
-    )
+    longest = spec.longest_sequence
+    lengths = dict(longest=longest, sequence_tokens=spec.sequence_tokens or longest)
     kernel = ATTENTIONS[spec.attention].joined
 
     def attend(

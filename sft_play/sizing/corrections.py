@@ -255,7 +255,7 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
         return memory
     weights = memory.phases.get(LOAD, 0)
     phases = {
-        phase: size if phase not in ratios else weights + round((size - weights) * ratios[phase])
+        phase: weights + round((size - weights) * ratios.get(phase, 1.0))
         for phase, size in memory.phases.items()
     }
     top = max(phases, key=lambda phase: phases[phase])

@@ -28,7 +28,7 @@ from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.memory import Counts, StepScaling
 from sft_play.sizing.step import SHARES, StepSpec, step_code
 from sft_play.timeline import Segment, Step, StepTrace
-from sft_play.work import TIMES, Work, WorkLine
+from sft_play.work import Work, WorkLine
 
 # Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
 SMALLEST = 2
@@ -47,8 +47,7 @@ def shared_traces(config: AnyArchitecture) -> "Traces":
 def kind_of(spec: StepSpec) -> str:
     """A key that is equal for steps whose block sizes are linear in their size and supervised tokens."""
     alike = resized(spec, 0)
-    if spec.eval_batch is None:
-        # Otherwise the evaluation's supervised tokens depend on the share alone.
+    if spec.eval_batch is None:  # otherwise the evaluation's supervised tokens depend on the share alone
         alike = replace(alike, supervised_share=0.0)
     return repr((alike, spec.loss_tiles))
 
@@ -136,13 +135,6 @@ def _spans_plane(spec: StepSpec, sizes: Iterable[Size]) -> bool:
     return bool(np.linalg.det(counts[1:] - counts[0]).round())
 
 
-def _in_proportion(work: Work, tokens: int) -> WorkLine:
-    """The work of a single trace, scaled with the tokens."""
-    per_token = np.zeros_like(work.sizes)
-    per_token[:, TIMES] = work.sizes[:, TIMES] / tokens
-    return WorkLine(work, tokens, per_token)
-
-
 class Traces:
     """Traces steps on demand, until a few traces of a kind of step give all others of that kind."""
 
@@ -195,25 +187,19 @@ class Traces:
             spec = replace(spec, eval_batch=None)
         known = self._known(spec)
         found = self._basis(spec, chain(samples(spec, list(known)), more_samples(spec)))
-        if not found:  # no two have the same structure
+        if not found:  # no two have the same structure: one is scaled with the tokens
             nearest = min(known, key=lambda size: abs(size[0] - spec.batch.size))
-            return _in_proportion(known[nearest].work, of_size(spec, nearest).tokens)
+            return WorkLine.in_proportion(known[nearest].work, of_size(spec, nearest).tokens)
         steps = [of_size(spec, size) for size in found]
         counts = [(step.tokens, step.supervised(step.batch)) for step in steps]
         share = spec.supervised(spec.batch) / spec.tokens
-        line = WorkLine.fit(counts, [known[size].work for size in found], share)
-        assert line  # traces of the same structure have the same operations
-        return line
+        return WorkLine.fit(counts, [known[size].work for size in found], share)
 
     def _basis(self, spec: StepSpec, wanted: Iterable[StepSpec]) -> list[Size]:
         """The traces that a step follows from, once as many of the wanted steps are traced as that takes."""
-        known = self._known(spec)
-        found = basis(spec, known)
-        for step in wanted:
-            if found:
-                break
+        known, wanted = self._known(spec), iter(wanted)
+        while not (found := basis(spec, known)) and (step := next(wanted, None)):
             self._traced(step)
-            found = basis(spec, known)
         return found
 
     def _known(self, spec: StepSpec) -> dict[Size, StepTrace]:
@@ -234,24 +220,22 @@ class Traces:
 
     def _traced(self, spec: StepSpec) -> StepTrace:
         """The trace of exactly this step."""
-        known = self._known(spec)
-        if size_of(spec) not in known:
-            self._add(spec, self._new_trace(spec))
-            self.count += 1
-            if self._cache:
-                size, share = size_of(spec)
-                save_trace(self._folder(spec) / f"{size}-{share}", known[size, share])
-        return known[size_of(spec)]
-
-    def _new_trace(self, spec: StepSpec) -> StepTrace:
+        known, (size, share) = self._known(spec), size_of(spec)
+        if (size, share) in known:
+            return known[size, share]
         with importing_libraries():  # torch among them, and most plans need no new trace
             from sft_play.sizing.trace import trace_step
 
         try:
-            return trace_step(self.architecture.config, spec, all_layers=self._all_layers)
+            trace = trace_step(self.architecture.config, spec, all_layers=self._all_layers)
         except UntraceableModel as error:
             self._untraceable = error
             raise
+        self._add(spec, trace)
+        self.count += 1
+        if self._cache:
+            save_trace(self._folder(spec) / f"{size}-{share}", trace)
+        return trace
 
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._kinds[kind_of(spec)][size_of(spec)] = trace
@@ -288,10 +272,7 @@ def estimator(
 ) -> Estimator:
     """A function that predicts the memory of a plan; for QLoRA, it raises what `require_packable` does.
 
-    Args:
-        config: the architecture.
-        device: the budget of each process.
-        eval_shape: rows and row tokens of a plan's largest evaluation batch; None: as its micro-batch.
+    `eval_shape` gives rows and row tokens of a plan's largest evaluation batch; None: as its micro-batch.
     """
     traces = shared_traces(config)
     ask = traces.architecture.ask
@@ -318,9 +299,7 @@ def work_of_plans(
 ) -> Callable[[RunConfig, Plan, float], Work]:
     """A function that gives what a micro-batch of a plan computes and moves at a number of tokens.
 
-    Args:
-        config: the architecture.
-        eval_shape: as in `estimator`, whose traces are reused.
+    `eval_shape` is that of the `estimator`, whose traces are reused.
     """
     traces = shared_traces(config)
 

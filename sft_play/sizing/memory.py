@@ -72,12 +72,8 @@ def estimate(
 ) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
-    Args:
-        step: of a single process, traced or derived.
-        device: the budget and the fixed costs of the process.
-        engine: of the run, which transforms the step.
-        division: of the step among several processes.
-        complete: whether to predict reserved bytes, which takes time, also where they cannot decide.
+    The engine transforms the step of a single process according to its division. With `complete`, reserved
+    bytes are predicted, which takes time, also where they cannot decide.
     """
     step = step.rounded(device.granularity)
     step = engine.transform(step, division) if division else step
@@ -111,12 +107,8 @@ def _is_tight(memory: Memory, device: DeviceBudget) -> bool:
 def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget) -> int:
     """What the allocator reserves at a peak: the peak plus the fragmentation in a replay of the step.
 
-    Loading begins with a block of about the size of the weights (transformers' caching_allocator_warmup).
-
-    Args:
-        step: of this process.
-        peak_bytes: its predicted peak, with cuBLAS's workspaces.
-        device: the fixed costs of the process, and how its allocator works.
+    The peak is with cuBLAS's workspaces. Loading begins with a block of about the size of the weights
+    (transformers' caching_allocator_warmup).
     """
     weights = step.peaks()["load"].terms["weights"]
     replayed = replay_steps(

@@ -30,18 +30,16 @@ DTYPE_INDEX = {getattr(torch, name): index for index, name in enumerate(DTYPES)}
 QUESTIONS = ("prim", "profiler")  # namespaces that compute nothing
 ALLOCATIONS = frozenset(["empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"])
 VIEWS = frozenset(["detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias"])
-# Operations that write their result and read no more than that.
+# These write their result and read no more than that.
 GATHERS = frozenset(["embedding", "index_select", "gather", "index", "slice_backward", "select_backward"])
 SCATTERS = frozenset(
     ["index_put", "index_put_", "_index_put_impl_", "scatter_add_", "index_add_", "index_add"]
 )
-CURVED = frozenset(
-    [
-        *("exp", "log", "pow", "rsqrt", "sqrt", "tanh", "sigmoid", "silu", "silu_backward", "gelu"),
-        *("gelu_backward", "cos", "sin", "softplus", "erf", "_softmax", "_log_softmax", "bernoulli_"),
-        *("native_dropout", "tanh_backward", "_softmax_backward_data", "logsumexp"),
-    ]
-)
+CURVED = frozenset([
+    "exp", "log", "pow", "rsqrt", "sqrt", "tanh", "sigmoid", "silu", "silu_backward", "gelu", "gelu_backward",
+    "cos", "sin", "softplus", "erf", "_softmax", "_log_softmax", "bernoulli_", "native_dropout",
+    "tanh_backward", "_softmax_backward_data", "logsumexp",
+])  # fmt: skip
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -54,7 +52,7 @@ def _all_bytes(values: Any) -> int:
     total = 0
     for value in values:
         if isinstance(value, torch.Tensor):
-            total += value.numel() * value.dtype.itemsize
+            total += nbytes(value)
         elif isinstance(value, (list, tuple)):
             total += _all_bytes(value)
     return total
@@ -70,15 +68,8 @@ def _product(first: int) -> Callable:
     def describe(args: Sequence[Any], out: Any) -> Description:
         a, b = args[first], args[first + 1]
         times = a.shape[0] if a.dim() == 3 else 1
-        return (
-            PRODUCT,
-            _dtype(a),
-            a.shape[-2],
-            b.shape[-1],
-            a.shape[-1],
-            times,
-            _in_and_out(args, out) / times,
-        )
+        sizes = a.shape[-2], b.shape[-1], a.shape[-1]
+        return PRODUCT, _dtype(a), *sizes, times, _in_and_out(args, out) / times
 
     return describe
 
@@ -96,10 +87,6 @@ def _attention(kind: int, query: int) -> Callable:
     return describe
 
 
-def _unpacking(args: Sequence[Any], out: Any) -> Description:
-    return UNPACK, _dtype(out), out.numel(), 0, 0, 1, _in_and_out(args, out)
-
-
 def _moving(kind: int, counted: Callable[[Sequence[Any], Any], int]) -> Callable:
     return lambda args, out: (kind, 0, 0, 0, 0, 1, counted(args, out))
 
@@ -113,7 +100,15 @@ RULES: dict[str, Callable] = {
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), _product(1)),
     "_scaled_dot_product_flash_attention_for_cpu": _attention(ATTENTION, 0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(ATTENTION_BACKWARD, 1),
-    "dequantize_4bit": _unpacking,
+    "dequantize_4bit": lambda args, out: (
+        UNPACK,
+        _dtype(out),
+        out.numel(),
+        0,
+        0,
+        1,
+        _in_and_out(args, out),
+    ),  # fmt: skip
     **dict.fromkeys(GATHERS, _moving(ELEMENTWISE, lambda args, out: 2 * nbytes(out))),
     **dict.fromkeys(SCATTERS, _moving(IN_PLACE, lambda args, out: 3 * _all_bytes(args[2:]))),
     **dict.fromkeys(CURVED, _moving(TRANSCENDENTAL, _in_and_out)),
@@ -144,13 +139,8 @@ def layers_in_order(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Indices of a phase's operations, [n], as the whole model runs them, and the layer of each, [n].
 
-    Each traced layer counts as often as it stands in for one.
-
-    Args:
-        segments: of the trace.
-        stops: number of traced operations at the end of each segment.
-        stand_ins: for each layer of the model, the traced layer that represents it.
-        phase: "forward" or "backward".
+    Each traced layer counts as often as it stands in for one. `stops` are the numbers of traced operations at
+    the end of each segment.
 
     Raises:
         LayersDiffer: a layer did not run in a pass with the others.

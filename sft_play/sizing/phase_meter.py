@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -22,6 +21,7 @@ class PhaseMeter:
         self.reserved_bytes: int | None = None  # the most that the GPU's allocator reserved
         self.retries = 0  # how often the device was full, so that the allocator had to free cached blocks
         self._meter = CudaMeter(device) if device.type == "cuda" else CpuMeter(model)
+        self.begin: Callable[[str], None] = self._meter.begin  # attributes memory to a phase from here on
 
     def __enter__(self) -> Self:
         gc.collect()  # so that earlier garbage is not freed within the context
@@ -29,14 +29,7 @@ class PhaseMeter:
         self.begin("load")
         return self
 
-    @property
-    def begin(self) -> Callable[[str], None]:
-        """Attributes memory to this phase from here on."""
-        return self._meter.begin
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.peaks, self.reserved_bytes, self.retries = self._meter.stop()
 
 

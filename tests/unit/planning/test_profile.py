@@ -12,7 +12,8 @@ from sft_play.planning.profile import (
     ProductGrid,
     derived_from_data_sheet,
 )
-from sft_play.work import ATTENTION, ELEMENTWISE, NO_WORK, PRODUCT, Work
+from sft_play.work import ATTENTION, ELEMENTWISE, PRODUCT, Work
+from tests.unit.sizing.handmade import NO_WORK
 
 H100 = derived_from_data_sheet("H100", "cuda", 989e12, 3.35e12)
 CPU = derived_from_data_sheet("CPU", "cpu", 60e9, 10e9)

@@ -3,7 +3,19 @@
 import numpy as np
 
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
+from sft_play.work import Work
 
+NO_WORK = Work(
+    kinds=np.zeros(0, np.int8),
+    dtypes=np.zeros(0, np.int8),
+    by_python=np.zeros(0, bool),
+    sizes=np.zeros((0, 6)),
+    order=np.zeros(0, int),
+    layers=np.zeros(0, np.int16),
+    backward_from=0,
+    trained_elements=0,
+    trained_tensors=0,
+)
 ACTIVATIONS, WEIGHTS = TERMS.index("activations"), TERMS.index("weights")
 
 
@@ -37,6 +49,7 @@ class TraceBuilder:
             owners=np.array(self.owners),
             segments=tuple(Segment(*segment) for segment in self.segments),
             stand_ins=stand_ins,
+            work=NO_WORK,
         )
 
 
