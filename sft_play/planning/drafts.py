@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import RunConfig
@@ -114,12 +114,12 @@ def draft_plans(
     splits = batch_choices(train, world_size, max_seq_len if train.packing else None)
     rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
-    ways: list[Literal["keep", "recompute"]] = ["keep", "recompute"]
+    ways = ["keep", "recompute"]
     if train.gradient_checkpointing != "auto":
         ways = ["recompute"] if train.gradient_checkpointing else ["keep"]
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
     tokens = {split: largest(split, total) for split in splits}
-    shared: dict[str, Any] = dict(
+    shared = dict(
         world_size=world_size,
         max_seq_len=max_seq_len,
         packing=train.packing,
@@ -134,15 +134,17 @@ def draft_plans(
         compute_capability=device.compute_capability,
     )
     return [
-        Plan(
-            engine=engine.name,
-            activations=way,
-            micro_batch_size=split.micro * unit,
-            gradient_accumulation_steps=split.accumulation,
-            effective_batch_size=split.effective * unit,
-            micro_batch_tokens=tokens[split][0],
-            micro_batch_supervised=tokens[split][1],
-            **shared,
-        )
+        _draft(split, unit, tokens[split], engine=engine.name, activations=way, **shared)
         for engine, way, split in product(engines_for(config, world_size), ways, splits)
     ]
+
+
+def _draft(split: BatchSplit, unit: int, tokens: tuple[int, int], **settings: Any) -> Plan:
+    return Plan(
+        micro_batch_size=split.micro * unit,
+        gradient_accumulation_steps=split.accumulation,
+        effective_batch_size=split.effective * unit,
+        micro_batch_tokens=tokens[0],
+        micro_batch_supervised=tokens[1],
+        **settings,
+    )

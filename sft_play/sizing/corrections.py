@@ -68,14 +68,8 @@ class ProbeResult:
             sizes = [result.phases[phase] for result in ranks if phase in result.phases]
             if len(sizes) == len(ranks):
                 phases[phase] = max(sizes)
-        return cls(
-            phases=phases,
-            reserved_bytes=highest("reserved_bytes"),
-            overhead_bytes=highest("overhead_bytes"),
-            step_seconds=highest("step_seconds"),
-            seconds_per_token=highest("seconds_per_token"),
-            ran_out=any(result.ran_out for result in ranks),
-        )
+        numbers = ("reserved_bytes", "overhead_bytes", "step_seconds", "seconds_per_token", "ran_out")
+        return cls(phases=phases, **{name: highest(name) for name in numbers})
 
 
 def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
@@ -89,12 +83,8 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
         gradient_accumulation_steps=0, effective_batch_size=0, learning_rate=0.0, steps_per_epoch=0,
         total_steps=0, step_seconds=None, step_seconds_origin=PROFILED, memory=None, why=(), alternatives=(),
     )  # fmt: skip
-    settings = (
-        config.tuning.model_dump_json(),
-        len(config.model.new_tokens),
-        config.train.optimizer,
-        config.eval.batch_size,
-    )
+    tuning, tokens = config.tuning.model_dump_json(), len(config.model.new_tokens)
+    settings = tuning, tokens, config.train.optimizer, config.eval.batch_size
     return entry("probes", architecture, device, settings, asdict(kind), step_code())
 
 

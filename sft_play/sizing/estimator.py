@@ -25,7 +25,7 @@ from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
-from sft_play.sizing.memory import Counts, StepScaling
+from sft_play.sizing.memory import Counts, scaled_step
 from sft_play.sizing.step import SHARES, StepSpec, step_code
 from sft_play.timeline import Segment, Step, StepTrace
 from sft_play.work import Work, WorkLine
@@ -76,11 +76,8 @@ def samples(spec: StepSpec, known: Iterable[Size]) -> Iterator[StepSpec]:
     """The steps to trace, one after the other, until the traces of its kind give this step.
 
     Beside the first step that is known, one of another size and the same supervised share gives the growth of
-    blocks along a line; if `spec` has another share, one with that share gives the rest of the plane.
-
-    Args:
-        spec: the step.
-        known: sizes of the traces of its kind; without any, there is nothing to begin with.
+    blocks along a line; if `spec` has another share, one with that share gives the rest of the plane. Without
+    any known size, there is nothing to begin with.
     """
     base = next((of_size(spec, size) for size in known if size[0] >= SMALLEST), None)
     if base is None:
@@ -174,8 +171,7 @@ class Traces:
         if not found:
             return None
         counts = [counts_of(of_size(spec, size)) for size in found]
-        scaling = StepScaling.fit(counts, [known[size] for size in found])
-        return scaling.at(counts_of(spec), counts_of(evaluated)) if scaling else None
+        return scaled_step([known[size] for size in found], counts, counts_of(spec), counts_of(evaluated))
 
     def work(self, spec: StepSpec) -> WorkLine:
         """What a micro-batch of this kind and share computes and moves, as a function of its tokens.

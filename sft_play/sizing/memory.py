@@ -1,7 +1,7 @@
 """Derives the memory of a run from traced steps: other micro-batch sizes, the budget, fragmentation. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,9 +20,10 @@ FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether segments are 
 Counts = tuple[int, int]  # rows, and supervised tokens
 
 
-@dataclass(frozen=True)
-class StepScaling:
-    """A step as a function of its micro-batch, from traces with the same structure.
+def scaled_step(
+    traces: Sequence[StepTrace], counts: Sequence[Counts], wanted: Counts, evaluated: Counts
+) -> Step:
+    """The step of a micro-batch, from traces with the same structure.
 
     The size of each block is linear in the rows and in the supervised tokens, so two traces give the steps
     with the same supervised share, and three those with any share. Blocks allocated in the evaluation depend
@@ -30,36 +31,14 @@ class StepScaling:
     sums of block sizes, hence not linear: it has a kink where another moment of the phase becomes the
     highest.
     """
-
-    base: StepTrace
-    at_base: Counts
-    slopes: np.ndarray  # [blocks, 2]: bytes per row and per supervised token
-    in_evaluation: np.ndarray  # [blocks]: whether a block is allocated in the evaluation
-
-    @classmethod
-    def fit(cls, counts: Sequence[Counts], traces: Sequence[StepTrace]) -> "StepScaling | None":
-        """Fits two or three traces; None if they differ in more than sizes."""
-        base, *others = traces
-        if not all(base.same_structure(other) for other in others):
-            return None
-        growth = np.stack([other.sizes - base.sizes for other in others], axis=-1)
-        return cls(base, counts[0], growth @ directions(counts), base.born_in("evaluation"))
-
-    def at(self, counts: Counts, evaluated: Counts | None = None) -> Step:
-        """The step of a micro-batch, and of an evaluation batch (default: of the same size)."""
-        change, change_in_evaluation = (
-            np.rint(self.slopes @ np.subtract(each, self.at_base)) for each in (counts, evaluated or counts)
-        )
-        growth = np.where(self.in_evaluation, change_in_evaluation, change)
-        return Step(self.base.step.timeline, np.maximum(self.base.sizes + growth.astype(np.int64), 0))
-
-
-def _with(peak: Peak, **changes: int) -> Peak:
-    """The peak with `changes` (term -> bytes) added."""
-    terms = dict(peak.terms)
-    for name, size in changes.items():
-        terms[name] = terms.get(name, 0) + size
-    return Peak(peak.bytes + sum(changes.values()), terms)
+    base, *others = traces
+    growth = np.stack([other.sizes - base.sizes for other in others], axis=-1)
+    slopes = growth @ directions(counts)  # [blocks, 2]: bytes per row and per supervised token
+    change, change_in_evaluation = (
+        np.rint(slopes @ np.subtract(each, counts[0])) for each in (wanted, evaluated)
+    )
+    growth = np.where(base.born_in("evaluation"), change_in_evaluation, change)
+    return Step(base.step.timeline, np.maximum(base.sizes + growth.astype(np.int64), 0))
 
 
 def estimate(
@@ -80,9 +59,10 @@ def estimate(
     peaks = step.peaks()
     saved = engine.saved_from_memory(peaks["forward"].terms)
     peaks["save"] = Peak(sum(saved.values()), saved)
-    for phase in peaks:
+    for phase, peak in peaks.items():
         if phase != "load":
-            peaks[phase] = _with(peaks[phase], engine=device.workspace_bytes)
+            terms = peak.terms | {"engine": peak.terms.get("engine", 0) + device.workspace_bytes}
+            peaks[phase] = Peak(peak.bytes + device.workspace_bytes, terms)
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
     memory = Memory(
         budget_bytes=device.budget_bytes,

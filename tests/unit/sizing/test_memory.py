@@ -11,7 +11,9 @@ from sft_play.sizing.budget import (
     device_budget,
     guard,
 )
-from sft_play.sizing.memory import StepScaling, estimate
+from sft_play.sizing.estimator import basis
+from sft_play.sizing.memory import estimate, scaled_step
+from sft_play.sizing.step import StepSpec
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import step_of
 
@@ -19,13 +21,16 @@ from tests.unit.sizing.handmade import step_of
 def test_a_phase_has_a_kink_where_another_moment_becomes_the_highest():
     """Here only what layers save grows with the rows, not the loss: the peak is not linear."""
     traces = {rows: step_of(3, (0, *[1] * 8, 2), saved=10 * rows) for rows in (2, 3, 40)}
-    scaling = StepScaling.fit([(2, 2), (3, 3)], [traces[2], traces[3]])
-    assert scaling.at((40, 40)).peaks() == traces[40].step.peaks()
-    assert scaling.at((1, 1)).peaks() == step_of(3, (0, *[1] * 8, 2), saved=10).step.peaks()
+    known = [traces[2], traces[3]], [(2, 2), (3, 3)]
+    assert scaled_step(*known, (40, 40), (40, 40)).peaks() == traces[40].step.peaks()
+    one = step_of(3, (0, *[1] * 8, 2), saved=10).step.peaks()
+    assert scaled_step(*known, (1, 1), (1, 1)).peaks() == one
 
 
-def test_traces_of_different_structure_give_no_scaling():
-    assert StepScaling.fit([(1, 1), (2, 2)], [step_of(3, (0, 1, 2)), step_of(4, (0, 1, 2, 3))]) is None
+def test_nothing_follows_from_traces_of_different_structure():
+    spec, trace, other = StepSpec(mode="full"), step_of(3, (0, 1, 2)), step_of(4, (0, 1, 2, 3))
+    assert basis(spec, {(2, 1.0): trace, (3, 1.0): trace}) == [(2, 1.0), (3, 1.0)]
+    assert basis(spec, {(2, 1.0): trace, (3, 1.0): other}) == []
 
 
 def test_the_budget_is_for_the_process_with_its_context_and_communicator():
