@@ -194,8 +194,8 @@ def evaluate_run(
             run.write_json(run.evaluation(split), result)
         answers_file = run.evaluation(split).with_suffix(".jsonl")
         _write_answers(answers_file, asked, trained, others)
-        console().print(evaluation_table(result))
-        console().print("", ending({"numbers": run.evaluation(split), "answers": answers_file}, []))
+        places = ending({"numbers": run.evaluation(split), "answers": answers_file}, [])
+        console().print(evaluation_table(result), "", places)
     return result
 
 

@@ -94,14 +94,12 @@ def _write_folder(
 
 
 def _report(name: str, output: Path, result: dict[str, Any]) -> None:
-    say = console().print
-    usual = (result["dtype"].upper(), "F32")
-    others = [
-        f", {count} matrices in {kind}" for kind, count in result["tensors"].items() if kind not in usual
-    ]
-    modelfile = output / MODELFILE
-    size = f"{result['dtype']}, {format_bytes(result['bytes'])}"
-    say(f"exported: {size}{''.join(others)}; llama.cpp loads the file as it is", style="bold", markup=False)
+    say, modelfile = console().print, output / MODELFILE
+    parts = [f"exported: {result['dtype']}", format_bytes(result["bytes"])]
+    for kind, count in result["tensors"].items():
+        if kind not in (result["dtype"].upper(), "F32"):
+            parts.append(f"{count} matrices in {kind}")
+    say(f"{', '.join(parts)}; llama.cpp loads the file as it is", style="bold", markup=False)
     if not result["template"]:
         say(
             f"{modelfile} has no TEMPLATE: the chat template does more than can be written for "

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
-from sft_play.cache import cache_dir
 from sft_play.commands.command_line import (
     announce,
     command,
@@ -322,6 +321,7 @@ def push(args: argparse.Namespace) -> int:
 @folder_of_runs
 def report(args: argparse.Namespace) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
+    from sft_play.cache import cache_dir
     from sft_play.commands.report import write_report
     from sft_play.report.record import find_run
 
@@ -338,6 +338,7 @@ def report(args: argparse.Namespace) -> int:
 @force
 def compare(args: argparse.Namespace) -> int:
     """Put runs side by side, as one HTML file."""
+    from sft_play.cache import cache_dir
     from sft_play.commands.compare import compare_command
     from sft_play.report.compare_page import compare_table
 

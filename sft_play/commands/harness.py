@@ -26,6 +26,7 @@ from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.progress import LOADING, progress_bar, spinner
+from sft_play.report.record import tree_of
 from sft_play.report.tables import harness_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import counted
@@ -83,17 +84,12 @@ def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str
         del model, harness
         release_memory()
     scores = _scores(found, options)
-    models = _tree(read_json(run.harness).get("models"))
-    models[name] = {**_tree(models.get(name)), **scores}
+    models = tree_of(read_json(run.harness).get("models"))
+    models[name] = {**tree_of(models.get(name)), **scores}
     models = {name: models[name] for name in (BASE, trained_name(config), MERGED) if name in models}
     run.write_json(run.harness, {"lm_eval": version("lm_eval"), "models": models})
-    console().print(harness_table(models, scores))
-    console().print("", ending({"numbers": run.harness}, []))
+    console().print(harness_table(models, scores), "", ending({"numbers": run.harness}, []))
     return {"model": name, "seconds": round(seconds, 3), "tasks": scores}
-
-
-def _tree(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _require_sound(options: Options) -> None:
@@ -203,16 +199,14 @@ def _scores(found: dict[str, Any], options: Options) -> dict[str, Any]:
 
 def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Metric -> value and standard error, from keys like "acc,none" and "acc_stderr,none"."""
-    metrics: dict[str, dict[str, float]] = {}
+    metrics = {}
     for key, value in values.items():
         name, _, of_filter = key.partition(",")
-        if not of_filter or not isinstance(value, int | float):
-            continue
-        start, _, end = name.rpartition("_")
-        name, kind = (start, "stderr") if end == "stderr" else (name, "value")
-        metric = name if of_filter == "none" else f"{name} ({of_filter})"
-        metrics.setdefault(metric, {})[kind] = float(value)
-    return {name: found for name, found in metrics.items() if "value" in found}
+        if of_filter and isinstance(value, int | float) and not name.endswith("_stderr"):
+            found = {"value": value, "stderr": values.get(f"{name}_stderr,{of_filter}")}
+            metric = name if of_filter == "none" else f"{name} ({of_filter})"
+            metrics[metric] = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+    return metrics
 
 
 def fitting_tokens(vocabulary: int) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -112,15 +111,11 @@ def render(page: Page) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_masked,
+        # masks before escaping, since an escaped token would not be recognized
+        finalize=lambda value: redact(value) if type(value) is str else value,
     )
     environment.filters["svg"] = Markup
     return environment.get_template(TEMPLATE).render(page=page)
-
-
-def _masked(value: Any) -> Any:
-    """Masks before escaping, since an escaped token would not be recognized."""
-    return redact(value) if type(value) is str else value
 
 
 def is_page(path: Path) -> bool:

@@ -45,15 +45,10 @@ def gpu_info_table(machine: Machine) -> RenderableType:
         table.columns[1].justify = table.columns[7].justify = "left"
         for gpu in machine.gpus:
             capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "n/a"
+            sizes = (_size(gpu.free_bytes), _size(gpu.total_bytes))
+            facts = map(_or_na, (gpu.bf16, gpu.fp16, gpu.link))
             table.add_row(
-                str(gpu.index),
-                gpu.name + (" (MIG)" if gpu.mig else ""),
-                _size(gpu.free_bytes),
-                _size(gpu.total_bytes),
-                capability,
-                _or_na(gpu.bf16),
-                _or_na(gpu.fp16),
-                _or_na(gpu.link),
+                str(gpu.index), gpu.name + (" (MIG)" if gpu.mig else ""), *sizes, capability, *facts
             )
         users = (f"processes on GPU {gpu.index}: {_users(gpu)}" for gpu in machine.gpus)
         parts += [table, *(Words(line, hang=2) for line in users)]
@@ -76,11 +71,9 @@ def memory_table(machine: Machine, available: int | None) -> RenderableType:
         lines.append(f"GPU {gpu.index} {gpu.name}: {memory}; processes: {_users(gpu)}")
     memory = memory_text(machine.ram_free_bytes, machine.host.ram_total_bytes)
     lines.append(f"RAM: {memory}{machine.host.ram_limit_text}")
-    bold = f"Available to a run: {_size(available)} of RAM, shared by its processes"
-    limit = ""
+    what = " of RAM, shared by its processes"
     if machine.gpus:
-        bold = f"Available to a run: {_size(available)} per GPU"
-        limit = "; limited by the GPU with the least free memory" if len(machine.gpus) > 1 else ""
-        limit = f", including the CUDA context{limit}"
-    lines.append(Text.assemble((bold, "bold"), limit))
+        what = " per GPU, including the CUDA context"
+        what += "; limited by the GPU with the least free memory" if len(machine.gpus) > 1 else ""
+    lines.append(Text(f"Available to a run: {_size(available)}{what}", style="bold"))
     return Group(*(Words(line, hang=2) for line in lines))

@@ -22,16 +22,13 @@ def _process_table(memory: Mapping[str, Any]) -> RenderableType:
     table = columns("one process on the GPU", "memory", "of the budget", "")
     table.columns[3].justify = "left"
     context = format_bytes(memory["terms"]["context"])
-    notes = {
-        "allocated": "tensors",
-        "reserved": "with fragmentation",
-        "process": f"with {context} of context",
-    }
-    sizes = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "process": "process_bytes"}
-    for name, key in sizes.items():
-        share = f"{memory[key] / memory['budget_bytes']:.0%}"
-        style = "bold" if name == "process" else ""
-        table.add_row(name, format_bytes(memory[key]), share, notes[name], style=style)
+    for name, size, note in (
+        ("allocated", memory["peak_bytes"], "tensors"),
+        ("reserved", memory["reserved_bytes"], "with fragmentation"),
+        ("process", memory["process_bytes"], f"with {context} of context"),
+    ):
+        share = f"{size / memory['budget_bytes']:.0%}"
+        table.add_row(name, format_bytes(size), share, note, style="bold" if name == "process" else "")
     return table
 
 
@@ -55,13 +52,7 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
 
 
 def candidates_table(plan: Mapping[str, Any], peak: int, others: Sequence[Mapping[str, Any]]) -> Table:
-    """What else was possible: predicted speed and peak of the chosen plan and of others, as bars.
-
-    Args:
-        plan: the chosen one.
-        peak: bytes of its process.
-        others: from `Plan.alternatives`.
-    """
+    """What else was possible: predicted speed and peak, in bytes, of the chosen plan and others, as bars."""
     own_speed = 1.0 if plan["step_seconds"] else None
     chosen = {**plan, "process_bytes": peak, "fits": True, "relative_speed": own_speed}
     rows = _shown([chosen, *sorted(others, key=_kind)], chosen)
@@ -139,7 +130,12 @@ def scaling_table(rows: Sequence[Mapping[str, Any]], unit: str = "GPU") -> Rende
             speed_up(row),
         )
     problems = [Words(problem) for problem in scaling_problems(rows, unit)]
-    notes = [*map(_rates_note, planned[-1:]), *speed_up_notes(planned, unit)]
+    notes = [
+        f"lr: relative to batch {row['reference_batch_size']:,}, for each train.lr_scaling "
+        f"(in use: {row['lr_scaling']})"
+        for row in planned[-1:]
+    ]
+    notes += speed_up_notes(planned, unit)
     return Group(table, *problems, *(Words(Text(note, style="dim"), hang=2) for note in notes))
 
 
@@ -155,11 +151,6 @@ def speed_up(row: Mapping[str, Any]) -> str:
     bound = row["speed_up_at_most"]
     # predictions for several CPU processes are rough: no bound is above the number of processes
     return "n/a" if bound is None else f"<{min(bound, row['world_size']):.2f}x"
-
-
-def _rates_note(row: Mapping[str, Any]) -> str:
-    in_use = f"for each train.lr_scaling (in use: {row['lr_scaling']})"
-    return f"lr: relative to batch {row['reference_batch_size']:,}, {in_use}"
 
 
 def speed_up_notes(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
@@ -231,12 +222,8 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
         table.add_row(row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells)
     each = "a GPU" if tree["gpus"] == 1 else f"{tree['gpus']} GPUs"
     title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
-    notes = [
-        "- means that it does not fit. Speed is predicted from data sheets; GiB is the peak of tensors. For "
-        "details:",
-        f'make plan MODEL={tree["model"]} GPU="RTX 4090"',
-        *tree["why"],
-    ]
+    legend = "- means that it does not fit. Speed is predicted from data sheets; GiB is the peak of tensors."
+    notes = [f"{legend} For details:", f'make plan MODEL={tree["model"]} GPU="RTX 4090"', *tree["why"]]
     return Group(title, table, *(Words(Text(note, style="dim")) for note in notes))
 
 

@@ -41,23 +41,23 @@ class RunRecord:
     @property
     def chosen(self) -> Tree:
         """The choices of the plan; empty without a plan."""
-        return _tree(self.plan.get("plan"))
+        return tree_of(self.plan.get("plan"))
 
     @property
     def predicted_peak_bytes(self) -> Any:
         """The memory that the run was to need at most, from its end or else from its plan."""
-        planned = _tree(self.plan.get("memory")).get("peak_bytes")
+        planned = tree_of(self.plan.get("memory")).get("peak_bytes")
         return self.summary.get("predicted_peak_bytes") or planned
 
     @property
     def memory_origin(self) -> str:
         """What `predicted_peak_bytes` is called."""
-        planned = _tree(self.plan.get("memory")).get("origin")
+        planned = tree_of(self.plan.get("memory")).get("origin")
         return said_of(self.summary.get("predicted_memory_origin") or planned)
 
     def scores(self, when: str) -> Tree:
         """The scores "before" or "after" training, with their perplexity; empty if there are none."""
-        return with_perplexity(_sound(_tree(self.summary.get("eval")).get(when)))
+        return with_perplexity(_sound(tree_of(self.summary.get("eval")).get(when)))
 
     @property
     def last_step(self) -> int:
@@ -90,7 +90,7 @@ def read_run(path: Path) -> RunRecord:
         summary=trees[run.summary],
         metrics=_steps(run),
         evaluations={split: trees[file] for split, file in evaluations.items() if trees[file]},
-        harness=_tree(trees[run.harness].get("models")),
+        harness=tree_of(trees[run.harness].get("models")),
         answers={split: _first_answers(file.with_suffix(".jsonl")) for split, file in evaluations.items()},
         damaged=tuple(file.name for file in damaged),
     )
@@ -118,7 +118,8 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: RunDir(path).plan.stat().st_mtime, reverse=True)
 
 
-def _tree(value: Any) -> Tree:
+def tree_of(value: Any) -> Tree:
+    """The value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -126,14 +127,14 @@ def _sound(scores: Any) -> Tree:
     """The scores without those that are no numbers."""
     return {
         key: value
-        for key, value in _tree(scores).items()
+        for key, value in tree_of(scores).items()
         if key not in METRICS or isinstance(value, int | float)
     }
 
 
 def scores_of_models(evaluation: Tree) -> dict[str, Tree]:
     """Model -> its scores, of what `make eval` found; {} from earlier versions, which had one model."""
-    return {name: _sound(scores) for name, scores in _tree(evaluation.get("models")).items()}
+    return {name: _sound(scores) for name, scores in tree_of(evaluation.get("models")).items()}
 
 
 def other_runs(folder: Path) -> str:
