@@ -14,17 +14,9 @@ from sft_play.files import write_atomic
 from sft_play.hub import REPOSITORY
 from sft_play.manifest import CARD
 from sft_play.report.record import SPLITS, scores_of_models
-from sft_play.report.tables import (
-    MISSING,
-    formatted,
-    memory_line,
-    metric_rows,
-    step_line,
-    step_seconds,
-    with_perplexity,
-)
+from sft_play.report.tables import MISSING, formatted, metric_rows, run_values, with_perplexity
 from sft_play.runlog import RunDir, read_json
-from sft_play.units import format_count, format_duration
+from sft_play.units import format_duration
 
 FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
@@ -81,18 +73,25 @@ def model_card(
     """
     is_adapter = config.tuning.mode != "full" and not merged
     base = public_name(config.model.name)
+    what = "A LoRA adapter for" if is_adapter else "A fine-tuned version of"
+    data = ", ".join(f"`{public_name(path)}`" for path in training_paths(config.data))
+    on_hub = f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else f"`{base}`"
+    duration = formatted(summary.get("training_seconds"), format_duration)
+    measured = [("device", summary.get("device", MISSING)), ("training time", duration), *run_values(summary)]
     versions = summary.get("versions") or {}
+    sections = {
+        "Use": _usage(config, is_adapter, summary.get("model_class")),
+        "Scores on held-out rows": _scores(summary, evaluations),
+        "Data": _data(summary.get("data") or {}),
+        "Settings": _table(("setting", "value"), _settings(config)),
+        "Measured": _table(("", ""), measured),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
     blocks = [
         _metadata(config, is_adapter),
         f"# {config.output.name}",
-        f"{_what(is_adapter, merged)} {_link(base)}, trained on {_data_name(config)} with SFT-Play.",
-        "## Use",
-        _usage(config, is_adapter, summary.get("model_class")),
-        *_section("## Scores on held-out rows", _scores(summary, evaluations)),
-        *_section("## Data", _data(summary.get("data") or {})),
-        *_section("## Settings", _table(("setting", "value"), _settings(config, summary))),
-        *_section("## Measured", _table(("", ""), _measured(summary))),
-        *_section("## Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        f"{'A LoRA adapter merged into' if merged else what} {on_hub}, trained on {data} with SFT-Play.",
+        *(f"## {title}\n\n{text}" for title, text in sections.items() if text),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -126,20 +125,6 @@ def _metadata(config: RunConfig, is_adapter: bool) -> str:
         tags=["sft", "sft-play", *(["lora"] if config.tuning.mode != "full" else [])],
     )
     return f"---\n{card.to_yaml()}\n---"
-
-
-def _what(is_adapter: bool, merged: bool) -> str:
-    if is_adapter:
-        return "A LoRA adapter for"
-    return "A LoRA adapter merged into" if merged else "A fine-tuned version of"
-
-
-def _link(base: str) -> str:
-    return f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else f"`{base}`"
-
-
-def _data_name(config: RunConfig) -> str:
-    return ", ".join(f"`{public_name(path)}`" for path in training_paths(config.data))
 
 
 def _loading(config: RunConfig, is_adapter: bool, model_class: str | None) -> tuple[str, str]:
@@ -197,9 +182,8 @@ def _data(data: Mapping[str, Any]) -> str:
     return f"{table}\n\nFingerprint of the tokenized rows: `{data['fingerprint']}`" if table else ""
 
 
-def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _settings(config: RunConfig) -> list[tuple[str, str]]:
     train, lora = config.train, config.tuning.lora
-    unit = "tokens" if summary.get("packing") else "sequences"
     rows = [("method", METHODS[config.tuning.mode])]
     if config.tuning.mode != "full":
         rows.append(("rank, alpha, dropout", f"{lora.r}, {lora.alpha:g}, {lora.dropout:g}"))
@@ -215,28 +199,9 @@ def _settings(config: RunConfig, summary: Mapping[str, Any]) -> list[tuple[str, 
         *rows,
         ("peak learning rate", f"{train.learning_rate:g}, {train.lr_schedule}"),
         ("optimizer", f"{train.optimizer}, weight decay {train.weight_decay:g}"),
-        ("effective batch size", f"{summary.get('effective_batch_size', MISSING)} {unit}"),
-        ("optimizer steps", f"{summary.get('optimizer_steps', MISSING)}"),
         ("loss on", SUPERVISED[config.data.supervise]),
         ("seed", str(train.seed)),
     ]
-
-
-def _measured(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    speed, origin = summary.get("tokens_per_second"), summary.get("predicted_memory_origin")
-    memory = memory_line(summary.get("predicted_peak_bytes"), summary.get("measured_peak_bytes"), origin)
-    return [
-        ("processes", f"{summary.get('world_size', MISSING)} ({summary.get('device', MISSING)})"),
-        ("training time", formatted(summary.get("training_seconds"), format_duration)),
-        ("speed", f"{format_count(speed)} tokens/s" if speed else MISSING),
-        ("optimizer step", step_line(*step_seconds(summary))),
-        ("peak memory per process", memory),
-    ]
-
-
-def _section(title: str, text: str) -> list[str]:
-    """Title and text; nothing without a text."""
-    return [title, text] if text else []
 
 
 def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -132,7 +132,8 @@ def samples_table(samples: Iterable[Mapping[str, str]]) -> RenderableType:
     return apart(*blocks)
 
 
-def _run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was trained, how fast, in how much memory and to which loss, by name."""
     keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
     micro, accumulated, effective = (formatted(summary.get(key), "{:,}".format) for key in keys)
     unit = "tokens" if summary.get("packing") else "sequences"
@@ -231,7 +232,7 @@ def closing_screen(
     losses, answers = summary.get("eval") or {}, comparison or {}
     before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})
     after = with_perplexity({**(losses.get("after") or {}), **answers.get("after", {})})
-    blocks: list[RenderableType] = [NamedValues(_run_values(summary))]
+    blocks: list[RenderableType] = [NamedValues(run_values(summary))]
     if before or after:
         name = "held-out rows"
         if "answered_rows" in after:

@@ -11,6 +11,8 @@ from sft_play.report.card import is_on_hub, model_card, public_name
 SUMMARY = {
     "device": "cpu",
     "world_size": 2,
+    "micro_batch_size": 8,
+    "gradient_accumulation_steps": 1,
     "effective_batch_size": 16,
     "optimizer_steps": 40,
     "tokens_per_second": 1234.5,
@@ -103,8 +105,9 @@ def test_scores_data_and_measurements_are_those_of_the_summary():
         "| perplexity | 7.39 | 2.72 |",
         "| exact match | n/a | 50.0% |",
         "| train | 1,000 | 50,000 | 20,000 |",
-        "| effective batch size | 16 sequences |",
-        "| optimizer step | predicted 2.0 s, measured 2.5 s (prediction 20% too low) |",
+        "| plan | micro-batch 8 x accumulation 1 x 2 processes = 16 sequences |",
+        "| trained on | 40 steps, n/a supervised tokens |",
+        "| step | predicted 2.0 s, measured 2.5 s (prediction 20% too low) |",
     ):
         assert line in card.splitlines()
     assert "torch 2.13.0" in card and "abc123" in card
