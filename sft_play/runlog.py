@@ -58,6 +58,19 @@ def console_on_stderr() -> Iterator[None]:
         set_console(before)
 
 
+@contextlib.contextmanager
+def storing(path: Path, remedy: str) -> Iterator[None]:
+    """Says of an OSError within that a path cannot be written, and what to do.
+
+    Raises:
+        StorageError: there was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}. {remedy}") from error
+
+
 class _Within:
     """A path within the run directory."""
 
@@ -113,12 +126,8 @@ class RunDir:
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes `path` atomically."""
-        try:
+        with storing(path, "Free space, or set output.dir=<folder>"):
             write_atomic(path, redact(json.dumps(value, indent=2, default=str)) + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {path}: {error.strerror}. Free space or choose output.dir"
-            ) from error
 
 
 def open_run(output_dir: str, name: str, rank: int = 0) -> RunDir:
@@ -128,15 +137,11 @@ def open_run(output_dir: str, name: str, rank: int = 0) -> RunDir:
         StorageError: the folder cannot be created or written.
     """
     run = RunDir(Path(output_dir) / name, rank=rank)
-    try:
+    with storing(run.path, "Set output.dir=<folder>"):
         run.path.mkdir(parents=True, exist_ok=True)
         probe = run.path / f".write-test-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink(missing_ok=True)  # on a shared disk, another machine may have a process with this id
-    except OSError as error:
-        raise StorageError(
-            f"run directory {run.path} cannot be written: {error.strerror}. Set output.dir=<folder>"
-        ) from error
     return run
 
 
@@ -235,14 +240,10 @@ def update_summary(run: RunDir, **values: Any) -> dict[str, Any]:
 
 
 def _open_log(log: Path) -> int:
-    try:
+    remedy = f"Make {log.parent} writable, or copy the run to another folder and set output.dir=<folder>"
+    with storing(log, remedy):
         log.parent.mkdir(parents=True, exist_ok=True)
         return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    except OSError as error:
-        raise StorageError(
-            f"{log} cannot be written: {error.strerror}. Make {log.parent} writable, or copy the run to "
-            "another folder and set output.dir=<folder>"
-        ) from error
 
 
 @contextlib.contextmanager

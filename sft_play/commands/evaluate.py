@@ -20,7 +20,7 @@ from sft_play.config.schema import EvalConfig, RunConfig
 from sft_play.data.chat import prompt_and_answer
 from sft_play.data.formats import Message
 from sft_play.data.prepare import PreparedData
-from sft_play.errors import ConfigError, StorageError
+from sft_play.errors import ConfigError
 from sft_play.files import write_atomic
 from sft_play.model.base_files import require_same_base
 from sft_play.model.collators import Collator, padded_collator
@@ -33,7 +33,7 @@ from sft_play.report.layout import ending
 from sft_play.report.progress import progress_bar
 from sft_play.report.record import SPLITS
 from sft_play.report.tables import evaluation_table, perplexity
-from sft_play.runlog import RunDir, console, quiet_libraries, read_json
+from sft_play.runlog import RunDir, console, quiet_libraries, read_json, storing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -246,12 +246,8 @@ def _write_answers(
             **{name: answers[row].text for name, answers in others.items()},
         }
         lines += json.dumps(record, ensure_ascii=False) + "\n"
-    try:
+    with storing(path, "Free some space, or set output.dir=<folder>"):
         write_atomic(path, lines)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}. Free some space, or set output.dir=<folder>"
-        ) from error
 
 
 def closing_questions(

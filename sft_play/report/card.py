@@ -9,13 +9,12 @@ from typing import Any
 from sft_play.config.inputs import asked_name, training_paths
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
-from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.hub import REPOSITORY
 from sft_play.manifest import CARD
 from sft_play.report.record import SPLITS, scores_of_models
 from sft_play.report.tables import MISSING, formatted, metric_rows, run_values, with_perplexity
-from sft_play.runlog import RunDir, read_json
+from sft_play.runlog import RunDir, read_json, storing
 from sft_play.units import format_duration
 
 FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
@@ -46,10 +45,8 @@ def renewed_cards(config: RunConfig, run: RunDir) -> Iterator[None]:
             ours.append(folder)
     yield
     for folder in ours:
-        try:
+        with storing(folder / CARD, "Free space, or make the folder writable"):
             write_card(config, run, folder, merged=folder == run.merged)
-        except OSError as error:
-            raise StorageError(f"cannot write {folder / CARD}: {error.strerror}") from error
 
 
 def _is_ours(folder: Path, text: str) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from sft_play.errors import StorageError
 from sft_play.files import write_atomic
+from sft_play.runlog import storing
 from sft_play.secrets import redact
 
 TEMPLATE = "page.html.j2"
@@ -127,7 +127,5 @@ def is_page(path: Path) -> bool:
 def write_page(page: Page, path: Path) -> None:
     """Writes the page, whole or not at all; StorageError if that fails."""
     content = render(page).encode(errors="replace")  # answers may hold halves of surrogate pairs
-    try:
+    with storing(path, "Free space, or set OUT=<file>"):
         write_atomic(path, content)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}. Free space, or set OUT=<file>") from error

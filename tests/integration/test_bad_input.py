@@ -409,7 +409,7 @@ def test_a_run_directory_that_is_in_use_is_left_to_its_holder(refuses, finished)
 
 def test_a_folder_that_cannot_be_written_is_named(refuses, tmp_path):
     (tmp_path / "file").write_text("")
-    refuses(["train", f"output.dir={tmp_path / 'file'}"], 6, "cannot be written", "output.dir=")
+    refuses(["train", f"output.dir={tmp_path / 'file'}"], 6, "cannot write", "output.dir=")
     refuses(["train", "output.dir=/proc"], 6, "/proc", "output.dir=")
 
 
