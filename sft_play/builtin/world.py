@@ -164,9 +164,8 @@ def order_rows(seed: int, rows: dict[str, int]) -> dict[str, list[dict]]:
     splits: dict[str, list[dict]] = {}
     for split, count in rows.items():
         orders = itertools.islice(train if split == "train" else others, count)
-        splits[split] = [_row(letter, answer) for letter, answer in orders]
+        splits[split] = [
+            {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": answer}]}
+            for letter, answer in orders
+        ]
     return splits
-
-
-def _row(letter: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": letter}, {"role": "assistant", "content": answer}]}

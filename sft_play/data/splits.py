@@ -234,16 +234,13 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
 
 
 def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, Any]:
-    counts: Counter[str] = Counter()
-    for tally in tallies:
-        counts.update(tally.counts)
+    counts = sum((tally.counts for tally in tallies), Counter[str]())
     names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated")
     lengths = np.concatenate(
         [np.zeros(0, np.int32), *chain.from_iterable(tally.lengths for tally in tallies)]
     )
-    conversations = sum(int(one.mask.sum()) for one in chosen)
     return {
-        "conversations": conversations,
+        "conversations": sum(int(one.mask.sum()) for one in chosen),
         **{name: counts[name] for name in names},
         "dropped": {},
         "lengths": _percentiles(lengths),

@@ -59,9 +59,16 @@ def build(
         StorageError: the cache cannot be written.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    lock = filelock.FileLock(folder.with_name(f"{folder.name}.lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f"{folder.name}.lock"), announce):
+        try:
+            held = lock.acquire(timeout=1)
+        except filelock.Timeout:
+            if announce:
+                console().print("Another process is preparing the same data; waiting for it.")
+            held = lock.acquire()
+        with held:
             damage = find_damage(folder, hashes=hashes)
             if damage is None:
                 return
@@ -81,21 +88,6 @@ def build(
             f"preparing the data in {folder.parent} failed: {error}.\n"
             "Free some space there, or set another location: SFT_PLAY_CACHE=<folder>"
         ) from error
-
-
-@contextlib.contextmanager
-def _locked(path: Path, announce: bool) -> Iterator[None]:
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(timeout=1)
-    except filelock.Timeout:
-        if announce:
-            console().print("Another process is preparing the same data; waiting for it.")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def token_lists(rows: Sequence[np.ndarray]) -> pa.Array:

@@ -5,7 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +33,7 @@ class SlurmJob:
     @property
     def processes(self) -> int:
         """Processes per node; 0 for one on each visible GPU."""
-        if self.gpus is None:
-            return 0
-        return max(1, self.gpus)
+        return 0 if self.gpus is None else max(1, self.gpus)
 
 
 def read_job(nodes: str | None, gpus: str | None, name: str, **rest: str | None) -> SlurmJob:
@@ -49,19 +47,6 @@ def read_job(nodes: str | None, gpus: str | None, name: str, **rest: str | None)
     return SlurmJob(count, per_node, re.sub(r"[^\w.-]", "-", name), **rest)
 
 
-def sbatch_options(job: SlurmJob) -> dict[str, str]:
-    """The options in the #SBATCH lines."""
-    values = {
-        "job-name": job.name,
-        "nodes": str(job.nodes),
-        "gres": f"gpu:{job.gpus}" if job.gpus else None,
-        "partition": job.partition,
-        "time": job.time,
-        "account": job.account,
-    }
-    return {name: value for name, value in values.items() if value}
-
-
 def batch_file(
     template: str, job: SlurmJob, *, config: str, engine: str | None, overrides: Sequence[str], python: str
 ) -> str:
@@ -71,10 +56,18 @@ def batch_file(
         ConfigError: an option has more than one line.
         LaunchError: a variable is missing from the template.
     """
-    options = {name: shlex.quote(value) for name, value in sbatch_options(job).items()}
-    for name, value in options.items():
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "gres": f"gpu:{job.gpus}" if job.gpus else None,
+        "partition": job.partition,
+        "time": job.time,
+        "account": job.account,
+    }
+    replaced = {f"#SBATCH --{name}=": shlex.quote(value) for name, value in options.items() if value}
+    for start, value in replaced.items():
         if "\n" in value:
-            raise ConfigError(f"{name}: {value} has more than one line")
+            raise ConfigError(f"{start.removeprefix('#SBATCH ')}{value} has more than one line")
     variables = {
         "CONFIG": shlex.quote(config),
         "ENGINE": engine or "",
@@ -83,7 +76,6 @@ def batch_file(
         "REPOSITORY": shlex.quote(str(REPOSITORY)),
         "PYTHON": shlex.quote(python),
     }
-    replaced = {f"#SBATCH --{name}=": value for name, value in options.items()}
     replaced |= {f"{name}=": value for name, value in variables.items()}
     # Line by line and only once, so that no value is mistaken for a line of the template.
     lines = []
@@ -126,14 +118,8 @@ def submit(job: SlurmJob, *, config: str, engine: str | None, overrides: Sequenc
         commands = commands_for(job.nodes, ADDRESS_PLACEHOLDER, DEFAULT_PORT, settings)
         problem = "sbatch is not on the PATH, so there is no SLURM here. Without SLURM, run on each machine:"
         raise LaunchError("\n".join([problem, *commands]))
-    text = batch_file(
-        TEMPLATE.read_text(encoding="utf-8"),
-        job,
-        config=config,
-        engine=engine,
-        overrides=overrides,
-        python=sys.executable,
-    )
+    template = TEMPLATE.read_text(encoding="utf-8")
+    text = batch_file(template, job, config=config, engine=engine, overrides=overrides, python=sys.executable)
     file = LOGS / f"{job.name}.sbatch"
     try:
         LOGS.mkdir(exist_ok=True)
@@ -155,12 +141,9 @@ def refusal(errors: str) -> str:
 def submission_summary(job_id: str, job: SlurmJob) -> str:
     """A submitted job for the console: its resources, its logs, how to watch and to cancel it."""
     each = f"{counted(job.gpus or 0, 'GPU')} per node"
-    if job.gpus is None:
-        each = "all GPUs of each node"
-    elif job.gpus == 0:
-        each = "one process on the CPU of each node"
-    nodes = counted(job.nodes, "node")
-    rows: Mapping[str, str] = {
+    if not job.gpus:
+        each = "all GPUs of each node" if job.gpus is None else "one process on the CPU of each node"
+    rows = {
         "log": f"{LOGS}/train_{job_id}.out",
         "errors": f"{LOGS}/train_{job_id}.err",
         "batch file": f"{LOGS}/{job.name}.sbatch",
@@ -168,4 +151,4 @@ def submission_summary(job_id: str, job: SlurmJob) -> str:
         "cancel": f"scancel {job_id}",
     }
     lines = [f"  {name:<10}  {value}" for name, value in rows.items()]
-    return "\n".join([f"job {job_id}: {nodes}, {each}", *lines])
+    return "\n".join([f"job {job_id}: {counted(job.nodes, 'node')}, {each}", *lines])

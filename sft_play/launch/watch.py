@@ -59,15 +59,9 @@ class Watch:
                 failed_at, stalled = now, is_stalled(read_beats(self._run, self._numbers))
             late = failed_at is not None and now - failed_at > FAILURE_GRACE_S
             if late or (timeout_s is not None and now - began > timeout_s):
-                if stalled and not self.hung:
-                    self.hung = self._hanging_ranks()
-                self._kill_all()
+                self._end(stalled)
             time.sleep(POLL_S)
-        if failed_at is None:
-            stalled = is_stalled(read_beats(self._run, self._numbers))
-        if stalled and not self.hung:
-            self.hung = self._hanging_ranks()
-        self._kill_all()
+        self._end(stalled if failed_at is not None else is_stalled(read_beats(self._run, self._numbers)))
         psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
         return 1 if self._killed else self._process.returncode
 
@@ -133,6 +127,12 @@ class Watch:
         while time.monotonic() < deadline and not all(read_stack(self._run, beat.rank) for beat in silent):
             time.sleep(POLL_S / 5)
         return hanging(self._run, silent)
+
+    def _end(self, stalled: bool) -> None:
+        """Kills everything; if the ranks are `stalled`, they first say which of them hang."""
+        if stalled and not self.hung:
+            self.hung = self._hanging_ranks()
+        self._kill_all()
 
     def _kill_all(self) -> None:
         alive = [pid for pid, rank in self._ranks.items() if _alive(rank)]

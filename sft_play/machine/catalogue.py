@@ -82,12 +82,12 @@ def link_speed(link: str | None, compute_capability: tuple[int, int] | None) -> 
 
 def nearest_names(name: str, limit: int = 4) -> list[str]:
     """Known GPUs with similar names, those that share a word with `name` first."""
-    names = list(dict.fromkeys(entry["name"] for entry in _specs().values()))
-    wanted = " ".join(sorted(model_words(name)))
+    wanted = model_words(name)
 
     def similarity(known: str) -> tuple[int, float]:
         words = model_words(known)
-        ratio = difflib.SequenceMatcher(None, wanted, " ".join(sorted(words))).ratio()
-        return len(words & model_words(name)), ratio
+        pair = " ".join(sorted(wanted)), " ".join(sorted(words))
+        return len(words & wanted), difflib.SequenceMatcher(None, *pair).ratio()
 
+    names = dict.fromkeys(entry["name"] for entry in _specs().values())
     return sorted(names, key=similarity, reverse=True)[:limit]
