@@ -1,11 +1,12 @@
-"""Broken inputs through the code of `make check` and `make prepare`: each must end in a result or one error.
+"""Broken inputs through the code of the commands: each must end in a result or one error.
 
-    make fuzz                                   # 10,000 cases, ten minutes on two cores; results/fuzz.json
+    make fuzz                                   # 10,000 cases; results/fuzz.json
     make fuzz ARGS="--seed 7 --cases 500"
     make fuzz ARGS="--seed 7 --case 123"        # one case again, with its input
 
-A case fails if it raises anything but an error for the user, takes more than 5 s of CPU time, or if a worker
-process needs more than 1 GB.
+A case fails if it raises anything but an error for the user, ends otherwise than promised, takes more CPU
+time than its kind may (5 s for most), or if a worker process needs more than 1.5 GB. A random share of the
+cases are processes of their own, which train; the others run in the process of a worker, or in a copy of it.
 """
 
 import argparse
@@ -30,7 +31,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 
-from benchmarks.mutations import KINDS, ROWS, Case, make_case
+from benchmarks.fuzz_cases import KINDS, PROCESS, make_case
+from benchmarks.fuzz_runs import CHATML, RUNNERS, Setting
+from benchmarks.mutations import ROWS, Case
 from sft_play.commands.check import ERROR, OK, WARNING, check
 from sft_play.config.schema import DataConfig, ModelConfig
 from sft_play.data import limits
@@ -41,15 +44,17 @@ from sft_play.data.template import check_template, use_template
 from sft_play.data.workers import EncodingTask, encode_chunk
 from sft_play.errors import SftPlayError
 from sft_play.fingerprints import installed_versions
-from sft_play.machine.gpus import Machine, detect
+from sft_play.machine.gpus import detect
 
 CASES = 10_000
 RESULT = Path(__file__).parent / "results" / "fuzz.json"
-CPU_SECONDS, CLOCK_SECONDS, BYTES = 5.0, 60.0, 10**9
+CPU_SECONDS = 5.0
+# Each pattern may take 2 s, and processes import libraries or train.
+SECONDS_OF = {"pattern": 20.0, "console": 60.0, PROCESS: 180.0}
+CLOCK_SECONDS, BYTES = 600.0, 1_500 * 10**6
 TEMPLATE_SECONDS = 1.0  # what a template may take in these cases
 LEVELS = (ERROR, WARNING, OK)
 LONGEST_MESSAGE = 3000  # characters
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,6 @@ class Outcome:
     said: str
     seconds: float
     problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all cases of a worker share."""
-
-    folder: Path
-    chat: Chat
-    machine: Machine
 
 
 def byte_tokenizer() -> Any:
@@ -97,6 +93,8 @@ def run_case(case: Case, setting: Setting) -> str:
     Raises:
         SftPlayError: the input was refused, as most of them should be.
     """
+    if case.kind in RUNNERS:
+        return RUNNERS[case.kind](case, setting)
     file = setting.folder / f"case{case.suffix}"
     file.write_bytes(case.content)
     if case.kind == "config":
@@ -142,7 +140,7 @@ def judge(number: int, case: Case, setting: Setting) -> Outcome:
     except BaseException as error:  # noqa: BLE001 - this is what is looked for
         said, problem = type(error).__name__, traceback.format_exc()
     seconds = _cpu_seconds() - began
-    if seconds > CPU_SECONDS:
+    if seconds > SECONDS_OF.get(case.kind, CPU_SECONDS):
         problem = problem or f"it took {seconds:.1f} s"
     return Outcome(number, case.kind, said, seconds, problem)
 
@@ -204,7 +202,8 @@ def report(seed: int, outcomes: Sequence[Outcome], peak: int) -> list[str]:
     for kind in KINDS:
         counts = Counter(outcome.said for outcome in outcomes if outcome.kind == kind)
         told = ", ".join(f"{count} {said}" for said, count in counts.most_common())
-        print(f"{kind:9} {sum(counts.values()):6,} cases: {told}")
+        share = sum(counts.values()) / len(outcomes)
+        print(f"{kind:9} {sum(counts.values()):6,} cases ({share:.1%}): {told}")
     slowest = max(outcomes, key=lambda outcome: outcome.seconds)
     print(f"slowest: case {slowest.number} ({slowest.kind}) with {slowest.seconds:.1f} s of CPU time")
     print(f"peak memory of a process: {peak / 10**6:,.0f} MB")

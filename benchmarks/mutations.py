@@ -1,9 +1,8 @@
-"""Broken inputs for `make fuzz`: configs, rows, templates and model configs, each from a seed of its own."""
+"""Broken files for `make fuzz`: configs, rows, templates and model configs, each from a seed of its own."""
 
 import copy
 import json
 import random
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import yaml
@@ -11,7 +10,6 @@ import yaml
 from sft_play.config.schema import RunConfig
 from sft_play.data.template import SHIPPED
 
-KINDS = ("config", "rows", "template", "model")
 SUFFIXES = (".jsonl", ".json", ".csv")
 FEW = (0, 0, 0, 1, 1, 2)  # how many changes an input has, so that some inputs are refused late or not at all
 UNDAMAGED = 0.7  # of the files; the bytes of the others are damaged
@@ -135,18 +133,11 @@ class Case(NamedTuple):
     """Of the file that it is written to."""
     overrides: tuple[str, ...] = ()
     """`section.key=value`, for a config."""
-
-
-def make_case(seed: int, number: int, kinds: tuple[str, ...] = KINDS) -> Case:
-    """The case with this number; the same for the same seed."""
-    rng = random.Random(f"{seed}/{number}")
-    makers: dict[str, Callable[[random.Random], Case]] = {
-        "config": _config,
-        "rows": _rows,
-        "template": _template,
-        "model": _model,
-    }
-    return makers[kinds[number % len(kinds)]](rng)
+    words: tuple[str, ...] = ()
+    """Of a command, as typed."""
+    console: str = ""
+    """What its standard streams are."""
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def _leaf_names() -> list[str]:
@@ -157,7 +148,8 @@ def _leaf_names() -> list[str]:
     return names
 
 
-def _config(rng: random.Random) -> Case:
+def config(rng: random.Random) -> Case:
+    """A broken config, and overrides of it."""
     tree = copy.deepcopy(RUN)
     for _ in range(rng.choice(FEW)):
         section, _, key = rng.choice(_leaf_names()).partition(".")
@@ -171,18 +163,19 @@ def _config(rng: random.Random) -> Case:
     return Case("config", _maybe_damaged(rng, text), ".yaml", tuple(overrides))
 
 
-def _rows(rng: random.Random) -> Case:
-    suffix = rng.choice(SUFFIXES)
+def rows(rng: random.Random, suffix: str | None = None, *, damaged: bool = True) -> Case:
+    """A broken file of rows; not `damaged`: at most its values are wrong, not its bytes."""
+    suffix = suffix or rng.choice(SUFFIXES)
     base = rng.choice(ROWS)
-    rows: list[Any] = [copy.deepcopy(base) for _ in range(rng.randint(1, 4))]
+    made: list[Any] = [copy.deepcopy(base) for _ in range(rng.randint(1, 4))]
     for _ in range(rng.choice(FEW)):
-        _mutate_tree(rng, rng.choice(rows))
+        _mutate_tree(rng, rng.choice(made))
     if rng.random() < 0.1:
-        rows[-1] = rng.choice(NASTY)
+        made[-1] = rng.choice(NASTY)
     if rng.random() < 0.1:
         depth = rng.choice([90, 110, 900, 1500, 100_000])
-        rows.append(f'{{"messages": {"[" * depth}{"]" * depth}}}')
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        made.append(f'{{"messages": {"[" * depth}{"]" * depth}}}')
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in made]
     if suffix == ".json" and rng.random() < 0.7:
         text = f"[{', '.join(lines)}]" if rng.random() < 0.7 else f'{{"data": [{", ".join(lines)}]}}'
     elif suffix == ".csv":
@@ -190,10 +183,12 @@ def _rows(rng: random.Random) -> Case:
         text = f"{','.join(base)}\n" + ",".join('"' + cell.replace('"', '""') + '"' for cell in cells) + "\n"
     else:
         text = "\n".join(lines)
-    return Case("rows", _maybe_damaged(rng, text), suffix)
+    content = _maybe_damaged(rng, text) if damaged else text.encode("utf-8", "surrogatepass")
+    return Case("rows", content, suffix)
 
 
-def _template(rng: random.Random) -> Case:
+def template(rng: random.Random) -> Case:
+    """A broken chat template."""
     if rng.random() < 0.3:
         text = rng.choice(sorted(SHIPPED.glob("*.jinja"))).read_text(encoding="utf-8")
         place = rng.randrange(len(text))
@@ -207,7 +202,8 @@ def _template(rng: random.Random) -> Case:
     return Case("template", _maybe_damaged(rng, text), ".jinja")
 
 
-def _model(rng: random.Random) -> Case:
+def model(rng: random.Random) -> Case:
+    """A broken config.json of a model."""
     tree = copy.deepcopy(ARCHITECTURE)
     tree["model_type"] = rng.choice(["llama", *MODEL_TYPES])
     for _ in range(rng.randint(1, 3)):

@@ -31,13 +31,17 @@ def final_answer(text: str, pattern: regex.Pattern[str] | None) -> str | None:
     """What exact match compares: the text, or the first group of the last match; None without a match.
 
     Raises:
-        TimeoutError: the search takes too long, as if the pattern nests repetitions: `(a|aa)+$`.
+        TimeoutError: the search takes too long, as if the pattern nests repetitions, `(a|aa)+$`, or it takes
+            too much memory, as if it recurs, `(?R)`.
     """
     if pattern is None:
         return normalise(text)
     last = None
-    for last in pattern.finditer(text, timeout=PATTERN_SECONDS):  # noqa: B007 - only the last match is used
-        pass
+    try:
+        for last in pattern.finditer(text, timeout=PATTERN_SECONDS):  # noqa: B007 - the last one counts
+            pass
+    except MemoryError:
+        raise TimeoutError from None
     if last is None:
         return None
     return normalise((last[1] if pattern.groups else last[0]) or "")  # a group may have no part in a match
@@ -56,8 +60,8 @@ def require_answers(references: Sequence[str], pattern: str | None) -> None:
         found = [final_answer(text, expression) for text in references]
     except TimeoutError:
         raise ConfigError(
-            f"eval.answer_pattern: {pattern!r} takes more than {PATTERN_SECONDS:g} s on a reference; write "
-            "it without a repetition inside a repetition"
+            f"eval.answer_pattern: {pattern!r} takes more than {PATTERN_SECONDS:g} s, or too much memory, on "
+            "a reference; write it without a repetition inside a repetition, and without recursion"
         ) from None
     if all(answer is None for answer in found):
         raise ConfigError(
@@ -106,8 +110,8 @@ def _generated_answer(text: str, pattern: regex.Pattern[str] | None) -> str | No
         return final_answer(text, pattern)
     except TimeoutError:
         console().print(
-            f"  [yellow]eval.answer_pattern takes more than {PATTERN_SECONDS:g} s on an answer of "
-            f"{len(text):,} characters, which counts as no match[/]"
+            f"  [yellow]eval.answer_pattern takes more than {PATTERN_SECONDS:g} s, or too much memory, on an "
+            f"answer of {len(text):,} characters, which counts as no match[/]"
         )
         return None
 

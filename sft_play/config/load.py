@@ -274,7 +274,7 @@ def _allowed_text(name: tuple) -> str:
     """A description of the allowed values of a field, from its annotation."""
     text = str(_section_at(name[:-1]).model_json_schema()["properties"].get(name[-1], ""))
     allowed = []
-    if "'integer'" in text:
+    if "'integer'" in text and "additionalProperties" not in text:  # of a mapping, an entry is meant
         allowed.append("a positive integer" if "exclusiveMinimum" in text else "an integer")
     if "'boolean'" in text:
         allowed.append("true or false")
@@ -300,7 +300,7 @@ def _problems(error: ValidationError) -> list[str]:
             message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
             message = message[0].lower() + message[1:]
             if depth < len(path) or dotted in lines:
-                message = f"expected {_allowed_text(name) or message}"
+                message = f"expected {allowed}" if (allowed := _allowed_text(name)) else message
             if not isinstance(item["input"], dict | BaseModel):
                 message += f" (found {json.dumps(item['input'], default=str):.200})"
             lines[dotted] = message

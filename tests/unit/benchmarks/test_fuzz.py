@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks import fuzz
-from benchmarks.mutations import KINDS, Case, make_case
+from benchmarks.fuzz_cases import KINDS, make_case
+from benchmarks.mutations import Case
 from sft_play.errors import DataError
 
 SEED, CASES = 1, 200

@@ -87,12 +87,21 @@ def test_an_empty_answer_scores_nothing():
     assert (score.exact_match, score.rouge_l, score.chrf) == (False, 0.0, 0.0)
 
 
+def test_a_pattern_that_takes_all_memory_is_refused_on_a_reference_and_no_match_in_an_answer(capsys):
+    endless = "ok$|(?=b)(?R)"
+    with pytest.raises(ConfigError, match="or too much memory, on a reference; .* without recursion"):
+        require_answers(["ok", "b"], endless)
+    [score] = score_answers(["ok"], ["b"], endless)
+    assert score.exact_match is False
+    assert "or too much memory, on an answer of 1 characters" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_pattern_that_takes_exponential_time_is_refused_on_a_reference_and_no_match_in_an_answer(
     monkeypatch, capsys
 ):
     monkeypatch.setattr(module, "PATTERN_SECONDS", 0.05)
     slow, endless = "(a|aa)+$", "a" * 60 + "b"
-    with pytest.raises(ConfigError, match=r"'\(a\|aa\)\+\$' takes more than 0.05 s on a reference"):
+    with pytest.raises(ConfigError, match=r"'\(a\|aa\)\+\$' takes more than 0.05 s, or too much memory, on"):
         require_answers(["a", endless], slow)
     [score] = score_answers(["aaa"], [endless], slow)
     assert score.exact_match is False

@@ -33,6 +33,19 @@ def test_every_problem_is_reported_at_once_with_its_dotted_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("{'(': 4}", r"'\(' is not a regular expression: .* \(found \"\(\"\)"),
+        ("{q_proj: 0}", r"input should be greater than 0 \(found 0\)"),
+        ("{q_proj: x}", r'input should be a valid integer, .* \(found "x"\)'),
+    ],
+)
+def test_of_a_mapping_the_entry_is_named_that_is_wrong(tmp_path, override, said):
+    with pytest.raises(ConfigError, match=f"tuning.lora.rank_pattern: {said}"):
+        load_config(write(tmp_path, MINIMAL), [f"tuning.lora.rank_pattern={override}"])
+
+
+@pytest.mark.parametrize(
     ("override", "hint"),
     [
         ("train.learning_rat=1", "did you mean train.learning_rate?"),
