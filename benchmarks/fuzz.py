@@ -185,6 +185,8 @@ def run_share(seed: int, numbers: list[int], kinds: tuple[str, ...]) -> tuple[li
                     peak = max(peak, found)
                     break
                 outcomes.append(found)
+                if found.problem:
+                    print(f"case {found.number} ({found.kind}) fails", flush=True)
                 numbers = numbers[1:]
         alive = worker.is_alive()
         worker.kill() if numbers else None
