@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 YES, NO = {"1", "yes", "true"}, {"0", "no", "false"}  # written down again: they are what is promised
 NOT_INHERITED = {"PUBLIC", "FORCE", "CONFIRM"}
-PRINT = {"config-schema", "gpu-info", "memory-check", "check", "plan"}  # nothing else is made by them
+PRINT = {("config-schema",), ("gpu-info",), ("memory-check",), ("check",)}  # nothing else is made by them
 CHILD_SECONDS, PROCESS_SECONDS = 240, 500
 REFERENCES = ["The answer is 42.", "#### 7", "a" * 60 + "!"]
 RUN = """\
@@ -227,8 +227,7 @@ def run_console(case: Case, setting: Setting) -> str:
     _write_run(setting.folder)
     plain, _ = _forked(case.words, "file", 0)
     code, trace = _forked(case.words, case.console, json.loads(case.content))
-    full = case.console == "full" and bool(case.words) and case.words[0] in PRINT
-    wanted = 6 if full else plain
+    wanted = 6 if case.console == "full" and case.words[:1] in PRINT else plain
     if code != wanted or code in (1, None):
         raise Wrong(f"exit code {code}, but {wanted} with a console\n{trace}")
     return f"exit {code}"

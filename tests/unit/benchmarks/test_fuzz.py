@@ -1,9 +1,11 @@
 """A small part of `make fuzz`, and that it would notice what it looks for."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from benchmarks import fuzz
-from benchmarks.fuzz_cases import KINDS, make_case
+from benchmarks import fuzz, fuzz_runs
+from benchmarks.fuzz_cases import KINDS, PROCESS, make_case
 from benchmarks.mutations import Case
 from sft_play.errors import DataError
 
@@ -17,7 +19,7 @@ def setting(tmp_path, monkeypatch):
     return fuzz.make_setting(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != PROCESS])
 def test_broken_input_ends_in_a_result_or_one_error(setting, kind):
     outcomes = [
         fuzz.judge(number, make_case(SEED, number, (kind,)), setting) for number in range(CASES // len(KINDS))
@@ -29,6 +31,36 @@ def test_broken_input_ends_in_a_result_or_one_error(setting, kind):
 def test_a_case_is_the_same_for_the_same_seed():
     assert [make_case(7, number) for number in range(40)] == [make_case(7, number) for number in range(40)]
     assert make_case(7, 1) != make_case(8, 1)
+
+
+def test_a_share_of_the_cases_are_processes():
+    cases = [make_case(SEED, number) for number in range(3000)]
+    share = sum(case.kind == PROCESS for case in cases) / len(cases)
+    assert 0.001 < share < 0.01 and {case.kind for case in cases} == set(KINDS)
+
+
+@pytest.mark.parametrize(("console", "said"), [("file", "config-schema 0"), ("full", "config-schema 6")])
+def test_a_process_ends_as_promised(setting, console, said):
+    case = Case(PROCESS, b"0", words=("config-schema",), console=console, environment=(("RANK", "abc"),))
+    assert fuzz.judge(0, case, setting).said == said
+
+
+def test_what_ends_otherwise_than_promised_fails(setting, monkeypatch):
+    yes = b'{"setting": "PUBLIC", "value": "1", "typed": true}'
+    pushed = Case("yes-no", yes, words=("push", "REPO=user/name"))
+    printed = Case("console", b"9", words=("config-schema",), console="cut pipe")
+    assert [fuzz.judge(0, case, setting).said for case in (pushed, printed)] == ["yes", "exit 0"]
+    monkeypatch.setattr(fuzz_runs, "YES", set())
+    monkeypatch.setattr(fuzz_runs.cli, "report_error", lambda error: 1)
+    monkeypatch.setattr(fuzz_runs.cli, "require_output", lambda: 1 / 0)
+    for case, word in ((pushed, "'1' is taken as yes, not refused"), (printed, "ZeroDivisionError")):
+        assert word in fuzz.judge(0, case, setting).problem
+    monkeypatch.setattr(fuzz_runs, "prepare", lambda *_, **__: SimpleNamespace(stats=NOTHING_TRAINED))
+    data = Case("source", b'{"files": [], "config": {"data": {"train_path": "rows.jsonl"}}}')
+    assert "train has 3 rows and no supervised token" in fuzz.judge(0, data, setting).problem
+
+
+NOTHING_TRAINED = {"train": {"rows": 3, "supervised_tokens": 0}, "val": None, "test": None}
 
 
 def test_what_is_not_an_error_for_the_user_fails(setting, monkeypatch):
