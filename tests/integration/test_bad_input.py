@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sft_play import cli
+from sft_play.commands.handlers import MOST_PROCESSES
 from sft_play.manifest import MANIFEST
 from tests.integration.cli import TRAINED, Done, conversation, finish, sft, snapshot, start, write_rows
 from tests.unit.test_manifest import flip_bit
@@ -148,7 +149,7 @@ def test_less_memory_than_a_run_needs_is_a_misfit_with_what_would_help(finished)
 
 
 def test_advice_for_the_most_processes_takes_seconds(finished):
-    words = ["--gpus", str(cli.MOST_PROCESSES), f"train.effective_batch_size={cli.MOST_PROCESSES}"]
+    words = ["--gpus", str(MOST_PROCESSES), f"train.effective_batch_size={MOST_PROCESSES}"]
     words += ["--gpu", "RTX 4090", "train.batch_size=auto", "parallel.memory_gib=0.75"]
     began = time.process_time()
     done = sft("plan", "--config", finished.config, *words)
