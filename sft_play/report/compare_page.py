@@ -32,8 +32,9 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
 
 def _numbers(runs: Sequence[RunRecord]) -> Table:
     columns = [dict(key_numbers(run)) for run in runs]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, *(column.get(name, MISSING) for column in columns)) for name in names]
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        rows.append((name, *(column.get(name, MISSING) for column in columns)))
     return Table("Key numbers of each run", ("", *(run.name for run in runs)), rows)
 
 
