@@ -100,17 +100,15 @@ def data_findings(config: RunConfig) -> Iterator[Finding]:
 
 
 def _first_row(config: RunConfig, given: DataInput) -> Finding:
-    from sft_play.data.formats import convert, detect_format
+    from sft_play.data.formats import convert, with_format
     from sft_play.data.prepare import is_raw_text
     from sft_play.data.reading import open_source, read_rows
 
     key, path = given.key, given.path
     try:
         source = open_source(path, given.split, key, given.hub_split)
-        row = next(iter(read_rows(source, limit=1)), None)
-        if row is None:
-            return Finding(ERROR, "data", f"{key}: {path} has no rows", "use a file with at least one row")
-        name = detect_format(row) if given.format == "auto" else given.format
+        name, rows = with_format(read_rows(source, limit=1), given.format, f"{key}: {path}")
+        row = next(rows)
         is_raw_text(config, given, source, name)
         converted = convert(row, name, config.data.system_prompt)
     except ConfigError as error:

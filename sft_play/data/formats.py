@@ -1,9 +1,10 @@
 """Raw rows of any format -> conversations; errors name file, line, key, what was found, what is allowed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from sft_play.data.reading import Row
@@ -292,6 +293,18 @@ def detect_format(row: Row) -> str:
         f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}.\n"
         f"The formats and their keys:\n{formats}"
     )
+
+
+def with_format(rows: Iterator[Row], setting: str, what: str) -> tuple[str, Iterator[Row]]:
+    """The format of rows, which is that of the first one if `setting` is auto, and all rows.
+
+    Raises:
+        DataError: `what` has no rows, or the first one has no known format.
+    """
+    first = next(rows, None)
+    if first is None:
+        raise DataError(f"{what} has no rows")
+    return detect_format(first) if setting == "auto" else setting, chain([first], rows)
 
 
 def _format_of(found: set[str]) -> str | None:

@@ -19,7 +19,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat
-from sft_play.data.formats import Conversation, convert, detect_format
+from sft_play.data.formats import Conversation, convert, with_format
 from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, open_source, read_rows
 from sft_play.data.splits import SPLITS, Part, write_splits
@@ -34,7 +34,7 @@ from sft_play.data.workers import (
     encode_all,
     worker_count,
 )
-from sft_play.errors import ConfigError, DataError
+from sft_play.errors import ConfigError
 from sft_play.fingerprints import installed_versions, sources_digest
 from sft_play.manifest import read_manifest
 from sft_play.report.progress import progress_bar
@@ -174,18 +174,15 @@ def _cache_key(
 
 def _task(config: RunConfig, given: DataInput, source: Source, chat: Chat, origin: str) -> EncodingTask:
     """Detects the format from the first row and tries the chat template on the first conversation."""
-    rows = read_rows(source, config.data.limit)
-    first = next(rows, None)
-    if first is None:
-        raise DataError(f"{given.key}: {source.path} has no rows")
-    name = detect_format(first) if given.format == "auto" else given.format
+    what = f"{given.key}: {source.path}"
+    name, rows = with_format(read_rows(source, config.data.limit), given.format, what)
     settings = (name, config.data.system_prompt, config.data.overlong)
     if is_raw_text(config, given, source, name):
         return EncodingTask(
             replace(chat, max_tokens=None), *settings, block=block_tokens(config.model, chat.max_tokens)
         )
     task = EncodingTask(chat, *settings)
-    for row in chain([first], rows):
+    for row in rows:
         conversation = convert(row, name, task.system_prompt)
         if isinstance(conversation, Conversation):
             if conversation.messages:
@@ -257,14 +254,16 @@ def _encode(
 
 
 def _load(config: RunConfig, folder: Path) -> PreparedData:
+    import datasets
+
     stats = read_manifest(folder)["stats"]
     longest = max(stats[split]["lengths"]["max"] for split in SPLITS if stats[split])
     asked = config.model.max_seq_len
-    rows = {split: store.open_rows(folder / f"{split}.arrow") for split in SPLITS}
-    assert rows["train"] is not None  # `write_splits` raises DataError otherwise
+    files = {split: folder / f"{split}.arrow" for split in SPLITS}
+    rows = {name: datasets.Dataset.from_file(str(file)) for name, file in files.items() if file.exists()}
     shares = _weighted(stats["train"].get("sources", []), config)
     length = longest if asked == "auto" else asked
-    return PreparedData(rows["train"], rows["val"], rows["test"], length, stats, folder, shares)
+    return PreparedData(rows["train"], rows.get("val"), rows.get("test"), length, stats, folder, shares)
 
 
 def _weighted(sources: list[dict[str, Any]], config: RunConfig) -> tuple[Share, ...]:

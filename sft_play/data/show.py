@@ -17,12 +17,12 @@ from rich.text import Text
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import IGNORED, Chat, make_chat, render_rows
-from sft_play.data.formats import Conversation, convert, detect_format
+from sft_play.data.formats import Conversation, convert, detect_format, with_format
 from sft_play.data.prepare import PreparedData
 from sft_play.data.reading import Source, open_source, read_rows
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
-from sft_play.errors import ConfigError, DataError, StorageError
+from sft_play.errors import ConfigError, StorageError
 from sft_play.files import replacing_file
 from sft_play.report.layout import columns
 from sft_play.runlog import console
@@ -179,12 +179,8 @@ def _rendered(chat: Chat, row: Conversation) -> list[dict[str, Any]]:
 def _conversations(
     source: Source, name: str, limit: int | None, system_prompt: str | None, counts: Counter[str]
 ) -> Iterator[Conversation]:
-    rows = read_rows(source, limit)
-    first = next(rows, None)
-    if first is None:
-        raise DataError(f"{source.path} has no rows")
-    name = detect_format(first) if name == "auto" else name
-    for row in chain([first], rows):
+    name, rows = with_format(read_rows(source, limit), name, source.path)
+    for row in rows:
         converted = convert(row, detect_format(row) if name == EACH_ROW else name, system_prompt)
         if isinstance(converted, Conversation):
             yield converted

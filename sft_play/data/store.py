@@ -123,12 +123,3 @@ def count_supervised(dataset: "datasets.Dataset") -> np.ndarray:
         learned = np.concatenate([[0], np.cumsum(lists.flatten().to_numpy() != IGNORED)])
         counts.append(np.diff(learned[np.cumsum([0, *lists.value_lengths().to_pylist()])]))
     return np.concatenate(counts)
-
-
-def open_rows(file: Path) -> "datasets.Dataset | None":
-    """Tokenized rows as a memory-mapped dataset; None if the file does not exist."""
-    if not file.exists():
-        return None
-    import datasets
-
-    return datasets.Dataset.from_file(str(file))

@@ -79,11 +79,6 @@ class Machine:
     host: Host
     what_if: bool = False
 
-    @property
-    def ram_free_bytes(self) -> int | None:
-        """RAM available to a new process, within the limit of its container."""
-        return self.host.ram_free_bytes
-
 
 def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
     """Detects this machine, by NVML, and by /proc and /sys below `root`; respects CUDA_VISIBLE_DEVICES."""
@@ -271,14 +266,14 @@ def to_json(machine: Machine) -> dict[str, Any]:
 
 def memory_report(machine: Machine) -> dict[str, Any]:
     """The output of `sft-play memory-check --json`: free, used and total memory, and by whom it is used."""
-    left = machine.ram_free_bytes
+    left = machine.host.ram_free_bytes
     if machine.gpus:
         known = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
         left = min(known) if len(known) == len(machine.gpus) else None
     return {
         "gpus": [_gpu_report(gpu) for gpu in machine.gpus],
         "ram_total_bytes": machine.host.ram_total_bytes,
-        "ram_free_bytes": machine.ram_free_bytes,
+        "ram_free_bytes": machine.host.ram_free_bytes,
         "left_per_process_bytes": left,
     }
 

@@ -17,7 +17,7 @@ from sft_play.units import GIB, counted, format_bytes
 def training_device(machine: Machine) -> Device:
     """What the planner needs to know about the devices; the weakest one counts."""
     if not machine.gpus:
-        return Device(kind="cpu", name="the CPU", bf16=True, free_bytes=machine.ram_free_bytes)
+        return Device(kind="cpu", name="the CPU", bf16=True, free_bytes=machine.host.ram_free_bytes)
     free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
     capabilities = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
     return Device(

@@ -69,7 +69,7 @@ def memory_table(machine: Machine, available: int | None) -> RenderableType:
     for gpu in machine.gpus:
         memory = memory_text(gpu.free_bytes, gpu.total_bytes)
         lines.append(f"GPU {gpu.index} {gpu.name}: {memory}; processes: {_users(gpu)}")
-    memory = memory_text(machine.ram_free_bytes, machine.host.ram_total_bytes)
+    memory = memory_text(machine.host.ram_free_bytes, machine.host.ram_total_bytes)
     lines.append(f"RAM: {memory}{machine.host.ram_limit_text}")
     what = " of RAM, shared by its processes"
     if machine.gpus:

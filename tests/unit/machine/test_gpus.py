@@ -350,7 +350,7 @@ def test_the_fullest_gpu_decides_what_is_left():
 
 def test_without_a_gpu_the_ram_is_what_is_left():
     machine = Machine(gpus=(), note="no driver", host=detect_host())
-    assert memory_report(machine)["left_per_process_bytes"] == machine.ram_free_bytes
+    assert memory_report(machine)["left_per_process_bytes"] == machine.host.ram_free_bytes
 
 
 def test_memory_that_the_driver_does_not_tell_leaves_the_answer_open():
