@@ -72,7 +72,7 @@ def measure_in_child(name: str) -> DeviceProfile:
 def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> DeviceProfile:
     """Measures the device of this name: a CPU with so many threads or, for None, the GPU.
 
-    Products of 16-bit numbers need not be measured on a CPU; those of a GPU always are.
+    Without `sixteen_bit`, a CPU's products of 16-bit numbers are left out; those of a GPU never are.
     """
     device = torch.device("cpu" if threads else "cuda")
     began = now()
@@ -182,7 +182,7 @@ class Stopwatch:
 def pool_bytes(kind: str, free: int | None = None) -> int:
     """Bytes that operands are taken from: never less than the largest product and stretch need.
 
-    Some are `free`; None does not limit the pool.
+    The bytes of memory that are `free` limit the pool; None does not.
     """
     wanted = POOL_BYTES[kind] if free is None else min(POOL_BYTES[kind], int(POOL_SHARE * free))
     return max(wanted, 3 * 4 * SIDES[kind][-1] ** 2, STRETCHES[-1])

@@ -96,9 +96,9 @@ def saved_profile(
 ) -> DeviceProfile:
     """The profile of this machine's device, measured now unless it has been measured before.
 
-    What was measured on a busy machine is measured again once it is idle; `again`, in any case, and what
-    communication costs is forgotten. The processes that will train share a CPU's cores. Without products of
-    16-bit numbers, a CPU is measured sooner.
+    The processes that will train share a CPU's cores. What was measured on a busy machine is measured again
+    once it is idle. `again` measures in any case, and forgets what communication costs. Without `sixteen_bit`
+    products, a CPU is measured sooner.
 
     Raises:
         LaunchError: the measurement failed.
