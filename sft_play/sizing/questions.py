@@ -101,14 +101,11 @@ def four_bit(config: "PretrainedConfig") -> FourBit:
         )
     model = empty_model(config)
     head = model.get_output_embeddings()
-    linear = [m for m in model.modules() if isinstance(m, (Linear, Conv1D)) and m is not head]
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return FourBit(
-        model=type(model).__name__,
-        weights=sum(sizes.values()),
-        packed=sum(module.weight.numel() for module in linear),
-        experts=sum(weight.numel() for _, weight in fused_experts(model)),
-    )
+    linear = (m for m in model.modules() if isinstance(m, (Linear, Conv1D)) and m is not head)
+    weights = sum(weight.numel() for weight in model.parameters())
+    packed = sum(module.weight.numel() for module in linear)
+    experts = sum(weight.numel() for _, weight in fused_experts(model))
+    return FourBit(type(model).__name__, weights, packed, experts)
 
 
 def require_packable(found: FourBit) -> FourBitBase:
