@@ -50,7 +50,9 @@ def running(runs: Path) -> Server | None:
     try:
         server = Server(**json.loads(pid_file(runs).read_text(encoding="utf-8")))
         process = psutil.Process(server.pid)
-        same = abs(process.create_time() - server.started) < CLOCK_SLACK_S
+        argv = process.cmdline()  # empty for a moment after the start
+        same_start = abs(process.create_time() - server.started) < CLOCK_SLACK_S
+        same = same_start and (not argv or "tensorboard.main" in argv)
         return server if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (OSError, ValueError, TypeError, psutil.Error):
         return None
