@@ -142,7 +142,7 @@ def generate(
     given = {"input_ids": [list(prompt) for prompt in prompts]}
     batch: Any = tokenizer.pad(
         given, padding_side="left", return_attention_mask=True, return_tensors="pt", verbose=False
-    )
+    ).to(model.device)
     # Unset values would come from the model's own generation config, whose penalties change a greedy answer.
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -156,12 +156,7 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.inference_mode():
-        out = model.generate(
-            input_ids=batch["input_ids"].to(model.device),
-            attention_mask=batch["attention_mask"].to(model.device),
-            generation_config=settings,
-            streamer=streamer,
-        )
+        out = model.generate(**batch, generation_config=settings, streamer=streamer)
     return out[:, batch["input_ids"].shape[1] :].tolist()
 
 
