@@ -32,9 +32,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {}  # in the order of --help
-_flags: dict[
-    Handler, list[Flag]
-] = {}  # of functions whose decorators are being applied, from the last one up
+_flags: dict[Handler, list[Flag]] = {}  # while the decorators of a function are applied, the last one first
 
 
 def command(

@@ -28,12 +28,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")  # of merged weights
 force = switch("--force", "overwrite a file that is not ours")
 engine = flag("--engine", "distributed engine (default: parallel.engine)", metavar="NAME")
 processes = number(
-    "--processes",
-    "NGPU",
-    "number of processes; 0: one per visible GPU (default: 1)",
-    0,
-    MOST_PROCESSES,
-    default=1,
+    "--processes", "NGPU", "processes; 0: one per visible GPU (default: 1)", 0, MOST_PROCESSES, default=1
 )
 folder_of_runs = flag("--runs", "folder of all runs", type=Path, default="runs")
 
