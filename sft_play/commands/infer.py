@@ -163,20 +163,17 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
         except EOFError:
             console().print()
             return
-        if not line:
-            continue
         if SURROGATE.search(line):
             console().print("not sent: this is not valid UTF-8", style="yellow")
-            continue
-        if line.startswith("/"):
+        elif line.startswith("/"):
             message = run_chat_command(state, line)
             if message is None:
                 return
             console().print(message, style="dim", markup=False)
-            continue
-        state.turns.append({"role": "user", "content": line})
-        with quiet_libraries(run.log):
-            _reply(model, tokenizer, state, config)
+        elif line:
+            state.turns.append({"role": "user", "content": line})
+            with quiet_libraries(run.log):
+                _reply(model, tokenizer, state, config)
 
 
 # --- a file of prompts ---

@@ -68,8 +68,8 @@ def train_command(
         summary = train_job(job, [path, *overrides], link)
         if nodes.rank:
             console().print("trained; the results are on machine 0")
-            return 0
-        close(job, summary, compare(job))
+        else:
+            close(job, summary, compare(job))
     return 0
 
 

@@ -36,11 +36,11 @@ def subject(config: "RunConfig") -> str:
     return f"{what}, results in {config.output.dir}/{config.output.name}"
 
 
-def columns(*names: str) -> Table:
-    """A table without rules: text on the left in the first column, numbers on the right in the others."""
+def columns(*names: str, left: Sequence[int] = (0,)) -> Table:
+    """A table without rules: numbers on the right, and text on the left, in the columns `left`."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for index, name in enumerate(names):
-        table.add_column(name, justify="right" if index else "left")
+        table.add_column(name, justify="left" if index in left else "right")
     return table
 
 

@@ -40,9 +40,8 @@ def gpu_info_table(machine: Machine) -> RenderableType:
     host = machine.host
     parts: list[Any] = []
     if machine.gpus:
-        table = columns("", "GPU", "free", "of", "compute", "bf16", "fp16", "link")
+        table = columns("", "GPU", "free", "of", "compute", "bf16", "fp16", "link", left=(0, 1, 7))
         table.padding = (0, 2, 0, 0)
-        table.columns[1].justify = table.columns[7].justify = "left"
         for gpu in machine.gpus:
             capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "n/a"
             sizes = (_size(gpu.free_bytes), _size(gpu.total_bytes))

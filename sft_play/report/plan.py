@@ -19,8 +19,7 @@ SHOWN = 6  # micro-batches of the chosen kind
 
 def _process_table(memory: Mapping[str, Any]) -> RenderableType:
     """What tensors take, what the allocator reserves for them, and what the driver counts."""
-    table = columns("one process on the GPU", "memory", "of the budget", "")
-    table.columns[3].justify = "left"
+    table = columns("one process on the GPU", "memory", "of the budget", "", left=(0, 3))
     context = format_bytes(memory["terms"]["context"])
     for name, size, note in (
         ("allocated", memory["peak_bytes"], "tensors"),
@@ -56,10 +55,9 @@ def candidates_table(plan: Mapping[str, Any], peak: int, others: Sequence[Mappin
     own_speed = 1.0 if plan["step_seconds"] else None
     chosen = {**plan, "process_bytes": peak, "fits": True, "relative_speed": own_speed}
     rows = _shown([chosen, *sorted(others, key=_kind)], chosen)
-    table = columns("micro-batch", "activations", "tokens/s", "", "peak", "")
+    table = columns("micro-batch", "activations", "tokens/s", "", "peak", "", left=(0, 1, 3, 5))
     table.padding = (0, 2, 0, 0)
-    for column, heading in enumerate(table.columns):
-        heading.justify = "left" if column in (0, 1, 3, 5) else "right"
+    for heading in table.columns:
         heading.no_wrap = heading.header != ""  # the bars give way
     fastest, largest = max(map(_speed, rows)) or 1, max(row["process_bytes"] for row in rows)
     for row in rows:

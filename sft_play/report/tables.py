@@ -283,8 +283,7 @@ def harness_rows(models: Models, tasks: Iterable[str]) -> list[tuple[str, ...]]:
 
 def harness_table(models: Models, tasks: Iterable[str]) -> RenderableType:
     """The result of `make eval-lm`, beside what the other models of the run reached on the same rows."""
-    table = columns("task", "metric", "rows", *models)
-    table.columns[1].justify = "left"
+    table = columns("task", "metric", "rows", *models, left=(0, 1))
     for row in harness_rows(models, tasks):
         table.add_row(*row)
     return table
