@@ -2,11 +2,14 @@
 
 import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 from sft_play.cli import WAITING, build_parser, main, parse, report_error, set_environment
 from sft_play.errors import ConfigError
+from tests.conftest import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,12 @@ def test_a_name_that_no_file_can_have_is_refused(words, capfd):
     assert main([*words, "n" * 5000]) == 2
     said = capfd.readouterr().err
     assert "nnn... (" in said and "use a shorter name" in said and "bug" not in said and len(said) < 300
+
+
+def test_python_without_docstrings_is_refused():
+    command = [sys.executable, "-OO", "-m", "sft_play", "config-schema"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 2 and done.stderr.startswith("error: PYTHONOPTIMIZE=2")
 
 
 def test_a_command_in_an_error_can_be_copied_from_a_narrow_terminal(monkeypatch, capsys):
