@@ -358,9 +358,10 @@ def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
         mask = label_mask(offsets, row.supervised)
         if row.add_eos and len(text) == len(row.text):
             ids, mask = [*ids, chat.tokenizer.eos_token_id], np.append(mask, True)
-        labels = np.where(mask, ids, IGNORED).astype(np.int32)
+        found = np.array(ids, np.int32)
+        labels = np.where(mask, found, np.int32(IGNORED))
         labels[:1] = IGNORED  # no context precedes the first token, so it cannot be predicted
-        rows.append(Tokens(np.array(ids, np.int32), labels))
+        rows.append(Tokens(found, labels))
     return rows
 
 
