@@ -329,6 +329,10 @@ check-style: $(READY) ## Measure readability; AGAINST=main fails if it got worse
 bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
 	$(PY) -m benchmarks.sizing $(WORDS)
 
+.PHONY: bench-sharding
+bench-sharding: $(READY) ## Compare predicted with measured memory under FSDP2
+	$(PY) -m benchmarks.sharding $(WORDS)
+
 .PHONY: bench-models
 bench-models: $(READY) ## Train two steps of every architecture; write the page
 	$(PY) -m benchmarks.architectures $(WORDS)

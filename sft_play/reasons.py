@@ -65,6 +65,7 @@ class EngineChoice(Reason, kw_only=True):
     world_size: int
     other: str | None = None
     more_bytes: int = 0  # that the other one needs; negative if it needs less
+    alone: bool = False  # whether no other engine fits that the config allows
 
 
 class Unsized(Reason):

@@ -5,15 +5,17 @@ tokens of its micro-batch, so two traces give every other token count. Nothing h
 about how fast any device is.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 FREE, PRODUCT, ATTENTION, ATTENTION_BACKWARD, UNPACK, ELEMENTWISE, IN_PLACE, TRANSCENDENTAL = range(8)
+ALL_GATHER, REDUCE_SCATTER = 8, 9
 KINDS = (
     "views", "matrix products", "attention", "attention, backward", "NF4 unpacking", "element-wise",
-    "in place", "transcendental",
+    "in place", "transcendental", "all-gather", "reduce-scatter",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 M, N, K, TIMES, BYTES, FRESH = range(6)  # columns of `Work.sizes`
@@ -26,7 +28,7 @@ class Work:
     A product is [m, k] x [k, n], repeated TIMES. Attention has its tokens in `m` and heads x head_dim in `k`:
     its cost depends on how the tokens are divided into sequences, which a trace does not know. For 4-bit
     weights `m` counts those that are unpacked. BYTES are read and written, FRESH are those of new memory;
-    both are repeated TIMES.
+    both are repeated TIMES. Of what processes exchange, BYTES are those of the whole tensor.
     """
 
     kinds: np.ndarray  # of each traced operation, int8
@@ -38,6 +40,11 @@ class Work:
     backward_from: int  # index in `order` where the backward pass begins
     trained_elements: int
     trained_tensors: int
+
+    def exchanged(self, kind: int) -> Counter[int]:
+        """How many tensors of so many bytes this kind of operation exchanges in the micro-batch."""
+        found = self.order[self.kinds[self.order] == kind]
+        return Counter(np.rint(self.sizes[found, BYTES]).astype(int).tolist())
 
     def same_operations(self, other: "Work") -> bool:
         """Whether both have the same operations in the same order, on any number of tokens."""

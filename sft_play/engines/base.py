@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
 from sft_play.timeline import Step
+from sft_play.work import Work
 
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Message:
     """A collective operation, `times` times per optimizer step."""
 
-    kind: str  # all_reduce or all_gather
+    kind: str  # all_reduce, all_gather or reduce_scatter
     tensor_bytes: float
     times: int
 
@@ -229,11 +230,12 @@ class Engine:
         kept = {"weights", "adapters", "optimizer"} | ({"gradients"} if self.keeps_gradients else set())
         return {name: size if name in kept else 0 for name, size in terms.items()}
 
-    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
         """What the processes exchange in an optimizer step.
 
         Args:
-            gradient_bytes: of all trained parameters.
+            work: of a micro-batch, with what is trained, and what is gathered if weights are divided.
+            element_bytes: of a trained element's gradient.
             accumulation: micro-batches per step of each process.
         """
         return ()

@@ -5,6 +5,7 @@ import math
 from sft_play.engines.base import Division, Engine, Message
 from sft_play.timeline import Buffer, Step
 from sft_play.units import MIB
+from sft_play.work import Work
 
 BROADCAST = 250 * MIB  # the weights of rank 0 are broadcast in buffers of this size
 BUCKETS = 16  # per backward pass
@@ -36,8 +37,9 @@ class Ddp(Engine):
             Buffer("engine", gradients, "evaluation", "evaluation"),
         )
 
-    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
         """All gradients are reduced once per step, bucket by bucket."""
+        gradient_bytes = work.trained_elements * element_bytes
         buckets = max(1, math.ceil(gradient_bytes / (bucket_mib(gradient_bytes) * MIB)))
         return (Message("all_reduce", gradient_bytes / buckets, buckets),)
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.engines.base import Engine, Message
+from sft_play.engines.base import Division, Engine, Message
 from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
+from sft_play.timeline import Step
 from sft_play.units import AUTOCAST
+from sft_play.work import ALL_GATHER, REDUCE_SCATTER, Work
 
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
-
-PASSES = 2  # weights are gathered for the forward and again for the backward pass
 
 
 def gathered_dtype(mode: str, dtype: str, mixed_precision: str) -> str | None:
@@ -64,6 +64,14 @@ class Fsdp2(Engine):
             like_first=like_first,
         )
 
+    def transform(self, step: Step, division: Division) -> Step:
+        """Nothing is added: the trace of a step whose weights are divided (`sizing.sharded`) has it all.
+
+        That is, all that is allocated through PyTorch. NCCL's buffers are in the communicator of the budget.
+        To save weights, each is gathered alone, which is less than the layer that a forward pass gathers.
+        """
+        return step
+
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it."""
         files = checkpoint.glob("optimizer_shard_*.safetensors")
@@ -109,6 +117,15 @@ class Fsdp2(Engine):
         """A process updates its part."""
         return 1 / world_size
 
-    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
-        """Gradients of each micro-batch are reduced, each process getting its part."""
-        return (Message("all_gather", gradient_bytes, accumulation),)
+    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+        """Those that `fully_shard` sent in the trace of a micro-batch, layer by layer.
+
+        Weights are gathered for the forward and for the backward pass, and gradients reduced, each process
+        getting its part.
+        """
+        kinds = {"all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
+        return tuple(
+            Message(name, size, accumulation * times)
+            for name, kind in kinds.items()
+            for size, times in work.exchanged(kind).items()
+        )

@@ -36,5 +36,4 @@ def engines_for(config: RunConfig, world_size: int) -> list[Engine]:
     asked = config.parallel.engine
     if asked != "auto":
         return [engine_of(asked)]
-    others = [engine for engine in distributed_engines() if not engine.problem(config)]
-    return [engine for engine in others if not engine.shards_weights]  # whose memory is not traced yet
+    return [engine for engine in distributed_engines() if not engine.problem(config)]

@@ -16,6 +16,7 @@ from sft_play.engines.base import Division, Engine, Message
 from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
 from sft_play.timeline import Buffer, Step
+from sft_play.work import Work
 
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
@@ -174,11 +175,12 @@ class Zero2(Engine):
             Buffer("engine", own + FP32 * share, "optimizer", "optimizer"),
         )
 
-    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
         """Gradients of each micro-batch are reduced, and the updated weights gathered once.
 
         Although each process keeps only its part, all get the whole (`use_multi_rank_bucket_allreduce`).
         """
+        gradient_bytes = work.trained_elements * element_bytes
         return (
             Message("all_reduce", gradient_bytes, accumulation),
             Message("all_gather", gradient_bytes, 1),

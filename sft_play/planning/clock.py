@@ -67,13 +67,15 @@ def plan_clock(
 ) -> Clock:
     """A clock that predicts the seconds of an optimizer step of a plan on this machine.
 
-    So many processes share the machine; without `link`, communication between them takes no time.
+    So many processes share the machine; without `link`, communication between them takes no time. Where
+    weights are sent for each micro-batch, the seconds are unknown if communication is.
     """
     work_of, profile = work_of_plans(config, facts.eval_shape), profile_of(machine, processes)
     collectives = collectives_of(machine, processes) if link else None
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
-        if profile is None:
+        engine = engine_of(plan.engine)
+        if profile is None or (link and collectives is None and engine.shards_weights):
             return None
         batch = mean_micro_batch(facts, plan)
         work = work_of(run, plan, batch.tokens)
@@ -83,7 +85,7 @@ def plan_clock(
             batch,
             accumulation=plan.gradient_accumulation_steps,
             exchange=collectives.seconds(messages_of(work, run, plan)) if collectives else 0.0,
-            update_share=engine_of(plan.engine).update_share(plan.world_size),
+            update_share=engine.update_share(plan.world_size),
         )
         return sum(parts)
 
@@ -99,8 +101,8 @@ def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
 
 def messages_of(work: Work, run: RunConfig, plan: Plan) -> tuple[Message, ...]:
     """What the processes of a plan exchange in an optimizer step."""
-    gradient_bytes = work.trained_elements * StepSpec.of(run, plan).trained_element_bytes
-    return engine_of(plan.engine).messages(gradient_bytes, plan.gradient_accumulation_steps)
+    element_bytes = StepSpec.of(run, plan).trained_element_bytes
+    return engine_of(plan.engine).messages(work, element_bytes, plan.gradient_accumulation_steps)
 
 
 def sent_bytes(exchanged: Iterable[Message], processes: int) -> int:

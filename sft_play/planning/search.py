@@ -9,13 +9,14 @@ avoids it where the answer is known:
 - Recomputing activations only costs time where they fit. With checkpointing, micro-batches are sized that do
   not fit without it, and the chosen one, to report what checkpointing would save.
 - Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
-  more memory, they are sized for that plan only, to report what they would save.
+  more memory, they are sized for that plan only, to report what they would save; not at all if they divide
+  the weights, since their steps have traces of their own.
 
 Among the plans that fit, the one with the shortest predicted step is chosen; plans within 1% of it (`TIE`)
-count as a tie, which the larger micro-batch wins. A plan with which memory ran out in an earlier run counts
-as one that does not fit, unless no other is left: then the prediction counts, and of several plans the one
-that needs least is chosen. If no plan fits, the error lists single changes to the config that would make the
-smallest one fit.
+count as a tie, which the larger micro-batch wins; but weights are not divided for a tie. A plan with which
+memory ran out in an earlier run counts as one that does not fit, unless no other is left: then the prediction
+counts, and of several plans the one that needs least is chosen. If no plan fits, the error lists single
+changes to the config that would make the smallest one fit.
 
 Pure: memory and time are functions, so traced, measured and made-up numbers are interchangeable.
 """
@@ -122,7 +123,9 @@ def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) ->
         best = _best_without_memory_limit(drafts, sized, seconds_of)
         of_engine = [draft for draft in drafts if draft.engine == engine]
         if best is not None:
-            of_engine = [draft for draft in of_engine if _split(draft) == _split(best)]
+            of_engine = [
+                draft for draft in of_engine if _split(draft) == _split(best) and not _divides(draft)
+            ]
         sized += _size_engine(of_engine, memory_of)
     return sized
 
@@ -179,17 +182,21 @@ def _pick_fastest(fitting: list[Plan], seconds_of: SecondsOf) -> tuple[Plan, flo
 
     Some engines cost speed that a clock does not know of, so they are left out where another one fits with
     the same split. If speed is unknown, the largest micro-batch with the first plan's engine and
-    checkpointing.
+    checkpointing. A plan of unknown speed is not faster than one whose speed is known.
     """
     fitting = [plan for plan in fitting if not _trades_speed_needlessly(plan, fitting)]
     times = [seconds_of(plan) for plan in fitting]
     known = [(plan, time) for plan, time in zip(fitting, times, strict=True) if time is not None]
-    if len(known) < len(fitting):
+    if not known:
         alike = [plan for plan in fitting if _kind(plan) == _kind(fitting[0])]
         return max(alike, key=_size), None
     best = min(time for _, time in known)
     tied = [(plan, time) for plan, time in known if time <= best * (1 + TIE)]
-    return min(tied, key=lambda pair: (-_size(pair[0]), pair[1]))
+    return min(tied, key=lambda pair: (_divides(pair[0]), -_size(pair[0]), pair[1]))
+
+
+def _divides(plan: Plan) -> bool:
+    return engine_of(plan.engine).shards_weights
 
 
 def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
@@ -251,7 +258,8 @@ def _why_engine(chosen: Plan, fitting: list[Plan]) -> EngineChoice:
     )
     others = [plan for plan in fitting if plan.engine != chosen.engine and _split(plan) == _split(chosen)]
     if not others:
-        return reason
+        alone = engine.trades_speed and all(plan.engine == chosen.engine for plan in fitting)
+        return replace(reason, alone=alone)
     other = min(others, key=_needed)
     more = _needed(other) - _needed(chosen)
     return replace(reason, other=engine_of(other.engine).label, more_bytes=more)
@@ -297,14 +305,20 @@ def _preference(row: dict[str, Any]) -> tuple[bool, float]:
 
 def helpful_changes(config: RunConfig, smallest: Plan, estimate: Estimator) -> tuple[Change, ...]:
     """What a process would need after each possible change to the smallest plan, cheapest change first."""
-    found = []
+    found: list[Change] = []
+    enough: set[str] = set()  # engines that divide weights, of which fewer processes fit
     possible = (_smaller_steps, _lighter_methods, _shorter_rows, _more_processes)
     for what, changed_config, changed_plan in chain.from_iterable(way(config, smallest) for way in possible):
+        if changed_plan.engine in enough:
+            continue
         try:
             memory = estimate(changed_config, changed_plan)
         except ConfigError:  # this model or this machine does not allow it
             continue
         found.append(Change(what, memory.process_bytes, memory.fits))
+        more = (changed_plan.engine, changed_plan.world_size) != (smallest.engine, smallest.world_size)
+        if memory.fits and more and _divides(changed_plan):  # each number of processes takes a trace
+            enough.add(changed_plan.engine)
     return tuple(found)
 
 
@@ -351,7 +365,11 @@ def _shorter_rows(config: RunConfig, plan: Plan) -> Iterator[Changed]:
 def _more_processes(config: RunConfig, plan: Plan) -> Iterator[Changed]:
     unit = process_unit(plan.device)
     for engine in distributed_engines():
-        if engine.trades_speed and engine.name != plan.engine and not engine.problem(config):
-            for world in sorted({max(2, plan.world_size), 2 * plan.world_size, 4 * plan.world_size}):
+        own = engine.name == plan.engine
+        if not engine.trades_speed or engine.problem(config) or (own and not engine.shards_weights):
+            continue
+        times = (1, 2, 4, 8) if engine.shards_weights else (1, 2, 4)
+        for world in sorted({max(2, number * plan.world_size) for number in times}):
+            if not own or world > plan.world_size:
                 divided = replace(plan, engine=engine.name, world_size=world)
                 yield f"{counted(world, unit)} with {engine.label}", config, divided

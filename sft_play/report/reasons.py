@@ -120,7 +120,7 @@ def _activations(reason: reasons.Activations) -> str:
 def _engine(reason: reasons.EngineChoice) -> str:
     choice = f"{reason.engine} over {reason.world_size} processes"
     if reason.other is None:
-        return choice
+        return f"{choice}: {reason.principle}; no other engine fits" if reason.alone else choice
     if reason.trades_speed:
         saved = format_bytes(reason.more_bytes)
         return f"{choice}: {reason.principle}, which saves {saved} over {reason.other}"

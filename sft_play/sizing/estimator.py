@@ -140,7 +140,7 @@ class Traces:
         self.architecture, self._cache = Architecture.of(config), cache
         self.count = 0  # of steps that were traced, not read
         self._kinds: dict[str, dict[Size, StepTrace]] = {}
-        self._all_layers = False  # whether fewer did not do, which takes a while to find out
+        self._all_layers: dict[bool, bool] = {}  # whether fewer did not do, by whether tensors are divided
         self._untraceable: UntraceableModel | None = None  # kept, since finding out may take a while
 
     def step(self, spec: StepSpec) -> Step:
@@ -223,7 +223,8 @@ class Traces:
             from sft_play.sizing.trace import trace_step
 
         try:
-            trace = trace_step(self.architecture.config, spec, all_layers=self._all_layers)
+            whole = self._all_layers.get(spec.shards > 1, False)
+            trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
             self._untraceable = error
             raise
@@ -235,7 +236,7 @@ class Traces:
 
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._kinds[kind_of(spec)][size_of(spec)] = trace
-        self._all_layers = not trace.stand_ins
+        self._all_layers[spec.shards > 1] = not trace.stand_ins
 
 
 def save_trace(path: Path, trace: StepTrace) -> None:

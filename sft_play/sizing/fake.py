@@ -87,18 +87,20 @@ def layers_told_apart(model: "PreTrainedModel", stand_ins: Sequence[int]) -> tor
 def layer_kinds(layers: torch.nn.ModuleList) -> list[int]:
     """A number for each layer; layers with equal numbers allocate the same."""
 
-    def shapes(layer: torch.nn.Module) -> tuple:
-        return tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
-
     def shapes_and_settings(layer: torch.nn.Module) -> tuple:
-        return shapes(layer), tuple(_settings(layer))
+        return layer_shapes(layer), tuple(_settings(layer))
 
-    for describe in (shapes_and_settings, shapes):
+    for describe in (shapes_and_settings, layer_shapes):
         descriptions = [describe(layer) for layer in layers]
         kinds = list(dict.fromkeys(descriptions))
         if len(kinds) <= MAX_LAYER_KINDS:
             break
     return [kinds.index(description) for description in descriptions]
+
+
+def layer_shapes(layer: torch.nn.Module) -> tuple:
+    """Names, shapes and types of a layer's parameters."""
+    return tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
 
 
 def _settings(layer: torch.nn.Module) -> Iterator[tuple[str, str, str, Any]]:

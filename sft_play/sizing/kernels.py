@@ -361,7 +361,7 @@ def attributed_loss(recorder: AllocationRecorder) -> Iterator[None]:
 
     def attributed(function: Callable) -> staticmethod:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with recorder.inside_loss_head():
+            with recorder.attributing_to("loss"):
                 return function(*args, **kwargs)
 
         return staticmethod(call)

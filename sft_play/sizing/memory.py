@@ -75,7 +75,9 @@ def estimate(
     )
     if device.kind == "cpu" or not (complete or _is_tight(memory, device)):
         return memory
-    return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device))
+    # transformers' caching_allocator_warmup begins with a block of about the size of the weights
+    warmup = 0 if engine.shards_weights else step.peaks()["load"].terms["weights"]
+    return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device, warmup))
 
 
 def _is_tight(memory: Memory, device: DeviceBudget) -> bool:
@@ -84,17 +86,15 @@ def _is_tight(memory: Memory, device: DeviceBudget) -> bool:
     return matters_from < memory.process_bytes <= device.budget_bytes
 
 
-def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget) -> int:
+def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget, warmup_bytes: int) -> int:
     """What the allocator reserves at a peak: the peak plus the fragmentation in a replay of the step.
 
-    The peak is with cuBLAS's workspaces. Loading begins with a block of about the size of the weights
-    (transformers' caching_allocator_warmup).
+    The peak is with cuBLAS's workspaces. Loading begins with a block of `warmup_bytes`.
     """
-    weights = step.peaks()["load"].terms["weights"]
     replayed = replay_steps(
         step,
         workspace_bytes=device.workspace_bytes // HANDLES,
-        warmup_bytes=weights,
+        warmup_bytes=warmup_bytes,
         expandable=device.expandable,
     )
     return peak_bytes + replayed.reserved - replayed.requested

@@ -12,6 +12,7 @@ import torch
 
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer, Segment, sweeps
 from sft_play.work import (
+    ALL_GATHER,
     ATTENTION,
     ATTENTION_BACKWARD,
     DTYPES,
@@ -19,6 +20,7 @@ from sft_play.work import (
     FREE,
     IN_PLACE,
     PRODUCT,
+    REDUCE_SCATTER,
     TRANSCENDENTAL,
     UNPACK,
 )
@@ -109,6 +111,8 @@ RULES: dict[str, Callable] = {
         1,
         _in_and_out(args, out),
     ),  # fmt: skip
+    "_allgather_base_": _moving(ALL_GATHER, lambda args, out: nbytes(args[0])),
+    "_reduce_scatter_base_": _moving(REDUCE_SCATTER, lambda args, out: nbytes(args[1])),
     **dict.fromkeys(GATHERS, _moving(ELEMENTWISE, lambda args, out: 2 * nbytes(out))),
     **dict.fromkeys(SCATTERS, _moving(IN_PLACE, lambda args, out: 3 * _all_bytes(args[2:]))),
     **dict.fromkeys(CURVED, _moving(TRANSCENDENTAL, _in_and_out)),

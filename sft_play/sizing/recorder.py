@@ -48,7 +48,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.owners: list[int] = []
         self.segments: list[Segment] = []
         self.live = self.peak = 0  # bytes
-        self.loss_head = False  # whether the fused output head is running
+        self.term = "temporaries"  # of what operations allocate
         self.layer_of_parameter: list[int] = []  # of each trained parameter, in the optimizer's order
         self.elements_of_parameter: list[int] = []  # in the same order
         self.operations: list[tuple[float, ...]] = []
@@ -78,23 +78,29 @@ class AllocationRecorder(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor, term: str, owner: int | None = None) -> None:
         """Records the storage of a tensor of any shape, unless it is already known."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._open:
-            return
-        size = storage.nbytes()
-        if not size:
-            return
+        storage = held(tensor).untyped_storage()
+        if storage._cdata not in self._open and storage.nbytes():
+            self._allocated(storage, term, self._layer if owner is None else owner)
+
+    def _allocated(self, storage: torch.UntypedStorage, term: str, owner: int) -> None:
         if self._left_layer:
             self.begin(self.phase)
         block, self._sum = len(self.sizes), None
+        address, size = storage._cdata, storage.nbytes()
         self.sizes.append(size)
         self.terms.append(term)
-        self.owners.append(self._layer if owner is None else owner)
+        self.owners.append(owner)
         self.events.append(block + 1)
         self._open[address] = block, weakref.ref(storage, partial(self._freed, address))
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Records that a storage has another size now: a known block is freed, and one of that size made."""
+        if storage._cdata in self._open:
+            self._freed(storage._cdata, None)
+        if storage.nbytes():
+            self._allocated(storage, self.term, self._layer)
 
     def _freed(self, address: int, _: Any) -> None:
         block, _ = self._open.pop(address)
@@ -124,17 +130,17 @@ class AllocationRecorder(TorchDispatchMode):
 
     def blocks_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """The blocks that hold these tensors of any shape; tensors that were not recorded are left out."""
-        addresses = (tensor.untyped_storage()._cdata for tensor in tensors)
+        addresses = (held(tensor).untyped_storage()._cdata for tensor in tensors)
         return [self._open[address][0] for address in addresses if address in self._open]
 
     @contextmanager
-    def inside_loss_head(self) -> Iterator[None]:
-        """Within this context, allocations are attributed to the loss."""
-        before, self.loss_head = self.loss_head, True
+    def attributing_to(self, term: str) -> Iterator[None]:
+        """Within this context, what operations allocate is attributed to this term."""
+        before, self.term = self.term, term
         try:
             yield
         finally:
-            self.loss_head = before
+            self.term = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -201,14 +207,13 @@ class AllocationRecorder(TorchDispatchMode):
         A list with one tensor for each trained parameter (a fused optimizer creates such lists) is attributed
         to the layers of those parameters.
         """
-        term = "loss" if self.loss_head else "temporaries"
         if isinstance(out, torch.Tensor):
-            self.add(out, term)
+            self.add(out, self.term)
         elif isinstance(out, (tuple, list)):
             per_parameter = len(out) == len(self.layer_of_parameter) and self._layer == WHOLE_MODEL
             for index, item in enumerate(out):
                 if isinstance(item, torch.Tensor):
-                    self.add(item, term, self.layer_of_parameter[index] if per_parameter else None)
+                    self.add(item, self.term, self.layer_of_parameter[index] if per_parameter else None)
 
     def trace(self, stand_ins: Sequence[int]) -> StepTrace:
         """The trace so far; `stand_ins` names the traced layer that represents each layer."""
@@ -252,6 +257,11 @@ class AllocationRecorder(TorchDispatchMode):
                 stretch = list(consecutive)
                 ordered += sorted(stretch, reverse=True) if frees else stretch
         return ordered
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor of any shape: its shard, if the tensor is divided."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

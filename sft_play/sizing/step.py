@@ -94,6 +94,7 @@ class StepSpec:
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
     eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
+    shards: int = 1  # processes among which the engine divides each tensor
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
 
     @property
@@ -168,13 +169,15 @@ class StepSpec:
             mixed_precision=plan.mixed_precision,
             attention=plan.attention,
             activations=plan.activations,
-            # With several processes, gradients live in the engine's buffers from the first step on.
-            accumulates=plan.gradient_accumulation_steps > 1 or engine.distributes,
+            # Where processes hold whole gradients, these live in the engine's buffers from the first step on.
+            accumulates=plan.gradient_accumulation_steps > 1
+            or (engine.distributes and not engine.shards_weights),
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
             neftune=config.train.neftune_noise_alpha is not None,
             supervised_share=_supervised_share(plan),
+            shards=plan.world_size if engine.shards_weights else 1,
         )
         spec = replace(spec, **_batches(plan, eval_shape))
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

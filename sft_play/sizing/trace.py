@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,24 +64,47 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     model = attach(base, spec)
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base)
-    add_loss_head(base)
-    if spec.neftune:
-        add_noise(model, 1.0)
-    prepare_for_training(model, spec)
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
-        recorder = SymbolicRecorder(
-            cuda=spec.device == "cuda",
-            supervised=spec.supervised(spec.batch),
-            eval_supervised=spec.supervised(spec.evaluated),
-        )
-        with few_tiles(recorder), attributed_loss(recorder):
-            materialise(model, layers, recorder)
-            optimizer = _optimizer_with_states(model, layers, spec, recorder)
-            with recorder, layer_hooks(layers, recorder):
-                run_step(model, optimizer, spec, recorder)
-    return recorder.trace(stand_ins)
+        trace = _trace_shards if spec.shards > 1 else _trace_whole
+        return trace(model, layers, spec).trace(stand_ins)
+
+
+def _trace_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> AllocationRecorder:
+    recorder = SymbolicRecorder(**_settings(spec))
+    with few_tiles(recorder), attributed_loss(recorder):
+        materialise(model, layers, recorder)
+        _set_up(model, spec)
+        optimizer = _optimizer_with_states(model, layers, spec, recorder)
+        with recorder, layer_hooks(layers, recorder):
+            run_step(model, optimizer, spec, recorder)
+    return recorder
+
+
+def _trace_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> AllocationRecorder:
+    """Runs a micro-batch before those that count: FSDP2 sets itself up in the first one."""
+    from sft_play.sizing.sharded import ShardRecorder, load_shards, silent_group
+
+    recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
+    with silent_group(spec.shards), few_tiles(recorder), attributed_loss(recorder):
+        load_shards(model, layers, spec, recorder)
+        _set_up(model, spec)
+        with before:
+            forward(model, make_batch(spec), spec).backward()
+        optimizer = _optimizer_with_states(model, layers, spec, recorder)
+        with recorder, recorder.watching(gloo=spec.device == "cpu"), layer_hooks(layers, recorder):
+            run_step(model, optimizer, spec, recorder)
+    return recorder
+
+
+def _settings(spec: StepSpec) -> dict[str, Any]:
+    """Of a recorder."""
+    return dict(
+        cuda=spec.device == "cuda",
+        supervised=spec.supervised(spec.batch),
+        eval_supervised=spec.supervised(spec.evaluated),
+    )
 
 
 def _target_device(spec: StepSpec) -> Any:
@@ -119,6 +143,14 @@ def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
     return spec.device == "cpu" and (uneven or has_sinks(config) or attention_dropout(config) > 0)
 
 
+def _set_up(model: Any, spec: StepSpec) -> None:
+    """As the trainer does, which gets a model that its engine has divided."""
+    add_loss_head(model.get_base_model() if spec.mode != "full" else model)
+    if spec.neftune:
+        add_noise(model, 1.0)
+    prepare_for_training(model, spec)
+
+
 def prepare_for_training(model: Any, spec: StepSpec) -> None:
     """Sets the model up as the trainer does before the first step."""
     if spec.activations == "recompute":
@@ -136,7 +168,10 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _optimizer_with_states(
     model: torch.nn.Module, layers: torch.nn.ModuleList, spec: StepSpec, recorder: AllocationRecorder
 ) -> Any:
-    """An optimizer as it is during training: with states and, if the step accumulates, gradients."""
+    """An optimizer as it is during training: with states and, if the step accumulates, gradients.
+
+    Of divided parameters, gradients are there already, as the engine made them.
+    """
     owner_of: dict[torch.nn.Parameter, int] = {}
     for module, owner in layer_of_modules(model, layers).items():
         owner_of |= dict.fromkeys(module.parameters(recurse=False), owner)
@@ -149,8 +184,11 @@ def _optimizer_with_states(
     for owner in (*range(len(layers)), WHOLE_MODEL):
         recorder.begin("forward", owner)
         for parameter in (p for p in parameters if owner_of[p] == owner):
-            if spec.accumulates:
+            if not spec.accumulates:
+                parameter.grad = None
+            elif parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
+            if parameter.grad is not None:
                 recorder.add(parameter.grad, "gradients")
             optimizer.state[parameter] = optimizer_state(parameter, spec, embedding=parameter in embeddings)
             for value in optimizer.state[parameter].values():
@@ -182,9 +220,10 @@ def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> It
             recorder.leave_layer()
 
     handles = []
-    for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(lambda _, args, i=index: before(i, args)))
-        handles.append(layer.register_forward_hook(lambda _, __, output, i=index: after(i, output)))
+    for index, layer in enumerate(layers):  # before the engine's hooks, so that these belong to the layer
+        begins, ends = partial(before, index), partial(after, index)
+        handles.append(layer.register_forward_pre_hook(lambda _, args, do=begins: do(args), prepend=True))
+        handles.append(layer.register_forward_hook(lambda _, __, out, do=ends: do(out), prepend=True))
     try:
         yield
     finally:
@@ -224,8 +263,9 @@ def run_step(
     del loss
     recorder.begin("optimizer")
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
-    # foreach as PyTorch would choose it on that device
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=spec.device == "cuda")
+    # foreach as PyTorch would choose it on that device, where it does not know divided tensors
+    foreach = spec.device == "cuda" and spec.shards == 1
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     recorder.begin("evaluation")

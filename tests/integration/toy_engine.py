@@ -13,6 +13,7 @@ from sft_play.engines import registry  # noqa: E402
 from sft_play.engines.base import Division, Engine, Message  # noqa: E402
 from sft_play.timeline import Buffer, Step  # noqa: E402
 from sft_play.units import MIB  # noqa: E402
+from sft_play.work import Work  # noqa: E402
 
 BUFFER = 123 * MIB
 
@@ -39,8 +40,8 @@ class Toy(Engine):
             value /= distributed.get_world_size()
         return weights
 
-    def messages(self, gradient_bytes: int, accumulation: int) -> tuple[Message, ...]:
-        return (Message("all_reduce", gradient_bytes, 1),)
+    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+        return (Message("all_reduce", work.trained_elements * element_bytes, 1),)
 
 
 def with_toy() -> list[Engine]:

@@ -1,5 +1,6 @@
 """What processes exchange in a step, and how long it takes: measured, or derived from the link's data sheet."""
 
+import numpy as np
 import pytest
 
 from sft_play.engines.ddp import bucket_mib
@@ -8,6 +9,29 @@ from sft_play.planning.clock import sent_bytes
 from sft_play.planning.profile import Curve
 from sft_play.planning.speed import Collectives, read_collectives, write_collectives
 from sft_play.units import GIB, MIB
+from sft_play.work import ALL_GATHER, BYTES, PRODUCT, REDUCE_SCATTER, Work
+
+
+def work(**changes):
+    """No operations, or some."""
+    empty = dict(
+        kinds=np.zeros(0, np.int8),
+        dtypes=np.zeros(0, np.int8),
+        by_python=np.zeros(0, bool),
+        sizes=np.zeros((0, 6)),
+        order=np.zeros(0, int),
+        layers=np.zeros(0, np.int16),
+        backward_from=0,
+        trained_elements=0,
+        trained_tensors=0,
+    )
+    return Work(**empty | changes)
+
+
+def trains(gradient_bytes):
+    """The work of a micro-batch that gives this many bytes of fp32 gradients."""
+    return work(trained_elements=gradient_bytes // 4)
+
 
 MEASURED = Collectives(Curve((1e4, 1e6), (1e-3, 1e-2)), Curve((1e4, 1e6), (1e-4, 1e-3)))
 
@@ -32,29 +56,53 @@ def test_buckets_leave_little_to_send_at_the_end(gradient_bytes, mib):
     ],
 )
 def test_each_engine_exchanges_what_its_algorithm_says(engine, processes, accumulation, expected):
-    assert sent_bytes(engine_of(engine).messages(4000, accumulation), processes) == expected
+    assert sent_bytes(engine_of(engine).messages(trains(4000), 4, accumulation), processes) == expected
 
 
 def test_ddp_sends_its_buckets_one_by_one():
-    [message] = engine_of("ddp").messages(160 * MIB, 4)
+    [message] = engine_of("ddp").messages(trains(160 * MIB), 4, 4)
     assert (message.times, message.tensor_bytes) == (16, 10 * MIB)
 
 
 def test_seconds_of_the_messages_add_up():
-    assert MEASURED.seconds(engine_of("ddp").messages(10_000, 4)) == pytest.approx(1e-3)
-    assert MEASURED.seconds(engine_of("deepspeed_z2").messages(10_000, 4)) == pytest.approx(4e-3 + 1e-4)
+    assert MEASURED.seconds(engine_of("ddp").messages(trains(10_000), 4, 4)) == pytest.approx(1e-3)
+    assert MEASURED.seconds(engine_of("deepspeed_z2").messages(trains(10_000), 4, 4)) == pytest.approx(
+        4e-3 + 1e-4
+    )
     # in proportion above what was measured, in 16 buckets
-    assert MEASURED.seconds(engine_of("ddp").messages(160 * MIB, 1)) == pytest.approx(160 * MIB / 1e6 * 1e-2)
+    assert MEASURED.seconds(engine_of("ddp").messages(trains(160 * MIB), 4, 1)) == pytest.approx(
+        160 * MIB / 1e6 * 1e-2
+    )
     assert MEASURED.seconds(()) == 0
 
 
 def test_over_a_link_of_known_speed_both_rounds_of_the_ring_are_paid():
     link = Collectives.over_link(10e9, 2, latency_s=0.0)
     assert not link.measured
-    assert link.seconds(engine_of("deepspeed_z2").messages(10**9, 2)) == pytest.approx(0.1 + 0.1 + 0.05)
+    assert link.seconds(engine_of("deepspeed_z2").messages(trains(10**9), 4, 2)) == pytest.approx(
+        0.1 + 0.1 + 0.05
+    )
 
 
 def test_what_was_measured_survives_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     write_collectives("x", 2, MEASURED)
     assert read_collectives("x") == {2: MEASURED} != {2: Collectives.over_link(1e9, 2)}
+
+
+def test_fsdp2_sends_what_its_trace_has_sent_for_each_micro_batch():
+    """Three gathers, of two sizes, a product, and a reduce-scatter, which counts as a gather."""
+    sizes = np.zeros((4, 6))
+    sizes[:, BYTES] = (8_000_000, 2_000_000, 7, 4_000_000)
+    kinds = np.array([ALL_GATHER, ALL_GATHER, PRODUCT, REDUCE_SCATTER])
+    sent = work(kinds=kinds, sizes=sizes, order=np.array([0, 2, 1, 0, 3]))
+    messages = engine_of("fsdp2").messages(sent, 4, 2)
+    found = {(message.kind, message.tensor_bytes): message.times for message in messages}
+    assert found == {
+        ("all_gather", 8_000_000): 4,
+        ("all_gather", 2_000_000): 2,
+        ("reduce_scatter", 4_000_000): 2,
+    }
+    assert sent_bytes(messages, 4) == 2 * (8_000_000 + 8_000_000 + 2_000_000 + 4_000_000) * 3 // 4
+    link = Collectives.over_link(1e9, 4, latency_s=0.0)
+    assert link.seconds(messages) == pytest.approx(sent_bytes(messages, 4) / 1e9, rel=0.01)

@@ -338,9 +338,9 @@ def test_fragmentation_decides_in_the_end(monkeypatch):
     largest = first.micro_batch_tokens
     whole = memory.reserved_bytes
 
-    def much_for_the_largest(step, peak_bytes, device):
+    def much_for_the_largest(step, peak_bytes, device, warmup_bytes):
         is_largest = peak_bytes >= first.memory.peak_bytes
-        return budget if is_largest else whole(step, peak_bytes, device)
+        return budget if is_largest else whole(step, peak_bytes, device, warmup_bytes)
 
     monkeypatch.setattr(memory, "reserved_bytes", much_for_the_largest)
     second = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)

@@ -294,3 +294,71 @@ def test_memory_that_ran_out_does_not_hide_that_a_plan_is_predicted_not_to_fit()
             lambda run, plan, complete=False: replace(memory_of(24)(run, plan), ran_out=True),
             clock(0.1),
         )
+
+
+def divided_memory(budget_gib: float, weights: float = 40, layer: float = 2, row: float = 4):
+    """Peak = weights + rows x activations; FSDP2 divides the weights and gathers a layer of them."""
+    asked: list[tuple[str, int]] = []
+
+    def estimate(run: RunConfig, plan, complete=False) -> Memory:
+        asked.append((plan.engine, plan.world_size))
+        held = weights / plan.world_size + layer if plan.engine == "fsdp2" else weights
+        size = int((held + plan.rows_per_micro_batch * row / (4 if plan.recomputes else 1)) * GIB)
+        return Memory(
+            budget_bytes=int(budget_gib * GIB),
+            peak_bytes=size,
+            peak_phase="backward",
+            terms={"weights": size},
+            phases={"backward": size},
+        )
+
+    return estimate, asked
+
+
+def slower_with_fsdp2(times: float | None):
+    """The clock of `clock`, with steps of FSDP2 that take so many times as long; None: nobody knows."""
+    usual = clock(0.1)
+
+    def seconds(run, plan) -> float | None:
+        if plan.engine != "fsdp2":
+            return usual(run, plan)
+        return times and times * usual(run, plan)
+
+    return seconds
+
+
+def test_weights_are_divided_where_nothing_else_fits():
+    estimate, _ = divided_memory(30)
+    plan, why = chosen_because(config(), estimate, slower_with_fsdp2(3.0), 4)
+    assert plan.engine == "fsdp2" and why[EngineChoice].alone
+
+
+def test_a_divided_step_is_not_even_sized_where_more_memory_would_gain_nothing():
+    estimate, asked = divided_memory(200)
+    assert choose(config(), estimate, slower_with_fsdp2(0.5), 4).engine == "ddp"
+    assert "fsdp2" not in {engine for engine, _ in asked}
+
+
+@pytest.mark.parametrize(("times", "engine"), [(1.5, "ddp"), (1.0, "fsdp2"), (0.76, "fsdp2"), (None, "ddp")])
+def test_weights_are_divided_only_for_a_step_that_is_known_to_be_faster(times, engine):
+    """Without it activations are recomputed, a third more work; with it they are kept."""
+    estimate, asked = divided_memory(42.5)
+    assert choose(config(), estimate, slower_with_fsdp2(times), 4).engine == engine
+    assert "fsdp2" in {engine for engine, _ in asked}
+
+
+def test_a_tie_leaves_weights_whole():
+    """Recomputing takes a third more; FSDP2, which keeps activations, takes as long here."""
+    estimate, _ = divided_memory(42.5)
+
+    def seconds(run, plan):
+        return plan.gradient_accumulation_steps * 0.1 + 1.0
+
+    assert choose(config(effective_batch_size=4), estimate, seconds, 4).engine == "ddp"
+
+
+def test_advice_names_the_fewest_gpus_that_are_enough_with_fsdp2():
+    estimate, asked = divided_memory(11, row=1)
+    with pytest.raises(DoesNotFitError, match="8 GPUs with FSDP2") as error:
+        choose(config(), estimate, slower_with_fsdp2(1.0), 2)
+    assert "16 GPUs with FSDP2" not in str(error.value) and ("fsdp2", 16) not in asked

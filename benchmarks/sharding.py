@@ -1,0 +1,353 @@
+"""Measures each process's memory in real steps under FSDP2, on this CPU, and compares it with the prediction.
+
+    make bench-sharding                            # 72 random cases, on 2 and 4 processes
+    make bench-sharding ARGS="--cases 8 --seed 3"
+
+Each process trains two steps of a small model with random weights, which training's own code has divided,
+over gloo. The highest number of bytes in each phase of the second step, in all of its threads, is counted in
+PyTorch's allocator by heap_meter.c and compared with that of a trace, which has no weights and no processes.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import distributed
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from benchmarks.measurement_log import RESULTS, versions, write_result
+from benchmarks.random_models import random_model
+from benchmarks.small_models import NAMES, small_config
+from sft_play.config.schema import LoraSettings, TuningConfig
+from sft_play.engines.fsdp2 import gathered_dtype
+from sft_play.engines.shards import shard
+from sft_play.model.loss_head import add_loss_head
+from sft_play.runlog import console
+from sft_play.sizing.optimizers import make_optimizer
+from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.trace import (
+    forward,
+    make_batch,
+    prepare_for_training,
+    run_step,
+    trace_step,
+    trained_parameters,
+)
+from sft_play.timeline import PHASES, WHOLE_MODEL
+
+METER = Path(__file__).with_name("heap_meter.c")
+CPU = torch.device("cpu")
+WORLDS, CASES, SEED = (2, 4), 72, 22
+TIED = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "granite", "gpt2")
+UNPACKED = ("gpt2",)  # its products are no torch.nn.Linear, which random_models packs
+SETTLE_S = 0.001
+TARGET = 0.001  # of the peak
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random model and step; each process has a micro-batch of its own size."""
+
+    number: int
+    world: int
+    architecture: str
+    geometry: dict[str, int]
+    tied: bool
+    mode: str
+    dtype: str
+    mixed_precision: str
+    activations: str
+    accumulates: bool
+    joined: bool
+    rows: tuple[int, ...]  # of each process
+    row_tokens: int
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The architecture."""
+        return small_config(self.architecture, self.geometry, tie_word_embeddings=self.tied)
+
+    def step(self, rank: int) -> StepSpec:
+        """The step of one process."""
+        rows, tokens = self.rows[rank], self.row_tokens
+        return StepSpec(
+            mode=self.mode,
+            lora=LoraSettings(r=8),
+            dtype=self.dtype,
+            mixed_precision=self.mixed_precision,
+            activations="recompute" if self.activations == "recompute" else "keep",
+            batch=JoinedRows(rows * tokens) if self.joined else PaddedRows(rows, tokens),
+            longest=tokens if self.joined else None,
+            accumulates=self.accumulates,
+            shards=self.world,
+        )
+
+
+def draw(number: int, world: int, seed: int) -> Case:
+    """The case of this number, the same for the same seed."""
+    pick = random.Random(f"{seed} {number}")
+    architecture, heads = pick.choice(NAMES), pick.choice((3, 4, 6, 8))
+    mode = pick.choice(("full", "lora") if architecture in UNPACKED else ("full", "lora", "qlora"))
+    precision = pick.choice(("fp32", "bf16", "autocast"))
+    return Case(
+        number=number,
+        world=world,
+        architecture=architecture,
+        geometry=dict(
+            hidden=32 * heads * pick.choice((1, 2)),
+            inner=pick.choice((320, 448, 704, 1000)),
+            heads=heads,
+            groups=pick.choice([count for count in range(1, heads + 1) if heads % count == 0]),
+            head_dim=32,
+            vocabulary=pick.choice((1000, 2003, 4096, 6001)),
+            layers=pick.randint(3, 7),
+        ),
+        tied=architecture in TIED and pick.random() < 0.4,
+        mode=mode,
+        dtype="bfloat16" if precision == "bf16" else "float32",
+        mixed_precision="bf16" if precision == "autocast" else "no",
+        activations=pick.choice(("keep", "recompute")),
+        accumulates=pick.random() < 0.5,
+        joined=pick.random() < 0.5,
+        rows=tuple(pick.choices(pick.sample(range(2, 7), 2), k=world)),
+        row_tokens=pick.choice((48, 64, 96, 130)),
+    )
+
+
+class HeapMeter(AllocationRecorder):
+    """A recorder that records nothing: it reads the meter's peak at the end of each phase."""
+
+    def __init__(self, meter: ctypes.CDLL) -> None:
+        super().__init__()
+        self.meter, self.peaks = meter, dict[str, int]()
+        for name in ("meter_live", "meter_peak"):
+            getattr(meter, name).restype = ctypes.c_int64
+
+    def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
+        """Ends one phase and begins another one."""
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.meter.meter_peak())
+        self.meter.meter_reset()
+        self.phase = phase
+
+    def add(self, tensor: torch.Tensor, term: str, owner: int | None = None) -> None:
+        """Records nothing."""
+
+
+def measure(case: Case, meter: ctypes.CDLL) -> dict[str, Any]:
+    """The bytes of this process: the highest of each phase, with its shards of the weights."""
+    rank, marks = distributed.get_rank(), HeapMeter(meter)
+    spec = case.step(rank)
+    gc.collect()
+    before = meter.meter_live()
+    torch.manual_seed(case.number)
+    model = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
+    gc.collect()
+    meter.meter_reset()
+    shard(model, "cpu", gathered_dtype=gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision))
+    marks.begin("forward")
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    add_loss_head(model if spec.mode == "full" else model.get_base_model())
+    prepare_for_training(model, spec)
+    optimizer = make_optimizer(spec.optimizer, trained_parameters(model))
+    for _ in range(2):
+        if spec.accumulates:
+            forward(model, make_batch(spec), spec).backward()
+        load, marks.peaks = marks.peaks["load"], {}
+        marks.begin("load")
+        run_step(model, optimizer, spec, marks)
+        marks.begin("load")
+        marks.peaks["load"] = load
+    del model, optimizer
+    gc.collect()
+    if spec.mode == "qlora":  # random weights are not packed one by one, as those that are loaded
+        del marks.peaks["load"]
+    return {phase: peak - before for phase, peak in marks.peaks.items()}
+
+
+def _settled(communicate: Callable[..., None]) -> Callable[..., None]:
+    """The same, until gloo's threads have let go of the tensors, which may take long on a busy machine."""
+
+    def call(*args: Any, **tensors: Any) -> None:
+        storage = tensors["output_tensor"].untyped_storage()._cdata
+        held = torch._C._storage_Use_Count(storage)
+        communicate(*args, **tensors)
+        while torch._C._storage_Use_Count(storage) > held:
+            time.sleep(SETTLE_S)
+
+    return call
+
+
+def work(path: Path) -> None:
+    """What each process does: measures the cases in a file and writes the figures beside it."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    for kind in (DefaultAllGather, DefaultReduceScatter):
+        kind.__call__ = _settled(kind.__call__)  # type: ignore[method-assign]
+    meter = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    meter.meter_start()
+    for tree in json.loads(path.read_text()):
+        case = Case(**{**tree, "rows": tuple(tree["rows"])})
+        found: list[Any] = [None] * case.world
+        distributed.all_gather_object(found, measure(case, meter))
+        if distributed.get_rank() == 0:
+            with path.with_suffix(".measured").open("a") as file:
+                file.write(json.dumps({"number": case.number, "measured": found}) + "\n")
+    distributed.destroy_process_group()
+
+
+def built_meter(folder: Path) -> Path:
+    """The compiled meter.
+
+    Raises:
+        SystemExit: there is no compiler.
+    """
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise SystemExit("bench-sharding compiles its memory meter, and there is no gcc: install one")
+    library = folder / "heap_meter.so"
+    subprocess.run(
+        [compiler, "-O2", "-shared", "-fPIC", "-o", library, METER, "-ldl", "-lpthread"], check=True
+    )
+    return library
+
+
+def measured(cases: list[Case], meter: Path, folder: Path) -> Iterator[list[dict[str, int]]]:
+    """The figures of all processes for each case; the cases have as many."""
+    world = cases[0].world
+    path = folder / f"cases{world}.json"
+    path.write_text(json.dumps([asdict(case) for case in cases]))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    found = path.with_suffix(".measured")
+    found.touch()
+    subprocess.run(
+        [sys.executable, *launch, "-m", "benchmarks.sharding", "--work", str(path)],
+        env={**os.environ, "LD_PRELOAD": str(meter), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+    )
+    for line in found.read_text().splitlines():
+        yield json.loads(line)["measured"]
+
+
+def measured_cases(
+    count: int, seed: int, meter: Path, folder: Path
+) -> Iterator[tuple[Case, list[dict[str, int]]]]:
+    """All cases with their figures."""
+    for turn, world in enumerate(WORLDS):
+        cases = [draw(number, world, seed) for number in range(turn, count, len(WORLDS))]
+        yield from zip(cases, measured(cases, meter, folder), strict=True)
+
+
+def predicted(case: Case) -> list[dict[str, int]]:
+    """The same from traces: one for each size of a micro-batch."""
+    known: dict[int, dict[str, int]] = {}
+    for rank, rows in enumerate(case.rows):
+        if rows not in known:
+            peaks = trace_step(case.config, case.step(rank)).step.peaks()
+            known[rows] = {phase: peak.bytes for phase, peak in peaks.items()}
+    return [known[rows] for rows in case.rows]
+
+
+def compare(case: Case, real: list[dict[str, int]]) -> dict[str, Any]:
+    """A row of the result: bytes by process, and the errors of the peaks without loading, and by phase."""
+    traced = predicted(case)
+    steps = [phase for phase in real[0] if phase != "load"]
+    pairs = list(zip(traced, real, strict=True))
+    errors = [max(p[n] for n in steps) / max(m[n] for n in steps) - 1 for p, m in pairs]
+    by_phase = {name: max((p[name] / m[name] - 1 for p, m in pairs), key=abs) for name in real[0]}
+    return {
+        **asdict(case),
+        "measured": real,
+        "predicted": traced,
+        "error": max(errors, key=abs),
+        "errors": {name: round(error, 6) for name, error in by_phase.items()},
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of the peaks by autocast type, and of each phase.
+
+    Under autocast, predictions for a CPU are less exact, whatever the engine (`benchmarks.sizing`).
+    """
+    phases = {name: [abs(row["errors"].get(name, 0.0)) for row in rows] for name in PHASES}
+    kinds = {kind: [row for row in rows if row["mixed_precision"] == kind] for kind in ("no", "bf16")}
+    return {
+        "cases": len(rows),
+        "by_autocast": {kind: figures(found) for kind, found in kinds.items() if found},
+        "worst_by_phase": {name: max(values) for name, values in phases.items()},
+    }
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the errors of peaks."""
+    sizes = [abs(row["error"]) for row in rows]
+    return {
+        "cases": len(sizes),
+        "median": statistics.median(sizes),
+        "worst": max(sizes),
+        "within_target": sum(size <= TARGET for size in sizes) / len(sizes),
+    }
+
+
+def main() -> None:
+    """Runs the benchmark, or is one of its processes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "sharding.json")
+    options = parser.parse_args()
+    if options.work:
+        work(options.work)
+        return
+    warnings.simplefilter("ignore")
+    made = {"machine": platform.processor() or platform.machine(), "versions": versions()}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        meter = built_meter(Path(name))
+        for case, real in measured_cases(options.cases, options.seed, meter, Path(name)):
+            rows.append(compare(case, real))
+            console().print(f"  {describe(rows[-1])}", highlight=False)
+            write_result(options.out, {"seed": options.seed, **made, **summary(rows)}, {"rows": rows})
+    console().print(table(summary(rows)))
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line."""
+    words = [row["architecture"], row["mode"], row["dtype"], row["mixed_precision"], row["activations"]]
+    words += [name for name in ("tied", "accumulates", "joined") if row[name]]
+    phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
+    return f"{row['number']:>3} x{row['world']} {row['error']:+.4%}  {' '.join(words)}  ({phases})"
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The summary for people."""
+    grid = Table("autocast", "cases", "median", "worst", f"within {TARGET:.1%}")
+    for kind, each in found["by_autocast"].items():
+        shares = (f"{each['median']:.4%}", f"{each['worst']:.4%}", f"{each['within_target']:.0%}")
+        grid.add_row(kind, str(each["cases"]), *shares)
+    return grid
+
+
+if __name__ == "__main__":
+    main()

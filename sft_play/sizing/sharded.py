@@ -1,0 +1,197 @@
+"""A step whose tensors are divided among processes: training's own `fully_shard`, on fake tensors.
+
+The process group sends nothing, so its size does not matter, and this process is the first one, whose shards
+are the largest. What a CUDA device does at the same time on several streams happens here in turn, and NCCL's
+own buffers are not seen.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from bitsandbytes.nn import modules as four_bit
+from torch import distributed
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sft_play.engines import shards
+from sft_play.engines.fsdp2 import gathered_dtype
+from sft_play.sizing.fake import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
+from sft_play.sizing.kernels import SymbolicRecorder, patched
+from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.sizing.step import StepSpec
+from sft_play.timeline import WHOLE_MODEL, LayersDiffer
+
+# Of process groups, in torch. Names of groups are numbers, and must not be used twice.
+REGISTRIES: dict[str, Any] = {
+    "_world": distributed_c10d._World(),
+    **dict.fromkeys(("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config"), {}),
+    **dict.fromkeys(("_tags_to_pg", "_pg_to_tag"), {}),
+    "_backend": None,
+    "_group_count": 1_000_000,
+}
+
+
+class ShardRecorder(SymbolicRecorder):
+    """A recorder that sees what a process holds of divided tensors, not the whole tensors."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._computes_shapes = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and records its results, once they are those of shards."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor then calls the operation for its shard
+        if self._computes_shapes:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextmanager
+    def watching(self, *, gloo: bool) -> Iterator[None]:
+        """Records what FSDP2 does besides calling operations.
+
+        It resizes storages. DTensor finds out the shapes of its results with whole fake tensors, which nobody
+        allocates.
+
+        Args:
+            gloo: whether the processes communicate through gloo, which copies what it gathers and scatters.
+        """
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            self.resized(storage)
+            return storage
+
+        def propagated(propagator: Any, schema: Any) -> Any:
+            self._computes_shapes = True
+            try:
+                return propagate(propagator, schema)
+            finally:
+                self._computes_shapes = False
+
+        replacements = [
+            (torch.UntypedStorage, "resize_", resized),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+            *(
+                (FSDPParamGroup, name, _attributed(self, getattr(FSDPParamGroup, name)))
+                for name in ("unshard", "wait_for_unshard", "post_backward")
+            ),
+            *(_copying() if gloo else ()),
+        ]
+        with ExitStack() as stack:
+            for target, name, replacement in replacements:
+                stack.enter_context(patched(target, name, replacement))
+            yield
+
+
+def _attributed(recorder: AllocationRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with recorder.attributing_to("engine"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _copying() -> Iterator[tuple[Any, str, Any]]:
+    """Gloo's temporaries: as large as what is gathered, and as what is reduced and scattered."""
+
+    def with_copy_of(kind: Any, name: str) -> Callable[..., Any]:
+        communicate = kind.__call__
+
+        def call(self: Any, *args: Any, **tensors: Any) -> Any:
+            copy = torch.empty_like(tensors[name])  # noqa: F841 - lives until this returns
+            return communicate(self, *args, **tensors)
+
+        return call
+
+    yield DefaultAllGather, "__call__", with_copy_of(DefaultAllGather, "output_tensor")
+    yield DefaultReduceScatter, "__call__", with_copy_of(DefaultReduceScatter, "input_tensor")
+
+
+@contextmanager
+def silent_group(processes: int) -> Iterator[None]:
+    """A process group in which this process is the first of so many, and nothing is sent.
+
+    Another group that this process is in is out of sight meanwhile.
+    """
+    before = distributed.GroupMember.WORLD
+    with ExitStack() as stack:
+        stack.callback(distributed_c10d._update_default_pg, before)  # at the end
+        stack.enter_context(patched(sys, "excepthook", sys.excepthook))  # it would name this process's rank
+        for name, value in REGISTRIES.items():
+            stack.enter_context(patched(distributed_c10d, name, copy.copy(value)))
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+        name = distributed_c10d._get_default_group().group_name
+        stack.callback(distributed_c10d._unregister_process_group, name)
+        with unset_fake_temporarily():  # a mesh looks at its ranks
+            mesh = init_device_mesh("cpu", (processes,))
+        stack.enter_context(patched(shards, "init_device_mesh", lambda *_: mesh))
+        stack.enter_context(patched(four_bit, "fix_4bit_weight_quant_state_from_module", _find_quant_state))
+        yield
+
+
+def _find_quant_state(module: Any) -> None:
+    """As bitsandbytes does for a weight that was gathered; a Params4bit cannot hold a fake tensor."""
+    module.weight.quant_state = module.quant_state
+
+
+def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorder: ShardRecorder) -> None:
+    """Replaces meta tensors with fake ones, of which this process keeps its shards, as training does.
+
+    The model is on the CPU as a whole. A GPU gets it unit by unit, whole, and keeps its shards.
+
+    Raises:
+        LayersDiffer: what a layer sends ahead for the next one is not the same everywhere.
+    """
+    if len(set(map(layer_shapes, layers))) > 1:
+        raise LayersDiffer("layers of several shapes are gathered")
+    on_host = spec.device == "cpu"
+    materialise(model, layers, recorder if on_host else AllocationRecorder())
+    owners = layer_of_modules(model, layers)
+    owner_of = {id(p): owners[module] for module in owners for p in module.parameters(recurse=False)}
+    terms = {id(p): term for term, p in _terms(model)}
+    move = _fsdp_init._move_states_to_device
+
+    def moved(parameters: list[Any], buffers: list[Any], device: torch.device) -> None:
+        recorder.begin("load", owner_of[id(parameters[0])] if parameters else WHOLE_MODEL)
+        for tensor in (*parameters, *buffers) if not on_host else ():
+            recorder.add(tensor, terms.get(id(tensor), "weights"))
+            for part in _quant_tensors(getattr(tensor, "quant_state", None)):
+                recorder.add(part, "weights")
+        move(parameters, buffers, device)
+
+    dtype = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
+    with recorder, recorder.watching(gloo=on_host), patched(_fsdp_init, "_move_states_to_device", moved):
+        shards.shard(model, "cpu", gathered_dtype=dtype)
+    for term, parameter in _terms(model):
+        recorder.retag(recorder.blocks_of([parameter]), term)
+    recorder.begin("load")
+
+
+def _terms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for path, module in model.named_modules():
+        term = "adapters" if BESIDE_BASE.search(path) else "weights"
+        yield from product([term], module.parameters(recurse=False))
+
+
+def _quant_tensors(state: Any) -> Iterator[torch.Tensor]:
+    for value in vars(state).values() if state is not None else ():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, type(state)):
+            yield from _quant_tensors(value)

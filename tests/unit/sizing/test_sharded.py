@@ -1,0 +1,188 @@
+"""The trace of a step whose weights are divided among processes."""
+
+import sys
+
+import pytest
+import torch
+from torch import distributed
+
+from benchmarks.small_models import TALL, WIDE, small_config
+from sft_play.config.schema import LoraSettings, RunConfig
+from sft_play.engines.registry import engine_of
+from sft_play.plan import Plan
+from sft_play.sizing.sharded import silent_group
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.trace import trace_step
+from sft_play.work import ALL_GATHER, REDUCE_SCATTER
+
+SMALL = WIDE | {"layers": 4, "vocabulary": 300}
+LLAMA = small_config("llama", SMALL)
+
+
+def spec(**changes) -> StepSpec:
+    """A full fine-tuning in fp32 on the CPU, among two processes."""
+    settings = dict(
+        mode="full", lora=LoraSettings(r=4), batch=PaddedRows(2, 128), shards=2, accumulates=False
+    )
+    return StepSpec(**settings | changes)
+
+
+ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", dict(accumulates=True)),
+        ("llama", dict(mode="qlora", activations="recompute", batch=JoinedRows(192), longest=96, **ON_GPU)),
+        ("gemma3_text", dict(mode="lora", shards=3, accumulates=True, **ON_GPU)),
+        ("qwen3_moe", dict(activations="recompute", mixed_precision="bf16", device="cuda")),
+    ],
+)
+def test_few_layers_represent_all_of_a_divided_model_to_the_byte(name, changes):
+    """The norms of gradients are stacked into one tensor, which has only the traced layers' norms."""
+    config = small_config(name, SMALL)
+    few, full = (trace_step(config, spec(**changes), all_layers=every) for every in (False, True))
+    assert few.stand_ins == (0, 1, 1, 2) and not full.stand_ins
+    few, full = few.step.peaks(), full.step.peaks()
+    assert few.pop("optimizer").bytes == pytest.approx(full.pop("optimizer").bytes, abs=2000)
+    assert few == full
+
+
+def test_layers_of_several_shapes_are_all_traced():
+    """A layer's weights are gathered while its neighbor runs, so what stands for it must be as large."""
+    config = small_config("qwen3_moe", SMALL, mlp_only_layers=[1])
+    assert not trace_step(config, spec(mode="lora")).stand_ins
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """The same step among 2 and 512 processes."""
+    return {shards: trace_step(LLAMA, spec(shards=shards)) for shards in (2, 512)}
+
+
+def test_a_trace_does_not_grow_with_the_number_of_processes(steps):
+    assert len(steps[2].events) == len(steps[512].events)
+    assert steps[2].same_structure(steps[512])
+
+
+def test_what_a_process_holds_is_its_share_of_all_and_one_layer(steps):
+    """Of weights, two moments and gradients in fp32; units of few rows are padded among 512."""
+    elements = steps[2].work.trained_elements
+    terms = steps[2].step.peaks()["optimizer"].terms
+    assert terms["weights"] == pytest.approx(2 * elements, rel=0.001)  # and a buffer
+    assert terms["optimizer"] == pytest.approx(4 * elements, rel=0.001)
+    assert terms["gradients"] == pytest.approx(2 * elements, rel=0.001)
+    few, many = (steps[count].step.peaks() for count in (2, 512))
+    assert many["optimizer"].bytes < few["optimizer"].bytes / 50
+    assert many["load"].bytes < few["load"].bytes
+
+
+def test_a_gpu_gets_one_whole_layer_at_a_time_while_it_loads():
+    base = LLAMA.vocab_size * LLAMA.hidden_size * 2
+    peaks = trace_step(LLAMA, spec(mode="lora", **ON_GPU)).step.peaks()
+    kept = peaks["optimizer"].terms["weights"] + peaks["optimizer"].terms["adapters"]
+    layer = 2 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 704)
+    assert kept < peaks["load"].bytes < kept + layer + base
+
+
+def test_weights_are_gathered_twice_and_the_last_unit_once(steps):
+    """It stays for the backward pass. All gradients are reduced once."""
+    work, config = steps[2].work, LLAMA
+    tail = 4 * (config.vocab_size * config.hidden_size + config.hidden_size)
+    everything = 4 * work.trained_elements
+    sent = {
+        kind: sum(size * times for size, times in work.exchanged(kind).items())
+        for kind in (ALL_GATHER, REDUCE_SCATTER)
+    }
+    assert sent == {ALL_GATHER: 2 * everything - tail, REDUCE_SCATTER: everything}
+    messages = engine_of("fsdp2").messages(work, 4, 3)
+    assert sum(one.tensor_bytes * one.times for one in messages) == 3 * sum(sent.values())
+
+
+def test_weights_that_autocast_would_cast_are_gathered_in_16_bits():
+    config = small_config("llama", SMALL | {"layers": 3})
+    whole, half = (
+        trace_step(config, spec(mixed_precision=precision, device="cuda")).work
+        for precision in ("no", "bf16")
+    )
+    sizes = [sorted(work.exchanged(ALL_GATHER)) for work in (whole, half)]
+    assert sizes[0] == [2 * size for size in sizes[1]]
+    assert whole.exchanged(REDUCE_SCATTER) == half.exchanged(REDUCE_SCATTER)  # gradients are reduced in fp32
+
+
+def test_gradients_of_earlier_micro_batches_are_shards(steps):
+    again = trace_step(LLAMA, spec(accumulates=True)).step.peaks()
+    alone = steps[2].step.peaks()
+    shards = alone["optimizer"].terms["gradients"]
+    assert again["forward"].bytes - alone["forward"].bytes == shards
+    assert again["forward"].terms["gradients"] == shards
+    assert again["optimizer"].bytes == alone["optimizer"].bytes
+
+
+def test_four_bit_weights_are_divided_and_their_scales_are_not():
+    peaks = [
+        trace_step(LLAMA, spec(mode="qlora", shards=count, **ON_GPU))
+        .step.peaks()["optimizer"]
+        .terms["weights"]
+        for count in (1, 2, 4)
+    ]
+    packed = 4 * (peaks[1] - peaks[2])  # of which a quarter is the difference
+    assert peaks[0] - peaks[1] == pytest.approx(packed / 2, rel=0.001)
+    assert peaks[0] > packed  # what all processes hold: scales and buffers
+
+
+def test_a_trace_leaves_the_process_group_that_it_runs_in_alone(tmp_path):
+    """Ranks of a run plan again once they know what communication costs."""
+    hook = sys.excepthook
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ours = sys.excepthook
+        with silent_group(4):
+            assert distributed.get_world_size() == 4
+        assert distributed.get_world_size() == 1
+        trace_step(small_config("llama", SMALL | {"layers": 3}), spec(mode="lora"))
+        assert distributed.get_world_size() == 1 and sys.excepthook is ours
+        one = torch.ones(1)
+        distributed.all_reduce(one)
+        assert one.item() == 1
+    finally:
+        distributed.destroy_process_group()
+        sys.excepthook = hook
+
+
+@pytest.mark.parametrize(
+    ("engine", "accumulation", "shards", "accumulates"),
+    [("fsdp2", 1, 4, False), ("fsdp2", 2, 4, True), ("ddp", 1, 1, True), ("none", 2, 1, True)],
+)
+def test_an_engine_that_divides_weights_keeps_no_whole_gradients(engine, accumulation, shards, accumulates):
+    run = RunConfig.model_validate({"model": {"name": "a/b"}, "data": {"train_path": "x"}})
+    plan = Plan(
+        micro_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        effective_batch_size=8 * accumulation,
+        world_size=4 if engine != "none" else 1,
+        max_seq_len=128,
+        packing=False,
+        mixed_precision="no",
+        dtype="float32",
+        attention="sdpa",
+        learning_rate=1e-4,
+        steps_per_epoch=1,
+        total_steps=1,
+        engine=engine,
+        activations="keep",
+        device="cpu",
+        micro_batch_tokens=256,
+    )
+    found = StepSpec.of(run, plan)
+    assert (found.shards, found.accumulates) == (shards, accumulates)
+
+
+def test_rows_that_no_number_of_processes_divides_are_padded():
+    """160 rows among 3: each process holds 54, and sends and gets as many."""
+    config = small_config("llama", TALL | {"layers": 3})
+    traces = {shards: trace_step(config, spec(shards=shards)).work for shards in (2, 3)}
+    gathered = {shards: sum(work.exchanged(REDUCE_SCATTER).elements()) for shards, work in traces.items()}
+    assert gathered[2] == 4 * traces[2].trained_elements < gathered[3]
