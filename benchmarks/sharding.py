@@ -40,6 +40,7 @@ from benchmarks.small_models import NAMES, small_config
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
+from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
 from sft_play.runlog import console
 from sft_play.sizing.optimizers import make_optimizer
@@ -163,7 +164,7 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, Any]:
     model = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
     gc.collect()
     meter.meter_reset()
-    shard(model, "cpu", gathered_dtype=gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision))
+    shard(units_of(model), "cpu", gathered_dtype=gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision))
     marks.begin("forward")
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     add_loss_head(model if spec.mode == "full" else model.get_base_model())

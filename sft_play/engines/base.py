@@ -104,11 +104,11 @@ class Engine:
         """
         return {}
 
-    def divide(self, model: Any, config: RunConfig, plan: Plan) -> None:
+    def divide(self, units: Sequence[Any], config: RunConfig, plan: Plan) -> None:
         """Leaves each process its part of the model, in place; imports torch.
 
         Args:
-            model: on the CPU if the engine shards weights.
+            units: of the model, on the CPU, the whole model last (`model.architecture.units_of`).
             config: the run.
             plan: of the run.
         """

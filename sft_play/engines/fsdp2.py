@@ -50,14 +50,14 @@ class Fsdp2(Engine):
         """That of DDP: the model is divided before accelerate sees it."""
         return with_place("ddp", device, nodes)
 
-    def divide(self, model: Any, config: RunConfig, plan: Plan) -> None:
+    def divide(self, units: Sequence[Any], config: RunConfig, plan: Plan) -> None:
         """Each process keeps its part of each parameter."""
         from sft_play.engines.shards import shard
 
         # a decomposition may find other signs in another process
         like_first = config.tuning.mode != "full" and config.tuning.lora.init != "default"
         shard(
-            model,
+            units,
             plan.device,
             dtype=plan.dtype if config.tuning.mode == "full" else None,
             gathered_dtype=gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision),

@@ -1,7 +1,6 @@
 """FSDP2's torch half: a model divided among processes, its weights gathered again, and AdamW's state.
 
-Units, each gathered for its own forward and backward pass: every decoder layer, the embedding, and the rest
-(final norm and output head). Parameters are split along their first dimension.
+Parameters are split along their first dimension.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
-from sft_play.model.architecture import decoder_layers
 
 FILE = "optimizer_shard_{rank}.safetensors"
 
 
 def shard(
-    model: Any,
+    units: Sequence[torch.nn.Module],
     device: str,
     *,
     dtype: str | None = None,
@@ -33,21 +31,17 @@ def shard(
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
 
     Args:
-        model: on any device, with or without an adapter around it; the same in all processes.
+        units: gathered one at a time, the whole model last; on any device, the same in all processes.
         device: where its shards go, "cuda" or "cpu".
         dtype: that weights are kept in; default their own.
         gathered_dtype: that weights are gathered in; default their own.
         like_first: take the weights of the first process, where others may have found different ones.
-
-    Raises:
-        LookupError: its decoder layers cannot be found.
     """
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if gathered_dtype:
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gathered_dtype), reduce_dtype=torch.float32)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for unit in (*decoder_layers(base)[2], *_separate_embedding(base), model):
+    for unit in units:
         whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
         for parameter in whole if dtype else ():
             parameter.data = parameter.data.to(getattr(torch, dtype))  # type: ignore[arg-type]
@@ -55,14 +49,7 @@ def shard(
             _take_from_first(parameter, device)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     # the last unit stays gathered for the backward pass, which an evaluation does not have
-    model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
-
-
-def _separate_embedding(base: Any) -> list[torch.nn.Module]:
-    """The embedding, if no other module uses its weight and no adapter is around it."""
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    tied = head is None or getattr(head, "weight", None) is embedding.weight
-    return [] if tied or type(embedding) is not torch.nn.Embedding else [embedding]
+    units[-1].register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
 
 
 def _take_from_first(parameter: Tensor, device: str) -> None:

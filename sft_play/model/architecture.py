@@ -188,6 +188,31 @@ def decoder_layers(model: "PreTrainedModel") -> tuple[torch.nn.Module, str, torc
     return found
 
 
+def units_of(model: Any) -> list[torch.nn.Module]:
+    """What a divided model gathers, one at a time, for a forward and a backward pass; the whole model last.
+
+    They are every decoder layer, the embedding, and the rest, which is the final norm and the output head.
+
+    Args:
+        model: with or without an adapter around it.
+
+    Raises:
+        ConfigError: its decoder layers cannot be found.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    try:
+        layers = decoder_layers(base)[2]
+    except LookupError as error:
+        raise ConfigError(
+            f"model.name: {error}, so it cannot be divided; choose another parallel.engine"
+        ) from error
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    tied = head is None or getattr(head, "weight", None) is embedding.weight
+    # an adapter around the embedding computes with its weight, without calling it
+    own = [] if tied or type(embedding) is not torch.nn.Embedding else [embedding]
+    return [*layers, *own, model]
+
+
 @dataclass(frozen=True)
 class FlopSizes:
     """The sizes of a model that its arithmetic depends on."""

@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sft_play.engines import shards
 from sft_play.engines.fsdp2 import gathered_dtype
+from sft_play.model.architecture import units_of
 from sft_play.sizing.fake import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
 from sft_play.sizing.kernels import SymbolicRecorder, patched
 from sft_play.sizing.recorder import AllocationRecorder
@@ -177,7 +178,7 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
 
     dtype = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
     with recorder, recorder.watching(gloo=on_host), patched(_fsdp_init, "_move_states_to_device", moved):
-        shards.shard(model, "cpu", gathered_dtype=dtype)
+        shards.shard(units_of(model), "cpu", gathered_dtype=dtype)
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)
     recorder.begin("load")

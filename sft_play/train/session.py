@@ -14,7 +14,7 @@ from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.job import Job
-from sft_play.model.architecture import flop_sizes, flops_per_token
+from sft_play.model.architecture import flop_sizes, flops_per_token, units_of
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.cpu import keep_freed_memory
@@ -115,7 +115,9 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
             parameter.data = parameter.data.float()
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
-    engine_of(plan.engine).divide(model, config, plan)
+    engine = engine_of(plan.engine)
+    if engine.shards_weights:
+        engine.divide(units_of(model), config, plan)
     return trainer
 
 
