@@ -211,7 +211,7 @@ def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float 
         Dealing(chosen),
         _why_no_larger(chosen, sized, seconds),
         _why_recomputed(config, chosen, fitting),
-        *([_why_engine(chosen, fitting)] if chosen.world_size > 1 else []),
+        *([_why_engine(chosen, fitting, sized)] if chosen.world_size > 1 else []),
     ]
 
 
@@ -247,7 +247,7 @@ def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan]) -> Act
     return Activations("recompute", "exceed" if all(plan.recomputes for plan in fitting) else "faster")
 
 
-def _why_engine(chosen: Plan, fitting: list[Plan]) -> EngineChoice:
+def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan]) -> EngineChoice:
     """What the engine does for the memory of this run, compared with the best other engine that fits."""
     engine = engine_of(chosen.engine)
     reason = EngineChoice(
@@ -258,7 +258,8 @@ def _why_engine(chosen: Plan, fitting: list[Plan]) -> EngineChoice:
     )
     others = [plan for plan in fitting if plan.engine != chosen.engine and _split(plan) == _split(chosen)]
     if not others:
-        alone = engine.trades_speed and all(plan.engine == chosen.engine for plan in fitting)
+        tried = any(plan.engine != chosen.engine for plan in sized)
+        alone = _divides(chosen) and tried and all(plan.engine == chosen.engine for plan in fitting)
         return replace(reason, alone=alone)
     other = min(others, key=_needed)
     more = _needed(other) - _needed(chosen)
@@ -340,7 +341,8 @@ def _lighter_methods(config: RunConfig, plan: Plan) -> Iterator[Changed]:
     tuning, train = config.tuning, config.train
     if train.optimizer == "adamw":
         lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
-        yield "train.optimizer=adamw_8bit", lighter, plan
+        if not engine_of(plan.engine).problem(lighter):
+            yield "train.optimizer=adamw_8bit", lighter, plan
     for mode in lighter_modes(tuning.mode, tuning.lora.init):
         changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
         dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)

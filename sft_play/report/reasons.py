@@ -121,7 +121,7 @@ def _engine(reason: reasons.EngineChoice) -> str:
     choice = f"{reason.engine} over {reason.world_size} processes"
     if reason.other is None:
         return f"{choice}: {reason.principle}; no other engine fits" if reason.alone else choice
-    if reason.trades_speed:
+    if reason.trades_speed and reason.more_bytes >= 0:
         saved = format_bytes(reason.more_bytes)
         return f"{choice}: {reason.principle}, which saves {saved} over {reason.other}"
     size = format_bytes(abs(reason.more_bytes))
