@@ -67,11 +67,13 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
-        trace = _trace_shards if spec.shards > 1 else _trace_whole
-        return trace(model, layers, spec).trace(stand_ins)
+        run = _run_shards if spec.shards > 1 else _run_whole
+        recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
+        return recorder.trace(stand_ins)
 
 
-def _trace_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> AllocationRecorder:
+def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
+    """Runs the step; returns its recorder and the optimizer."""
     recorder = SymbolicRecorder(**_settings(spec))
     with few_tiles(recorder), attributed_loss(recorder):
         materialise(model, layers, recorder)
@@ -79,11 +81,11 @@ def _trace_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> All
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
         with recorder, layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
-    return recorder
+    return recorder, optimizer
 
 
-def _trace_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> AllocationRecorder:
-    """Runs a micro-batch before those that count: FSDP2 sets itself up in the first one."""
+def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
+    """As `_run_whole`, after a micro-batch that does not count: FSDP2 sets itself up in the first one."""
     from sft_play.sizing.sharded import ShardRecorder, load_shards, silent_group
 
     recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
@@ -95,7 +97,7 @@ def _trace_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> Al
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
         with recorder, recorder.watching(gloo=spec.device == "cpu"), layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
-    return recorder
+    return recorder, optimizer
 
 
 def _settings(spec: StepSpec) -> dict[str, Any]:

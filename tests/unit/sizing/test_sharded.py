@@ -13,6 +13,7 @@ from sft_play.plan import Plan
 from sft_play.sizing.sharded import silent_group
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
+from sft_play.timeline import TERMS
 from sft_play.work import ALL_GATHER, REDUCE_SCATTER
 
 SMALL = WIDE | {"layers": 4, "vocabulary": 300}
@@ -53,6 +54,15 @@ def test_layers_of_several_shapes_are_all_traced():
     """A layer's weights are gathered while its neighbor runs, so what stands for it must be as large."""
     config = small_config("qwen3_moe", SMALL, mlp_only_layers=[1])
     assert not trace_step(config, spec(mode="lora")).stand_ins
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_optimizer_states_outlive_the_step(shards):
+    """What frees them at the end of a trace must not be in it: a replay of the allocator would reuse them."""
+    trace = trace_step(LLAMA, spec(mode="lora", shards=shards))
+    states = trace.terms == TERMS.index("optimizer")
+    freed = -trace.events[trace.events < 0] - 1
+    assert states.sum() == 3 * 42 and not states[freed].any()
 
 
 @pytest.fixture(scope="module")
