@@ -17,6 +17,8 @@ from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
 SHARES = 20  # the supervised share is rounded up to a twentieth, so that few traces serve all micro-batches
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
+# Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
+MOST_SHARDS = 512
 SHARED = ("plan.py", "timeline.py", "units.py", "work.py")
 SOURCES = tuple(PACKAGE / name for name in ("engines", "sizing", "model", *SHARED))
 
@@ -177,7 +179,7 @@ class StepSpec:
             optimizer=config.train.optimizer,
             neftune=config.train.neftune_noise_alpha is not None,
             supervised_share=_supervised_share(plan),
-            shards=plan.world_size if engine.shards_weights else 1,
+            shards=min(plan.world_size, MOST_SHARDS) if engine.shards_weights else 1,
         )
         spec = replace(spec, **_batches(plan, eval_shape))
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

@@ -64,7 +64,13 @@ CALLED = {
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
     "transformers:AttentionInterface.register": "key value",
+    "torch.distributed.distributed_c10d:_get_default_group": "",
+    "torch.distributed.distributed_c10d:_update_default_pg": "pg",
+    "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": "op_schema",
     "trl:SFTTrainer._load_best_model": "",
+    "trl:SFTTrainer._load_from_checkpoint": "resume_from_checkpoint model",
+    "trl:SFTTrainer._save_optimizer_and_scheduler": "output_dir",
     "trl:SFTTrainer._save_checkpoint": "model trial",
     "trl:SFTTrainer._prepare_for_training": "max_steps train_dataloader resume_from_checkpoint",
     "trl:SFTTrainer._prepare_inputs": "inputs",
@@ -82,6 +88,9 @@ CALLED = {
 TRAINER, LOSS = "transformers:Trainer", "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
 ZERO2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 WRITTEN = [
+    ("_local_tensor", "torch.distributed.tensor._api", "_local_tensor: torch.Tensor"),
+    ("is_distributed_loading_by_transformers", TRAINER, "if self.is_distributed_loading_by_transformers:"),
+    ("_fsdp_init", "torch.distributed.fsdp._fully_shard._fully_shard", "from ._fsdp_init import"),
     ("_prepare_for_training", TRAINER, "self._prepare_for_training("),
     ("_load_best_model", TRAINER, "self._load_best_model("),
     ("_tr_loss", TRAINER, "self._tr_loss ="),
@@ -142,6 +151,20 @@ VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
     "sft_play.model.cpu:TILE": LOSS_TILES["cpu"],
     "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
+    "torch.distributed.distributed_c10d:_World": ...,
+    "torch.distributed.distributed_c10d:_backend": ...,
+    "torch.distributed.distributed_c10d:_group_count": ...,
+    "torch.distributed.distributed_c10d:_pg_backend_config": ...,
+    "torch.distributed.distributed_c10d:_pg_group_ranks": ...,
+    "torch.distributed.distributed_c10d:_pg_map": ...,
+    "torch.distributed.distributed_c10d:_pg_names": ...,
+    "torch.distributed.distributed_c10d:_pg_to_tag": ...,
+    "torch.distributed.distributed_c10d:_tags_to_pg": ...,
+    "torch.distributed.distributed_c10d:_unregister_process_group": ...,
+    "torch.distributed.distributed_c10d:_world": ...,
+    "torch:ops.c10d._allgather_base_": ...,
+    "torch:ops.c10d._reduce_scatter_base_": ...,
+    "torch._C:_storage_Use_Count": ...,
     "torch:Tensor._is_view": ...,
     "torch:UntypedStorage._cdata": ...,
     "torch:UntypedStorage.nbytes": ...,
@@ -174,7 +197,16 @@ CONFIG_FIELDS = [
 # Only a CUDA build has it; the benchmark that calls it runs on a GPU alone.
 ON_A_GPU = {"_cuda_clearCublasWorkspaces"}
 # Words that only look like private names of libraries: Python's own, keys of a file, parts of our file names.
-NOT_PRIVATE = {"_asdict", "_component_", "_cpu", "_multi_node", "_name_or_path", "_quick", "_sleep"}
+NOT_PRIVATE = {
+    "_asdict",
+    "_component_",
+    "_cpu",
+    "_multi_node",
+    "_name_or_path",
+    "_quick",
+    "_sleep",
+    "_stderr",
+}
 # Operations of torch.ops.aten that a device's own attention or loss is dispatched to: work.py has a rule for each, and one
 # that is gone is counted by the general rule.
 ATEN = {
