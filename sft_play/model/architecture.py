@@ -54,9 +54,10 @@ def require_decoder(config: "PretrainedConfig") -> None:
 
 
 def _why_no_decoder(config: "PretrainedConfig") -> str | None:
-    kind, text = config.model_type, config.get_text_config()
+    kind = config.model_type
     if config.is_encoder_decoder or kind == "trocr":
         return "is an encoder-decoder"
+    text = config.get_text_config()  # of which some encoder-decoders have two
     is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in SEE_BOTH_WAYS
     if is_encoder and not getattr(config, "is_decoder", False):
         return "reads texts in both directions, so each token would see what it is to predict"
