@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -66,16 +67,10 @@ def gathered_weights(model: Any) -> dict[str, Tensor]:
     Returns:
         On other processes than the first, nothing.
     """
-    main, adapted = distributed.get_rank() == 0, hasattr(model, "get_base_model")
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    weights = {}
-    for name, value in model.state_dict().items():
-        if adapted and name not in trained:
-            continue
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if main:
-            weights[name] = whole.cpu()
-    return weights
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(model, "get_base_model")
+    )
+    return get_model_state_dict(model, options=options)  # type: ignore[return-value]
 
 
 def save_shards(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
