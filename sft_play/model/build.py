@@ -58,11 +58,17 @@ def freeze_what_gets_no_gradient(model: "PreTrainedModel") -> None:
 
 
 def load_base(
-    model: ModelConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
+    model: ModelConfig,
+    *,
+    dtype: str,
+    attn_implementation: str,
+    device: torch.device,
+    quantize: bool,
+    checks_files: bool = True,
 ) -> "PreTrainedModel":
     """The pretrained weights on `device`, 4-bit when `quantize`, with the rows of model.new_tokens.
 
-    Only safetensors: pickled weights can run code.
+    Only safetensors: pickled weights can run code. Of several ranks of a machine, one checks the files.
 
     Raises:
         ConfigError: the folder or repository has no weights that can be loaded, or they are damaged.
@@ -71,7 +77,6 @@ def load_base(
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ConfigError(f"model.name: {folder} has no *.safetensors weights (found: {found})")
-    checks_files = device.index in (None, 0)  # once for all ranks of a machine
     if checks_files:
         _require_undamaged(model)
     attention.register()
@@ -162,6 +167,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
         attn_implementation=plan.attention,
         device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
+        checks_files=local_rank == 0,
     )
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
