@@ -83,7 +83,7 @@ def close_session(session: Session, plan: Plan) -> Job:
 
 
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
-    config, plan = job.config, job.plan
+    config, plan, engine = job.config, job.plan, engine_of(job.plan.engine)
     validation = validation_rows(job)
     trainer = PlannedTrainer(
         model=model,
@@ -101,7 +101,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         eval_dataset=validation.dataset if validation else None,
         data_collator=_collator(job, rows),
         eval_collator=_collator(job, validation) if validation else None,
-        engine=engine_of(plan.engine),
+        engine=engine,
         checkpoint_parts=job.checkpoint_parts,
         writer=CheckpointWriter(job, settings_of(job)),
         plus_ratio=config.tuning.lora.plus_ratio,
@@ -115,7 +115,6 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
             parameter.data = parameter.data.float()
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
-    engine = engine_of(plan.engine)
     if engine.shards_weights:
         engine.divide(units_of(model), config, plan)
     return trainer
