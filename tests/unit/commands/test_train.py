@@ -1,8 +1,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from sft_play.commands.train import open_job
+from sft_play.commands.train import compare, open_job
 from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
 from tests.unit.finished_run import make_config
@@ -24,3 +25,12 @@ def test_an_answer_pattern_that_no_reference_holds_is_said_before_training(resol
 
 def test_a_run_that_ends_without_answers_does_not_look_for_the_pattern(resolved):
     assert open_job(resolved(answer_pattern="####", generate=False), 1).plan.world_size == 1
+
+
+def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved, monkeypatch, capsys):
+    def runs_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("sft_play.commands.evaluate.before_after", runs_out)
+    assert compare(open_job(resolved(), 1)) is None
+    assert "no answers are compared: the model does not fit on one device" in capsys.readouterr().out

@@ -3,31 +3,42 @@
 import json
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BertConfig,
     BltConfig,
     CLIPTextConfig,
+    EncodecConfig,
     Gemma4UnifiedAssistantConfig,
     GitConfig,
     LlamaConfig,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
     ReformerConfig,
+    T5Config,
     XLNetConfig,
 )
 
 from benchmarks.miniatures import miniature
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.model.architecture import class_to_name, empty_model, require_decoder
+from sft_play.model.architecture import class_to_name, empty_model, require_decoder, units_of
 from sft_play.model.load import load_model_config
 from sft_play.model.targets import text_prefix
+
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+TWO_TEXTS = MusicgenConfig(
+    text_encoder=T5Config(), audio_encoder=EncodecConfig(), decoder=MusicgenDecoderConfig()
+)
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         (BartConfig(), "bart is an encoder-decoder"),
+        (TWO_TEXTS, "musicgen is an encoder-decoder"),
         (BertConfig(), "bert reads texts in both directions"),
         (XLNetConfig(), "xlnet reads texts in both directions"),
         (GitConfig(), "git describes images"),
@@ -138,3 +149,18 @@ def test_a_config_that_is_no_object_is_one_sentence(tmp_path, text):
 def test_architectures_with_other_sizes_are_accepted(tiny_model, tmp_path, change):
     tree = json.loads((tiny_model / "config.json").read_text())
     load_model_config(write(tmp_path, tree | change))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_units_of_a_divided_model_are_its_layers_its_own_embedding_and_the_rest(tied):
+    model = empty_model(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    units = units_of(model)
+    embedding = [] if tied else [model.model.embed_tokens]  # a shared weight is gathered with the head
+    assert units == [*model.model.layers, *embedding, model]
+
+
+def test_a_model_whose_layers_cannot_be_found_is_not_divided():
+    model = empty_model(LlamaConfig(**SIZES))
+    model.model.layers, model._no_split_modules = torch.nn.ModuleList(model.model.layers[:1]), []
+    with pytest.raises(ConfigError, match="no list of 2 layers in LlamaForCausalLM, so it cannot be divided"):
+        units_of(model)

@@ -1,5 +1,7 @@
 """What processes exchange in a step, and how long it takes: measured, or derived from the link's data sheet."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,23 +11,13 @@ from sft_play.planning.clock import sent_bytes
 from sft_play.planning.profile import Curve
 from sft_play.planning.speed import Collectives, read_collectives, write_collectives
 from sft_play.units import GIB, MIB
-from sft_play.work import ALL_GATHER, BYTES, PRODUCT, REDUCE_SCATTER, Work
+from sft_play.work import ALL_GATHER, BYTES, PRODUCT, REDUCE_SCATTER
+from tests.unit.sizing.handmade import NO_WORK
 
 
 def work(**changes):
     """No operations, or some."""
-    empty = dict(
-        kinds=np.zeros(0, np.int8),
-        dtypes=np.zeros(0, np.int8),
-        by_python=np.zeros(0, bool),
-        sizes=np.zeros((0, 6)),
-        order=np.zeros(0, int),
-        layers=np.zeros(0, np.int16),
-        backward_from=0,
-        trained_elements=0,
-        trained_tensors=0,
-    )
-    return Work(**empty | changes)
+    return replace(NO_WORK, **changes)
 
 
 def trains(gradient_bytes):
