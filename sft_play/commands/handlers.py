@@ -112,10 +112,9 @@ def plan(args: argparse.Namespace) -> int:
         announce(args, *([f"with {args.model}"] if args.model else []))
     with importing():
         from sft_play.commands.plan import plan_command
+        from sft_play.report.layout import ending
     tree, report = plan_command(args)
-    if not args.config or args.model or args.gpu:
-        return end(args, tree, report)
-    return end(args, tree, report, "", then=["train" if (args.gpus or 1) == 1 else "train-distributed"])
+    return end(args, tree, report, *(["", ending({}, [tree["command"]])] if "command" in tree else []))
 
 
 @command("probe", as_json=True)
@@ -143,10 +142,11 @@ def probe(args: argparse.Namespace) -> int:
 @flag("--master-port", "port on node 0 (default: 29500)", metavar="PORT")
 def train(args: argparse.Namespace) -> int:
     """Train, in one process or in several through accelerate."""
-    from sft_play.launch.nodes import make_settings, read_nodes
+    from sft_play.launch.nodes import read_nodes
     from sft_play.launch.tensorboard import while_training
+    from sft_play.report.layout import make_settings
 
-    settings = make_settings(args.config, args.overrides, args.processes, args.engine)
+    settings = make_settings(args.config, args.overrides, NGPU=args.processes, ENGINE=args.engine)
     nodes = read_nodes(settings, args.nodes, args.node_rank, args.master_addr, args.master_port)
     if nodes.count > 1:
         # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.

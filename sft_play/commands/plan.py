@@ -9,20 +9,23 @@ from rich.console import RenderableType
 
 from sft_play.builtin.demo import materialise
 from sft_play.cache import cache_dir
-from sft_play.config.load import ResolvedConfig, config_from, load_config
+from sft_play.config.load import ResolvedConfig, load_config
+from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import detect, what_if
 from sft_play.model.published import hub_name
+from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.other_machines import MODES, plans_by_gpu, scaling, tokens_per_second
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
+from sft_play.report.layout import training_command
 from sft_play.report.plan import gpus_report, plan_report
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import quiet_libraries
 from sft_play.sizing.architecture import Architecture, planning_architecture
 
-NO_DATA = "data/train.jsonl"  # stands for the rows in a config that is made from --model
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableType]:
@@ -53,11 +56,11 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
             scales = scaling(config, architecture, facts, machine)
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
-    return tree | {"scaling": scales}, plan_report(tree, scales)
+    return tree | {"scaling": scales, "command": _command(args, config, chosen)}, plan_report(tree, scales)
 
 
 def _config(args: argparse.Namespace) -> ResolvedConfig:
-    """The config file, the same with another model, or the defaults with a model."""
+    """The config file, the same with another model, or the shipped one of its tuning mode with a model."""
     if args.model is None:
         if args.config is None:
             raise ConfigError(
@@ -68,10 +71,33 @@ def _config(args: argparse.Namespace) -> ResolvedConfig:
     name = hub_name(args.model)
     if args.config is not None:
         return materialise(load_config(args.config, [f"model.name={name}", *args.overrides]))
-    has_sources = any(override.startswith("data.sources=") for override in args.overrides)
-    tree = {"model": {"name": name}, "data": {} if has_sources else {"train_path": NO_DATA}}
-    origins = {"model.name": "--model", "data.train_path": "default"}
-    return materialise(config_from(tree, origins, args.overrides, Path("plan")))
+    overrides = [f"model.name={name}", *args.overrides]
+    if any(override.startswith("data.sources=") for override in args.overrides):
+        overrides.insert(0, "data.train_path=null")
+    resolved = load_config(_shipped("lora"), overrides)
+    if resolved.config.tuning.mode != "lora":
+        resolved = load_config(_shipped(resolved.config.tuning.mode), overrides)
+    for name in ("data.train_path", "tuning.mode"):  # those of the file are examples
+        if resolved.origins[name] != "override":
+            resolved.origins[name] = "default"
+    return materialise(resolved)
+
+
+def _shipped(mode: str) -> Path:
+    """The config that a person starts from in this tuning mode."""
+    return CONFIGS / f"run_{mode}.yaml"
+
+
+def _command(args: argparse.Namespace, config: RunConfig, chosen: Plan) -> str:
+    """What to type to train by this plan; a model alone is trained by the shipped config of its mode."""
+    named = [f"model.name={config.model.name}"] if args.model else []
+    if args.config is not None:
+        return training_command(chosen.engine, chosen.world_size, args.config, [*named, *args.overrides])
+    typed = [override for override in args.overrides if not override.startswith("tuning.mode=")]
+    has_data = any(override.startswith(("data.train_path=", "data.sources=")) for override in typed)
+    overrides = [*named, *typed, *([] if has_data else ["data.train_path=my.jsonl"])]
+    path = _shipped(config.tuning.mode).relative_to(CONFIGS.parent)
+    return training_command(chosen.engine, chosen.world_size, path, overrides)
 
 
 def _on_each_gpu(

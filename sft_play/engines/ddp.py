@@ -14,7 +14,7 @@ BUCKETS = 16  # per backward pass
 class Ddp(Engine):
     """PyTorch's DistributedDataParallel."""
 
-    name, label = "ddp", "DDP"
+    name, label, target = "ddp", "DDP", "train-distributed"
     principle = "each process holds the whole model, so more processes do not lower the peak"
     distributed_type = "MULTI_GPU"
     distributes = keeps_gradients = True

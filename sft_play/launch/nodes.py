@@ -2,7 +2,6 @@
 
 import errno
 import ipaddress
-import shlex
 import socket
 import time
 from collections.abc import Sequence
@@ -77,13 +76,6 @@ def commands_for(count: int, address: str, port: int, settings: Sequence[str]) -
         where += f" MASTER_PORT={port}"
     shared = " ".join([where, *settings])
     return [f"  make train-multinode NODES={count} RANK={rank} {shared}" for rank in range(count)]
-
-
-def make_settings(config: str, overrides: Sequence[str], processes: int, engine: str | None) -> list[str]:
-    """A run as settings of a make command, quoted for a shell; `processes` of each machine, or 0."""
-    values = {"NGPU": str(processes or ""), "ENGINE": engine or "", "CONFIG": config}
-    values["ARGS"] = shlex.join(overrides)
-    return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]
 
 
 def listen(nodes: Nodes) -> socket.socket:

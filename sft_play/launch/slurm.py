@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sft_play.errors import ConfigError, LaunchError, StorageError
 from sft_play.launch.accelerate_config import REPOSITORY
-from sft_play.launch.nodes import ADDRESS_PLACEHOLDER, DEFAULT_PORT, commands_for, make_settings, whole_number
+from sft_play.launch.nodes import ADDRESS_PLACEHOLDER, DEFAULT_PORT, commands_for, whole_number
+from sft_play.report.layout import make_settings
 from sft_play.units import counted
 
 TEMPLATE = REPOSITORY / "configs" / "slurm" / "train.sbatch"
@@ -114,7 +115,7 @@ def submit(job: SlurmJob, *, config: str, engine: str | None, overrides: Sequenc
         StorageError: the file cannot be written.
     """
     if shutil.which("sbatch") is None:
-        settings = make_settings(config, overrides, job.processes, engine)
+        settings = make_settings(config, overrides, NGPU=job.processes, ENGINE=engine)
         commands = commands_for(job.nodes, ADDRESS_PLACEHOLDER, DEFAULT_PORT, settings)
         problem = "sbatch is not on the PATH, so there is no SLURM here. Without SLURM, run on each machine:"
         raise LaunchError("\n".join([problem, *commands]))

@@ -44,6 +44,7 @@ from sft_play.reasons import (
     Reason,
     Unsized,
 )
+from sft_play.report.layout import training_command
 from sft_play.report.plan import process_unit
 from sft_play.report.reasons import misfit_text
 from sft_play.units import AUTOCAST, counted
@@ -374,4 +375,5 @@ def _more_processes(config: RunConfig, plan: Plan) -> Iterator[Changed]:
         for world in sorted({max(2, number * plan.world_size) for number in times}):
             if not own or world > plan.world_size:
                 divided = replace(plan, engine=engine.name, world_size=world)
-                yield f"{counted(world, unit)} with {engine.label}", config, divided
+                typed = training_command(engine.name, world)
+                yield f"{counted(world, unit)} with {engine.label} ({typed})", config, divided

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.methods import METHODS
+from sft_play.engines.registry import engine_of
 from sft_play.screen import LEAST_NAMES, Command, NamedValues, Words
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
+LARGEST_MACHINE = 8  # GPUs; more are on several machines
 
 
 def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableType:
@@ -83,10 +85,36 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
     return Group(NamedValues((name, str(path)) for name, path in places.items()), *lines)
 
 
-def make_command(target: str, config: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The `make` command for a config and overrides, quoted for a shell."""
-    arguments = f" ARGS={_quoted(shlex.join(overrides))}" if overrides else ""
-    return f"make {target} CONFIG={shlex.quote(str(config))}{arguments}"
+def make_command(target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: Any) -> str:
+    """The `make` command for a config and overrides, quoted for a shell.
+
+    Args:
+        target: of make.
+        config: file; "" to leave it out.
+        overrides: `section.key=value`.
+        settings: further variables of make, which come first; those without a value are left out.
+    """
+    return " ".join(["make", target, *make_settings(config, overrides, **settings)])
+
+
+def make_settings(config: str | Path, overrides: Sequence[str], **settings: Any) -> list[str]:
+    """The settings of a `make` command, quoted for a shell; arguments as in `make_command`."""
+    words = {name: shlex.quote(str(value)) for name, value in settings.items() if value}
+    words |= {"CONFIG": shlex.quote(str(config))} if config else {}
+    words |= {"ARGS": _quoted(shlex.join(overrides))} if overrides else {}
+    return [f"{name}={word}" for name, word in words.items()]
+
+
+def training_command(
+    engine: str, world_size: int, config: str | Path = "", overrides: Sequence[str] = ()
+) -> str:
+    """The `make` command that trains with an engine on so many GPUs or processes, on machines of eight."""
+    machines, rest = divmod(world_size, LARGEST_MACHINE)
+    if machines > 1 and not rest:
+        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=engine)
+        return make_command("train-slurm", config, overrides, **several)
+    processes = world_size if world_size > 1 else None
+    return make_command(engine_of(engine).target, config, overrides, NGPU=processes)
 
 
 def _quoted(words: str) -> str:

@@ -196,6 +196,8 @@ def test_a_new_lock_installs_again(ready):
         ),
         ("plan", {"MODEL": "qwen3-8b", "ARGS": "a.b=c"}, "--model 'qwen3-8b'    '--args=a.b=c'"),
         ("plan", {"MODEL": "m", "CONFIG": "x.yaml"}, "--model 'm'   --config 'x.yaml'"),
+        ("plan", {"MODEL": "m", "MODE": "qlora"}, "--model 'm'    'tuning.mode=qlora'"),
+        ("train", {"MODE": "full"}, "--config 'configs/demo.yaml' 'tuning.mode=full'"),
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, "eval --split 'test' --limit '10'"),
         (
             "eval-lm",

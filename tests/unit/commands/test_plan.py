@@ -1,6 +1,7 @@
 """Plans without a config file and without a network."""
 
 import json
+import shlex
 
 import pytest
 
@@ -113,6 +114,43 @@ def test_another_model_can_be_planned_with_a_config_and_overrides():
     found = tree["plan"]
     assert (found["max_seq_len"], found["effective_batch_size"], found["world_size"]) == (128, 8, 2)
     assert any("org/Tiny-1" in reason for reason in tree["why"])
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ([], "make train CONFIG=configs/run_lora.yaml ARGS="),
+        (
+            ["--gpus", "2", "tuning.mode=full"],
+            "make train-distributed NGPU=2 CONFIG=configs/run_full.yaml ARGS=",
+        ),
+        (
+            ["--gpus", "4", "parallel.engine=fsdp2"],
+            "make train-fsdp NGPU=4 CONFIG=configs/run_lora.yaml ARGS=",
+        ),
+        (
+            ["--gpus", "16", "tuning.mode=qlora"],
+            "make train-slurm NODES=2 NGPU=8 ENGINE=ddp CONFIG=configs/run_qlora.yaml ARGS=",
+        ),
+    ],
+)
+def test_the_plan_of_a_model_says_what_to_type_and_that_is_what_was_planned(words, command, monkeypatch):
+    tree, _ = plan("--model", "tiny-1", "--gpu", "RTX 4090", *words, "train.seed=7")
+    assert tree["command"].startswith(command)
+    settings = dict(word.split("=", 1) for word in shlex.split(tree["command"])[2:])
+    typed = load_config(REPOSITORY / settings["CONFIG"], shlex.split(settings["ARGS"])).config
+    assert (typed.model.name, typed.data.train_path, typed.train.seed) == ("org/Tiny-1", "my.jsonl", 7)
+    assert typed.train.learning_rate == tree["plan"]["learning_rate"]
+    assert tree["plan"]["total_steps"] == tree["plan"]["steps_per_epoch"] * typed.train.epochs
+
+
+def test_the_plan_of_a_config_is_trained_with_what_was_typed():
+    config = str(REPOSITORY / "configs" / "run_distributed.yaml")
+    tree, _ = plan(
+        "--config", config, "--model", "tiny-1", "--gpu", "L4", "--gpus", "2", "model.max_seq_len=128"
+    )
+    overrides = "model.name=org/Tiny-1 model.max_seq_len=128"
+    assert tree["command"] == f'make train-distributed NGPU=2 CONFIG={config} ARGS="{overrides}"'
 
 
 def test_the_config_of_a_gated_model_needs_neither_network_nor_access(monkeypatch):

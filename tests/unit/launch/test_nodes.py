@@ -10,11 +10,11 @@ from sft_play.launch.nodes import (
     Nodes,
     free_port,
     interface_towards,
-    make_settings,
     read_nodes,
 )
+from sft_play.report.layout import make_settings
 
-SETTINGS = make_settings("configs/run.yaml", ["train.epochs=1", "output.name=a b"], 4, "ddp")
+SETTINGS = make_settings("configs/run.yaml", ["train.epochs=1", "output.name=a b"], NGPU=4, ENGINE="ddp")
 
 
 def test_without_the_flag_there_is_one_machine():

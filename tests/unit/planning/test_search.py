@@ -359,6 +359,6 @@ def test_a_tie_leaves_weights_whole():
 
 def test_advice_names_the_fewest_gpus_that_are_enough_with_fsdp2():
     estimate, asked = divided_memory(11, row=1)
-    with pytest.raises(DoesNotFitError, match="8 GPUs with FSDP2") as error:
+    with pytest.raises(DoesNotFitError, match="8 GPUs with FSDP2 .make train-fsdp NGPU=8.") as error:
         choose(config(), estimate, slower_with_fsdp2(1.0), 2)
     assert "16 GPUs with FSDP2" not in str(error.value) and ("fsdp2", 16) not in asked
