@@ -147,6 +147,7 @@ def test_less_memory_than_a_run_needs_is_a_misfit_with_what_would_help(finished)
     assert "train.batch_size=1: -" in said and "Traceback" not in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)  # without a bound on what is traced, it takes more than ten minutes
 def test_advice_for_the_most_processes_ends(finished):
     words = ["--gpus", str(MOST_PROCESSES), f"train.effective_batch_size={MOST_PROCESSES}"]

@@ -165,6 +165,7 @@ def assert_interrupted(done, run, step):
     ).is_dir() and not run.adapter.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
     """First by SIGTERM, then by Ctrl-C; numbers and weights equal an uninterrupted run bit for bit."""
     config, run = workspace

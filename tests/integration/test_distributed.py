@@ -86,7 +86,7 @@ def assert_same_result(run: RunDir, alone: RunDir) -> None:
     ("kind", "engine", "banner"),
     [
         pytest.param("packed", "ddp", "MULTI_CPU", marks=pytest.mark.slow),
-        ("lora", "deepspeed_z2", "DEEPSPEED"),
+        pytest.param("lora", "deepspeed_z2", "DEEPSPEED", marks=pytest.mark.slow),
         ("lora", "fsdp2", "MULTI_CPU"),
     ],
 )

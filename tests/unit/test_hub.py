@@ -23,7 +23,8 @@ from sft_play.data.reading import open_source
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.load import load_model_config
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+# Without "close", a client may send its next request on a connection that is being closed.
+HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 100000\r\n\r\n"
 
 
 @pytest.fixture
