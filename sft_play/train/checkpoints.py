@@ -233,6 +233,7 @@ class CheckpointWriter:
         staged, target = self.staging / name, job.run.checkpoints / name
         if state.best_model_checkpoint and Path(state.best_model_checkpoint).parent == self.staging:
             state.best_model_checkpoint = str(target)
+        from_all(None)  # what a rank is still writing may have a temporary name
         if job.keeps_files:
             self._complete(staged, state)
         entries = self._entries_of_all(staged)

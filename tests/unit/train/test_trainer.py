@@ -8,6 +8,7 @@ import torch
 
 from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.errors import NonFiniteError
+from sft_play.manifest import read_manifest
 from sft_play.model.loss_head import TokenScore, score_batch
 from sft_play.train.run import prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged
@@ -217,3 +218,22 @@ def test_the_loss_in_the_log_is_that_of_the_steps_that_were_not_skipped(trainer_
     record = trainer.state.log_history[-1]
     assert record["loss"] == 2.0 and "grad_norm" not in record
     assert "speed/tokens_per_second" in record and "memory/peak_gib" in record
+
+
+def test_a_checkpoint_is_listed_once_all_ranks_have_written_their_files(trainer_of, monkeypatch):
+    """safetensors writes under a temporary name; another rank may still be at it when this one is done."""
+    trainer = trainer_of()
+    writer, trainer.state.global_step = trainer._writer, 1
+    folder = writer.staging / "checkpoint-1"
+
+    def wait_for_all(value):
+        for path in folder.glob(".tmp*"):
+            path.rename(folder / "optimizer_shard_0.safetensors")
+        return [value]
+
+    monkeypatch.setattr("sft_play.train.checkpoints.from_all", wait_for_all)
+    with writer.staged(trainer.state):
+        folder.mkdir(parents=True)
+        (folder / ".tmpAbCd").write_bytes(b"half")
+    published = writer.staging.parent / "checkpoint-1"
+    assert set(read_manifest(published)["files"]) == {"trainer_state.json", "optimizer_shard_0.safetensors"}
