@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import shlex
 import sys
@@ -64,6 +65,7 @@ def set_environment(*, rank: bool = False) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a package that nobody needs here
     if not WAITING.keys() & os.environ.keys():
         os.environ.update(WAITING)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info

@@ -1,5 +1,6 @@
 """What is typed on the command line is checked before anything is done."""
 
+import logging
 import os
 import shlex
 import subprocess
@@ -71,3 +72,12 @@ def test_threads_wait_as_the_user_has_set_it_or_by_our_setting(own, monkeypatch)
     monkeypatch.setattr(os, "environ", dict(os.environ))  # the rest of what it sets stays here
     set_environment()
     assert {name: os.environ[name] for name in WAITING if name in os.environ} == (own or WAITING)
+
+
+def test_bitsandbytes_recommends_no_package(monkeypatch, capsys):
+    """On a CPU with AVX-512 BF16 it does so while it is imported, before any output is redirected."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    main(["eval", "--config", "nothing.yaml"])
+    capsys.readouterr()
+    logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Please make sure you `pip install kernels`")
+    assert capsys.readouterr().err == ""
