@@ -69,7 +69,7 @@ def model_rows(
     facts = DataFacts.unseen(config, architecture)
     rows = {}
     for name, gpus in machines:
-        plans = plans_by_mode(config, architecture, facts, what_if(name, gpus), modes)
+        plans = plans_by_mode(config, architecture, facts, name, modes, gpus=gpus)
         rows[name, gpus] = [model.partition("/")[2], *(_cell(plans[mode]) for mode in modes)]
     return rows
 

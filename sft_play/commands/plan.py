@@ -16,12 +16,13 @@ from sft_play.machine.gpus import detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts, data_facts
-from sft_play.planning.other_machines import MODES, plans_by_gpu, scaling, tokens_per_second
+from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
+from sft_play.planning.other_machines import MODES, gpu_hours, plans_by_gpu, scaling, tokens_per_second
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
-from sft_play.report.layout import training_command
 from sft_play.report.plan import gpus_report, plan_report
 from sft_play.report.progress import PLANNING, spinner
+from sft_play.report.training import training_command
 from sft_play.runlog import quiet_libraries
 from sft_play.sizing.architecture import Architecture, planning_architecture
 
@@ -44,18 +45,28 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
             facts = data_facts(config, architecture, progress=not args.json)
         if args.model and not args.gpu:
             with spinner(PLANNING):
-                tree = _on_each_gpu(resolved, architecture, facts, args.gpus or 1) | {"why": notes}
+                tree = _on_each_gpu(args, resolved, architecture, facts) | {"why": notes}
             return tree, gpus_report(tree)
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
         processes = args.gpus or len(machine.gpus) or 1
         if not args.gpu:
             ensure_profile(config, machine, processes)
         with spinner(PLANNING):
+            if args.gpu and not args.gpus:
+                grows = _batch_grows(args, resolved)
+                processes = fewest_gpus(config, architecture, facts, args.gpu, batch_grows=grows) or 1
+                config, machine = with_batch_for(config, facts, processes), what_if(args.gpu, processes)
+                if processes > 1:
+                    notes = [
+                        f"{processes} of {args.gpu} are the fewest of 1, 2, 4 ... {COUNTS[-1]} that fit",
+                        *notes,
+                    ]
             chosen = plan_run(config, architecture, facts, machine, processes)
             chosen = replace(chosen, why=(*chosen.why, *notes))
-            scales = scaling(config, architecture, facts, machine)
+            scales = scaling(config, architecture, facts, machine, least=processes)
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
+    tree["plan"]["gpu_hours"] = gpu_hours(chosen) if args.gpu and facts.seen else None
     return tree | {"scaling": scales, "command": _command(args, config, chosen)}, plan_report(tree, scales)
 
 
@@ -88,27 +99,38 @@ def _shipped(mode: str) -> Path:
     return CONFIGS / f"run_{mode}.yaml"
 
 
+def _batch_grows(args: argparse.Namespace, resolved: ResolvedConfig) -> bool:
+    """Whether the effective batch may grow with the GPUs, since nobody has said how large it should be."""
+    return args.config is None and resolved.origins["train.effective_batch_size"] != "override"
+
+
 def _command(args: argparse.Namespace, config: RunConfig, chosen: Plan) -> str:
     """What to type to train by this plan; a model alone is trained by the shipped config of its mode."""
-    named = [f"model.name={config.model.name}"] if args.model else []
-    if args.config is not None:
-        return training_command(chosen.engine, chosen.world_size, args.config, [*named, *args.overrides])
-    typed = [override for override in args.overrides if not override.startswith("tuning.mode=")]
-    has_data = any(override.startswith(("data.train_path=", "data.sources=")) for override in typed)
-    overrides = [*named, *typed, *([] if has_data else ["data.train_path=my.jsonl"])]
-    path = _shipped(config.tuning.mode).relative_to(CONFIGS.parent)
+    path, overrides = args.config, list(args.overrides)
+    if path is None:
+        path = _shipped(config.tuning.mode).relative_to(CONFIGS.parent)
+        overrides = [override for override in overrides if not override.startswith("tuning.mode=")]
+        if not any(override.startswith(("data.train_path=", "data.sources=")) for override in overrides):
+            overrides.append("data.train_path=my.jsonl")
+    if args.model:
+        overrides.insert(0, f"model.name={config.model.name}")
+    planned = load_config(CONFIGS.parent / path if args.config is None else path, overrides).config.train
+    if planned.effective_batch_size != config.train.effective_batch_size:  # it has grown with the GPUs
+        overrides.append(f"train.effective_batch_size={config.train.effective_batch_size}")
     return training_command(chosen.engine, chosen.world_size, path, overrides)
 
 
 def _on_each_gpu(
-    resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts, gpus: int
+    args: argparse.Namespace, resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts
 ) -> dict[str, Any]:
-    """The plans for the common GPUs, in the tuning mode that was asked for or in each."""
+    """The plans for so many of each common GPU, or the fewest that are enough, in one tuning mode or each."""
     config = resolved.config
     modes = MODES if resolved.origins["tuning.mode"] == "default" else (config.tuning.mode,)
+    grows = _batch_grows(args, resolved)
     return {
         "model": config.model.name,
-        "gpus": gpus,
+        "gpus": args.gpus,
         "row_tokens": facts.longest_row,
-        "cards": plans_by_gpu(config, architecture, facts, gpus, modes),
+        "seen": facts.seen,
+        "cards": plans_by_gpu(config, architecture, facts, modes, gpus=args.gpus, batch_grows=grows),
     }

@@ -10,6 +10,8 @@ from sft_play.errors import ConfigError
 
 SPECS_FILE = Path(__file__).resolve().parents[2] / "configs" / "hardware.yaml"
 
+LARGEST_MACHINE = 8  # GPUs; more are on several machines
+
 # Words of the vendor or product line that do not identify the model.
 GENERIC_WORDS = {
     "nvidia", "geforce", "tesla", "rtx", "generation", "edition", "graphics", "gpu", "card", "tensor", "core"

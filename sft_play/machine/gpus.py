@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.machine.catalogue import SPECS_FILE, find_specs, link_speed, nearest_names, speed_of
+from sft_play.machine.catalogue import (
+    LARGEST_MACHINE,
+    SPECS_FILE,
+    find_specs,
+    link_speed,
+    nearest_names,
+    speed_of,
+)
 from sft_play.machine.host import Host, detect_host
 from sft_play.units import MIB
 
@@ -47,6 +54,7 @@ class Gpu:
     tflops: float | None = None
     """Dense 16-bit TFLOP/s with FP32 accumulation, from configs/hardware.yaml."""
     bandwidth_gb_s: float | None = None
+    network_gb_s: float | None = None  # to a GPU of another machine, in one direction
 
     @property
     def link_gb_s(self) -> float | None:
@@ -224,6 +232,8 @@ def _processes(nvml: Any, handle: Any) -> Iterator[GpuProcess]:
 def what_if(name: str, count: int = 1) -> Machine:
     """A hypothetical machine with `count` GPUs of a known model and all their memory free.
 
+    It has at most eight GPUs: more are on other machines like it.
+
     Raises:
         ConfigError: the model is unknown (names the closest), its memory size is unknown, or `count`
             is below 1.
@@ -249,9 +259,10 @@ def what_if(name: str, count: int = 1) -> Machine:
             free_bytes=memory,
             compute_capability=(int(major), int(minor)),
             link=specs.get("link"),
+            network_gb_s=specs.get("network_gb_s"),
             **speed_of(specs),
         )
-        for index in range(count)
+        for index in range(min(count, LARGEST_MACHINE))
     )
     return Machine(gpus=gpus, note="", host=detect_host(), what_if=True)
 

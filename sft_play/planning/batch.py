@@ -100,6 +100,18 @@ def batch_choices(train: TrainConfig, world_size: int, row_tokens: int | None) -
     return [BatchSplit(effective, count, world_size) for count in sorted(counts, reverse=True)]
 
 
+def batch_for(train: TrainConfig, world_size: int, unit: int = 1) -> int | None:
+    """The effective batch that so many processes need at least; None if that of the config is enough.
+
+    `unit` is 1, or with packing the tokens of a sequence.
+    """
+    if "auto" not in (train.batch_size, train.grad_accum):  # then it grows with them
+        return None
+    micro = unit if train.batch_size == "auto" else train.batch_size
+    needed = world_size * micro * (1 if train.grad_accum == "auto" else train.grad_accum)
+    return needed if (train.effective_batch_size or DEFAULT_EFFECTIVE_ROWS * unit) < needed else None
+
+
 def _split_by_hand(
     train: TrainConfig,
     effective: int,

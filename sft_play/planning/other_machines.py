@@ -12,6 +12,7 @@ from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
 from sft_play.planning.clock import messages_of, plan_clock, sent_bytes
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.fewest import fewest_gpus, with_batch_for
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import collectives_of, device_speed
 from sft_play.sizing.architecture import AnyArchitecture
@@ -27,16 +28,18 @@ COMMON_GPUS = (
 
 
 def scaling(
-    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine, *, least: int = 1
 ) -> list[dict[str, Any]]:
     """The plan for 1, 2, 4 and 8 processes on devices like this machine's; `problem` if there is none.
+
+    If `least` is more, for that many processes alone.
 
     `speed_up` is None if the link between devices is unknown; `speed_up_at_most` ignores communication.
     """
     rows: list[dict[str, Any]] = []
     base: float | None = None  # seconds of a sequence on the fewest devices
     reference: int | None = config.train.reference_batch_size
-    for world in SCALES:
+    for world in SCALES if least <= SCALES[-1] else (least,):
         try:
             plan = _plan_at_scale(config, model_config, facts, machine, world)
         except (ConfigError, DataError, DoesNotFitError) as error:
@@ -95,14 +98,13 @@ def _keeps_speed(draft: Plan) -> bool:
 
 
 def plans_by_gpu(
-    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, gpus: int, modes: tuple[str, ...]
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, modes: tuple[str, ...], **gpus: Any
 ) -> list[dict[str, Any]]:
-    """A row for `gpus` of each common GPU: name, memory, and for each mode the plan's key numbers."""
+    """A row for each common GPU: name, memory, and `plans_by_mode`, which has the other arguments."""
     rows = []
     for name in COMMON_GPUS:
-        machine = what_if(name, gpus)
-        plans = plans_by_mode(config, model_config, facts, machine, modes)
-        rows.append({"gpu": name, "total_bytes": machine.gpus[0].total_bytes, "plans": plans})
+        plans = plans_by_mode(config, model_config, facts, name, modes, **gpus)
+        rows.append({"gpu": name, "total_bytes": what_if(name).gpus[0].total_bytes, "plans": plans})
     return rows
 
 
@@ -110,27 +112,50 @@ def plans_by_mode(
     config: RunConfig,
     model_config: AnyArchitecture,
     facts: DataFacts,
-    machine: Machine,
+    gpu: str,
     modes: tuple[str, ...] = MODES,
+    *,
+    gpus: int | None = None,
+    batch_grows: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """The key numbers of the plan for each tuning mode on all GPUs of a machine, or why there is none."""
+    """The key numbers of the plan for each tuning mode, or why there is none.
+
+    Args:
+        config: the run.
+        model_config: the architecture.
+        facts: of the training rows.
+        gpu: a name in configs/hardware.yaml.
+        modes: of tuning.
+        gpus: how many there are; default: the fewest that are enough.
+        batch_grows: as in `fewest_gpus`.
+    """
     plans: dict[str, dict[str, Any]] = {}
     for mode in modes:
         tuning = config.tuning.model_copy(update={"mode": mode})
-        changed = config.model_copy(update={"tuning": tuning})
+        run = config.model_copy(update={"tuning": tuning})
         try:
-            plan = plan_run(changed, model_config, facts, machine, len(machine.gpus), explain=False)
+            count = gpus or fewest_gpus(run, model_config, facts, gpu, batch_grows=batch_grows) or 1
+            run = run if gpus else with_batch_for(run, facts, count)
+            plan = plan_run(run, model_config, facts, what_if(gpu, count), count, explain=False)
         except (ConfigError, DoesNotFitError) as error:
             plans[mode] = {"problem": str(error).splitlines()[0]}
             continue
         plans[mode] = {
+            "gpus": count,
+            "effective_batch_size": plan.effective_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "gradient_checkpointing": plan.recomputes,
             "engine": plan.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
             "tokens_per_second": tokens_per_second(plan, facts),
+            "gpu_hours": gpu_hours(plan) if facts.seen else None,
         }
     return plans
+
+
+def gpu_hours(plan: Plan) -> float | None:
+    """Predicted hours of the whole run, times its GPUs; None if the speed is unknown."""
+    return plan.step_seconds and plan.step_seconds * plan.total_steps * plan.world_size / 3600
 
 
 def tokens_per_second(plan: Plan, facts: DataFacts) -> float | None:

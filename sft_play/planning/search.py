@@ -21,7 +21,9 @@ changes to the config that would make the smallest one fit.
 Pure: memory and time are functions, so traced, measured and made-up numbers are interchangeable.
 """
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -29,9 +31,11 @@ from typing import Any
 
 from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
+from sft_play.engines.base import Engine
 from sft_play.engines.registry import distributed_engines, engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
+from sft_play.planning.batch import batch_for
 from sft_play.reasons import (
     Activations,
     Change,
@@ -44,9 +48,9 @@ from sft_play.reasons import (
     Reason,
     Unsized,
 )
-from sft_play.report.layout import training_command
 from sft_play.report.plan import process_unit
 from sft_play.report.reasons import misfit_text
+from sft_play.report.training import training_command
 from sft_play.units import AUTOCAST, counted
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
@@ -308,20 +312,12 @@ def _preference(row: dict[str, Any]) -> tuple[bool, float]:
 def helpful_changes(config: RunConfig, smallest: Plan, estimate: Estimator) -> tuple[Change, ...]:
     """What a process would need after each possible change to the smallest plan, cheapest change first."""
     found: list[Change] = []
-    enough: set[str] = set()  # engines that divide weights, of which fewer processes fit
-    possible = (_smaller_steps, _lighter_methods, _shorter_rows, _more_processes)
+    possible = (_smaller_steps, _lighter_methods, _shorter_rows)
     for what, changed_config, changed_plan in chain.from_iterable(way(config, smallest) for way in possible):
-        if changed_plan.engine in enough:
-            continue
-        try:
+        with suppress(ConfigError):  # this model or this machine does not allow it
             memory = estimate(changed_config, changed_plan)
-        except ConfigError:  # this model or this machine does not allow it
-            continue
-        found.append(Change(what, memory.process_bytes, memory.fits))
-        more = (changed_plan.engine, changed_plan.world_size) != (smallest.engine, smallest.world_size)
-        if memory.fits and more and _divides(changed_plan):  # each number of processes takes a trace
-            enough.add(changed_plan.engine)
-    return tuple(found)
+            found.append(Change(what, memory.process_bytes, memory.fits))
+    return (*found, *_more_processes(config, smallest, estimate))
 
 
 def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
@@ -365,15 +361,38 @@ def _shorter_rows(config: RunConfig, plan: Plan) -> Iterator[Changed]:
             yield f"model.max_seq_len={shorter}", config, changed
 
 
-def _more_processes(config: RunConfig, plan: Plan) -> Iterator[Changed]:
-    unit = process_unit(plan.device)
+def fewest(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of ascending counts that fits, if each larger one fits too; None if none does.
+
+    Not every count is tried: where weights are divided, each takes a trace of its own.
+    """
+    place = bisect_left(counts, True, key=fits)
+    return counts[place] if place < len(counts) else None
+
+
+def _more_processes(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Change]:
+    """For each engine that saves memory, the fewest processes that are enough, or the most of those tried."""
+    least = max(2, plan.world_size)
     for engine in distributed_engines():
         own = engine.name == plan.engine
-        if not engine.trades_speed or engine.problem(config) or (own and not engine.shards_weights):
-            continue
-        times = (1, 2, 4, 8) if engine.shards_weights else (1, 2, 4)
-        for world in sorted({max(2, number * plan.world_size) for number in times}):
-            if not own or world > plan.world_size:
-                divided = replace(plan, engine=engine.name, world_size=world)
-                typed = training_command(engine.name, world)
-                yield f"{counted(world, unit)} with {engine.label} ({typed})", config, divided
+        if engine.trades_speed and not engine.problem(config) and (engine.shards_weights or not own):
+            counts = [least * times for times in (1, 2, 4, 8) if not own or times > 1]
+            with suppress(ConfigError):
+                yield _fewest_processes(config, plan, engine, counts, estimate)
+
+
+def _fewest_processes(
+    config: RunConfig, plan: Plan, engine: Engine, counts: list[int], estimate: Estimator
+) -> Change:
+    sized: dict[int, Memory] = {}
+
+    def fits(world: int) -> bool:
+        sized[world] = estimate(config, replace(plan, engine=engine.name, world_size=world))
+        return sized[world].fits
+
+    world = fewest(counts, fits) or max(sized)
+    batch = batch_for(config.train, world, plan.max_seq_len if plan.packing else 1)
+    settings = [f"train.effective_batch_size={batch}"] if batch else []
+    typed = training_command(engine.name, world, overrides=settings)
+    what = f"{counted(world, process_unit(plan.device))} with {engine.label} ({typed})"
+    return Change(what, sized[world].process_bytes, sized[world].fits)

@@ -19,7 +19,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Message
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
-from sft_play.machine.gpus import Machine
+from sft_play.machine.catalogue import LARGEST_MACHINE
+from sft_play.machine.gpus import Gpu, Machine
 from sft_play.machine.process import importing_libraries
 from sft_play.planning.devices import training_device
 from sft_play.planning.drafts import choose_precision
@@ -42,7 +43,7 @@ class Speed:
 
     flops: float | None
     bandwidth: float | None
-    link_bandwidth: float | None = None  # from one device to another, one way
+    link_bandwidth: float | None = None  # from one device to another, also of another machine, one way
 
 
 def device_speed(machine: Machine, processes: int) -> Speed:
@@ -52,7 +53,8 @@ def device_speed(machine: Machine, processes: int) -> Speed:
         return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
     flops = [gpu.tflops for gpu in machine.gpus]
     bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
-    links = [gpu.link_gb_s for gpu in machine.gpus]
+    across = processes > max(LARGEST_MACHINE, len(machine.gpus))
+    links = [_link(gpu, across=across) for gpu in machine.gpus]
     if None in flops or None in bandwidths:
         return Speed(flops=None, bandwidth=None)
     return Speed(
@@ -60,6 +62,13 @@ def device_speed(machine: Machine, processes: int) -> Speed:
         bandwidth=1e9 * min(filter(None, bandwidths)),
         link_bandwidth=None if None in links else 1e9 * min(filter(None, links)),
     )
+
+
+def _link(gpu: Gpu, *, across: bool) -> float | None:
+    """GB/s from one GPU to the next; `across` several machines, as slow as the slower of link and network."""
+    if not across:
+        return gpu.link_gb_s
+    return gpu.network_gb_s and min(gpu.network_gb_s, gpu.link_gb_s or gpu.network_gb_s)
 
 
 def device_name(machine: Machine) -> str:

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.methods import METHODS
-from sft_play.engines.registry import engine_of
 from sft_play.screen import LEAST_NAMES, Command, NamedValues, Words
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
-LARGEST_MACHINE = 8  # GPUs; more are on several machines
 
 
 def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableType:
@@ -103,18 +101,6 @@ def make_settings(config: str | Path, overrides: Sequence[str], **settings: Any)
     words |= {"CONFIG": shlex.quote(str(config))} if config else {}
     words |= {"ARGS": _quoted(shlex.join(overrides))} if overrides else {}
     return [f"{name}={word}" for name, word in words.items()]
-
-
-def training_command(
-    engine: str, world_size: int, config: str | Path = "", overrides: Sequence[str] = ()
-) -> str:
-    """The `make` command that trains with an engine on so many GPUs or processes, on machines of eight."""
-    machines, rest = divmod(world_size, LARGEST_MACHINE)
-    if machines > 1 and not rest:
-        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=engine)
-        return make_command("train-slurm", config, overrides, **several)
-    processes = world_size if world_size > 1 else None
-    return make_command(engine_of(engine).target, config, overrides, NGPU=processes)
 
 
 def _quoted(words: str) -> str:

@@ -15,6 +15,7 @@ from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
+MARKS = {"deepspeed_z2": "z", "fsdp2": "f"}  # of engines in the table of GPUs
 
 
 def _process_table(memory: Mapping[str, Any]) -> RenderableType:
@@ -213,20 +214,45 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
     """What a model would be like on common GPUs, from `plans_by_gpu`; fits in 80 columns."""
     modes = list(tree["cards"][0]["plans"])
     names = [METHODS[mode].removesuffix(" fine-tuning") for mode in modes]
-    heads = [f"{name}\n{what}" for name in names for what in ("tokens/s", "GiB")]
+    hours = tree["seen"]
+    heads = [
+        f"{name}\n{what}" for name in names for what in ("GPUs", "tokens/s", "GPU-h" if hours else "GiB")
+    ]
     table = columns("GPU", "GiB", *heads)
+    table.padding = (0, 1, 0, 0)  # type: ignore[assignment]
     for row in tree["cards"]:
-        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan)]
+        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, hours=hours)]
         table.add_row(row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells)
-    each = "a GPU" if tree["gpus"] == 1 else f"{tree['gpus']} GPUs"
+    each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
     title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
-    legend = "- means that it does not fit. Speed is predicted from data sheets; GiB is the peak of tensors."
-    notes = [f"{legend} For details:", f'make plan MODEL={tree["model"]} GPU="RTX 4090"', *tree["why"]]
+    notes = [*_legend(tree, hours=hours), f'make plan MODEL={tree["model"]} GPU="RTX 4090"', *tree["why"]]
     return Group(title, table, *(Words(Text(note, style="dim")) for note in notes))
 
 
-def _card_cells(plan: Mapping[str, Any]) -> tuple[str, str]:
+def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
+    """What the cells of the table of GPUs mean."""
+    plans = [plan for row in tree["cards"] for plan in row["plans"].values() if "problem" not in plan]
+    engines = [name for name in MARKS if name in {plan["engine"] for plan in plans}]
+    marks = "".join(f", {MARKS[name]}: {label_of(name)}" for name in engines)
+    counts = f"GPUs: of 1, 2, 4 ... 512 on machines of eight{marks}." if tree["gpus"] is None else ""
+    batches = {plan["effective_batch_size"] for plan in plans}
+    grown = "Where more than the effective batch are needed, it becomes a row for each. "
+    last = "GPU-h: hours of the run times GPUs." if hours else "GiB: the peak of tensors."
+    return [
+        *([counts] if counts else []),
+        *([grown] if len(batches) > 1 else []),
+        "-: it does not fit. Speed is predicted from data sheets, n/a where they do not tell it or the link. "
+        f"{last} For details:",
+    ]
+
+
+def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
     if "problem" in plan:
-        return "-", "-"
-    speed, peak = plan["tokens_per_second"], plan["peak_bytes"]
-    return "n/a" if speed is None else f"{speed:,.0f}", "n/a" if peak is None else f"{peak / GIB:.1f}"
+        return "-", "-", "-"
+    speed, peak, spent = plan["tokens_per_second"], plan["peak_bytes"], plan["gpu_hours"]
+    size = "n/a" if peak is None else f"{peak / GIB:.1f}"
+    return (
+        f"{plan['gpus']}{MARKS.get(plan['engine'], '')}",
+        "n/a" if speed is None else f"{speed:,.0f}",
+        ("n/a" if spent is None else f"{spent:,.{1 if spent < 100 else 0}f}") if hours else size,
+    )

@@ -8,12 +8,13 @@ import pytest
 from sft_play.cli import build_parser
 from sft_play.commands.plan import plan_command
 from sft_play.config.load import load_config
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.machine import gpus
 from sft_play.machine.catalogue import find_specs
 from sft_play.model import published
 from sft_play.model.load import planning_config
 from sft_play.planning import other_machines
-from sft_play.planning.other_machines import COMMON_GPUS
+from sft_play.planning.other_machines import COMMON_GPUS, MODES
 from sft_play.report.plan import gpus_report
 from tests.conftest import REPOSITORY
 from tests.unit.report.test_plan import screen
@@ -83,12 +84,92 @@ def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
 
 
 def test_a_card_that_is_too_small_has_a_dash():
-    plans = {"full": {"problem": "does not fit"}, "lora": {"tokens_per_second": None, "peak_bytes": 2**30}}
+    found = {"tokens_per_second": None, "peak_bytes": 2**30, "gpu_hours": 2.5, "effective_batch_size": 16}
+    plans = {"full": {"problem": "does not fit"}, "lora": {**found, "gpus": 4, "engine": "fsdp2"}}
     row = {"gpu": "T4", "total_bytes": 15 * 2**30, "plans": plans}
-    tree = {"model": "org/model", "gpus": 1, "row_tokens": 2048, "cards": [row], "why": ["a note"]}
+    tree = {
+        "model": "org/m",
+        "gpus": None,
+        "row_tokens": 2048,
+        "seen": False,
+        "cards": [row],
+        "why": ["a note"],
+    }
     lines = [line.rstrip() for line in screen(gpus_report(tree)).splitlines()]
-    assert lines[0] == "org/model on a GPU, rows of 2,048 tokens" and "a note" in lines
-    assert any(line.split() == ["T4", "15", "-", "-", "n/a", "1.0"] for line in lines)
+    assert lines[0] == "org/m on the fewest GPUs that fit, rows of 2,048 tokens" and "a note" in lines
+    assert any(line.split() == ["T4", "15", "-", "-", "-", "4f", "n/a", "1.0"] for line in lines)
+    assert "GPUs: of 1, 2, 4 ... 512 on machines of eight, f: FSDP2." in lines
+    text = screen(gpus_report(tree | {"gpus": 4, "seen": True}))
+    assert "org/m on 4 GPUs" in text and "GPU-h" in text and "2.5" in text and "1, 2, 4" not in text
+
+
+def test_the_table_of_three_modes_fits_into_80_columns():
+    found = {"tokens_per_second": 123456.0, "peak_bytes": 2**37, "effective_batch_size": 512}
+    plans = dict.fromkeys(MODES, {**found, "gpu_hours": 9999.9, "gpus": 512, "engine": "fsdp2"})
+    row = {"gpu": "A100 80GB", "total_bytes": 2**37, "plans": plans}
+    tree = {"model": "org/m", "gpus": None, "row_tokens": 2048, "seen": True, "cards": [row], "why": []}
+    text = screen(gpus_report(tree))
+    assert text.count("123,456") == text.count("10,000") == text.count("512f") == 3 and "…" not in text
+
+
+@pytest.fixture()
+def one_gpu_of(monkeypatch):
+    """A catalogue with one GPU that has so many GiB."""
+
+    def known(gib: float):
+        specs = {**find_specs("RTX 4090"), "memory_mib": int(1024 * gib)}
+        monkeypatch.setattr(gpus, "find_specs", lambda name: specs)
+        monkeypatch.setattr(other_machines, "COMMON_GPUS", ("small",))
+
+    return known
+
+
+LARGE = """\
+  - name: org/Large-1
+    parameters: 1
+    source: here
+    config: {model_type: llama, hidden_size: 1024, intermediate_size: 4096, num_hidden_layers: 24, vocab_size: 256,
+             num_attention_heads: 8, num_key_value_heads: 8, max_position_embeddings: 512, head_dim: 128}
+"""
+
+
+@pytest.fixture()
+def large(tmp_path):
+    """A model of 1.6 GiB in fp32, with layers that are small beside it."""
+    (tmp_path / "models.yaml").write_text(TINY + LARGE)
+    published.published_models.cache_clear()
+
+
+FULL = ("tuning.mode=full", "model.max_seq_len=64")
+
+
+def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
+    """By the plans for the fewest and for half of them; the batch follows where it may."""
+    one_gpu_of(2.5)
+    tree, _ = plan("--model", "large-1", *FULL)
+    found = tree["cards"][0]["plans"]["full"]
+    assert found["gpus"] > 2 and found["engine"] == "fsdp2"
+    count = found["gpus"]
+    alone, report = plan("--model", "large-1", "--gpu", "small", *FULL)
+    assert alone["plan"]["world_size"] == count and f"{count} of small are the fewest" in " ".join(
+        alone["why"]
+    )
+    assert (
+        f"NGPU={count} " in alone["command"]
+        and alone["memory"]["process_bytes"] <= alone["memory"]["budget_bytes"]
+    )
+    with pytest.raises(DoesNotFitError, match=f"{count} GPUs with FSDP2 .make train-fsdp NGPU={count}."):
+        plan("--model", "large-1", "--gpu", "small", "--gpus", str(count // 2), *FULL)
+
+
+def test_the_batch_grows_with_the_gpus_unless_it_was_typed(large, one_gpu_of):
+    one_gpu_of(2.5)
+    with pytest.raises(DoesNotFitError):
+        plan("--model", "large-1", "--gpu", "small", *FULL, "train.effective_batch_size=1")
+    tree, _ = plan("--model", "large-1", "--gpu", "small", *FULL, "train.batch_size=8")
+    count = tree["plan"]["world_size"]
+    assert tree["plan"]["effective_batch_size"] == 8 * count > 16
+    assert f"train.effective_batch_size={8 * count}" in tree["command"]
 
 
 def test_a_model_that_is_too_large_for_every_card_is_said_to_be(monkeypatch):

@@ -19,7 +19,15 @@ from sft_play.report.machine import gpu_info_table, memory_table
 from sft_play.units import GIB, MIB
 
 ENTRIES = yaml.safe_load(catalogue.SPECS_FILE.read_text())["gpus"]
-NUMBERS = ("memory_mib", "compute_capability", "bf16_tflops", "fp16_tflops", "bandwidth_gb_s", "link")
+NUMBERS = (
+    "memory_mib",
+    "compute_capability",
+    "bf16_tflops",
+    "fp16_tflops",
+    "bandwidth_gb_s",
+    "link",
+    "network_gb_s",
+)
 
 
 def test_there_are_facts_about_more_than_thirty_gpus_with_memory():

@@ -8,7 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Device, Memory, Plan
 from sft_play.planning.drafts import draft_plans
-from sft_play.planning.search import choose_plan
+from sft_play.planning.search import choose_plan, fewest
 from sft_play.reasons import Activations, EngineChoice, MicroBatch, OtherKind
 from sft_play.units import GIB
 
@@ -362,3 +362,16 @@ def test_advice_names_the_fewest_gpus_that_are_enough_with_fsdp2():
     with pytest.raises(DoesNotFitError, match="8 GPUs with FSDP2 .make train-fsdp NGPU=8.") as error:
         choose(config(), estimate, slower_with_fsdp2(1.0), 2)
     assert "16 GPUs with FSDP2" not in str(error.value) and ("fsdp2", 16) not in asked
+
+
+@pytest.mark.parametrize("enough", [*range(1, 9), 100])
+def test_the_fewest_are_found_without_trying_all(enough):
+    counts, tried = [1, 2, 3, 4, 5, 6, 7, 8], []
+    found = fewest(counts, lambda count: tried.append(count) or count >= enough)
+    assert found == (enough if enough <= 8 else None) and len(tried) <= 4
+
+
+def test_advice_for_more_gpus_than_rows_names_the_batch_that_they_need():
+    estimate, _ = divided_memory(11, row=1)
+    with pytest.raises(DoesNotFitError, match="train-fsdp NGPU=8 ARGS=.train.effective_batch_size=8"):
+        choose(config(effective_batch_size=4), estimate, slower_with_fsdp2(1.0), 2)
