@@ -13,8 +13,9 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from sft_play.config.schema import TuningConfig
 from sft_play.model import adapter_forward, attention, layer_forward
 from sft_play.model.adapters import attach_adapter
-from sft_play.model.build import freeze_what_gets_no_gradient, nf4
+from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.cpu import keep_differentiable
+from sft_play.model.four_bit import nf4
 from sft_play.plan import Plan
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.step import StepSpec

@@ -59,7 +59,6 @@ class Fsdp2(Engine):
         shard(
             units,
             plan.device,
-            dtype=plan.dtype if config.tuning.mode == "full" else None,
             gathered_dtype=gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision),
             like_first=like_first,
         )

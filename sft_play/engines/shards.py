@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
+from sft_play.engines.stored import give_back_freed_memory, put_to_use
 
 FILE = "optimizer_shard_{rank}.safetensors"
 
@@ -25,7 +26,6 @@ def shard(
     units: Sequence[torch.nn.Module],
     device: str,
     *,
-    dtype: str | None = None,
     gathered_dtype: str | None = None,
     like_first: bool = False,
 ) -> None:
@@ -34,7 +34,6 @@ def shard(
     Args:
         units: gathered one at a time, the whole model last; on any device, the same in all processes.
         device: where its shards go, "cuda" or "cpu".
-        dtype: that weights are kept in; default their own.
         gathered_dtype: that weights are gathered in; default their own.
         like_first: take the weights of the first process, where others may have found different ones.
     """
@@ -43,14 +42,20 @@ def shard(
     if gathered_dtype:
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gathered_dtype), reduce_dtype=torch.float32)
     for unit in units:
-        whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
-        for parameter in whole if dtype else ():
-            parameter.data = parameter.data.to(getattr(torch, dtype))  # type: ignore[arg-type]
-        for parameter in whole if like_first else ():
-            _take_from_first(parameter, device)
+        _put_to_use(unit, device, like_first)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
+        give_back_freed_memory()
     # the last unit stays gathered for the backward pass, which an evaluation does not have
     units[-1].register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
+
+
+def _put_to_use(unit: torch.nn.Module, device: str, like_first: bool) -> None:
+    """Makes what is not divided yet of a unit ready to be: cast, quantized, and as in the first process."""
+    for parameter in unit.parameters():
+        if not isinstance(parameter, DTensor):
+            put_to_use(parameter, device)
+            if like_first:
+                _take_from_first(parameter, device)
 
 
 def _take_from_first(parameter: Tensor, device: str) -> None:

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.engines.registry import engine_of
+from sft_play.engines.stored import looking_as_used, say_types
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.hub import is_network_error
 from sft_play.manifest import find_damage, has_manifest
@@ -18,6 +19,7 @@ from sft_play.model.attention_choice import generation_attention
 from sft_play.model.base_files import require_as_published
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.files import compare_with_index
+from sft_play.model.four_bit import nf4, quantize_later
 from sft_play.model.load import empty_base, hub_arguments, load_model_config, new_tokens, not_loadable
 from sft_play.model.new_tokens import add_rows
 from sft_play.model.noise import add_noise
@@ -38,16 +40,6 @@ def local_device(device: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
-def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """QLoRA's 4-bit base (Dettmers et al. 2023, arXiv 2305.14314): NF4 with quantized block constants."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
-
-
 def freeze_what_gets_no_gradient(model: "PreTrainedModel") -> None:
     """Freezes vision and audio towers, and what only chooses tokens: DDP would wait for their gradients."""
     prefix = text_prefix(model)
@@ -65,10 +57,12 @@ def load_base(
     device: torch.device,
     quantize: bool,
     checks_files: bool = True,
+    as_stored: bool = False,
 ) -> "PreTrainedModel":
     """The pretrained weights on `device`, 4-bit when `quantize`, with the rows of model.new_tokens.
 
-    Only safetensors: pickled weights can run code. Of several ranks of a machine, one checks the files.
+    Only safetensors: pickled weights can run code. Of several ranks of a machine, one checks the files. With
+    `as_stored`, weights are neither cast nor quantized before each is put to use (`engines.stored`).
 
     Raises:
         ConfigError: the folder or repository has no weights that can be loaded, or they are damaged.
@@ -80,13 +74,13 @@ def load_base(
     if checks_files:
         _require_undamaged(model)
     attention.register()
-    torch_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     try:
         with_info: Any = AutoModelForCausalLM.from_pretrained(
             model.name,
-            dtype=torch_dtype,
+            dtype="auto" if as_stored else torch_dtype,
             attn_implementation=attention.library_name(attn_implementation),
-            quantization_config=nf4(torch_dtype) if quantize else None,
+            quantization_config=nf4(torch_dtype) if quantize and not as_stored else None,
             device_map={"": device},
             low_cpu_mem_usage=True,
             use_safetensors=True,
@@ -94,6 +88,8 @@ def load_base(
             ignore_mismatched_sizes=True,  # reported below, with a better message
             **hub_arguments(model),
         )
+        if quantize and as_stored:
+            quantize_later(with_info[0], torch_dtype)
     except ImportError as error:
         key = "tuning.mode=qlora" if quantize else f"model.attention={attn_implementation}"
         remedy = "run `make install`" if quantize else "model.attention=auto takes what is installed"
@@ -110,6 +106,8 @@ def load_base(
     keep_differentiable(loaded)
     layer_forward.replace_forwards(loaded)
     add_rows(loaded, new_tokens(model))
+    if as_stored:
+        say_types(loaded, torch_dtype, loaded._get_dtype_plan(torch_dtype))
     return loaded
 
 
@@ -159,15 +157,14 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
 
     set_seed(config.train.seed)  # adapters start from random numbers
     shards = engine_of(plan.engine).shards_weights
-    # as they are stored, weights are mapped from their files, which processes share
-    stored = shards and config.tuning.mode == "full"
     model = load_base(
         config.model,
-        dtype="auto" if stored else plan.dtype,
+        dtype=plan.dtype,
         attn_implementation=plan.attention,
         device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
         checks_files=local_rank == 0,
+        as_stored=shards and _can_be_cast_later(config),
     )
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
@@ -176,10 +173,21 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
         freeze_what_gets_no_gradient(model)
     else:
         autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
-        trained = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
+        with looking_as_used(model):
+            trained = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
     if config.train.neftune_noise_alpha:
         add_noise(trained, config.train.neftune_noise_alpha, config.train.seed)
     return trained
+
+
+def _can_be_cast_later(config: RunConfig) -> bool:
+    """Whether nothing is made from the weights before they are divided, and the files are not quantized."""
+    if config.tuning.mode == "full":
+        return True
+    lora = config.tuning.lora
+    made_from_weights = lora.use_dora or lora.init != "default" or lora.modules_to_save
+    quantized = getattr(load_model_config(config.model), "quantization_config", None)
+    return not (made_from_weights or config.model.new_tokens or quantized)
 
 
 def _require_finite(model: "PreTrainedModel") -> None:

@@ -16,8 +16,8 @@ from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.architecture import decoder_layers, empty_model, setting, without_weights
 from sft_play.model.attention_choice import calls_ours
-from sft_play.model.build import nf4
 from sft_play.model.cpu import keep_differentiable
+from sft_play.model.four_bit import nf4
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL

@@ -45,6 +45,7 @@ KINDS = {
     "tied-outer": OUTER | {"tied": True},
     "new-tokens": NEW,
     "tied-new-tokens": NEW | {"tied": True},
+    "qlora": {"mode": "qlora"},
     "qlora-new-tokens": NEW | {"mode": "qlora"},
     "full-tied-new-tokens": NEW | {"tied": True, "mode": "full"},
 }  # fmt: skip

@@ -23,6 +23,7 @@ from sft_play.runlog import quiet_libraries  # noqa: E402
 from sft_play.train.ranks import process_group  # noqa: E402
 from sft_play.train.run import prepare_session, train  # noqa: E402
 from tests.integration.jobs import make_job  # noqa: E402
+from tests.integration.loading import load  # noqa: E402
 
 
 def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:
@@ -78,6 +79,8 @@ def main(path: Path) -> int:
             with other_signs() if spec.get("other_signs_on") == rank else nullcontext():
                 if spec.get("only_look"):
                     (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
+                elif "load_as" in spec:
+                    load(job, spec["load_as"])
                 else:
                     train(job)
     return finish_rank(ranks, 0)

@@ -59,6 +59,9 @@ CALLED = {
         "callbacks model processing_class optimizer lr_scheduler"
     ),
     "transformers.integrations.integration_utils:rewrite_logs": "",
+    "transformers.quantizers.base:HfQuantizer.postprocess_model": "model",
+    "transformers.quantizers.base:HfQuantizer.preprocess_model": "model",
+    "transformers:PreTrainedModel._get_dtype_plan": "dtype",
     "torch.utils.tensorboard.summary:hparams": "hparam_dict metric_dict",
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
@@ -122,6 +125,8 @@ WRITTEN = [
     ("bit16_groups", ZERO2, "self.bit16_groups ="),
     ("support_avx512bf16_for_cpu", "bitsandbytes.nn:Linear4bit", "self.support_avx512bf16_for_cpu ="),
     ("quant_state", "bitsandbytes.nn:Params4bit", "self.quant_state ="),
+    ("bnb_quantized", "bitsandbytes.nn:Params4bit", "not self.bnb_quantized"),
+    ("source_cls", "transformers.integrations.bitsandbytes", "new_module.source_cls ="),
     ("_fingerprint", "datasets:Dataset", "self._fingerprint"),
     ("_parameters", "torch.nn:Module", "_parameters"),
     ("_buffers", "torch.nn:Module", "_buffers"),

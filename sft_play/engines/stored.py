@@ -1,0 +1,66 @@
+"""Weights that stay as their files have them, mapped, until a process keeps its part of them.
+
+The processes of a machine share mapped pages, and the system can drop them, so the RAM that a model takes is
+what has been cast or quantized of it. A parameter says by an attribute what it is to become.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+TYPE = "type_in_use"
+
+
+def say_types(model: torch.nn.Module, dtype: torch.dtype, others: Mapping[str, torch.dtype]) -> None:
+    """Notes the type that each floating-point parameter of a model is to be used in.
+
+    Args:
+        model: as it is stored.
+        dtype: of its weights.
+        others: pattern of names -> type of those that have another one.
+    """
+    for name, parameter in model.named_parameters():
+        kept = (other for pattern, other in others.items() if re.search(pattern, name))
+        if parameter.is_floating_point():
+            setattr(parameter, TYPE, next(kept, dtype))
+
+
+@contextmanager
+def looking_as_used(model: torch.nn.Module) -> Iterator[None]:
+    """In the block, parameters have the type that they will be used in, and no values.
+
+    PEFT makes adapters in the type of the weights, and rounds their random numbers to it.
+    """
+    parameters = list(model.parameters())
+    stored = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        dtype = getattr(parameter, TYPE, parameter.dtype)
+        if dtype != parameter.dtype:
+            parameter.data = torch.zeros((), dtype=dtype).expand(parameter.shape)
+    try:
+        yield
+    finally:
+        for parameter, values in zip(parameters, stored, strict=True):
+            parameter.data = values
+
+
+def put_to_use(parameter: torch.Tensor, device: str) -> None:
+    """Casts a parameter of any shape on the device, and quantizes it if it is to be in 4 bits; in place."""
+    dtype = getattr(parameter, TYPE, parameter.dtype)
+    if dtype != parameter.dtype:
+        parameter.data = parameter.data.to(device, dtype)
+    if not getattr(parameter, "bnb_quantized", True):
+        parameter.to(device)  # bitsandbytes quantizes what is moved
+
+
+def give_back_freed_memory() -> None:
+    """Returns what was freed to the system; glibc keeps chunks of up to 32 MiB, as many as there are layers.
+
+    Other C libraries are left alone.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
