@@ -164,7 +164,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
         device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
         checks_files=local_rank == 0,
-        as_stored=shards and _can_be_cast_later(config),
+        as_stored=shards and _can_be_cast_later(config, plan.dtype),
     )
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
@@ -180,14 +180,28 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
     return trained
 
 
-def _can_be_cast_later(config: RunConfig) -> bool:
-    """Whether nothing is made from the weights before they are divided, and the files are not quantized."""
-    if config.tuning.mode == "full":
-        return True
-    lora = config.tuning.lora
-    made_from_weights = lora.use_dora or lora.init != "default" or lora.modules_to_save
-    quantized = getattr(load_model_config(config.model), "quantization_config", None)
-    return not (made_from_weights or config.model.new_tokens or quantized)
+def _can_be_cast_later(config: RunConfig, dtype: str) -> bool:
+    """Whether nothing is made from the weights, or from their type, before they are divided.
+
+    Gemma's factor of the embedding, for example, is rounded to the type that the model is made in.
+    """
+    architecture, lora = load_model_config(config.model), config.tuning.lora
+    if config.tuning.mode != "full" and (
+        lora.use_dora
+        or lora.init != "default"
+        or lora.modules_to_save
+        or config.model.new_tokens
+        or getattr(architecture, "quantization_config", None) is not None
+    ):
+        return False
+    if architecture.dtype is None:
+        return False
+    types = (architecture.dtype, getattr(torch, dtype))
+    stored, used = (
+        {name: buffer.dtype for name, buffer in empty_base(config.model, dtype=each).named_buffers()}
+        for each in types
+    )
+    return stored == used
 
 
 def _require_finite(model: "PreTrainedModel") -> None:

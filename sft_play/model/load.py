@@ -144,11 +144,16 @@ def new_tokens(model: ModelConfig) -> tuple[NewToken, ...]:
     return add_new_tokens(load_tokenizer(known), model.new_tokens) if model.new_tokens else ()
 
 
-def empty_base(model: ModelConfig) -> "PreTrainedModel":
-    """The base on the meta device, in which an adapter can be tried before weights are loaded."""
+def empty_base(model: ModelConfig, **settings: Any) -> "PreTrainedModel":
+    """The base on the meta device, in which an adapter can be tried before weights are loaded.
+
+    Args:
+        model: its config.json is enough.
+        settings: further ones of `from_config`.
+    """
     config, trusted = load_model_config(model), hub_arguments(model)
     del trusted["revision"]  # config.json has been read
-    return empty_model(config, attn_implementation="eager", **trusted)
+    return empty_model(config, attn_implementation="eager", **trusted, **settings)
 
 
 def planning_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:

@@ -1,0 +1,42 @@
+"""What FSDP2 loads as it is stored is what one process loads, buffers too."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from sft_play.engines.stored import put_to_use
+from sft_play.model.build import build_model
+from tests.conftest import VOCABULARY
+from tests.integration.jobs import make_job
+
+
+@pytest.fixture(scope="module")
+def gemma(tiny_model, tmp_path_factory):
+    """Its embedding is multiplied by the root of the hidden size, which bf16 rounds, in a buffer."""
+    folder = tmp_path_factory.mktemp("gemma") / "model"
+    shutil.copytree(tiny_model, folder)
+    config = Gemma3TextConfig(
+        hidden_size=72, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=512,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_model_to_divide_is_that_of_one_process(request, tmp_path, kind, mode):
+    folder = request.getfixturevalue("gemma" if kind == "gemma" else "tiny_model")
+    job = make_job(folder, tmp_path, "run", mode=mode)
+    alone, divided = (
+        build_model(job.config, replace(job.plan, dtype="float32", engine=engine))
+        for engine in ("none", "fsdp2")
+    )
+    for parameter in divided.parameters():
+        put_to_use(parameter, "cpu")
+    found = dict([*divided.named_parameters(), *divided.named_buffers()])
+    for name, expected in [*alone.named_parameters(), *alone.named_buffers()]:
+        assert found[name].dtype == expected.dtype and torch.equal(found[name], expected), name
