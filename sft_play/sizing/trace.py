@@ -88,7 +88,8 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     """As `_run_whole`, after a micro-batch that does not count: FSDP2 sets itself up in the first one."""
     from sft_play.sizing.sharded import ShardRecorder, load_shards, silent_group
 
-    recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
+    settings = _settings(spec) | {"autocast": AUTOCAST.get(spec.mixed_precision)}
+    recorder, before = ShardRecorder(**settings), ShardRecorder(**settings)
     with silent_group(spec.shards), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
