@@ -4,11 +4,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
+from benchmarks.tables import FEWEST
 from sft_play.cache import cache_dir
 from sft_play.config.load import config_from
 from sft_play.config.methods import METHODS
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of, label_of
 from sft_play.machine.gpus import what_if
 from sft_play.model.load import planning_config
+from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import MODES, plans_by_mode
 from sft_play.runlog import console, quiet_libraries
@@ -40,6 +46,17 @@ MODELS = (
     "Qwen/Qwen3-32B",
     "meta-llama/Llama-3.3-70B-Instruct",
 )
+# For the fewest GPUs
+LARGE = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct")
+GPUS = ("RTX 4090", "L40S", "A100 80GB", "H100 80GB", "H200")
+FEWEST_HEAD = f"""{FEWEST}
+
+How many of 1, 2, 4 ... 512 GPUs are enough, on machines of eight, with the engine that the plan chooses and
+the predicted tokens per second of all of them. The speed is n/a where the data sheets do not tell how fast
+the GPUs, or their machines, are linked. The effective batch is 16, or a row for each GPU if more are needed.
+A dash means that not even 512 are enough: what a GPU gathers, a layer or the embedding and head, it holds
+whole.
+"""
 HEAD = """# Cookbook: what fits, and how fast
 
 Written by `make cookbook` from the plans for each machine; a test makes some of the plans again. Nothing here
@@ -54,8 +71,8 @@ make plan CONFIG=configs/run_qlora.yaml ARGS="data.train_path=my.jsonl"
 
 Each cell has the sequences in a micro-batch, the predicted peak of tensors in GiB, and the predicted tokens
 per second of all GPUs together. A star means that activations are recomputed (gradient checkpointing), n/a
-that the data sheet has no speed for this type, a dash that no plan fits. The plan chooses the engine: DDP, or
-ZeRO-2 where only that fits.
+that the data sheet has no speed for this type, a dash that no plan fits that holds the model on each GPU. The
+plan chooses between DDP and ZeRO-2, which is named. What FSDP2 makes possible is in the last table.
 """
 
 
@@ -63,15 +80,50 @@ def model_rows(
     model: str, machines: Iterable[tuple[str, int]] = MACHINES, modes: tuple[str, ...] = MODES
 ) -> dict[tuple[str, int], list[str]]:
     """The cells of a model's row for each machine: the name, and one cell for each tuning mode."""
+    config, architecture, facts = _to_plan(model)
+    rows = {}
+    for name, gpus in machines:
+        plans = plans_by_mode(config, architecture, facts, name, modes, gpus=gpus, accept=_holds_model)
+        rows[name, gpus] = [model.partition("/")[2], *(_cell(plans[mode]) for mode in modes)]
+    return rows
+
+
+def _to_plan(model: str) -> tuple[RunConfig, PretrainedConfig, DataFacts]:
+    """The default run of a model, its architecture, and rows of the default length."""
     tree = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
     config = config_from(tree, {}, [], Path("cookbook")).config
     architecture, _ = planning_config(config.model)
-    facts = DataFacts.unseen(config, architecture)
-    rows = {}
-    for name, gpus in machines:
-        plans = plans_by_mode(config, architecture, facts, name, modes, gpus=gpus)
-        rows[name, gpus] = [model.partition("/")[2], *(_cell(plans[mode]) for mode in modes)]
-    return rows
+    return config, architecture, DataFacts.unseen(config, architecture)
+
+
+def fewest_rows(model: str, gpus: Iterable[str] = GPUS, modes: tuple[str, ...] = MODES) -> list[list[str]]:
+    """A row for each tuning mode: the model, the mode, and the fewest of each GPU with engine and speed."""
+    run = _to_plan(model)
+    by_gpu = [plans_by_mode(*run, gpu, modes) for gpu in gpus]
+    name = model.partition("/")[2]
+    return [[name, _method(mode), *(_fewest_cell(plans[mode]) for plans in by_gpu)] for mode in modes]
+
+
+def _fewest_cell(plan: dict[str, Any]) -> str:
+    if "problem" in plan:
+        return "-"
+    speed = plan["tokens_per_second"]
+    engine = f" {label_of(plan['engine'])}" if plan["gpus"] > 1 else ""
+    return f"{plan['gpus']}{engine}, {'n/a' if speed is None else f'{speed:,.0f}'}"
+
+
+def _method(mode: str) -> str:
+    return METHODS[mode].removesuffix(" fine-tuning")
+
+
+def fewest_section(rows: Iterable[list[str]]) -> str:
+    """The section about the fewest GPUs as Markdown, from `fewest_rows` of each model."""
+    heads = ["model", "", *GPUS]
+    return "\n".join([FEWEST_HEAD, line(heads), line(["---"] * len(heads)), *map(line, rows), ""])
+
+
+def _holds_model(draft: Plan) -> bool:
+    return not engine_of(draft.engine).shards_weights
 
 
 def _cell(plan: dict[str, Any]) -> str:
@@ -80,7 +132,7 @@ def _cell(plan: dict[str, Any]) -> str:
     star = "*" if plan["gradient_checkpointing"] else ""
     speed = plan["tokens_per_second"]
     peak = "n/a" if plan["peak_bytes"] is None else f"{plan['peak_bytes'] / GIB:.1f}"
-    engine = "ZeRO-2, " if plan["engine"] == "deepspeed_z2" else ""
+    engine = f"{label_of(plan['engine'])}, " if plan["engine"] not in ("none", "ddp") else ""
     return f"{engine}{plan['micro_batch_size']}{star}, {peak}, {'n/a' if speed is None else f'{speed:,.0f}'}"
 
 
@@ -92,7 +144,7 @@ def page(rows: Iterable[dict[tuple[str, int], list[str]]]) -> str:
         parts.append(
             f"## {f'{gpus} x ' if gpus > 1 else ''}{name} ({memory:.0f} GiB{' each' if gpus > 1 else ''})\n"
         )
-        parts.append(line(["model", *(METHODS[mode].removesuffix(" fine-tuning") for mode in MODES)]))
+        parts.append(line(["model", *map(_method, MODES)]))
         parts.append(line(["---"] * (1 + len(MODES))))
         parts += [line(row[name, gpus]) for row in found]
         parts.append("")
@@ -106,12 +158,15 @@ def line(cells: Iterable[str]) -> str:
 
 def main() -> None:
     """Plans everything, which takes some minutes, and writes the page."""
-    rows = []
+    rows, fewest = [], []
     with quiet_libraries(cache_dir() / "cookbook.log"):
         for model in MODELS:
             console().print(f"planning {model}")
             rows.append(model_rows(model))
-    PAGE.write_text(page(rows), encoding="utf-8")
+        for model in LARGE:
+            console().print(f"planning {model} on as few GPUs as are enough")
+            fewest += fewest_rows(model)
+    PAGE.write_text(page(rows) + "\n" + fewest_section(fewest), encoding="utf-8")
     console().print(f"wrote {PAGE}", soft_wrap=True)
 
 

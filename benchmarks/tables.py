@@ -24,6 +24,7 @@ from sft_play.config.schema import TrainConfig
 from sft_play.errors import SftPlayError
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
 
+FEWEST = "## The fewest GPUs"  # of the cookbook: its last section, a table of another kind
 COOKBOOK = ROOT / "docs" / "reference" / "cookbook.md"
 MARKED = re.compile(r"(<!-- make docs: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTESTANTS = {
@@ -207,7 +208,7 @@ def exit_codes() -> str:
 def largest_models() -> str:
     """The largest model of the cookbook that fits, for each machine and method."""
     rows = []
-    for section in COOKBOOK.read_text(encoding="utf-8").split("\n## ")[1:]:
+    for section in COOKBOOK.read_text(encoding="utf-8").partition(FEWEST)[0].split("\n## ")[1:]:
         lines = section.splitlines()
         head, _, *models = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
         largest = ["-"] * (len(head) - 1)

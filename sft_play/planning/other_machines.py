@@ -1,6 +1,7 @@
 """The same run on other machines: on more or fewer processes, and on common GPUs in each tuning mode."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from sft_play.config.methods import METHODS
@@ -117,6 +118,7 @@ def plans_by_mode(
     *,
     gpus: int | None = None,
     batch_grows: bool = True,
+    accept: Callable[[Plan], bool] = lambda draft: True,
 ) -> dict[str, dict[str, Any]]:
     """The key numbers of the plan for each tuning mode, or why there is none.
 
@@ -128,6 +130,7 @@ def plans_by_mode(
         modes: of tuning.
         gpus: how many there are; default: the fewest that are enough.
         batch_grows: as in `fewest_gpus`.
+        accept: as in `plan_run`, of plans for so many `gpus`.
     """
     plans: dict[str, dict[str, Any]] = {}
     for mode in modes:
@@ -136,7 +139,8 @@ def plans_by_mode(
         try:
             count = gpus or fewest_gpus(run, model_config, facts, gpu, batch_grows=batch_grows) or 1
             run = run if gpus else with_batch_for(run, facts, count)
-            plan = plan_run(run, model_config, facts, what_if(gpu, count), count, explain=False)
+            machine = what_if(gpu, count)
+            plan = plan_run(run, model_config, facts, machine, count, accept=accept, explain=False)
         except (ConfigError, DoesNotFitError) as error:
             plans[mode] = {"problem": str(error).splitlines()[0]}
             continue

@@ -249,10 +249,14 @@ def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
 def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
     if "problem" in plan:
         return "-", "-", "-"
-    speed, peak, spent = plan["tokens_per_second"], plan["peak_bytes"], plan["gpu_hours"]
-    size = "n/a" if peak is None else f"{peak / GIB:.1f}"
-    return (
-        f"{plan['gpus']}{MARKS.get(plan['engine'], '')}",
-        "n/a" if speed is None else f"{speed:,.0f}",
-        ("n/a" if spent is None else f"{spent:,.{1 if spent < 100 else 0}f}") if hours else size,
-    )
+    mark, speed = MARKS.get(plan["engine"], ""), plan["tokens_per_second"]
+    last = _hours(plan["gpu_hours"]) if hours else _gib(plan["peak_bytes"])
+    return f"{plan['gpus']}{mark}", "n/a" if speed is None else f"{speed:,.0f}", last
+
+
+def _gib(size: int | None) -> str:
+    return "n/a" if size is None else f"{size / GIB:.1f}"
+
+
+def _hours(spent: float | None) -> str:
+    return "n/a" if spent is None else f"{spent:,.{int(spent < 100)}f}"

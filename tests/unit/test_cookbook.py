@@ -1,6 +1,6 @@
 """docs/reference/cookbook.md says what the plans say now."""
 
-from benchmarks.cookbook import MACHINES, MODELS, PAGE, model_rows
+from benchmarks.cookbook import FEWEST, GPUS, LARGE, MACHINES, MODELS, PAGE, fewest_rows, model_rows
 
 
 def rows_of(table):
@@ -9,7 +9,7 @@ def rows_of(table):
 
 
 def test_the_page_is_what_is_planned_now():
-    tables = dict(table.split(" (", 1) for table in PAGE.read_text().split("\n## ")[1:])
+    tables = dict(table.split(" (", 1) for table in PAGE.read_text().split(FEWEST)[0].split("\n## ")[1:])
     machines = (("RTX 4090", 1), ("RTX 4090", 2))
     for (name, gpus), cells in model_rows(MODELS[0], machines, ("lora",)).items():
         (row,) = (
@@ -19,7 +19,16 @@ def test_the_page_is_what_is_planned_now():
 
 
 def test_every_machine_has_a_row_for_every_model():
-    tables = PAGE.read_text().split("\n## ")[1:]
+    tables = PAGE.read_text().split(FEWEST)[0].split("\n## ")[1:]
     assert len(tables) == len(MACHINES)
     for table in tables:
         assert [row[0] for row in rows_of(table)] == [model.partition("/")[2] for model in MODELS]
+
+
+def test_the_fewest_gpus_are_what_is_planned_now():
+    section = PAGE.read_text().split(FEWEST)[1]
+    rows = rows_of(section)
+    assert [row[0] for row in rows] == [model.partition("/")[2] for model in LARGE for _ in range(3)]
+    (planned,) = fewest_rows(LARGE[0], ("H100 80GB",), ("lora",))
+    column = 2 + GPUS.index("H100 80GB")
+    assert next(row for row in rows if row[:2] == planned[:2])[column] == planned[2], "run: make cookbook"
