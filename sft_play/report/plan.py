@@ -232,8 +232,8 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
 def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
     """What the cells of the table of GPUs mean."""
     plans = [plan for row in tree["cards"] for plan in row["plans"].values() if "problem" not in plan]
-    engines = [name for name in MARKS if name in {plan["engine"] for plan in plans}]
-    marks = "".join(f", {MARKS[name]}: {label_of(name)}" for name in engines)
+    used = {plan["engine"] for plan in plans}
+    marks = "".join(f", {mark}: {label_of(name)}" for name, mark in MARKS.items() if name in used)
     counts = f"GPUs: of 1, 2, 4 ... 512 on machines of eight{marks}." if tree["gpus"] is None else ""
     batches = {plan["effective_batch_size"] for plan in plans}
     grown = "Where more than the effective batch are needed, it becomes a row for each. "
