@@ -88,3 +88,13 @@ def memory_on_a_cpu() -> str:
         name = "fp32" if precision == "no" else precision
         rows.append([name, str(len(found)), f"{statistics.median(found):.4%}", f"{max(found):.4%}"])
     return table(("precision", "steps", "median error", "worst"), rows)
+
+
+def divided_on_a_cpu() -> str:
+    """Errors of predicted peaks of steps under FSDP2 against measured ones, by precision."""
+    rows = []
+    for name, found in results("sharding")["by_precision"].items():
+        errors = (f"{found['median']:.4%}", signed(found["worst"], 4), str(found["within_target"]))
+        rows.append([name, str(found["cases"]), *errors, f"{found['scratch']:.1%}"])
+    head = ("precision", "steps", "median error", "worst", "within 0.1%", "oneDNN adds at most")
+    return table(head, rows)

@@ -12,6 +12,7 @@ import yaml
 
 from benchmarks.markdown import ROOT, results, signed, table
 from benchmarks.memory_tables import (
+    divided_on_a_cpu,
     evidence,
     memory_on_a_cpu,
     memory_on_gpus,
@@ -268,6 +269,7 @@ TABLES = {
     "plan-time": plan_time,
     "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
+    "divided-on-a-cpu": divided_on_a_cpu,
     "evidence": evidence,
     "reserved": reserved,
     "reserved-open": reserved_open,
