@@ -24,7 +24,7 @@ $(foreach name,$(AS_TYPED),$(if $(findstring environment,$(origin $(name))),$(ev
 $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval INHERITED += $(name))))
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
-TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MODE MODEL NGPU NODES \
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
         OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
@@ -381,6 +381,10 @@ bench-peers: $(READY) ## Compare speed with other toolkits on the CPU; hours
 .PHONY: bench-faults
 bench-faults: $(READY) ## Measure how fast a run ends after each kind of fault
 	$(PY) -m benchmarks.faults $(WORDS)
+
+.PHONY: soak
+soak: $(READY) ## Train under random faults for MINUTES=60
+	$(PY) -m benchmarks.soak $(call flag,--minutes,$(MINUTES)) $(WORDS)
 
 .PHONY: fuzz
 fuzz: $(READY) ## Check that 10,000 broken inputs end in one error each
