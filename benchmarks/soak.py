@@ -38,6 +38,7 @@ STEPS, SAVED_EVERY = 60, 5
 CLOSE = 1e-6  # of the largest weight, after moves between engines
 LIMIT_S, STOPPED_S, FULL_S = 600, 5, 5
 MOST_STARTS = 40
+SOON = 0.8  # of the time of an undisturbed run, so that each is disturbed at least once
 FULL_BYTES = 50_000  # less than a checkpoint's weights
 BUG = 1  # exit code of an error that nobody expected
 
@@ -149,7 +150,7 @@ def disturbed(folder: Path, name: str, engine: str, rng: random.Random, usual_s:
     """Starts a run once, and does something to it, maybe several times, until it has ended."""
     process, began, faults = start(folder, name, engine), time.monotonic(), []
     while process.poll() is None:
-        fault, delay_s = rng.choice(FAULTS), rng.uniform(0, usual_s)
+        fault, delay_s = rng.choice(FAULTS), rng.uniform(0, SOON * usual_s)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(delay_s)
         if process.poll() is not None:
