@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from benchmarks.heap_meter import built_meter, loaded_meter
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
 from benchmarks.random_models import random_model
 from benchmarks.small_models import NAMES, small_config
@@ -58,7 +58,6 @@ from sft_play.sizing.trace import (
 )
 from sft_play.timeline import PHASES, WHOLE_MODEL
 
-METER = Path(__file__).with_name("heap_meter.c")
 CPU = torch.device("cpu")
 WORLDS, CASES, SEED = (2, 4), 200, 22
 MORE_NAMES = ("gemma2", "olmo3", "starcoder2", "cohere", "stablelm", "smollm3", "glm4", "exaone4")
@@ -221,15 +220,6 @@ def _settled(communicate: Callable[..., None], meter: ctypes.CDLL) -> Callable[.
     return call
 
 
-def loaded_meter() -> ctypes.CDLL:
-    """The meter of this process, which counts from now on."""
-    meter = ctypes.CDLL(os.environ["LD_PRELOAD"])
-    for name in ("meter_live", "meter_peak", "meter_peak_with_scratch"):
-        getattr(meter, name).restype = ctypes.c_int64
-    meter.meter_start()
-    return meter
-
-
 def work(path: Path, log: MeasurementLog) -> None:
     """What each process does: measures the cases in a file and adds the figures to the log."""
     warnings.simplefilter("ignore")
@@ -250,22 +240,6 @@ def work(path: Path, log: MeasurementLog) -> None:
 def case_of(tree: dict[str, Any]) -> Case:
     """A case as JSON has it."""
     return Case(**{**tree, "rows": tuple(tree["rows"])})
-
-
-def built_meter(folder: Path) -> Path:
-    """The compiled meter.
-
-    Raises:
-        SystemExit: there is no compiler.
-    """
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise SystemExit("bench-sharding compiles its memory meter, and there is no gcc: install one")
-    library = folder / "heap_meter.so"
-    subprocess.run(
-        [compiler, "-O2", "-shared", "-fPIC", "-o", library, METER, "-ldl", "-lpthread"], check=True
-    )
-    return library
 
 
 def measure_all(cases: list[Case], meter: Path, folder: Path, log: Path) -> None:
