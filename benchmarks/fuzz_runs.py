@@ -299,6 +299,8 @@ def run_process(case: Case, setting: Setting) -> str:
     )
     if case.words[0] in ("check", "infer"):  # this machine, or no adapter, may be found wanting
         allowed |= {2, 8}
+    if case.words[0] == "plan" and "TORCH_LOGS" in environment:  # a plan from the cache needs no PyTorch
+        allowed |= {0}
     if environment.keys() & {"WORLD_SIZE"} and case.words[0] != "train":
         allowed |= {0, 6}
     if code not in allowed:

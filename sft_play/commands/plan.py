@@ -58,7 +58,7 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
                 config, machine = with_batch_for(config, facts, processes), what_if(args.gpu, processes)
                 if processes > 1:
                     notes = [
-                        f"{processes} of {args.gpu} are the fewest of 1, 2, 4 ... {COUNTS[-1]} that fit",
+                        f"{processes} x {args.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}",
                         *notes,
                     ]
             chosen = plan_run(config, architecture, facts, machine, processes)

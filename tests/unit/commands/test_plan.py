@@ -151,7 +151,7 @@ def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
     assert found["gpus"] > 2 and found["engine"] == "fsdp2"
     count = found["gpus"]
     alone, report = plan("--model", "large-1", "--gpu", "small", *FULL)
-    assert alone["plan"]["world_size"] == count and f"{count} of small are the fewest" in " ".join(
+    assert alone["plan"]["world_size"] == count and f"{count} x small: the fewest that fit" in " ".join(
         alone["why"]
     )
     assert (
