@@ -34,16 +34,16 @@ def looking_as_used(model: torch.nn.Module) -> Iterator[None]:
 
     PEFT makes adapters in the type of the weights, and rounds their random numbers to it.
     """
-    parameters = list(model.parameters())
-    stored = [parameter.data for parameter in parameters]
-    for parameter in parameters:
+    stored = {}
+    for parameter in model.parameters():
         dtype = getattr(parameter, TYPE, parameter.dtype)
         if dtype != parameter.dtype:
+            stored[parameter] = parameter.data
             parameter.data = torch.zeros((), dtype=dtype).expand(parameter.shape)
     try:
         yield
     finally:
-        for parameter, values in zip(parameters, stored, strict=True):
+        for parameter, values in stored.items():  # no others: PiSSA takes its part out of the weights
             parameter.data = values
 
 

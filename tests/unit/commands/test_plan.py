@@ -162,6 +162,7 @@ def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
         plan("--model", "large-1", "--gpu", "small", "--gpus", str(count // 2), *FULL)
 
 
+@pytest.mark.slow
 def test_the_batch_grows_with_the_gpus_unless_it_was_typed(large, one_gpu_of):
     one_gpu_of(2.5)
     with pytest.raises(DoesNotFitError):

@@ -1,11 +1,11 @@
-"""What FSDP2 loads as it is stored is what one process loads, buffers too."""
+"""A model as it is built: FSDP2's is that of one process, buffers too, and adapters change no output at first."""
 
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from sft_play.engines.stored import put_to_use
 from sft_play.model.build import build_model
@@ -40,3 +40,19 @@ def test_a_model_to_divide_is_that_of_one_process(request, tmp_path, kind, mode)
     found = dict([*divided.named_parameters(), *divided.named_buffers()])
     for name, expected in [*alone.named_parameters(), *alone.named_buffers()]:
         assert found[name].dtype == expected.dtype and torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize("engine", ["none", "fsdp2"])
+@pytest.mark.parametrize("init", ["default", "pissa", "olora"])
+def test_an_adapter_changes_no_output_before_it_is_trained(tiny_model, tmp_path, init, engine):
+    """PiSSA and OLoRA take out of the base what the adapter adds."""
+    job = make_job(tiny_model, tmp_path, "run", lora={"init": init})
+    adapted = build_model(job.config, replace(job.plan, dtype="float32", engine=engine))
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.allclose(adapted(tokens).logits, base(tokens).logits, atol=1e-5)
+    inside = adapted.get_base_model().state_dict()
+    name = "model.layers.0.self_attn.q_proj"
+    same = torch.equal(inside[f"{name}.base_layer.weight"], base.state_dict()[f"{name}.weight"])
+    assert same == (init == "default")
