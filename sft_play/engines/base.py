@@ -45,6 +45,7 @@ class Engine:
     name = "none"  # in plans and, unless it is a single process, in `parallel.engine`
     label = "one process"
     target = "train"  # of make, which trains with it
+    mark = ""  # in a table of plans, beside the number of processes
     principle = ""  # what it does to the memory of a process, for a sentence of the plan
     distributed_type = "NO"  # of accelerate
     packages: tuple[str, ...] = ()  # that it needs besides those of every run

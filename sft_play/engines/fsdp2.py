@@ -29,7 +29,7 @@ def gathered_dtype(mode: str, dtype: str, mixed_precision: str) -> str | None:
 class Fsdp2(Engine):
     """PyTorch's fully sharded data parallelism, by `fully_shard`."""
 
-    name, label, target = "fsdp2", "FSDP2", "train-fsdp"
+    name, label, target, mark = "fsdp2", "FSDP2", "train-fsdp", "f"
     principle = "divides weights, gradients and optimizer states among the processes"
     distributed_type = "MULTI_GPU"
     distributes = trades_speed = shards_state = shards_weights = True

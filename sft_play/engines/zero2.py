@@ -53,7 +53,7 @@ class Buckets:
 class Zero2(Engine):
     """DeepSpeed's ZeRO, stage 2."""
 
-    name, label, target = "deepspeed_z2", "ZeRO-2", "train-deepspeed"
+    name, label, target, mark = "deepspeed_z2", "ZeRO-2", "train-deepspeed", "z"
     principle = "partitions optimizer states and gradients"
     distributed_type = "DEEPSPEED"
     packages = ("deepspeed",)

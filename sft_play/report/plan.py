@@ -8,14 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.config.methods import METHODS
-from sft_play.engines.registry import label_of
+from sft_play.engines.registry import ENGINES, engine_of, label_of
 from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.report.tables import said_of
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
-MARKS = {"deepspeed_z2": "z", "fsdp2": "f"}  # of engines in the table of GPUs
 
 
 def _process_table(memory: Mapping[str, Any]) -> RenderableType:
@@ -233,10 +232,10 @@ def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
     """What the cells of the table of GPUs mean."""
     plans = [plan for row in tree["cards"] for plan in row["plans"].values() if "problem" not in plan]
     used = {plan["engine"] for plan in plans}
-    marks = "".join(f", {mark}: {label_of(name)}" for name, mark in MARKS.items() if name in used)
+    marks = "".join(f", {one.mark}: {one.label}" for one in ENGINES if one.mark and one.name in used)
     counts = f"GPUs: of 1, 2, 4 ... 512 on machines of eight{marks}." if tree["gpus"] is None else ""
     batches = {plan["effective_batch_size"] for plan in plans}
-    grown = "Where more than the effective batch are needed, it becomes a row for each. "
+    grown = "Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU. "
     last = "GPU-h: hours of the run times GPUs." if hours else "GiB: the peak of tensors."
     return [
         *([counts] if counts else []),
@@ -249,7 +248,7 @@ def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
 def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
     if "problem" in plan:
         return "-", "-", "-"
-    mark, speed = MARKS.get(plan["engine"], ""), plan["tokens_per_second"]
+    mark, speed = engine_of(plan["engine"]).mark, plan["tokens_per_second"]
     last = _hours(plan["gpu_hours"]) if hours else _gib(plan["peak_bytes"])
     return f"{plan['gpus']}{mark}", "n/a" if speed is None else f"{speed:,.0f}", last
 

@@ -55,7 +55,7 @@ class SymbolicRecorder(AllocationRecorder):
         self._supervised = supervised, eval_supervised
         ops, four_bit = torch.ops.aten, torch.ops.bitsandbytes
         self.kernel_models: dict[Any, Callable] = {
-            four_bit.gemm_4bit.default: self._four_bit_product,
+            four_bit.gemm_4bit.default: self.four_bit_product,
             ops._grouped_mm.default: _grouped_product,
             ops.index.Tensor: self._rows_of_mask,
             ops._index_put_impl_.default: self._put_rows_of_mask,
@@ -90,7 +90,7 @@ class SymbolicRecorder(AllocationRecorder):
                 return out
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _four_bit_product(
+    def four_bit_product(
         self, a: Any, b: Any, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Dequantizes scales and weights, then multiplies; the fused kernel for few tokens needs less.

@@ -71,7 +71,7 @@ class ShardRecorder(SymbolicRecorder):
         with self:
             return cast_operands(func, args)
 
-    def _four_bit_product(
+    def four_bit_product(
         self, a: Any, b: Any, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As the base class, on a CPU with all that its kernel allocates.
@@ -79,7 +79,7 @@ class ShardRecorder(SymbolicRecorder):
         The scales of the scales are the fourth of `args`, or named.
         """
         if self.cuda:
-            return super()._four_bit_product(a, b, shape, absmax, *args, **kwargs)
+            return super().four_bit_product(a, b, shape, absmax, *args, **kwargs)
         nested = kwargs.get("absmax_8bit", (*args, *(None,) * 4)[3]) is not None
         return four_bit_product(a, shape, nested=nested, autocast=self._autocast)
 

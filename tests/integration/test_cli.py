@@ -249,7 +249,8 @@ def test_plan_prints_the_plan_and_leaves_the_run_alone(finished):
     before = snapshot(finished.run.path)
     tree = sft("plan", "--config", finished.config, "--gpus", "2", "--json").json
     assert (
-        set(tree) == {"plan", "memory", "why", "alternatives", "scaling"} and set(tree["plan"]) >= PLAN_KEYS
+        set(tree) == {"plan", "memory", "why", "alternatives", "scaling", "command"}
+        and set(tree["plan"]) >= PLAN_KEYS
     )
     assert tree["plan"]["world_size"] == 2 and tree["plan"]["effective_batch_size"] == 8
     assert snapshot(finished.run.path) == before

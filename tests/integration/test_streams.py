@@ -42,7 +42,7 @@ def config(tiny_model, tmp_path_factory):
         ("a closed pipe", "1"),
         pytest.param("a closed pipe", "2", marks=pytest.mark.slow),
         ("a full disk", "1"),
-        ("nothing", "2"),
+        pytest.param("nothing", "2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_whose_output_cannot_be_written_goes_on_and_its_log_keeps_the_output(
