@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 YES, NO = {"1", "yes", "true"}, {"0", "no", "false"}  # written down again: they are what is promised
 NOT_INHERITED = {"PUBLIC", "FORCE", "CONFIRM"}
-PRINT = {("config-schema",), ("gpu-info",), ("memory-check",), ("check",)}  # nothing else is made by them
+PRINT = {"config-schema", "gpu-info", "memory-check", "check", "prepare", "plan"}  # made to be read
 CHILD_SECONDS, PROCESS_SECONDS = 240, 500
 REFERENCES = ["The answer is 42.", "#### 7", "a" * 60 + "!"]
 RUN = """\
@@ -227,7 +227,7 @@ def run_console(case: Case, setting: Setting) -> str:
     _write_run(setting.folder)
     plain, _ = _forked(case.words, "file", 0)
     code, trace = _forked(case.words, case.console, json.loads(case.content))
-    wanted = 6 if case.console == "full" and case.words[:1] in PRINT else plain
+    wanted = 6 if case.console == "full" and case.words[0] in PRINT else plain
     if code != wanted or code in (1, None):
         raise Wrong(f"exit code {code}, but {wanted} with a console\n{trace}")
     return f"exit {code}"
@@ -293,14 +293,12 @@ def run_process(case: Case, setting: Setting) -> str:
         setting.first_losses.extend(_losses(folder))
     environment = dict(case.environment)
     code, text = _started(case.words, environment, case.console, json.loads(case.content), folder)
-    only_prints = case.words[0] in ("config-schema", "check")
-    allowed = (
-        {2} if REFUSED.keys() & environment.keys() else {6 if case.console == "full" and only_prints else 0}
-    )
+    unread = case.console == "full" and case.words[0] in PRINT
+    allowed = {2} if REFUSED.keys() & environment.keys() else {6 if unread else 0}
     if case.words[0] in ("check", "infer"):  # this machine, or no adapter, may be found wanting
         allowed |= {2, 8}
     if case.words[0] == "plan" and "TORCH_LOGS" in environment:  # a plan from the cache needs no PyTorch
-        allowed |= {0}
+        allowed |= {6 if unread else 0}
     if environment.keys() & {"WORLD_SIZE"} and case.words[0] != "train":
         allowed |= {0, 6}
     if code not in allowed:
