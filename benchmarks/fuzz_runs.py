@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 YES, NO = {"1", "yes", "true"}, {"0", "no", "false"}  # written down again: they are what is promised
 NOT_INHERITED = {"PUBLIC", "FORCE", "CONFIRM"}
-PRINT = {"config-schema", "gpu-info", "memory-check", "check", "prepare", "plan"}  # made to be read
+PRINT = {"config-schema", "gpu-info", "memory-check", "check"}  # nothing else is made by them
 CHILD_SECONDS, PROCESS_SECONDS = 240, 500
 REFERENCES = ["The answer is 42.", "#### 7", "a" * 60 + "!"]
 RUN = """\
@@ -293,7 +293,7 @@ def run_process(case: Case, setting: Setting) -> str:
         setting.first_losses.extend(_losses(folder))
     environment = dict(case.environment)
     code, text = _started(case.words, environment, case.console, json.loads(case.content), folder)
-    unread = case.console == "full" and case.words[0] in PRINT
+    unread = case.console == "full" and case.words[0] in PRINT | {"prepare", "plan"}
     allowed = {2} if REFUSED.keys() & environment.keys() else {6 if unread else 0}
     if case.words[0] in ("check", "infer"):  # this machine, or no adapter, may be found wanting
         allowed |= {2, 8}
