@@ -294,11 +294,13 @@ def run_process(case: Case, setting: Setting) -> str:
     environment = dict(case.environment)
     code, text = _started(case.words, environment, case.console, json.loads(case.content), folder)
     unread = case.console == "full" and case.words[0] in PRINT | {"prepare", "plan"}
-    allowed = {2} if REFUSED.keys() & environment.keys() else {6 if unread else 0}
+    allowed = {6} if unread else {0}
+    if REFUSED.keys() & environment.keys():  # some are read only after the first line was printed
+        allowed = {2} | allowed - {0}
     if case.words[0] in ("check", "infer"):  # this machine, or no adapter, may be found wanting
         allowed |= {2, 8}
     if case.words[0] == "plan" and "TORCH_LOGS" in environment:  # a plan from the cache needs no PyTorch
-        allowed |= {6 if unread else 0}
+        allowed |= {0}
     if environment.keys() & {"WORLD_SIZE"} and case.words[0] != "train":
         allowed |= {0, 6}
     if code not in allowed:
