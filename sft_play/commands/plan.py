@@ -117,7 +117,7 @@ def _command(args: argparse.Namespace, config: RunConfig, chosen: Plan) -> str:
     planned = load_config(CONFIGS.parent / path if args.config is None else path, overrides).config.train
     if planned.effective_batch_size != config.train.effective_batch_size:  # it has grown with the GPUs
         overrides.append(f"train.effective_batch_size={config.train.effective_batch_size}")
-    return training_command(chosen.engine, chosen.world_size, path, overrides)
+    return training_command(chosen, path, overrides)
 
 
 def _on_each_gpu(

@@ -393,6 +393,6 @@ def _fewest_processes(
     world = fewest(counts, fits) or max(sized)
     batch = batch_for(config.train, world, plan.max_seq_len if plan.packing else 1)
     settings = [f"train.effective_batch_size={batch}"] if batch else []
-    typed = training_command(engine.name, world, overrides=settings)
+    typed = training_command(replace(plan, engine=engine.name, world_size=world), overrides=settings)
     what = f"{counted(world, process_unit(plan.device))} with {engine.label} ({typed})"
     return Change(what, sized[world].process_bytes, sized[world].fits)

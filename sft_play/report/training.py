@@ -5,16 +5,15 @@ from pathlib import Path
 
 from sft_play.engines.registry import engine_of
 from sft_play.machine.catalogue import LARGEST_MACHINE
+from sft_play.plan import Plan
 from sft_play.report.layout import make_command
 
 
-def training_command(
-    engine: str, world_size: int, config: str | Path = "", overrides: Sequence[str] = ()
-) -> str:
-    """The `make` command that trains with an engine on so many GPUs or processes, on machines of eight."""
-    machines, rest = divmod(world_size, LARGEST_MACHINE)
-    if machines > 1 and not rest:
-        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=engine)
+def training_command(plan: Plan, config: str | Path = "", overrides: Sequence[str] = ()) -> str:
+    """The `make` command that trains by a plan: on GPUs on machines of eight, on a CPU on this one."""
+    machines, rest = divmod(plan.world_size, LARGEST_MACHINE)
+    if plan.device != "cpu" and machines > 1 and not rest:
+        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.engine)
         return make_command("train-slurm", config, overrides, **several)
-    processes = world_size if world_size > 1 else None
-    return make_command(engine_of(engine).target, config, overrides, NGPU=processes)
+    processes = plan.world_size if plan.world_size > 1 else None
+    return make_command(engine_of(plan.engine).target, config, overrides, NGPU=processes)

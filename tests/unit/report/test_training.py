@@ -1,0 +1,28 @@
+"""The command that trains by a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from sft_play.report.training import training_command
+from tests.unit.train.plans import PLAN
+
+
+@pytest.mark.parametrize(
+    "world_size, engine, device, command",
+    [
+        (1, "none", "cuda", "make train"),
+        (8, "fsdp2", "cuda", "make train-fsdp NGPU=8"),
+        (16, "fsdp2", "cuda", "make train-slurm NODES=2 NGPU=8 ENGINE=fsdp2"),
+        (12, "ddp", "cuda", "make train-distributed NGPU=12"),
+        (16, "ddp", "cpu", "make train-distributed NGPU=16"),
+    ],
+)
+def test_gpus_stand_in_machines_of_eight_and_processes_of_a_cpu_in_one(world_size, engine, device, command):
+    plan = replace(PLAN, world_size=world_size, engine=engine, device=device)
+    assert training_command(plan) == command
+
+
+def test_config_and_settings_are_part_of_the_command():
+    typed = training_command(PLAN, "configs/demo.yaml", ["train.max_steps=3"])
+    assert typed == 'make train CONFIG=configs/demo.yaml ARGS="train.max_steps=3"'
