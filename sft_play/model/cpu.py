@@ -29,6 +29,7 @@ from sft_play.errors import ConfigError
 from sft_play.units import KIB
 
 TILE = 256  # tokens; larger tiles are no faster and take more memory
+PARTS = 32  # of the head's gradient in 16 bits, each of which is copied in fp32 while it is added
 
 # parameters of mallopt(3)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -110,7 +111,7 @@ class TiledLogProbs(torch.autograd.Function):
                 hidden_grad[tile] = grads.pop(0)
             for total in head_grads:
                 if total is not None:
-                    total += grads.pop(0)
+                    _add_to(total, grads.pop(0))
         ctx.save_for_backward(hidden_grad, *head_grads)
         ctx.dtype = weight.dtype
         return log_probs, None, None, None, ranks_first
@@ -125,6 +126,13 @@ class TiledLogProbs(torch.autograd.Function):
         factor = grad[:1].sum()  # the same for all tokens; 0 where there are none
         found += [None if total is None else total.mul_(factor).to(ctx.dtype) for total in head_grads]
         return *found, *(None,) * 6
+
+
+def _add_to(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Adds a gradient in place, of any shape, part by part: PyTorch copies 16-bit operands of fp32 sums."""
+    parts = 1 if grad.dtype == total.dtype else PARTS
+    for part, added in zip(total.chunk(parts), grad.chunk(parts), strict=True):
+        part += added
 
 
 def _leaf(tensor: torch.Tensor | None, requires_grad: bool) -> Any:

@@ -14,7 +14,7 @@ from sft_play.sizing.fake import NF4_BLOCK
 from sft_play.sizing.recorder import counted
 from sft_play.work import PRODUCT, UNPACK
 
-ELEMENTWISE = frozenset(
+MIXING = frozenset(
     getattr(torch.ops.aten, name + place).Tensor
     for name, place in product(("add", "sub", "mul", "div"), ("", "_"))
 )
@@ -30,7 +30,7 @@ def cast_operands(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
         Tensors of the operands' shapes; none for other operations.
     """
     operands = [value for value in args if isinstance(value, torch.Tensor)]
-    if func not in ELEMENTWISE or len(operands) < 2 or operands[0].dtype == operands[1].dtype:
+    if func not in MIXING or len(operands) < 2 or operands[0].dtype == operands[1].dtype:
         return []
     common = torch.result_type(*operands)
     copied = [each for each in operands if each.dtype != common]

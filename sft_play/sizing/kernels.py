@@ -27,6 +27,7 @@ from sft_play.errors import ConfigError
 from sft_play.model.attention import type_name
 from sft_play.model.attention_table import Capability
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
+from sft_play.sizing.cpu_kernels import MIXING, cast_operands, four_bit_product
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import AllocationRecorder, counted
 from sft_play.units import SIXTEEN_BIT
@@ -46,13 +47,19 @@ FP32_RESULT = frozenset(["softmax", "log_softmax", "sum", "cumsum", "prod", "cum
 class SymbolicRecorder(AllocationRecorder):
     """A recorder for fake tensors that also knows the workspaces of kernels (`kernel_models`)."""
 
-    def __init__(self, *, cuda: bool, supervised: int, eval_supervised: int):
-        """Models a GPU's kernels or a CPU's, for so many supervised tokens in training and evaluation."""
+    def __init__(
+        self, *, cuda: bool, supervised: int, eval_supervised: int, autocast: str | None = None
+    ) -> None:
+        """Models a GPU's kernels or a CPU's, for so many supervised tokens in training and evaluation.
+
+        `autocast` is the type around the step, by its name in torch, which operations cannot see.
+        """
         from bitsandbytes.backends.cpu import ops as cpu_kernels
 
         super().__init__()
         self.cuda = cuda
         self._supervised = supervised, eval_supervised
+        self._autocast = getattr(torch, autocast) if autocast else None
         ops, four_bit = torch.ops.aten, torch.ops.bitsandbytes
         self.kernel_models: dict[Any, Callable] = {
             four_bit.gemm_4bit.default: self.four_bit_product,
@@ -88,7 +95,14 @@ class SymbolicRecorder(AllocationRecorder):
             if out is not NotImplemented:
                 self.record(out)
                 return out
+        copies = self._casts(func, args)  # noqa: F841 - live until this returns
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _casts(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+        if self.cuda or func not in MIXING:
+            return []
+        with self:
+            return cast_operands(func, args)
 
     def four_bit_product(
         self, a: Any, b: Any, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
@@ -100,26 +114,24 @@ class SymbolicRecorder(AllocationRecorder):
             b: the packed weight.
             shape: (out_features, in_features) of the unpacked weight.
             absmax: the scales.
-            args: unused.
-            kwargs: `absmax_8bit`, the scales if they are quantized themselves.
+            args: the fourth are the scales if they are quantized themselves.
+            kwargs: `absmax_8bit`, the same by its name.
 
         Returns:
             [..., out_features].
         """
+        if not self.cuda:
+            nested = kwargs.get("absmax_8bit", (*args, *(None,) * 4)[3]) is not None
+            return four_bit_product(a, shape, nested=nested, autocast=self._autocast)
         scales = kwargs.get("absmax_8bit")
         if scales is not None:
             plain = torch.empty(scales.shape, dtype=torch.float32)
             absmax = plain + 0  # noqa: F841
-            if not self.cuda:
-                del plain
         weights = shape[0] * shape[1]
         counted(UNPACK, a, weights, moved=weights * (0.5 + a.dtype.itemsize))
         counted(PRODUCT, a, a.numel() // a.shape[-1], shape[0], a.shape[-1])
-        kept = [torch.empty(tuple(shape), dtype=a.dtype)]
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else a.dtype
-        if dtype != a.dtype:  # autocast also casts the operands of the product inside
-            kept += [torch.empty(tuple(shape), dtype=dtype), torch.empty(a.shape, dtype=dtype)]
-        return a.new_empty((*a.shape[:-1], shape[0]), dtype=dtype)
+        unpacked = torch.empty(tuple(shape), dtype=a.dtype)  # noqa: F841
+        return a.new_empty((*a.shape[:-1], shape[0]))
 
     def _is_mask(self, indices: Sequence[Any]) -> bool:
         return len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool

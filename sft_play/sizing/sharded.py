@@ -28,7 +28,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from sft_play.engines import shards
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture import units_of
-from sft_play.sizing.cpu_kernels import ELEMENTWISE, cast_operands, four_bit_product
 from sft_play.sizing.fake import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
 from sft_play.sizing.kernels import SymbolicRecorder, patched
 from sft_play.sizing.recorder import AllocationRecorder
@@ -48,10 +47,9 @@ REGISTRIES: dict[str, Any] = {
 class ShardRecorder(SymbolicRecorder):
     """A recorder that sees what a process holds of divided tensors, not the whole tensors."""
 
-    def __init__(self, *, autocast: str | None = None, **settings: Any) -> None:
-        """`autocast` is the type around the step, by its name in torch, which operations cannot see."""
+    def __init__(self, **settings: Any) -> None:
+        """As the base class."""
         super().__init__(**settings)
-        self._autocast = getattr(torch, autocast) if autocast else None
         self._computes_shapes = False
 
     def __torch_dispatch__(
@@ -62,26 +60,7 @@ class ShardRecorder(SymbolicRecorder):
             return NotImplemented  # DTensor then calls the operation for its shard
         if self._computes_shapes:
             return func(*args, **(kwargs or {}))
-        copies = self._casts(func, args)  # noqa: F841 - live until this returns
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _casts(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-        if self.cuda or func not in ELEMENTWISE:
-            return []
-        with self:
-            return cast_operands(func, args)
-
-    def four_bit_product(
-        self, a: Any, b: Any, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """As the base class, on a CPU with all that its kernel allocates.
-
-        The scales of the scales are the fourth of `args`, or named.
-        """
-        if self.cuda:
-            return super().four_bit_product(a, b, shape, absmax, *args, **kwargs)
-        nested = kwargs.get("absmax_8bit", (*args, *(None,) * 4)[3]) is not None
-        return four_bit_product(a, shape, nested=nested, autocast=self._autocast)
 
     @contextmanager
     def watching(self, *, gloo: bool) -> Iterator[None]:

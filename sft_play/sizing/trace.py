@@ -88,8 +88,7 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     """As `_run_whole`, after a micro-batch that does not count: FSDP2 sets itself up in the first one."""
     from sft_play.sizing.sharded import ShardRecorder, load_shards, silent_group
 
-    settings = _settings(spec) | {"autocast": AUTOCAST.get(spec.mixed_precision)}
-    recorder, before = ShardRecorder(**settings), ShardRecorder(**settings)
+    recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
     with silent_group(spec.shards), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
@@ -107,6 +106,7 @@ def _settings(spec: StepSpec) -> dict[str, Any]:
         cuda=spec.device == "cuda",
         supervised=spec.supervised(spec.batch),
         eval_supervised=spec.supervised(spec.evaluated),
+        autocast=AUTOCAST.get(spec.mixed_precision),
     )
 
 

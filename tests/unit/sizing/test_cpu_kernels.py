@@ -1,18 +1,18 @@
-"""What a CPU's kernels allocate inside: the recorder of divided steps against PyTorch's own allocator."""
+"""What a CPU's kernels allocate inside: the recorder against PyTorch's own allocator."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sft_play.model.cpu import MEMORY, allocator_events
-from sft_play.sizing.sharded import ShardRecorder
+from sft_play.sizing.kernels import SymbolicRecorder
 
 ROWS, WIDTH, OUT = 96, 256, 640
 
 
 def recorded(compute, *, autocast=None, tensors=()) -> list[int]:
     """The events of the recorder for a computation on fake copies of tensors: sizes, negative when freed."""
-    recorder = ShardRecorder(cuda=False, supervised=1, eval_supervised=1, autocast=autocast)
+    recorder = SymbolicRecorder(cuda=False, supervised=1, eval_supervised=1, autocast=autocast)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in tensors]
         for tensor in fake:
