@@ -13,12 +13,16 @@ from safetensors import SafetensorError, safe_open
 from sft_play.commands.output import replacing_output, require_overwritable, require_space
 from sft_play.config.inputs import asked_name
 from sft_play.config.schema import RunConfig
-from sft_play.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from sft_play.engines.stored import looking_as_used
+from sft_play.errors import CheckpointError, ConfigError, StorageError
 from sft_play.files import flush_to_disk
+from sft_play.machine.host import own_ram_bytes
 from sft_play.model.adapters import load_adapter, require_fitting
-from sft_play.model.build import load_base, load_for_inference
+from sft_play.model.build import can_be_cast_later, load_base, load_for_inference
+from sft_play.model.files import stored_types
 from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import empty_base, load_data, load_model_config
+from sft_play.model.merged import merge_when_saved
 from sft_play.model.weights import finished_weights, release_memory, require_undamaged
 from sft_play.report.card import write_card
 from sft_play.report.layout import ending
@@ -30,8 +34,10 @@ from sft_play.units import counted, format_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_SHARD_SIZE = "4GB"
+MAX_SHARD_BYTES = 4 * 10**9  # of a file
 MERGE_INFO = "merge.json"  # in the merged folder: what was merged; a folder with it may be overwritten
+
+IN_FILES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safetensors calls a dtype
 
 TEST_ROWS = 8  # rows whose logits are compared: 8 x 128 positions over a vocabulary of 262,144 are 1 GiB
 TEST_TOKENS = 128
@@ -68,7 +74,8 @@ def _adapter_of(config: RunConfig, run: RunDir) -> Path:
 
 def digest(adapter: Path) -> str:
     """SHA-256 of the weights of an adapter."""
-    return hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+    with (adapter / "adapter_model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _published_dtype(config: RunConfig) -> str:
@@ -77,40 +84,35 @@ def _published_dtype(config: RunConfig) -> str:
     return dtype if dtype in TOLERANCES else "bfloat16"
 
 
-def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> "PreTrainedModel":
-    """The unquantized base with the adapter merged into its weights, on the CPU.
+def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> tuple["PreTrainedModel", int]:
+    """The unquantized base with the adapter on the CPU, as `merge_when_saved` gives it, with bytes.
 
     A base that was published in float32 is merged in float32 and rounded once afterwards.
     """
     published = _published_dtype(config)
+    used = "float32" if published == "float32" else dtype
     require_fitting(empty_base(config.model), adapter)
     base = load_base(
         config.model,
-        dtype="float32" if published == "float32" else dtype,
+        dtype=used,
         attn_implementation="eager",  # not used for a forward pass
         device=torch.device("cpu"),
         quantize=False,
+        as_stored=used != published and _is_stored_in(config, published) and can_be_cast_later(config, used),
     )
     if getattr(base.config, "quantization_config", None) is not None:
         raise ConfigError(
             f"model.name: the weights of '{config.model.name}' are quantized, and an adapter cannot be "
             "merged into them. Set model.name to the 16-bit model that they were made from"
         )
-    adapted = load_adapter(base, adapter)
-    try:
-        model = adapted.merge_and_unload(safe_merge=True)  # type: ignore[operator]
-    except ValueError as error:
-        raise NonFiniteError(
-            f"{adapter} cannot be merged: {str(error).splitlines()[0]}. Resume from an earlier checkpoint: "
-            'make train ARGS="train.resume=<checkpoint>"'
-        ) from error
-    model.to(getattr(torch, dtype))
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise NonFiniteError(
-                f"merged weight {name} overflows {dtype}; use DTYPE=bfloat16 or DTYPE=float32"
-            )
-    return model
+    with looking_as_used(base):
+        adapted = load_adapter(base, adapter)
+    return merge_when_saved(adapted, getattr(torch, dtype), adapter)
+
+
+def _is_stored_in(config: RunConfig, dtype: str) -> bool:
+    """Whether all weights of the base have the type that its config.json says; else loading rounds to it."""
+    return stored_types(config.model) == {IN_FILES.get(dtype)}
 
 
 def _require_written(file: Path) -> None:
@@ -134,7 +136,7 @@ def merge(
     output: Path | None = None,
     dtype: str = "auto",
     *,
-    max_shard_size: str = MAX_SHARD_SIZE,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> dict[str, Any]:
     """Merges the adapter of a run into the unquantized base; saves a standalone model with its tokenizer.
 
@@ -152,8 +154,11 @@ def merge(
     require_overwritable(output, MERGE_INFO, "merge")
     dtype = _published_dtype(config) if dtype == "auto" else dtype
     with quiet_libraries(run.log), spinner("loading, merging and saving"):
-        model = _merged_model(config, adapter, dtype)
-        size = sum(parameter.nbytes for parameter in model.parameters())
+        model, copies = _merged_model(config, adapter, dtype)
+        sizes = [parameter.nbytes for parameter in model.parameters()]
+        size = sum(sizes)
+        ram = own_ram_bytes() + copies + max(*sizes, min(size, max_shard_bytes))
+        console().print(f"  needs about {format_bytes(ram)} of RAM")
         require_space(output, size, "the merged model")
         tokenizer = load_chat_tokenizer(config)
         model.generation_config.eos_token_id = stop_token_ids(model, tokenizer)
@@ -164,7 +169,7 @@ def merge(
             "dtype": dtype,
         }
         with replacing_output(output) as folder:
-            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            model.save_pretrained(folder, max_shard_size=max_shard_bytes)
             tokenizer.save_pretrained(folder)
             run.write_json(folder / MERGE_INFO, info)
             for file in folder.iterdir():
@@ -175,7 +180,7 @@ def merge(
     console().print(f"merged: {size_text}", style="bold")
     base = asked_name(config.model.name)
     console().print(ending({"base": base, "adapter": adapter, "merged": output}, []))
-    return {**info, "output": str(output), "bytes": size, "files": files}
+    return {**info, "output": str(output), "bytes": size, "ram_bytes": ram, "files": files}
 
 
 @dataclass(frozen=True)

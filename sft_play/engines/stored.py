@@ -28,6 +28,11 @@ def say_types(model: torch.nn.Module, dtype: torch.dtype, others: Mapping[str, t
             setattr(parameter, TYPE, next(kept, dtype))
 
 
+def type_in_use(parameter: torch.Tensor) -> torch.dtype:
+    """The type that a parameter of any shape is to be used in: unless one was noted, its own."""
+    return getattr(parameter, TYPE, parameter.dtype)
+
+
 @contextmanager
 def looking_as_used(model: torch.nn.Module) -> Iterator[None]:
     """In the block, parameters have the type that they will be used in, and no values.
@@ -36,7 +41,7 @@ def looking_as_used(model: torch.nn.Module) -> Iterator[None]:
     """
     stored = {}
     for parameter in model.parameters():
-        dtype = getattr(parameter, TYPE, parameter.dtype)
+        dtype = type_in_use(parameter)
         if dtype != parameter.dtype:
             stored[parameter] = parameter.data
             parameter.data = torch.zeros((), dtype=dtype).expand(parameter.shape)
@@ -49,7 +54,7 @@ def looking_as_used(model: torch.nn.Module) -> Iterator[None]:
 
 def put_to_use(parameter: torch.Tensor, device: str) -> None:
     """Casts a parameter of any shape on the device, and quantizes it if it is to be in 4 bits; in place."""
-    dtype = getattr(parameter, TYPE, parameter.dtype)
+    dtype = type_in_use(parameter)
     if dtype != parameter.dtype:
         parameter.data = parameter.data.to(device, dtype)
     if not getattr(parameter, "bnb_quantized", True):

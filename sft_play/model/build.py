@@ -164,7 +164,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
         device=local_device("cpu" if shards else plan.device, local_rank),
         quantize=config.tuning.mode == "qlora",
         checks_files=local_rank == 0,
-        as_stored=shards and _can_be_cast_later(config, plan.dtype),
+        as_stored=shards and can_be_cast_later(config, plan.dtype),
     )
     model.config.use_cache = False
     trained: PreTrainedModel | PeftModel = model
@@ -180,7 +180,7 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrain
     return trained
 
 
-def _can_be_cast_later(config: RunConfig, dtype: str) -> bool:
+def can_be_cast_later(config: RunConfig, dtype: str) -> bool:
     """Whether nothing is made from the weights, or from their type, before they are divided.
 
     Gemma's factor of the embedding, for example, is rounded to the type that the model is made in.

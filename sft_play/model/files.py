@@ -110,6 +110,23 @@ def compare_with_index(folder: Path) -> tuple[str | None, str | None]:
     return None, odd
 
 
+def stored_types(model: ModelConfig) -> set[str]:
+    """The types of the weights in a model's files, such as {"BF16"}; none if that cannot be told here."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(model.name) if Path(model.name).is_dir() else _cached_folder(model)
+    found: set[str] = set()
+    if folder is None:
+        return found
+    for name in weight_files(folder):
+        try:
+            with safe_open(str(folder / name), framework="numpy") as file:
+                found |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 - not a dict
+        except (OSError, SafetensorError):
+            return set()
+    return found
+
+
 def model_key(model: ModelConfig) -> str | None:
     """Equal keys mean equal configs and tokenizers; None if that cannot be told.
 

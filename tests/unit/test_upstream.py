@@ -59,6 +59,7 @@ CALLED = {
         "callbacks model processing_class optimizer lr_scheduler"
     ),
     "transformers.integrations.integration_utils:rewrite_logs": "",
+    "transformers.core_model_loading:WeightConverter": "",
     "transformers.quantizers.base:HfQuantizer.postprocess_model": "model",
     "transformers.quantizers.base:HfQuantizer.preprocess_model": "model",
     "transformers:PreTrainedModel._get_dtype_plan": "dtype",
@@ -127,6 +128,19 @@ WRITTEN = [
     ("quant_state", "bitsandbytes.nn:Params4bit", "self.quant_state ="),
     ("bnb_quantized", "bitsandbytes.nn:Params4bit", "not self.bnb_quantized"),
     ("source_cls", "transformers.integrations.bitsandbytes", "new_module.source_cls ="),
+    (
+        "_weight_conversions",
+        "transformers.core_model_loading:convert_and_load_state_dict_in_model",
+        "model._weight_conversions =",
+    ),
+    ("_hf_hook", "transformers.integrations.accelerate:load_offloaded_parameter", "_hf_hook.weights_map"),
+    ("weights_map", "transformers:PreTrainedModel.save_pretrained", "load_offloaded_parameter("),
+    (
+        "hf_device_map",
+        "transformers:PreTrainedModel.save_pretrained",
+        '"disk" in self.hf_device_map.values()',
+    ),
+    ("merged_adapters", "peft.tuners.lora:Linear.merge", "self.merged_adapters.append("),
     ("_fingerprint", "datasets:Dataset", "self._fingerprint"),
     ("_parameters", "torch.nn:Module", "_parameters"),
     ("_buffers", "torch.nn:Module", "_buffers"),

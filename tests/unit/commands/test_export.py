@@ -158,7 +158,7 @@ def test_a_template_that_ollama_cannot_have_is_said(finished, monkeypatch, capsy
 
 
 def test_a_merged_folder_has_all_that_transformers_and_vllm_read(finished):
-    merge(finished.config, finished.run, max_shard_size="100KB")
+    merge(finished.config, finished.run, max_shard_bytes=100_000)
     folder = finished.run.path / "merged"
     names = {path.name for path in folder.iterdir()}
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]

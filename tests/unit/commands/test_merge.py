@@ -92,7 +92,7 @@ def test_the_dtype_can_be_chosen_and_passes_its_own_tolerance(finished, dtype):
 
 
 def test_large_models_are_saved_in_shards_with_an_index(finished):
-    result = merge(finished.config, finished.run, max_shard_size="100KB")
+    result = merge(finished.config, finished.run, max_shard_bytes=100_000)
     folder = finished.run.path / "merged"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert result["files"] == len(set(index["weight_map"].values())) > 1
