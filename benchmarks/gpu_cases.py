@@ -78,7 +78,8 @@ def spec_from_json(tree: dict[str, Any]) -> StepSpec:
     """The inverse of `spec_to_json`."""
     changes = {"lora": LoraSettings(**tree["lora"]), "compute_capability": tuple(tree["compute_capability"])}
     batches = {name: _batch(tree[name]) for name in ("batch", "eval_batch") if tree[name]}
-    return StepSpec(**tree | changes | batches)
+    lengths = {name: tuple(tree.get(name, ())) for name in ("lengths", "eval_lengths")}
+    return StepSpec(**tree | changes | batches | lengths)
 
 
 def _batch(tree: dict[str, int]) -> Batch:
@@ -223,7 +224,7 @@ def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
     """Predicted bytes of the weights, of each phase, reserved by the allocator, and of the context."""
     budget = target.budget
     step = shared_traces(architecture(model)).step(spec)
-    found = estimate(step, budget, complete=True)
+    found = estimate([step], budget, complete=True)
     rounded = step.rounded(budget.granularity)
     in_layers = rounded.peaks(in_layers=True)
     terms = rounded.peaks()["forward"].terms

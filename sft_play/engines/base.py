@@ -58,6 +58,11 @@ class Engine:
     loads_own_state = True  # the trainer's library does, if it was saved by as many processes
     file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
 
+    @property
+    def makes_gradients_early(self) -> bool:
+        """Whether a first micro-batch finds gradients: in buffers, where each process has all of them."""
+        return self.distributes and not self.shards_weights
+
     def problem(self, config: RunConfig) -> str | None:
         """Why a run cannot use it; None if it can."""
         return None

@@ -6,6 +6,7 @@ from more processes is a lower bound. Units: seconds, bytes.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from sft_play.config.schema import RunConfig
@@ -16,8 +17,9 @@ from sft_play.plan import Clock, Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
 from sft_play.planning.speed import ROUNDS, collectives_of, profile_of
-from sft_play.sizing.architecture import AnyArchitecture
-from sft_play.sizing.estimator import work_of_plans
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import AnyArchitecture, Architecture
+from sft_play.sizing.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.step import StepSpec
 from sft_play.work import Work
 
@@ -70,7 +72,7 @@ def plan_clock(
     So many processes share the machine; without `link`, communication between them takes no time. Where
     weights are sent for each micro-batch, the seconds are unknown if communication is.
     """
-    work_of, profile = work_of_plans(config, facts.eval_shape), profile_of(machine, processes)
+    work_of, profile = work_of_plans(config, batches_of(config, facts)), profile_of(machine, processes)
     collectives = collectives_of(machine, processes) if link else None
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
@@ -90,6 +92,11 @@ def plan_clock(
         return sum(parts)
 
     return seconds
+
+
+def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:
+    """The function that the estimator and `work_of_plans` take."""
+    return partial(facts.batches_of, hidden_size=Architecture.of(config).ask(questions.hidden_size))
 
 
 def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:

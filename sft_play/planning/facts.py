@@ -1,6 +1,7 @@
 """What a plan needs to know about the training rows."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from sft_play.cache import recall, remember
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.batching import (
+    Schedule,
     Share,
     make_schedule,
     pack_shares,
@@ -26,13 +28,15 @@ from sft_play.planning.batch import BatchSplit, evaluation_batches
 from sft_play.runlog import console
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
+from sft_play.sizing.micro_batches import front
+from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches
 
 if TYPE_CHECKING:
     from sft_play.data.prepare import PreparedData
 
 UNSEEN_SEQ_LEN = 2048  # length of rows in a plan without data, unless model.max_seq_len is set
 UNSEEN_ROWS = 10_000
-SIZES = "row sizes"  # the question how long the rows are
+SIZES = "sizes of rows"  # the question how long the rows are
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class RowSizes:
     lengths: np.ndarray  # tokens
     supervised: np.ndarray  # of these
     eval_lengths: np.ndarray | None  # of the validation rows
+    eval_supervised: np.ndarray | None
     max_seq_len: int
     shares: tuple[Share, ...]
 
@@ -50,9 +55,15 @@ class RowSizes:
         """The sizes of prepared rows."""
         from sft_play.data.store import column_of, count_supervised
 
-        lengths = None if data.val is None else column_of(data.val, "length")
-        train = column_of(data.train, "length"), count_supervised(data.train)
-        return cls(*train, lengths, data.max_seq_len, data.shares)
+        rows, val = data.train, data.val
+        return cls(
+            column_of(rows, "length"),
+            count_supervised(rows),
+            None if val is None else column_of(val, "length"),
+            None if val is None else count_supervised(val),
+            data.max_seq_len,
+            data.shares,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -81,9 +92,13 @@ class DataFacts:
     mean_squared_tokens: float  # also before packing
     seed: int
     eval_lengths: np.ndarray | None = None  # tokens of the validation rows
+    eval_supervised: np.ndarray | None = None  # of these
     eval_rows: int | None = None  # eval.batch_size
     seen: bool = True
     shares: tuple[Share, ...] = ()  # how often the entries are seen per epoch; () for once
+    parts: np.ndarray | None = None  # tokens of the rows of all packed entries, one entry after the other
+    parts_from: np.ndarray | None = None  # where those of each entry begin
+    _known: dict[Any, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def of(cls, data: "PreparedData", config: RunConfig) -> "DataFacts":
@@ -96,15 +111,28 @@ class DataFacts:
         lengths, supervised = data.lengths, data.supervised
         shares = data.shares or (Share(len(lengths)),)
         weights = row_weights(shares)
+        parts = parts_from = None
         longest, mean = int(lengths.max()), float(np.average(lengths, weights=weights))
         mean_squared = float(np.average(lengths.astype(float) ** 2, weights=weights))
         if config.train.packing:
             groups, packed = pack_shares(lengths.tolist(), data.max_seq_len, shares)
             longest, shares = data.max_seq_len, tuple(packed)
+            parts = lengths[np.concatenate(groups)]
+            parts_from = np.cumsum([0, *map(len, groups[:-1])])
             lengths, supervised = _sums(lengths, groups), _sums(supervised, groups)
         eval_rows = None if config.eval.batch_size == "auto" else config.eval.batch_size
-        rest = config.train.seed, data.eval_lengths, eval_rows
-        return cls(lengths, supervised, longest, mean, mean_squared, *rest, shares=shares)
+        rest = config.train.seed, data.eval_lengths, data.eval_supervised, eval_rows
+        return cls(
+            lengths,
+            supervised,
+            longest,
+            mean,
+            mean_squared,
+            *rest,
+            shares=shares,
+            parts=parts,
+            parts_from=parts_from,
+        )
 
     @classmethod
     def unseen(cls, config: RunConfig, model_config: AnyArchitecture) -> "DataFacts":
@@ -136,32 +164,86 @@ class DataFacts:
         """The most tokens (with padding) and the most supervised tokens of any micro-batch of such a run."""
         if not self.seen:
             return (split.micro * self.longest_row,) * 2
-        schedule = make_schedule(
-            self.lengths,
-            rows_per_step=split.effective,
-            bins_per_step=split.bins,
-            total_steps=total_steps,
-            seed=self.seed,
-            hidden_size=hidden_size,
-            padding_free=padding_free,
-            shares=self.shares,
-        )
+        found = self._heaviest(split, total_steps, hidden_size, padding_free)
+        return max(each.tokens for each in found), max(each.supervised for each in found)
+
+    def _heaviest(
+        self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool
+    ) -> tuple[MicroBatch, ...]:
+        """The micro-batches that no other one exceeds in everything."""
+        key = split, total_steps, hidden_size, padding_free
+        if key not in self._known:
+            schedule = make_schedule(
+                self.lengths,
+                rows_per_step=split.effective,
+                bins_per_step=split.bins,
+                total_steps=total_steps,
+                seed=self.seed,
+                hidden_size=hidden_size,
+                padding_free=padding_free,
+                shares=self.shares,
+            )
+            self._known[key] = self._heaviest_of(schedule, split, padding_free)
+        return self._known[key]
+
+    def _heaviest_of(
+        self, schedule: Schedule, split: BatchSplit, padding_free: bool
+    ) -> tuple[MicroBatch, ...]:
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
-        return int(tokens.max()), int(schedule.sums(self.supervised).max())
+        later = np.broadcast_to(np.arange(split.bins) >= split.world_size, tokens.shape)
+        columns = [tokens, schedule.sums(self.supervised), later | (split.accumulation == 1)]
+        if padding_free:
+            columns.append(schedule.sums(self._squares))
+        table = np.stack([column.ravel() for column in columns], axis=1)
+        values, offsets = schedule.micro_batches()
+        return tuple(
+            self._micro_batch(values[offsets[index] : offsets[index + 1]], table[index], padding_free)
+            for index in front(table)
+        )
 
-    def eval_shape(self, plan: Plan) -> tuple[int, int] | None:
-        """Rows, and tokens per row, of the largest evaluation batch; None if there is no evaluation.
+    @cached_property
+    def _squares(self) -> np.ndarray:
+        """The sum of the squares of the row lengths of each entry, [rows]."""
+        if self.parts is None or self.parts_from is None:
+            return self.lengths.astype(np.int64) ** 2
+        return np.add.reduceat(self.parts.astype(np.int64) ** 2, self.parts_from)
 
-        Joined rows count as one.
-        """
-        if self.eval_lengths is None:
-            return None
-        sizes = [
-            self.eval_lengths[batch] for batch in evaluation_batches(self.eval_lengths, plan, self.eval_rows)
-        ]
-        if plan.padding_free:
-            return 1, int(max(lengths.sum() for lengths in sizes))
-        return max(len(lengths) for lengths in sizes), padded_length(int(self.eval_lengths.max()))
+    def _micro_batch(self, rows: np.ndarray, sizes: np.ndarray, padding_free: bool) -> MicroBatch:
+        tokens, supervised, later, *_ = sizes.tolist()
+        if not padding_free:
+            return MicroBatch(PaddedRows(len(rows), tokens // len(rows)), supervised, first=not later)
+        lengths = tuple(self.lengths[rows].tolist())
+        if self.parts is not None and self.parts_from is not None:
+            ends = np.append(self.parts_from[1:], len(self.parts))
+            own = [self.parts[self.parts_from[row] : ends[row]] for row in rows]
+            lengths = tuple(np.concatenate(own).tolist())
+        return MicroBatch(JoinedRows(tokens), supervised, lengths, first=not later)
+
+    def batches_of(self, plan: Plan, hidden_size: int) -> RunBatches:
+        """The batches of a plan's run of which one has the highest peak, as far as they are known."""
+        return RunBatches(self._training_batches(plan, hidden_size), self._evaluation_batches(plan))
+
+    def _training_batches(self, plan: Plan, hidden_size: int) -> tuple[MicroBatch, ...]:
+        """Those of the schedule; () for a plan that was changed, so that it would need other rows."""
+        if not self.seen:
+            return ()
+        split = BatchSplit(plan.rows_per_step, plan.gradient_accumulation_steps, plan.world_size)
+        found = self._heaviest(split, plan.total_steps, hidden_size, plan.padding_free)
+        return found if max(each.tokens for each in found) == plan.micro_batch_tokens else ()
+
+    def _evaluation_batches(self, plan: Plan) -> tuple[MicroBatch, ...]:
+        if self.eval_lengths is None or self.eval_supervised is None:
+            return ()
+        found = []
+        for rows in evaluation_batches(self.eval_lengths, plan, self.eval_rows):
+            lengths, supervised = self.eval_lengths[rows], int(self.eval_supervised[rows].sum())
+            if plan.padding_free:
+                joined = JoinedRows(int(lengths.sum()))
+                found.append(MicroBatch(joined, supervised, tuple(lengths.tolist())))
+            else:
+                padded = PaddedRows(len(rows), padded_length(int(lengths.max())))
+                found.append(MicroBatch(padded, supervised))
+        return tuple(found)
 
 
 def _sums(values: np.ndarray, groups: list[list[int]]) -> np.ndarray:

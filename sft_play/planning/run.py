@@ -8,7 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
-from sft_play.planning.clock import plan_clock
+from sft_play.planning.clock import batches_of, plan_clock
 from sft_play.planning.devices import memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
@@ -119,7 +119,8 @@ def _estimator(
     usual = memory_device(config, machine, processes)
     assert usual
     given = budget.budget_bytes - usual.budget_bytes
-    known = {(config.tuning.mode == "qlora", processes): estimator(architecture, budget, facts.eval_shape)}
+    batches = batches_of(architecture, facts)
+    known = {(config.tuning.mode == "qlora", processes): estimator(architecture, budget, batches)}
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         kind = run.tuning.mode == "qlora", plan.world_size
@@ -127,7 +128,7 @@ def _estimator(
             other = memory_device(run, machine, plan.world_size)
             assert other
             other = replace(other, budget_bytes=other.budget_bytes + given)
-            known[kind] = estimator(architecture, other, facts.eval_shape)
+            known[kind] = estimator(architecture, other, batches)
         return known[kind](run, plan, complete=complete)
 
     return estimate
@@ -141,7 +142,7 @@ def _about_the_step(
     kernel = architecture.ask(questions.attention_kernel, StepSpec.of(config, plan))
 
     def trained_elements() -> int:
-        work = work_of_plans(architecture, facts.eval_shape)
+        work = work_of_plans(architecture, batches_of(architecture, facts))
         return work(config, plan, plan.micro_batch_tokens).trained_elements
 
     return [

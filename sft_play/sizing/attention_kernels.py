@@ -199,3 +199,27 @@ def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKer
     if not spec.joined:
         return AttentionKernel(kernel.label, "padded")
     return AttentionKernel(kernel.label, "one" if one_call else "each_row")
+
+
+def has_window(config: "PretrainedConfig", tokens: int) -> bool:
+    """Whether some layer's attention has a sliding window that is shorter than `tokens`."""
+    text = config.get_text_config()
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    return window is not None and window < tokens and (kinds is None or "sliding_attention" in kinds)
+
+
+def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
+    """Whether attention over joined sequences takes memory with the square of their lengths.
+
+    So do the masks of windows. On a CPU also scores, where keys and values have different sizes (MLA) or
+    attention has dropout: its fused kernel does neither. There, sinks take a position of each sequence.
+    """
+    if takes_one_call(config, spec):
+        return False
+    if has_window(config, spec.longest_sequence) and not ATTENTIONS[spec.attention].windows:
+        return True
+    text = config.get_text_config()
+    parts = [setting(text, f"qk_{part}_head_dim") or 0 for part in ("nope", "rope")]
+    key_size = sum(parts) or setting(text, "head_dim")
+    uneven = (setting(text, "v_head_dim") or key_size) != key_size
+    return spec.device == "cpu" and (uneven or has_sinks(config) or attention_dropout(config) > 0)

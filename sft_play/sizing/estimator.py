@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 from io import BytesIO
-from itertools import chain, combinations
+from itertools import chain, combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.memory import Counts, scaled_step
-from sft_play.sizing.step import SHARES, StepSpec, step_code
+from sft_play.sizing.micro_batches import heaviest
+from sft_play.sizing.step import MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.timeline import Segment, Step, StepTrace
 from sft_play.work import Work, WorkLine
 
 # Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
 SMALLEST = 2
+SHARES = 20  # of supervised tokens: a trace with another share than the first is of one of these
 
 Size = tuple[int, float]  # of a step: what its micro-batch grows by (`Batch.size`), and its supervised share
 
@@ -47,7 +49,7 @@ def shared_traces(config: AnyArchitecture) -> "Traces":
 def kind_of(spec: StepSpec) -> str:
     """A key that is equal for steps whose block sizes are linear in their size and supervised tokens."""
     alike = resized(spec, 0)
-    if spec.eval_batch is None:  # otherwise the evaluation's supervised tokens depend on the share alone
+    if spec.eval_batch is None or spec.eval_share is not None:  # else the evaluation depends on the share
         alike = replace(alike, supervised_share=0.0)
     return repr((alike, spec.loss_tiles))
 
@@ -72,18 +74,18 @@ def counts_of(spec: StepSpec) -> Counts:
     return spec.batch.size, spec.supervised(spec.batch)
 
 
-def samples(spec: StepSpec, known: Iterable[Size]) -> Iterator[StepSpec]:
+def samples(spec: StepSpec, known: Iterable[Size], *, plane: bool = False) -> Iterator[StepSpec]:
     """The steps to trace, one after the other, until the traces of its kind give this step.
 
     Beside the first step that is known, one of another size and the same supervised share gives the growth of
-    blocks along a line; if `spec` has another share, one with that share gives the rest of the plane. Without
-    any known size, there is nothing to begin with.
+    blocks along a line; if `spec` has another share or a `plane` is asked for, one with another share gives
+    the rest of it. Without any known size, there is nothing to begin with.
     """
     base = next((of_size(spec, size) for size in known if size[0] >= SMALLEST), None)
     if base is None:
         return
     yield _distant(base)
-    if spec.supervised_share != base.supervised_share:
+    if plane or spec.supervised_share != base.supervised_share:
         shares = (spec.supervised_share, *(steps / SHARES for steps in range(1, SHARES)))
         others = (replace(base, supervised_share=share) for share in shares)
         alike = (other for other in others if kind_of(other) == kind_of(base))
@@ -111,14 +113,15 @@ def _distant(spec: StepSpec) -> StepSpec:
     return resized(spec, size + max(SMALLEST, size // 2))
 
 
-def basis(spec: StepSpec, known: Mapping[Size, StepTrace]) -> list[Size]:
+def basis(spec: StepSpec, known: Mapping[Size, StepTrace], *, plane: bool = False) -> list[Size]:
     """The traces that this step follows from, which have the same structure; [] if there are none.
 
-    Three that are not on a line give the steps of any size and share, two of one share those of that share.
+    Three that are not on a line give the steps of any size and share, two of one share those of that share,
+    unless a `plane` is asked for.
     """
     sizes = [size for size in known if size[0] >= SMALLEST]
     triples = (three for three in combinations(sizes, 3) if _spans_plane(spec, three))
-    pairs = combinations([size for size in sizes if size[1] == spec.supervised_share], 2)
+    pairs = combinations([size for size in sizes if size[1] == spec.supervised_share and not plane], 2)
     for found in chain(triples, pairs):
         first, *others = (known[size] for size in found)
         if all(first.same_structure(other) for other in others):
@@ -151,12 +154,16 @@ class Traces:
         """
         if self._untraceable:
             raise self._untraceable
-        alike = replace(spec, eval_batch=None)
+        if spec.lengths or spec.eval_lengths:
+            return self._traced(spec).step
+        alike = replace(spec, eval_batch=None, eval_share=None)
         if spec.eval_batch is None or not spec.joined or alike.loss_tiles != spec.loss_tiles:
             return self._step(spec)
         # An evaluation batch of joined rows grows as the micro-batch does.
         self._step(alike)
-        return self._derived(alike, replace(alike, batch=spec.eval_batch)) or self._traced(spec).step
+        share = spec.supervised_share if spec.eval_share is None else spec.eval_share
+        evaluated = replace(alike, batch=spec.eval_batch, supervised_share=share)
+        return self._derived(alike, evaluated) or self._traced(spec).step
 
     def _step(self, spec: StepSpec) -> Step:
         known = self._known(spec)
@@ -167,7 +174,8 @@ class Traces:
     def _derived(self, spec: StepSpec, evaluated: StepSpec) -> Step | None:
         """The step, with the evaluation of another one, as other traces give it; None if they do not."""
         known = self._known(spec)
-        found = self._basis(spec, samples(spec, list(known)))
+        plane = evaluated.supervised_share != spec.supervised_share
+        found = self._basis(spec, samples(spec, list(known), plane=plane), plane=plane)
         if not found:
             return None
         counts = [counts_of(of_size(spec, size)) for size in found]
@@ -179,8 +187,9 @@ class Traces:
         Raises:
             UntraceableModel: the architecture cannot be traced.
         """
+        spec = spec.without_lengths()
         if spec.joined:
-            spec = replace(spec, eval_batch=None)
+            spec = replace(spec, eval_batch=None, eval_share=None)
         known = self._known(spec)
         found = self._basis(spec, chain(samples(spec, list(known)), more_samples(spec)))
         if not found:  # no two have the same structure: one is scaled with the tokens
@@ -191,10 +200,10 @@ class Traces:
         share = spec.supervised(spec.batch) / spec.tokens
         return WorkLine.fit(counts, [known[size].work for size in found], share)
 
-    def _basis(self, spec: StepSpec, wanted: Iterable[StepSpec]) -> list[Size]:
+    def _basis(self, spec: StepSpec, wanted: Iterable[StepSpec], *, plane: bool = False) -> list[Size]:
         """The traces that a step follows from, once as many of the wanted steps are traced as that takes."""
         known, wanted = self._known(spec), iter(wanted)
-        while not (found := basis(spec, known)) and (step := next(wanted, None)):
+        while not (found := basis(spec, known, plane=plane)) and (step := next(wanted, None)):
             self._traced(step)
         return found
 
@@ -262,45 +271,78 @@ def load_trace(path: Path) -> StepTrace | None:
     return StepTrace(**arrays, segments=segments, stand_ins=stand_ins, work=Work(**work))
 
 
-def estimator(
-    config: AnyArchitecture,
-    device: DeviceBudget,
-    eval_shape: Callable[[Plan], tuple[int, int] | None] = lambda plan: None,
-) -> Estimator:
-    """A function that predicts the memory of a plan; for QLoRA, it raises what `require_packable` does.
+BatchesOf = Callable[[Plan], RunBatches]  # of a plan
 
-    `eval_shape` gives rows and row tokens of a plan's largest evaluation batch; None: as its micro-batch.
-    """
+
+def estimator(
+    config: AnyArchitecture, device: DeviceBudget, batches_of: BatchesOf = lambda plan: RunBatches()
+) -> Estimator:
+    """A function that predicts the memory of a plan; for QLoRA, it raises what `require_packable` does."""
     traces = shared_traces(config)
     ask = traces.architecture.ask
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
             questions.require_packable(ask(questions.four_bit))
-        spec = StepSpec.of(run, plan, eval_shape(plan))
+        steps = steps_of(traces, run, plan, batches_of(plan))
+        spec = StepSpec.of(run, plan)
         division = Division(
             world_size=plan.world_size,
             accumulates=plan.gradient_accumulation_steps > 1,
             element_bytes=spec.trained_element_bytes,
             state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
         )
-        engine = engine_of(plan.engine)
-        return memory.estimate(traces.step(spec), device, engine, division, complete=complete)
+        return memory.estimate(steps, device, engine_of(plan.engine), division, complete=complete)
 
     return estimate
 
 
+def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[Step]:
+    """Steps of a plan, of which one has the highest peak of each phase."""
+    kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0, activations="keep")
+    by_length = kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
+    known = batches.train
+    if engine_of(plan.engine).makes_gradients_early:
+        known = tuple(replace(micro, first=False) for micro in known)
+    train = heaviest(known, by_length=by_length)
+    evaluation = heaviest(batches.evaluation, by_length=by_length)
+    later = [micro for micro in train if not micro.first] or train
+
+    def step(micro: MicroBatch | None, evaluated: MicroBatch | None) -> Step:
+        spec = StepSpec.of(run, plan, micro, evaluated)
+        return traces.step(spec if by_length else spec.without_lengths())
+
+    most = next(iter(later), None), next(iter(evaluation), None)
+    steps = [step(micro or most[0], other or most[1]) for micro, other in zip_longest(later, evaluation)]
+    steps = steps or [step(*most)]
+    for micro in train if len(later) < len(train) else ():
+        # of the first ones of their steps, few have higher peaks even with the gradients of others
+        if micro.first and _exceeds(step(replace(micro, first=False), most[1]), steps):
+            steps.append(step(micro, most[1]))
+    return steps
+
+
+def _exceeds(step: Step, others: Iterable[Step]) -> bool:
+    """Whether some phase of the step has a higher peak than in all others."""
+    highest: dict[str, int] = {}
+    for other in others:
+        for phase, peak in other.peaks().items():
+            highest[phase] = max(highest.get(phase, 0), peak.bytes)
+    return any(peak.bytes > highest[phase] for phase, peak in step.peaks().items())
+
+
 def work_of_plans(
-    config: AnyArchitecture,
-    eval_shape: Callable[[Plan], tuple[int, int] | None] = lambda plan: None,
+    config: AnyArchitecture, batches_of: BatchesOf = lambda plan: RunBatches()
 ) -> Callable[[RunConfig, Plan, float], Work]:
     """A function that gives what a micro-batch of a plan computes and moves at a number of tokens.
 
-    `eval_shape` is that of the `estimator`, whose traces are reused.
+    `batches_of` is that of the `estimator`, whose traces are reused.
     """
     traces = shared_traces(config)
 
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
-        return traces.work(StepSpec.of(run, plan, eval_shape(plan))).at(tokens)
+        batches = batches_of(plan)
+        first = [next(iter(heaviest(each)), None) for each in (batches.train, batches.evaluation)]
+        return traces.work(StepSpec.of(run, plan, *first)).at(tokens)
 
     return work_of

@@ -42,7 +42,7 @@ def scaled_step(
 
 
 def estimate(
-    step: Step,
+    steps: Sequence[Step],
     device: DeviceBudget,
     engine: Engine = ALONE,
     division: Division | None = None,
@@ -51,12 +51,19 @@ def estimate(
 ) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
-    The engine transforms the step of a single process according to its division. With `complete`, reserved
-    bytes are predicted, which takes time, also where they cannot decide.
+    Each phase counts in the step in which its peak is highest. The engine transforms the steps of a single
+    process according to its division. With `complete`, reserved bytes are predicted, which takes time, also
+    where they cannot decide.
     """
-    step = step.rounded(device.granularity)
-    step = engine.transform(step, division) if division else step
-    peaks = step.peaks()
+    steps = [step.rounded(device.granularity) for step in steps]
+    if division:
+        steps = [engine.transform(step, division) for step in steps]
+    peaks: dict[str, Peak] = {}
+    step_of: dict[str, Step] = {}
+    for step in steps:
+        for phase, peak in step.peaks().items():
+            if phase not in peaks or peak.bytes > peaks[phase].bytes:
+                peaks[phase], step_of[phase] = peak, step
     saved = engine.saved_from_memory(peaks["forward"].terms)
     peaks["save"] = Peak(sum(saved.values()), saved)
     for phase, peak in peaks.items():
@@ -76,6 +83,7 @@ def estimate(
     if device.kind == "cpu" or not (complete or _is_tight(memory, device)):
         return memory
     # transformers' caching_allocator_warmup begins with a block of about the size of the weights
+    step = step_of.get(top, steps[0])
     warmup = 0 if engine.shards_weights else step.peaks()["load"].terms["weights"]
     return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device, warmup))
 

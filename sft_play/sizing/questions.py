@@ -68,6 +68,13 @@ def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKer
     return attention_kernel(config, spec)
 
 
+def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
+    """As in `sizing.attention_kernels`."""
+    from sft_play.sizing.attention_kernels import depends_on_lengths
+
+    return depends_on_lengths(config, spec)
+
+
 @dataclass(frozen=True)
 class FourBit:
     """Weights of a base model by how QLoRA keeps them; their sum is `weights`."""

@@ -15,7 +15,6 @@ from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 
 # Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of model/cpu.py
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
-SHARES = 20  # the supervised share is rounded up to a twentieth, so that few traces serve all micro-batches
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
 # Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
 MOST_SHARDS = 512
@@ -74,6 +73,34 @@ class JoinedRows:
 Batch = PaddedRows | JoinedRows
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of a run, or a batch of its evaluation: all that its memory depends on."""
+
+    batch: Batch
+    supervised: int  # tokens
+    lengths: tuple[int, ...] = ()  # tokens of each sequence, if they are joined
+    first: bool = False  # of its optimizer step, so that there are no gradients yet
+
+    @property
+    def tokens(self) -> int:
+        """Padding included."""
+        return math.prod(self.batch.shape)
+
+    @property
+    def squares(self) -> int:
+        """The sum of the squares of the sequence lengths."""
+        return sum(length**2 for length in self.lengths)
+
+
+@dataclass(frozen=True)
+class RunBatches:
+    """The batches of a run of which one has the highest peak; () where they are not known."""
+
+    train: tuple[MicroBatch, ...] = ()
+    evaluation: tuple[MicroBatch, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
     """One micro-batch of a run, and how the model is trained on it."""
@@ -98,6 +125,9 @@ class StepSpec:
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
     shards: int = 1  # processes among which the engine divides each tensor
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
+    lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
+    eval_share: float | None = None  # supervised tokens of the evaluation batch; default `supervised_share`
+    eval_lengths: tuple[int, ...] = ()  # as `lengths`
 
     @property
     def joined(self) -> bool:
@@ -138,7 +168,7 @@ class StepSpec:
         Block sizes are linear in the rows among steps for which this is equal.
         """
         tile = LOSS_TILES[self.device]
-        counts = self.supervised(self.batch), self.supervised(self.evaluated)
+        counts = self.supervised(self.batch), self.eval_supervised
         first, second = (min(3, -(-count // tile)) for count in counts)
         return first, second
 
@@ -147,22 +177,39 @@ class StepSpec:
         """Bytes per element of a trained parameter and its gradient; adapters are fp32 unless cast."""
         return BYTES_PER_ELEMENT[self.dtype] if self.mode == "full" or self.cast_adapters else 4
 
-    def supervised(self, batch: Batch) -> int:
+    @property
+    def eval_supervised(self) -> int:
+        """How many tokens of the evaluation batch are scored."""
+        return self.supervised(self.evaluated, self.eval_share)
+
+    def supervised(self, batch: Batch, share: float | None = None) -> int:
         """How many tokens of such a batch contribute to the loss: never the first one of a row."""
         rows, row_tokens = batch.shape
-        tokens = rows * row_tokens
-        return max(1, min(round(self.supervised_share * tokens), tokens - rows))
+        tokens, share = rows * row_tokens, self.supervised_share if share is None else share
+        return max(1, min(round(share * tokens), tokens - rows))
+
+    def without_lengths(self) -> "StepSpec":
+        """The step in which few sequences stand for those that are joined."""
+        return replace(self, lengths=(), eval_lengths=())
 
     @classmethod
-    def of(cls, config: RunConfig, plan: Plan, eval_shape: tuple[int, int] | None = None) -> "StepSpec":
-        """The largest step of a plan.
+    def of(
+        cls,
+        config: RunConfig,
+        plan: Plan,
+        micro: MicroBatch | None = None,
+        evaluated: MicroBatch | None = None,
+    ) -> "StepSpec":
+        """A step of a plan.
 
         Args:
             config: the run's config.
             plan: the run's plan.
-            eval_shape: of the tensors of the largest evaluation batch; default that of the micro-batch.
+            micro: its micro-batch; default one with the most tokens and the most supervised tokens.
+            evaluated: a batch of its evaluation; default one as the micro-batch.
         """
         engine = engine_of(plan.engine)
+        later = plan.gradient_accumulation_steps > 1 and not (micro and micro.first)
         spec = cls(
             mode=config.tuning.mode,
             lora=config.tuning.lora,
@@ -171,17 +218,14 @@ class StepSpec:
             mixed_precision=plan.mixed_precision,
             attention=plan.attention,
             activations=plan.activations,
-            # Where processes hold whole gradients, these live in the engine's buffers from the first step on.
-            accumulates=plan.gradient_accumulation_steps > 1
-            or (engine.distributes and not engine.shards_weights),
+            accumulates=later or engine.makes_gradients_early,
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
             neftune=config.train.neftune_noise_alpha is not None,
-            supervised_share=_supervised_share(plan),
             shards=min(plan.world_size, MOST_SHARDS) if engine.shards_weights else 1,
+            **_batches(plan, micro or _largest(plan), evaluated),
         )
-        spec = replace(spec, **_batches(plan, eval_shape))
         if engine.casts_model and plan.mixed_precision in AUTOCAST:
             return replace(
                 spec, dtype=AUTOCAST[plan.mixed_precision], mixed_precision="no", cast_adapters=True
@@ -189,25 +233,27 @@ class StepSpec:
         return spec
 
 
-def _supervised_share(plan: Plan) -> float:
-    """The share of the largest micro-batch, assuming that it also has the most supervised tokens."""
-    if not plan.micro_batch_supervised:
-        return 1.0
-    return min(1.0, math.ceil(SHARES * plan.micro_batch_supervised / plan.micro_batch_tokens) / SHARES)
-
-
-def _batches(plan: Plan, eval_shape: tuple[int, int] | None) -> dict[str, Any]:
-    """The largest batches of a plan, and the lengths of the sequences that are joined."""
-    evaluated: Batch | None
+def _largest(plan: Plan) -> MicroBatch:
+    """The largest micro-batch, assuming that it also has the most supervised tokens: all, if unknown."""
     if not plan.padding_free:
-        batch = PaddedRows(plan.rows_per_micro_batch, padded_length(plan.max_seq_len))
-        evaluated = PaddedRows(*eval_shape) if eval_shape else None
-        return dict(batch=batch, eval_batch=evaluated)
-    joined = JoinedRows(plan.micro_batch_tokens)
-    evaluated = JoinedRows(math.prod(eval_shape)) if eval_shape else None
-    return dict(
-        batch=joined,
-        eval_batch=None if evaluated == joined else evaluated,
-        longest=plan.max_seq_len,
-        sequence_tokens=plan.sequence_tokens or None if plan.device == "cuda" else None,
-    )
+        batch: Batch = PaddedRows(plan.rows_per_micro_batch, padded_length(plan.max_seq_len))
+    else:
+        batch = JoinedRows(plan.micro_batch_tokens)
+    return MicroBatch(batch, plan.micro_batch_supervised or math.prod(batch.shape))
+
+
+def _batches(plan: Plan, micro: MicroBatch, evaluated: MicroBatch | None) -> dict[str, Any]:
+    """The batches of a step, and the lengths of the sequences that are joined."""
+    found: dict[str, Any] = dict(batch=micro.batch, supervised_share=_share(micro), lengths=micro.lengths)
+    if evaluated:
+        found |= dict(
+            eval_batch=evaluated.batch, eval_share=_share(evaluated), eval_lengths=evaluated.lengths
+        )
+    if not plan.padding_free:
+        return found
+    average = plan.sequence_tokens or None if plan.device == "cuda" else None
+    return found | dict(longest=plan.max_seq_len, sequence_tokens=average)
+
+
+def _share(micro: MicroBatch) -> float:
+    return min(1.0, micro.supervised / max(1, micro.tokens))

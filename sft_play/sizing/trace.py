@@ -12,13 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.machine.process import collector_off
-from sft_play.model.architecture import setting
-from sft_play.model.attention_choice import has_sinks
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
-from sft_play.sizing.attention_kernels import attention_dropout, takes_one_call, varlen_attention
+from sft_play.sizing.attention_kernels import depends_on_lengths, varlen_attention
 from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
 from sft_play.sizing.optimizers import make_optimizer, optimizer_state
@@ -105,7 +103,7 @@ def _settings(spec: StepSpec) -> dict[str, Any]:
     return dict(
         cuda=spec.device == "cuda",
         supervised=spec.supervised(spec.batch),
-        eval_supervised=spec.supervised(spec.evaluated),
+        eval_supervised=spec.eval_supervised,
         autocast=AUTOCAST.get(spec.mixed_precision),
     )
 
@@ -120,30 +118,6 @@ def _target_device(spec: StepSpec) -> Any:
             joined=varlen_attention(spec),
         )
     return simulate_cpu()
-
-
-def has_window(config: "PretrainedConfig", tokens: int) -> bool:
-    """Whether some layer's attention has a sliding window that is shorter than `tokens`."""
-    text = config.get_text_config()
-    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    return window is not None and window < tokens and (kinds is None or "sliding_attention" in kinds)
-
-
-def depends_on_lengths(config: "PretrainedConfig", spec: StepSpec) -> bool:
-    """Whether attention over joined sequences takes memory with the square of their lengths.
-
-    So do the masks of windows. On a CPU also scores, where keys and values have different sizes (MLA) or
-    attention has dropout: its fused kernel does neither. There, sinks take a position of each sequence.
-    """
-    if takes_one_call(config, spec):
-        return False
-    if has_window(config, spec.longest_sequence) and not ATTENTIONS[spec.attention].windows:
-        return True
-    text = config.get_text_config()
-    parts = [setting(text, f"qk_{part}_head_dim") or 0 for part in ("nope", "rope")]
-    key_size = sum(parts) or setting(text, "head_dim")
-    uneven = (setting(text, "v_head_dim") or key_size) != key_size
-    return spec.device == "cpu" and (uneven or has_sinks(config) or attention_dropout(config) > 0)
 
 
 def _set_up(model: Any, spec: StepSpec) -> None:
@@ -243,7 +217,8 @@ def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu")
     names = ("input_ids", "labels", "position_ids")
     batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in names}
     if spec.joined:
-        batch["sequence_lengths"] = list(spec.sequence_lengths(shape[1]))
+        known = spec.eval_lengths if evaluation else spec.lengths
+        batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
     return batch
 
 

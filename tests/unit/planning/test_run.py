@@ -27,7 +27,7 @@ from sft_play.sizing import memory
 from sft_play.sizing.architecture import Architecture, text_of
 from sft_play.sizing.budget import ASSUMED_COMMUNICATOR, guard
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import Batch, JoinedRows, PaddedRows, StepSpec
 from sft_play.units import GIB, MIB
 from tests.unit.report.test_plan import screen
 from tests.unit.train.plans import PLAN
@@ -70,7 +70,7 @@ def facts(
         }
     )
     train = [{"length": n, "labels": [-100] * (n - learned) + [1] * learned} for n, learned in rows]
-    validation = Dataset.from_list([{"length": n} for n in val]) if val else None
+    validation = Dataset.from_list([{"length": n, "labels": [1] * n} for n in val]) if val else None
     data = PreparedData(
         Dataset.from_list(train), validation, None, max_seq_len=64, stats={}, cache_path=tmp_path
     )
@@ -93,13 +93,35 @@ def test_the_largest_micro_batch_of_a_run_is_known_before_it_starts(tmp_path):
 def test_evaluation_batches_are_as_large_as_the_token_budget(tmp_path):
     found = facts([(10, 8), (40, 20)], tmp_path, val=[25, 30, 8])
     plan = replace(PLAN, micro_batch_tokens=40, micro_batch_size=2, effective_batch_size=2)
-    assert found.eval_shape(plan) == (1, 38)
-    assert found.eval_shape(replace(plan, micro_batch_tokens=20)) == (
-        1,
-        30,
-    )  # a long row has a batch of its own
-    assert found.eval_shape(replace(plan, padding_free=False, gradient_accumulation_steps=1)) == (2, 32)
-    assert facts([(10, 8)], tmp_path).eval_shape(plan) is None
+    assert evaluated(found, plan) == [JoinedRows(38), JoinedRows(25)]
+    # a long row has a batch of its own
+    assert evaluated(found, replace(plan, micro_batch_tokens=20)) == [JoinedRows(n) for n in (30, 25, 8)]
+    padded = replace(plan, padding_free=False, gradient_accumulation_steps=1)
+    assert evaluated(found, padded) == [PaddedRows(2, 32), PaddedRows(1, 8)]
+    assert evaluated(facts([(10, 8)], tmp_path), plan) == []
+
+
+def evaluated(found: DataFacts, plan) -> list[Batch]:
+    """The batches of an evaluation."""
+    return [each.batch for each in found.batches_of(plan, 64).evaluation]
+
+
+def test_the_micro_batches_that_may_need_most_have_the_rows_of_the_run(tmp_path):
+    """Of two micro-batches, the first one finds no gradients; a changed plan would need other rows."""
+    found = facts([(10, 8), (40, 20), (12, 2), (30, 9)], tmp_path)
+    two = dict(effective_batch_size=4, micro_batch_size=2, total_steps=1)
+    tokens, supervised = found.largest_micro_batch(split(2), 1, 64, True)
+    plan = replace(PLAN, **two, gradient_accumulation_steps=2, micro_batch_tokens=tokens)
+    train = found.batches_of(plan, 64).train
+    assert {each.first for each in train} == {True, False}
+    assert sorted(length for each in train for length in each.lengths) == [10, 12, 30, 40]
+    assert all(sum(each.lengths) == each.tokens for each in train)
+    assert max(each.supervised for each in train) == supervised
+    assert found.batches_of(replace(plan, micro_batch_tokens=tokens + 1), 64).train == ()
+    whole = replace(plan, gradient_accumulation_steps=1, micro_batch_tokens=92)
+    assert [(each.tokens, each.supervised, each.first) for each in found.batches_of(whole, 64).train] == [
+        (92, 39, False)
+    ]
 
 
 def test_packed_sequences_are_filled_with_rows(tmp_path):

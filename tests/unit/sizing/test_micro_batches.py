@@ -1,0 +1,77 @@
+"""Which micro-batches of a run are looked at: of all of them, none has a higher peak."""
+
+import random
+
+import numpy as np
+import pytest
+
+from benchmarks.miniatures import miniature
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import RunConfig
+from sft_play.plan import Plan
+from sft_play.sizing.estimator import Traces, steps_of
+from sft_play.sizing.micro_batches import front, heaviest
+from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches, StepSpec
+from sft_play.sizing.trace import trace_step
+
+PLAN = Plan(
+    micro_batch_size=2, gradient_accumulation_steps=2, effective_batch_size=4, world_size=1, engine="none",
+    max_seq_len=90, packing=False, micro_batch_tokens=300, activations="keep", mixed_precision="no",
+    dtype="float32", attention="varlen_sdpa", learning_rate=1e-4, steps_per_epoch=1, total_steps=1, device="cpu",
+)  # fmt: skip
+
+
+def drawn(count: int, seed: int) -> list[MicroBatch]:
+    """Joined rows of random lengths, in steps of two micro-batches."""
+    pick = random.Random(seed)
+    found = []
+    for number in range(count):
+        lengths = tuple(pick.randint(1, 90) for _ in range(pick.randint(2, 6)))
+        tokens = sum(lengths)
+        supervised = pick.randint(1, tokens - len(lengths))
+        found.append(MicroBatch(JoinedRows(tokens), supervised, lengths, first=number % 2 == 0))
+    return found
+
+
+def test_the_front_has_what_nothing_exceeds():
+    points = np.array([(3, 1), (1, 3), (2, 2), (2, 1), (3, 1), (1, 1)])
+    assert sorted(map(tuple, points[front(points)].tolist())) == [(1, 3), (2, 2), (3, 1)]
+    many = np.random.default_rng(0).integers(0, 50, (400, 3))
+    kept = many[front(many)]
+    dominated = (kept[None] >= many[:, None]).all(-1).any(1)
+    assert dominated.all() and len(kept) < 100
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])  # whose scores grow with squares of lengths
+def test_no_micro_batch_of_the_run_has_a_higher_peak(family, mode):
+    config = small_config("llama", WIDE | {"layers": 3}) if family == "llama" else miniature(family)
+    run = RunConfig.model_validate(
+        {"model": {"name": "m"}, "data": {"train_path": "x"}, "tuning": {"mode": mode}}
+    )
+    batches = drawn(12, seed=3)
+    steps = steps_of(Traces(config), run, PLAN, RunBatches(tuple(batches), (batches[0],)))
+    found, expected = (
+        highest(step.peaks() for step in steps),
+        highest(
+            trace_step(config, StepSpec.of(run, PLAN, each, batches[0])).step.peaks() for each in batches
+        ),
+    )
+    for phase in expected:
+        assert found[phase] == pytest.approx(expected[phase], rel=5e-4), phase
+
+
+def highest(all_peaks) -> dict[str, int]:
+    """The highest of each phase."""
+    found: dict[str, int] = {}
+    for peaks in all_peaks:
+        for phase, peak in peaks.items():
+            found[phase] = max(found.get(phase, 0), peak.bytes)
+    return found
+
+
+def test_padded_rows_are_looked_at_with_most_tokens_and_with_most_supervised():
+    batches = [
+        MicroBatch(PaddedRows(2, 96), 40), MicroBatch(PaddedRows(2, 64), 90), MicroBatch(PaddedRows(2, 32), 50)
+    ]  # fmt: skip
+    assert heaviest(batches) == batches[:2]
