@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -133,6 +133,8 @@ def silent_group(processes: int) -> Iterator[None]:
     """
     before = distributed.GroupMember.WORLD
     with ExitStack() as stack:
+        debug._clear_sharding_prop_cache()  # its results name groups, and meshes of two groups are equal
+        stack.callback(debug._clear_sharding_prop_cache)
         stack.callback(distributed_c10d._update_default_pg, before)  # at the end
         stack.enter_context(patched(sys, "excepthook", sys.excepthook))  # it would name this process's rank
         for name, value in REGISTRIES.items():

@@ -5,6 +5,9 @@ import sys
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.small_models import TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, RunConfig
@@ -160,6 +163,24 @@ def test_a_trace_leaves_the_process_group_that_it_runs_in_alone(tmp_path):
     finally:
         distributed.destroy_process_group()
         sys.excepthook = hook
+
+
+def norm_of_parts() -> None:
+    """Of tensors that are divided among two processes."""
+    mesh = init_device_mesh("cpu", (2,))
+    parts = [distribute_tensor(torch.ones(2), mesh, [Shard(0)]) for _ in range(2)]
+    torch.nn.utils.get_total_norm(parts).full_tensor()
+
+
+def test_torch_forgets_the_groups_of_a_trace():
+    """A rank of torchrun plans itself, and torch remembers by the size of a mesh how its groups are called."""
+    with silent_group(2):
+        norm_of_parts()
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        norm_of_parts()
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
