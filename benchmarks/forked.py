@@ -10,10 +10,12 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # before anything reads them: a library with several threads could not be forked
@@ -55,11 +57,34 @@ def run_command(argv: list[str], folder: Path) -> int:
     """Runs a command of the CLI in this process, with the cache in the folder; its output goes to a file."""
     from sft_play.cli import main
 
-    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ["SFT_PLAY_CACHE"] = str(folder / "cache")
+    _set_apart(folder, "output.txt")
     return main(argv)
+
+
+def ranks_of(argv: list[str], folder: Path, count: int) -> list[Callable[[], int]]:
+    """What each process of a run on several is to call, as `run_command`; for one start of them together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    def run(rank: int) -> int:
+        from sft_play.cli import run_rank
+
+        _set_apart(folder, f"output.{rank}.txt")
+        os.environ |= {
+            name: str(value) for name, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()
+        }
+        return run_rank(argv)
+
+    return [partial(run, rank) for rank in range(count)]
+
+
+def _set_apart(folder: Path, output: str) -> None:
+    file = os.open(folder / output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ["SFT_PLAY_CACHE"] = str(folder / "cache")
 
 
 def watch_operations(act: Callable[[str, str], None]) -> None:
@@ -78,8 +103,13 @@ def within(folder: Path, places: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(str(folder / place) for place in places)
 
 
-def recorded(argv: list[str], folder: Path) -> list[Operation]:
-    """Runs a command undisturbed and returns its operations.
+def exit_codes(runs: Sequence[Callable[[], int]]) -> list[int]:
+    """Calls the functions in forked processes at the same time; the exit codes."""
+    return [exit_code_of(pid) for pid in [in_child(run) for run in runs]]
+
+
+def recorded(runs: Sequence[Callable[[], int]], folder: Path) -> list[Operation]:
+    """Runs a command undisturbed, in one process or several, and returns the operations of the first.
 
     This process then imports what that one has imported, which saves each further child the time.
 
@@ -93,12 +123,13 @@ def recorded(argv: list[str], folder: Path) -> list[Operation]:
         watch_operations(
             lambda *what: os.write(file, f"{json.dumps([time.monotonic(), *what])}\n".encode()) and None
         )
-        code = run_command(argv, folder)
+        code = runs[0]()
         (folder / "modules").write_text(json.dumps(sorted(sys.modules)))
         return code
 
-    if exit_code_of(in_child(run)) != 0:
-        raise RuntimeError(f"the run that is not killed fails: {(folder / 'output.txt').read_text()}")
+    if any(exit_codes([run, *runs[1:]])):
+        said = [path.read_text() for path in sorted(folder.glob("output*.txt"))]
+        raise RuntimeError("\n".join(["the run that is not killed fails:", *said]))
     for name in json.loads((folder / "modules").read_text()):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -110,16 +141,26 @@ def recorded(argv: list[str], folder: Path) -> list[Operation]:
 
 
 def killed(
-    argv: list[str], folder: Path, begins: tuple[str, ...], *, at: int = 0, after_s: float = 0
+    runs: Sequence[Callable[[], int]],
+    begins: tuple[str, ...],
+    *,
+    at: int = 0,
+    after_s: float = 0,
+    victims: Sequence[int] = (0,),
 ) -> bool:
-    """Kills a command before an operation of a phase, or some time after the first; whether it came to that.
+    """Kills processes of a command before an operation of a phase, or some time after the first.
+
+    Those that are not killed are waited for.
 
     Args:
-        argv: the command.
-        folder: of the trial.
+        runs: what its processes call; the operations are those of the first.
         begins: of the phase.
-        at: number of the operation, from 1; 0: use the time.
+        at: number of the operation, from 1; 0: use the time. Only the first process is killed.
         after_s: after the first operation.
+        victims: the processes that are killed after that time.
+
+    Returns:
+        Whether it came to that.
     """
     reading, writing = os.pipe()
 
@@ -138,12 +179,14 @@ def killed(
 
         os.close(reading)
         watch_operations(act)
-        return run_command(argv, folder)
+        return runs[0]()
 
-    pid = in_child(run)
+    pids = [in_child(each) for each in [run, *runs[1:]]]
     os.close(writing)
     if os.read(reading, 5) and not at:
         time.sleep(after_s)
-        os.kill(pid, signal.SIGKILL)  # not waited for yet, so the id is still that of the child
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGKILL)  # not waited for yet, so the id is still that of the child
     os.close(reading)
-    return exit_code_of(pid) == -signal.SIGKILL
+    codes = [exit_code_of(pid) for pid in pids]
+    return all(codes[victim] == -signal.SIGKILL for victim in victims)

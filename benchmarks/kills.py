@@ -1,14 +1,16 @@
 """Kills runs (SIGKILL) while they prepare data, save, publish the result or merge; counts how many go on.
 
-    make bench-faults ARGS="saves"                        # 200 trials of one process, then DDP and ZeRO-2
-    make bench-faults ARGS="saves --ddp 0 --zero2 0"      # goes on where it was cut; --fresh begins again
+    make bench-faults ARGS="saves"                  # 400 trials of one process and FSDP2, then DDP and ZeRO-2
+    make bench-faults ARGS="saves fsdp2 --fsdp2 9"  # a kind; goes on where it was cut; --fresh begins again
 
-Every second trial kills the run just before a random one of the operations on the file system that its phase
-has, the others at a random moment from the first of them on. Then the same command, of a training with
-`train.resume=auto`, must end with exit code 0 and the weights of a run that was not killed, bit for bit. Two
-processes: the command and all that it started are killed at a random time after a random save has begun.
+Every second trial of one process kills it just before a random one of the operations on the file system that
+its phase has, the others at a random moment from the first of them on. FSDP2 on two processes, from the first
+save to the published result: the first process before an operation, one at any moment, or both, in turns; a
+process that is left must end by itself. Then the same command, of a training with `train.resume=auto`, must
+end with exit code 0 and the weights of a run that was not killed, bit for bit.
 
-A trial of one process is forked off a parent that has imported everything and has started no thread.
+These processes are forked off a parent that has imported everything and has started no thread. With DDP and
+ZeRO-2, the command and all that it started are killed at a random time after a random save has begun.
 """
 
 import argparse
@@ -23,11 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 
 from benchmarks.faults import RESULTS, ROOT, descendants
-from benchmarks.forked import Operation, exit_code_of, in_child, killed, recorded, run_command, within
+from benchmarks.forked import Operation, exit_codes, killed, ranks_of, recorded, run_command, within
 from benchmarks.measurement_log import MeasurementLog
 from sft_play.manifest import find_damage
 from sft_play.runlog import console
@@ -35,8 +39,10 @@ from sft_play.runlog import console
 STEPS = 5
 LOOK_AGAIN_S = 0.0005
 LIMIT_S = 1200
+SURVIVOR_S = 60  # parallel.timeout_s of FSDP2: a process that is left ends by then
 RUN = "killed"  # name of the run, and of its folder
 ADAPTER, MERGED = f"{RUN}/adapter/adapter_model.safetensors", f"{RUN}/merged/model.safetensors"
+FULL = f"{RUN}/model/model.safetensors"
 BUILT = ("cache/builtin", "cache/data")
 
 
@@ -49,13 +55,19 @@ class Phase:
     ends: tuple[str, ...]  # and ends with the last one on one of these
     result: str = ADAPTER
     merges: bool = False
+    ranks: int = 1  # processes, of FSDP2 if there are several
+    mode: str = "lora"
 
 
+SAVED, END = (f"{RUN}/checkpoints/incomplete",), (RUN,)
+PUBLISHED = tuple(f"{RUN}/{place}" for place in ("checkpoints", "adapter", "model"))
 PHASES = {
     "data": Phase(34, BUILT, BUILT),
-    "save": Phase(100, (f"{RUN}/checkpoints/incomplete",), (f"{RUN}/checkpoints",)),
-    "result": Phase(33, (f"{RUN}/adapter",), (RUN,)),
-    "merge": Phase(33, (f"{RUN}/merged",), (RUN,), MERGED, merges=True),
+    "save": Phase(100, SAVED, (f"{RUN}/checkpoints",)),
+    "result": Phase(33, (f"{RUN}/adapter",), END),
+    "merge": Phase(33, (f"{RUN}/merged",), END, MERGED, merges=True),
+    "fsdp2": Phase(100, SAVED, PUBLISHED, ranks=2),
+    "fsdp2_full": Phase(100, SAVED, PUBLISHED, FULL, ranks=2, mode="full"),
 }
 ENGINES = {"ddp": "ddp", "zero2": "deepspeed_z2"}
 TRIALS = {**{name: phase.trials for name, phase in PHASES.items()}, "ddp": 5, "zero2": 5}
@@ -83,19 +95,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Reference:
-    """Runs that were not killed: what they did and what came of it."""
+    """A run that was not killed: what it did in a phase and what came of it."""
 
     folder: Path  # with the finished run and its cache
-    operations: dict[str, list[Operation]]  # phase -> from its first to its last one
-    digests: dict[str, str]  # phase -> of the weights
+    operations: list[Operation]  # from the first to the last one of the phase
+    digest: str  # of the weights
 
 
-def arguments(folder: Path, engine: str = "none", *, merge: bool = False, resume: bool = False) -> list[str]:
-    """Command, config and overrides of a small run that saves after each step."""
-    two = engine != "none"
+def settings(folder: Path, processes: int, *, resume: bool = False) -> list[str]:
+    """Config and overrides of a small run that saves after each step."""
     return [
-        *(["merge"] if merge else ["train"]),
-        *(["--processes", "2", "--engine", engine] if two else []),
         "--config",
         str(ROOT / "configs" / "demo.yaml"),
         "model.name=builtin:tiny",
@@ -106,7 +115,7 @@ def arguments(folder: Path, engine: str = "none", *, merge: bool = False, resume
         "train.save_steps=1",
         "train.eval_steps=1",
         "train.batch_size=4",
-        f"train.effective_batch_size={8 if two else 4}",
+        f"train.effective_batch_size={4 * processes}",
         "train.report_to=[]",
         "train.probe=false",
         "data.limit=40",
@@ -117,7 +126,21 @@ def arguments(folder: Path, engine: str = "none", *, merge: bool = False, resume
     ]
 
 
-# --- one process ---
+def launched(folder: Path, engine: str, *, resume: bool = False) -> list[str]:
+    """The command of a run on two processes, which starts them."""
+    return ["train", "--processes", "2", "--engine", engine, *settings(folder, 2, resume=resume)]
+
+
+def processes_of(phase: Phase, folder: Path, *, resume: bool = False) -> list[Callable[[], int]]:
+    """What the processes of a phase's command are to call; a merge is not resumed."""
+    words = settings(folder, phase.ranks, resume=resume and not phase.merges)
+    if phase.ranks > 1:
+        engine = ["parallel.engine=fsdp2", f"tuning.mode={phase.mode}", f"parallel.timeout_s={SURVIVOR_S}"]
+        return ranks_of([*words, *engine], folder, phase.ranks)
+    return [lambda: run_command(["merge" if phase.merges else "train", *words], folder)]
+
+
+# --- forked processes ---
 
 
 def part(operations: list[Operation], phase: Phase, folder: Path) -> list[Operation]:
@@ -128,55 +151,69 @@ def part(operations: list[Operation], phase: Phase, folder: Path) -> list[Operat
     return operations[first : last + 1]
 
 
-def make_reference(folder: Path) -> Reference:
-    """Trains and merges without a disturbance; leaves the finished run in the folder."""
-    found = {
-        merges: recorded(arguments(folder, merge=merges), folder) for merges in (False, True)
-    }  # in this order
-    operations = {name: part(found[phase.merges], phase, folder) for name, phase in PHASES.items()}
-    return Reference(
-        folder, operations, {name: digest_of(folder / phase.result) for name, phase in PHASES.items()}
-    )
+def make_reference(phase: Phase, folder: Path) -> Reference:
+    """Trains, or trains and merges, without a disturbance; leaves the finished run in the folder."""
+    before = replace(phase, merges=False)
+    for each in [before, phase] if phase.merges else [phase]:
+        found = recorded(processes_of(each, folder), folder)
+    return Reference(folder, part(found, phase, folder), digest_of(folder / phase.result))
 
 
-def set_out(kind: str, number: int, folder: Path, reference: Reference) -> list[str]:
-    """Puts into a folder what a trial starts from; returns its command."""
-    phase = PHASES[kind]
+def set_out(kind: str, number: int, folder: Path, reference: Reference) -> None:
+    """Puts into a folder what a trial starts from."""
     left_out = ["data", "builtin"] if kind == "data" else []
     shutil.copytree(reference.folder / "cache", folder / "cache", ignore=shutil.ignore_patterns(*left_out))
-    if phase.merges:
+    if PHASES[kind].merges:
         # every second time, an earlier merged model has to be replaced
         left_out = ["checkpoints", "merged"] if number // 2 % 2 else ["checkpoints"]
         finished = reference.folder / RUN
         shutil.copytree(finished, folder / RUN, ignore=shutil.ignore_patterns(*left_out))
-    return arguments(folder, merge=phase.merges)
 
 
-def trial_of_one(
+@dataclass(frozen=True)
+class Moment:
+    """When a trial kills which processes."""
+
+    where: str
+    at: int = 0  # before this operation of the phase, from 1
+    after_s: float = 0  # of its first operation, if `at` is 0
+    victims: tuple[int, ...] = (0,)
+
+
+def moment_of(phase: Phase, number: int, rng: random.Random, operations: list[Operation]) -> Moment:
+    """A random moment: before an operation in each second trial of one process, in each third of several."""
+    ways = 2 if phase.ranks == 1 else 3
+    if number % ways == 1:
+        at = rng.randint(1, len(operations))
+        return Moment(f"before operation {at} of {len(operations)}, {operations[at - 1].event}", at)
+    after_s = rng.uniform(0, operations[-1].seconds - operations[0].seconds)
+    where = f"{1000 * after_s:.0f} ms after the first of {len(operations)} operations"
+    everyone = tuple(range(phase.ranks))
+    victims = everyone if number % ways == 0 else (rng.choice(everyone),)
+    who = (
+        f", {'all processes' if victims == everyone else f'process {victims[0]}'}" if phase.ranks > 1 else ""
+    )
+    return Moment(where + who, 0, after_s, victims)
+
+
+def trial_of(
     kind: str, number: int, seed: int, rng: random.Random, folder: Path, reference: Reference
 ) -> Trial:
-    """One trial of one process, in a folder of its own."""
-    phase, operations = PHASES[kind], reference.operations[kind]
+    """One trial of a phase, in a folder of its own."""
+    phase = PHASES[kind]
     while True:  # until it was killed: a run may be faster than the one that was measured
         for left in folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-        argv = set_out(kind, number, folder, reference)
-        begins = within(folder, phase.begins)
-        if number % 2:
-            at = rng.randint(1, len(operations))
-            where = f"before operation {at} of {len(operations)}, {operations[at - 1].event}"
-            done = killed(argv, folder, begins, at=at)
-        else:
-            after_s = rng.uniform(0, operations[-1].seconds - operations[0].seconds)
-            where = f"{1000 * after_s:.0f} ms after the first of {len(operations)} operations"
-            done = killed(argv, folder, begins, after_s=after_s)
-        if done:
+        set_out(kind, number, folder, reference)
+        moment = moment_of(phase, number, rng, reference.operations)
+        runs, how = processes_of(phase, folder), asdict(moment)
+        where = how.pop("where")
+        if killed(runs, within(folder, phase.begins), **how):
             break
     saving, lost = lost_by(folder)
     broken = half_written(folder)
-    again = arguments(folder, merge=phase.merges, resume=not phase.merges)
-    code = exit_code_of(in_child(lambda: run_command(again, folder)))
-    same = digest_of(folder / phase.result) == reference.digests[kind]
+    code = max(exit_codes(processes_of(phase, folder, resume=True)), key=abs)
+    same = digest_of(folder / phase.result) == reference.digest
     return Trial(kind, number, seed, where, saving, broken, lost, code, same)
 
 
@@ -203,8 +240,7 @@ def half_written(folder: Path) -> str:
     """What has the name of a checkpoint, a result or cached data, but is not complete."""
     patterns = [
         f"{RUN}/checkpoints/checkpoint-*",
-        f"{RUN}/adapter",
-        f"{RUN}/merged",
+        *(f"{RUN}/{result}" for result in ("adapter", "model", "merged")),
         *(f"{p}/*" for p in BUILT),
     ]
     found = [path for pattern in patterns for path in folder.glob(pattern) if path.is_dir()]
@@ -215,7 +251,7 @@ def half_written(folder: Path) -> str:
     )
 
 
-# --- two processes ---
+# --- two processes of a launcher ---
 
 
 def start(argv: list[str], folder: Path) -> subprocess.Popen:
@@ -247,11 +283,11 @@ def trial_of_two(kind: str, number: int, seed: int, rng: random.Random, folder: 
     while True:
         shutil.rmtree(folder / RUN, ignore_errors=True)
         save, delay_s = rng.randint(1, STEPS), rng.uniform(0, 0.4)
-        if killed_in_a_save(arguments(folder, ENGINES[kind]), folder, save, delay_s):
+        if killed_in_a_save(launched(folder, ENGINES[kind]), folder, save, delay_s):
             break
     saving, lost = lost_by(folder)
     broken = half_written(folder)
-    code = start(arguments(folder, ENGINES[kind], resume=True), folder).wait(LIMIT_S)
+    code = start(launched(folder, ENGINES[kind], resume=True), folder).wait(LIMIT_S)
     same = digest_of(folder / ADAPTER) == expected
     where = f"{1000 * delay_s:.0f} ms into save {save}"
     return Trial(kind, number, seed, where, saving, broken, lost, code, same)
@@ -263,7 +299,7 @@ def weights_of_two(kind: str, folder: Path) -> str:
     Raises:
         RuntimeError: it fails.
     """
-    if start(arguments(folder, ENGINES[kind]), folder).wait(LIMIT_S) != 0:
+    if start(launched(folder, ENGINES[kind]), folder).wait(LIMIT_S) != 0:
         raise RuntimeError(
             f"the {kind} run that is not killed fails: {(folder / RUN / 'log.txt').read_text()}"
         )
@@ -281,7 +317,7 @@ def trials_of(kind: str, count: int, seed: int, log: MeasurementLog, done: set[i
     with tempfile.TemporaryDirectory() as name:
         place = Path(name) / "undisturbed"
         place.mkdir()
-        reference = make_reference(place) if kind in PHASES else None
+        reference = make_reference(PHASES[kind], place) if kind in PHASES else None
         expected = "" if reference else weights_of_two(kind, place)
         for number in missing:
             rng = random.Random(f"{kind} {number} {seed}")
@@ -289,7 +325,7 @@ def trials_of(kind: str, count: int, seed: int, log: MeasurementLog, done: set[i
             folder.mkdir()
             began = time.monotonic()
             if reference:
-                one = trial_of_one(kind, number, seed, rng, folder, reference)
+                one = trial_of(kind, number, seed, rng, folder, reference)
             else:
                 one = trial_of_two(kind, number, seed, rng, folder, expected)
             shutil.rmtree(folder)
@@ -316,27 +352,45 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "kinds", nargs="*", metavar="kind", help=f"any of: {', '.join(TRIALS)} (default: all)"
+    )
     for kind, count in TRIALS.items():
         parser.add_argument(f"--{kind}", type=int, default=count, metavar="N", help=f"default: {count}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", action="store_true", help="forget the trials of an earlier call")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for kills.json")
     args = parser.parse_args(argv)
+    if unknown := set(args.kinds) - set(TRIALS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(TRIALS)}")
     import torch  # only now: `forked` sets what it reads
 
     log = MeasurementLog(args.results / "kills.lines.jsonl", torch.device("cpu"))
     if args.fresh:
         log.path.unlink(missing_ok=True)
-    kinds = {}
-    for kind in TRIALS:
+    file = args.results / "kills.json"
+    for kind in args.kinds or TRIALS:
         count = getattr(args, kind)
         done = {line["number"] for line in log.read() if line["kind"] == kind and line["seed"] == args.seed}
         trials_of(kind, count, args.seed, log, done)
         lines = [line for line in log.read() if line["kind"] == kind and line["seed"] == args.seed]
         if lines:
-            kinds[kind] = summary_of(lines)
-    tree = {**log.made, "steps_saved_each_run": STEPS, "seed": args.seed, "kinds": kinds}
-    (args.results / "kills.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+            made = {"date": f"{date.today()}", "commit": current_commit(), "seed": args.seed, **log.made}
+            write_kind(file, kind, summary_of(lines) | made)
+
+
+def current_commit() -> str:
+    """The commit of the code that was tried, with a + if files have been changed since."""
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def write_kind(file: Path, kind: str, row: dict) -> None:
+    """Puts a kind's counts into the results; those of other kinds stay, each with what it was made with."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["kinds"] if file.exists() else {}
+    kinds = {name: row if name == kind else rows[name] for name in TRIALS if name == kind or name in rows}
+    tree = {"steps_saved_each_run": STEPS, "kinds": kinds}
+    file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

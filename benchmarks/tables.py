@@ -74,6 +74,8 @@ KILLS = {
     "save": "saving a checkpoint",
     "result": "saving the result",
     "merge": "merging",
+    "fsdp2": "training to the end, two processes with FSDP2, LoRA",
+    "fsdp2_full": "training to the end, two processes with FSDP2, full fine-tuning",
     "ddp": "saving a checkpoint, two processes with DDP",
     "zero2": "saving a checkpoint, two processes with ZeRO-2",
 }

@@ -18,11 +18,12 @@ from tests.integration.cli import environment, make_workspace, sft
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
-def trials(results, *flags: str) -> tuple[dict, list[str]]:
-    """The counts that the program writes, and a line for each trial that it ran."""
-    command = [sys.executable, "-m", "benchmarks.kills", "--ddp", "0", "--zero2", "0", "--results", results]
+def trials(results, **counts: int) -> tuple[dict, list[str]]:
+    """The counts that the program writes, and a line for each trial that it ran of these kinds."""
+    flags = [word for kind, count in counts.items() for word in (f"--{kind}", str(count))]
+    command = [sys.executable, "-m", "benchmarks.kills", *counts, *flags, "--results", results]
     done = subprocess.run(
-        [*command, *flags], env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=500
+        command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     kinds = json.loads((results / "kills.json").read_text())["kinds"]
@@ -30,13 +31,20 @@ def trials(results, *flags: str) -> tuple[dict, list[str]]:
 
 
 def test_a_run_that_is_killed_in_any_phase_goes_on_and_so_do_the_trials(tmp_path):
-    _, first = trials(tmp_path, "--data", "1", "--save", "2", "--result", "0", "--merge", "0")
-    kinds, second = trials(tmp_path, "--data", "1", "--save", "2", "--result", "1", "--merge", "2")
+    _, first = trials(tmp_path, data=1, save=2, result=0)
+    kinds, second = trials(tmp_path, save=2, result=1, merge=2)
     assert [len(first), len(second)] == [3, 3]
     counts = {kind: found["trials"] for kind, found in kinds.items()}
-    assert counts == {"data": 1, "save": 2, "result": 1, "merge": 2}
+    assert counts == {"data": 1, "save": 2, "result": 1, "merge": 2}  # also of a kind that was left out
     for found in kinds.values():
         assert found["went_on_to_the_same_weights"] == found["trials"] and found["wrong"] == []
+        assert found["versions"]["torch"] and found["commit"]
+
+
+def test_processes_that_share_a_model_are_killed_together_and_alone_and_go_on(tmp_path):
+    kinds, lines = trials(tmp_path, fsdp2=3, fsdp2_full=3)
+    assert [kind["went_on_to_the_same_weights"] for kind in kinds.values()] == [3, 3]
+    assert sum("all processes" in line for line in lines) == 2
 
 
 # Each rank hashes its files between two collectives of a save, and the main rank then those that are left; so
