@@ -4,7 +4,7 @@ config -> data -> plan -> train (here, or through accelerate launch) -> answers 
 -> closing screen
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from sft_play.builtin.demo import materialise
 from sft_play.commands.report import end_reported, try_report
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
 from sft_play.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemory
 from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate_config import CPU_PROCESSES
@@ -193,11 +194,11 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
     return job, f"{reason.splitlines()[0]}; {continuation(job)}"
 
 
-def train_here(job: Job) -> dict[str, Any]:
-    """Trains in this process."""
+def train_here(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
+    """Trains in this process, which may answer prompts with others before and after."""
     with collector_off():
         from sft_play.train.run import train
-    return train(job)
+    return train(job, prompts)
 
 
 def launch_ranks(job: Job, argv: list[str], link: Link | None = None) -> None:
@@ -228,10 +229,16 @@ def compare(job: Job) -> dict[str, Any] | None:
     if not job.config.eval.generate or job.data.val is None and job.data.test is None:
         return None
     from sft_play.commands.evaluate import before_after
+    from sft_play.train.answers import handed_over
     from sft_play.train.recovery import is_out_of_memory
 
+    made = None
+    if engine_of(job.plan.engine).shards_weights:
+        made = handed_over(job.run)
+        if made is None:  # the ranks have said why
+            return None
     try:
-        comparison = before_after(job.config, job.run, job.data, job.tokenizer)
+        comparison = before_after(job.config, job.run, job.data, job.tokenizer, made)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

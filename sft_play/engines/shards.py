@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
@@ -45,6 +45,8 @@ def shard(
         _put_to_use(unit, device, like_first)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
         give_back_freed_memory()
+    # an adapter around a model generates without the forward pass that would gather the last unit
+    register_fsdp_forward_method(units[-1], "generate")
     # the last unit stays gathered for the backward pass, which an evaluation does not have
     units[-1].register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
 

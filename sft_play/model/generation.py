@@ -131,11 +131,12 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     streamer: "BaseStreamer | None" = None,
+    **options: Any,
 ) -> list[list[int]]:
     """Generates at most `max_new_tokens` after each prompt; returns them, with the stop token.
 
     Prompts are padded on the left to a batch of [prompts, width]. Decoding is greedy if the temperature is 0.
-    A streamer receives tokens as they are generated.
+    A streamer receives tokens as they are generated. Further options are those of transformers' `generate`.
     """
     from transformers import GenerationConfig
 
@@ -155,8 +156,9 @@ def generate(
         eos_token_id=stop_token_ids(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.inference_mode():
-        out = model.generate(**batch, generation_config=settings, streamer=streamer)
+    # no inference mode: what FSDP2 gathers in it could not be trained with
+    with torch.no_grad():
+        out = model.generate(**batch, generation_config=settings, streamer=streamer, **options)
     return out[:, batch["input_ids"].shape[1] :].tolist()
 
 
@@ -173,11 +175,12 @@ def answer_batches(
     *,
     max_new_tokens: int,
     batch_size: int,
+    generate: Callable[..., list[list[int]]] = generate,
 ) -> Iterator[tuple[list[int], list[Answer]]]:
     """Row indices and their answers, batch by batch: prompts of similar length together, the longest first.
 
     A prompt that leaves fewer than `max_new_tokens` positions is answered alone with the room that it leaves,
-    so that no answer depends on which rows share its batch.
+    so that no answer depends on which rows share its batch. `generate` stands for the function above.
 
     Raises:
         DoesNotFitError: memory runs out on a single row.
@@ -207,16 +210,17 @@ def generate_answers(
     max_new_tokens: int,
     batch_size: int = DEFAULT_BATCH_SIZE,
     description: str = "generating",
+    generate: Callable[..., list[list[int]]] = generate,
 ) -> list[Answer]:
-    """The answers in the order of the prompts, generated under a progress bar.
+    """The answers in the order of the prompts, generated under a progress bar; as `answer_batches`.
 
     Raises:
         DoesNotFitError: memory runs out on a single row.
     """
     answers: dict[int, Answer] = {}
     with progress_bar(description, len(prompts)) as done:
-        limits = dict(max_new_tokens=max_new_tokens, batch_size=batch_size)
-        for rows, made in answer_batches(model, tokenizer, prompts, **limits):
+        limits: dict[str, Any] = dict(max_new_tokens=max_new_tokens, batch_size=batch_size)
+        for rows, made in answer_batches(model, tokenizer, prompts, **limits, generate=generate):
             answers.update(zip(rows, made, strict=True))
             done(len(rows))
     return [answers[row] for row in range(len(prompts))]

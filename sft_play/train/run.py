@@ -4,6 +4,7 @@ data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
 """
 
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sft_play.model.decomposition import save_trained
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_speed
+from sft_play.train.answers import answers_of, hand_over
 from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
 from sft_play.train.memory_meter import MemoryMeter, measured_memory, predicted_memory
@@ -38,8 +40,10 @@ from sft_play.train.verify import verify
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
 
-def train(job: Job) -> dict[str, Any]:
+def train(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
     """Trains on this process's device, together with the other ranks if there are any; returns the summary.
+
+    The ranks of an engine that divides weights answer prompts before and after (`train.answers`).
 
     Raises:
         Interrupted: a signal stopped it after a checkpoint was saved.
@@ -58,10 +62,14 @@ def train(job: Job) -> dict[str, Any]:
         require_space(session)
         begin_run(session.job)
         clear_way(session.job, checkpoint)
+        before = answers_of(session, prompts, "before")
         with remembered(session):
             stopped = run_steps(session, checkpoint)
         remember_speed(session)
         save(session, stopped)
+        after = answers_of(session, prompts, "after") if before and not stopped else None
+    if job.ranks.is_main:
+        hand_over(job.run, before, after)
     return summarise(session, probed, stopped)
 
 
