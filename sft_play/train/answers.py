@@ -169,8 +169,11 @@ def hand_over(run: RunDir, before: list[Answer] | None, after: list[Answer] | No
     """Writes the answers for the command that started the processes; an earlier run's are removed."""
     run.answers.unlink(missing_ok=True)
     if before is not None and after is not None:
-        named = {"before": before, "after": after}
-        run.write_json(run.answers, {name: [asdict(one) for one in made] for name, made in named.items()})
+        run.write_json(run.answers, {"before": _as_json(before), "after": _as_json(after)})
+
+
+def _as_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    return [asdict(answer) for answer in answers]
 
 
 def handed_over(run: RunDir) -> tuple[list[Answer], list[Answer]] | None:
@@ -178,5 +181,4 @@ def handed_over(run: RunDir) -> tuple[list[Answer], list[Answer]] | None:
     if not run.answers.exists():
         return None
     tree = json.loads(run.answers.read_text(encoding="utf-8"))
-    before, after = ([Answer(**one) for one in tree[name]] for name in ("before", "after"))
-    return before, after
+    return [Answer(**one) for one in tree["before"]], [Answer(**one) for one in tree["after"]]
