@@ -14,6 +14,7 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.model.architecture import require_quick_patterns, without_weights
 from sft_play.model.decomposition import take_out_start
 from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
+from sft_play.model.placement import places_for_adapter
 from sft_play.model.targets import (
     Targets,
     auto_targets,
@@ -268,7 +269,7 @@ def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
     from peft import PeftModel
 
     try:
-        model = PeftModel.from_pretrained(base, str(folder))
+        model = PeftModel.from_pretrained(base, str(folder), **places_for_adapter(base))
     except NOT_AN_ADAPTER as error:
         raise _unfit(folder, error) from error
     complete_wrappers(model)

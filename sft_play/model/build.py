@@ -23,6 +23,7 @@ from sft_play.model.four_bit import nf4, quantize_later
 from sft_play.model.load import empty_base, hub_arguments, load_model_config, new_tokens, not_loadable
 from sft_play.model.new_tokens import add_rows
 from sft_play.model.noise import add_noise
+from sft_play.model.placement import SPREAD, choose_place, compute_head_in_ram, say_spread
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
 from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
@@ -54,12 +55,12 @@ def load_base(
     *,
     dtype: str,
     attn_implementation: str,
-    device: torch.device,
+    device: torch.device | str,
     quantize: bool,
     checks_files: bool = True,
     as_stored: bool = False,
 ) -> "PreTrainedModel":
-    """The pretrained weights on `device`, 4-bit when `quantize`, with the rows of model.new_tokens.
+    """The pretrained weights on a device or SPREAD, 4-bit when `quantize`, with rows for model.new_tokens.
 
     Only safetensors: pickled weights can run code. Of several ranks of a machine, one checks the files. With
     `as_stored`, weights are neither cast nor quantized before each is put to use (`engines.stored`).
@@ -81,7 +82,7 @@ def load_base(
             dtype="auto" if as_stored else torch_dtype,
             attn_implementation=attention.library_name(attn_implementation),
             quantization_config=nf4(torch_dtype) if quantize and not as_stored else None,
-            device_map={"": device},
+            device_map=SPREAD if device == SPREAD else {"": device},
             low_cpu_mem_usage=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -224,9 +225,11 @@ def load_for_inference(
 ) -> "PreTrainedModel | PeftModel":
     """A model ready to generate: the base alone, or with the adapter or the full weights of a finished run.
 
-    By default, the base is 16-bit on a GPU, fp32 on the CPU, and 4-bit if it was so in training.
+    By default, the base is 16-bit on a GPU, fp32 on the CPU, and 4-bit if it was so in training. It is spread
+    over all GPUs and RAM if it does not fit one GPU.
 
     Raises:
+        DoesNotFitError: nor does it fit them all together.
         CheckpointError: `weights` is neither an adapter nor a model, or an adapter that does not fit.
     """
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
@@ -234,14 +237,20 @@ def load_for_inference(
         raise CheckpointError(f"{weights} holds neither an adapter nor a model; run `make train` first")
     if is_adapter and weights:
         require_fitting(empty_base(config.model), weights)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     source = config.model if weights is None or is_adapter else ModelConfig(name=str(weights))
     quantize = config.tuning.mode == "qlora" if quantize is None else quantize
-    model = load_base(
+    quantize = quantize and (weights is None or is_adapter)
+    if dtype == "auto":
+        dtype = inference_dtype("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = load_base(
         source,
-        dtype=inference_dtype(device) if dtype == "auto" else dtype,
+        dtype=dtype,
         attn_implementation=generation_attention(load_model_config(source)),
-        device=local_device(device),
-        quantize=quantize and (weights is None or is_adapter),
+        device=choose_place(source, dtype, quantize=quantize),
+        quantize=quantize,
     )
-    return (load_adapter(model, weights) if is_adapter and weights else model).eval()
+    say_spread(model)
+    if is_adapter and weights:
+        model = load_adapter(model, weights)
+    compute_head_in_ram(model)
+    return model.eval()
