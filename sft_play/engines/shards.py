@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
 from sft_play.engines.stored import give_back_freed_memory, put_to_use
+from sft_play.errors import ConfigError
 
 FILE = "optimizer_shard_{rank}.safetensors"
 
@@ -36,6 +37,9 @@ def shard(
         device: where its shards go, "cuda" or "cpu".
         gathered_dtype: that weights are gathered in; default their own.
         like_first: take the weights of the first process, where others may have found different ones.
+
+    Raises:
+        ConfigError: what is trained in a unit has several types, as torch finds out in the first pass.
     """
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
     policy = MixedPrecisionPolicy()
@@ -43,6 +47,7 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gathered_dtype), reduce_dtype=torch.float32)
     for unit in units:
         _put_to_use(unit, device, like_first)
+        _require_one_type(unit)
         fully_shard(unit, mesh=mesh, mp_policy=policy)
         give_back_freed_memory()
     # an adapter around a model generates without the forward pass that would gather the last unit
@@ -58,6 +63,18 @@ def _put_to_use(unit: torch.nn.Module, device: str, like_first: bool) -> None:
             put_to_use(parameter, device)
             if like_first:
                 _take_from_first(parameter, device)
+
+
+def _require_one_type(unit: torch.nn.Module) -> None:
+    """Raises ConfigError if what is trained of the part that is not divided yet has several types."""
+    own = (each for each in unit.parameters() if each.requires_grad and not isinstance(each, DTensor))
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in own}
+    if len(types) > 1:
+        raise ConfigError(
+            "parallel.engine=fsdp2 divides what is trained of a layer together, here of several types: "
+            f"{', '.join(sorted(types))}. Without autocast, tuning.lora.modules_to_save stay in model.dtype; "
+            "set train.mixed_precision=bf16 or model.dtype=float32"
+        )
 
 
 def _take_from_first(parameter: Tensor, device: str) -> None:

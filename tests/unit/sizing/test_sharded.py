@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.small_models import TALL, WIDE, small_config
 from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.engines.registry import engine_of
+from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 from sft_play.sizing.sharded import silent_group
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
@@ -163,6 +164,15 @@ def test_a_trace_leaves_the_process_group_that_it_runs_in_alone(tmp_path):
     finally:
         distributed.destroy_process_group()
         sys.excepthook = hook
+
+
+def test_what_is_trained_of_a_layer_must_have_one_type():
+    """torch would find out in the first pass; a head by itself may be in 16 bits."""
+    sixteen = dict(mode="lora", dtype="bfloat16", mixed_precision="no")
+    trace_step(LLAMA, spec(lora=LoraSettings(r=4, modules_to_save=["lm_head"]), **sixteen))
+    beside_adapters = LoraSettings(r=4, modules_to_save=["input_layernorm"])
+    with pytest.raises(ConfigError, match=r"several types: bfloat16, float32.*mixed_precision=bf16"):
+        trace_step(LLAMA, spec(lora=beside_adapters, **sixteen))
 
 
 def norm_of_parts() -> None:
