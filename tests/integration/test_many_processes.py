@@ -6,6 +6,7 @@ three and four, which resume from what the others saved.
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.conftest import token_rows
 from tests.integration.jobs import SEQ, make_job, seal
 from tests.integration.processes import assert_same_curve, launch_jobs
 from tests.rounding import summed
+from tests.unit.test_manifest import flip_bit
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
@@ -111,11 +113,11 @@ def checkpoint_that_stays_best(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ddp(zero2, launch, folder):
-    """DDP on two processes: every kind, resuming from ZeRO-2 and one process, and the rows of each rank."""
+def ddp(fsdp2, launch, folder):
+    """DDP on two processes: every kind, resuming from the others, and the rows of each rank."""
     jobs = {f"ddp-{kind}": settings for kind, settings in KINDS.items()}
-    for kind in ("lora-padded", "full-padded"):
-        jobs[f"zero2-to-ddp-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"zero2-{kind}")}
+    for kind, engine in product(("lora-padded", "full-padded"), ("zero2", "fsdp2")):
+        jobs[f"{engine}-to-ddp-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"{engine}-{kind}")}
     jobs["one-to-ddp-full-padded"] = {**KINDS["full-padded"], "resume": saved_by(folder, "one-full-padded")}
     for mode in ("lora", "full"):
         jobs[f"recomputed-{mode}-padded"] = {**KINDS[f"{mode}-padded"], "gradient_checkpointing": True}
@@ -193,6 +195,7 @@ def test_two_processes_learn_what_one_does(request, engine, kind):
     [
         ("zero2", "one-to-zero2", "lora-padded"), ("zero2", "one-to-zero2", "full-padded"),
         ("ddp", "zero2-to-ddp", "lora-padded"), ("ddp", "zero2-to-ddp", "full-padded"),
+        ("ddp", "fsdp2-to-ddp", "lora-padded"), ("ddp", "fsdp2-to-ddp", "full-padded"),
         ("ddp", "one-to-ddp", "full-padded"),
         ("fsdp2", "zero2-to-fsdp2", "lora-padded"), ("fsdp2", "zero2-to-fsdp2", "full-padded"),
         pytest.param("back", "fsdp2-to-zero2", "lora-padded", marks=pytest.mark.slow),
@@ -270,6 +273,29 @@ def test_a_damaged_part_of_a_checkpoint_without_a_manifest_stops_the_run(
     part.unlink() if damage == "remove" else part.write_bytes(part.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=said):
         train(make_job(tiny_model, tmp_path, "damaged", **{**COMMON, "mode": "lora", "resume": str(copy)}))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "of another step"])
+def test_a_damaged_shard_costs_its_checkpoint_alone(fsdp2, tiny_model, tmp_path, capsys, damage):
+    """And the run goes on from the one before it, here on one process."""
+    shutil.copytree(fsdp2 / "fsdp2-lora-padded", tmp_path / "run", ignore=shutil.ignore_patterns("adapter"))
+    earlier, later = (tmp_path / "run" / "checkpoints" / f"checkpoint-{step}" for step in (SAVED, STEPS))
+    shard = later / "optimizer_shard_1.safetensors"
+    content = shard.read_bytes()
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "cut":
+        shard.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        flip_bit(shard, len(content) // 2)
+    else:
+        shutil.copy(earlier / shard.name, shard)
+    train(make_job(tiny_model, tmp_path, "run", **{**COMMON, **KINDS["lora-padded"], "resume": "auto"}))
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{later.name} is damaged: {shard.name}" in said and f"resuming from {earlier}" in said
+    assert later.with_name(f"{later.name}.damaged").is_dir()
+    assert_same_curve(tmp_path / "run", fsdp2 / "one-lora-padded", CLOSE, SAVED)
 
 
 def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp, fsdp2):
