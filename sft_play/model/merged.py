@@ -54,14 +54,14 @@ def merge_when_saved(
     base: Any = adapted.get_base_model()
     mapped = is_mapped(base)
     layers = _taken_out(adapted) if mapped else {}
-    matrices = [layer.get_base_layer().weight.numel() for layer in layers.values()]
+    matrices = [weight.numel() for weight in layers]
     _put_adapted_to_use(adapted)
     with _naming(adapter):
         model: Any = adapted.merge_and_unload(safe_merge=True)  # type: ignore[operator]
     if mapped:
         weights = dict(model.named_parameters(remove_duplicate=False))
         _leave_empty(model)
-        model._hf_hook = SimpleNamespace(weights_map=_MergedWeights(model, weights, layers, dtype, adapter))
+        model._hf_hook = SimpleNamespace(weights_map=_MergedWeights(weights, layers, dtype, adapter))
         model.hf_device_map = {"": "disk"}  # by this save_pretrained knows offloaded weights
     model.to(dtype)
     whole = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
@@ -69,16 +69,21 @@ def merge_when_saved(
     return model, FP32_COPIES * 4 * max(matrices, default=0)
 
 
-def _taken_out(adapted: "PeftModel") -> dict[torch.nn.Module, Any]:
-    """Puts the linear layers of the base in the place of PEFT's around them; returns these, by the former."""
+def _taken_out(adapted: "PeftModel") -> dict[Tensor, list[Any]]:
+    """Puts the linear layers of the base in the place of PEFT's around them.
+
+    Returns:
+        weight [out, in] -> PEFT's layers, in their order: of several where layers share it (Zamba).
+    """
     from peft.tuners.lora import Linear
 
     named = [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, Linear)]
-    layers = {}
+    layers: dict[Tensor, list[Any]] = {}
     for name, layer in named:
         if not any(layer.lora_bias.values()):
-            layers[layer.get_base_layer()] = layer
-            adapted.set_submodule(name, layer.get_base_layer())
+            base: Any = layer.get_base_layer()
+            layers.setdefault(base.weight, []).append(layer)
+            adapted.set_submodule(name, base)
     return layers
 
 
@@ -118,22 +123,19 @@ def _leave_empty(model: torch.nn.Module) -> None:
 class _MergedWeights:
     """What transformers takes for the weights of an offloaded model; makes each when it is asked for."""
 
-    model: torch.nn.Module
     weights: Mapping[str, Tensor]
     """Of the base, by their names in the model."""
-    layers: Mapping[torch.nn.Module, Any]
-    """PEFT's layer around a linear layer of the model."""
+    layers: Mapping[Tensor, list[Any]]
+    """PEFT's layers around those with this weight."""
     dtype: torch.dtype
     adapter: Path
 
     def __getitem__(self, name: str) -> Tensor:
         """A weight as it is to be saved, of any shape."""
-        path, _, kind = name.rpartition(".")
-        weight = self.weights[name].detach()
-        weight = weight.to(type_in_use(self.weights[name]))
-        layer = self.layers.get(self.model.get_submodule(path))
-        if layer is not None and kind == "weight":
-            with _naming(self.adapter):
+        stored = self.weights[name]
+        weight = stored.detach().to(type_in_use(stored))
+        with _naming(self.adapter):
+            for layer in self.layers.get(stored, ()):
                 weight = _merged(layer, weight)
         if weight.is_floating_point():
             weight = weight.to(self.dtype)

@@ -3,11 +3,13 @@
 import shutil
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import ModelConfig
 from sft_play.model import files
-from sft_play.model.files import files_digest, model_key
+from sft_play.model.files import files_digest, model_key, stored_types
 
 COMMIT = "c" * 40
 
@@ -69,3 +71,15 @@ def test_a_commit_in_the_cache_of_the_hub_has_a_key_of_its_own(tiny_model, tmp_p
         keys.add(model_key(ModelConfig(name="org/tiny")))
     assert len(keys) == 2 and None not in keys
     assert model_key(ModelConfig(name="org/tiny", revision=COMMIT)) not in keys  # as it is asked for
+
+
+def test_the_types_of_weights_are_read_from_their_files(folder):
+    model, file = ModelConfig(name=str(folder)), folder / "model.safetensors"
+    assert stored_types(model) == {"F32"}
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.bfloat16)
+    save_file(weights, file)
+    assert stored_types(model) == {"BF16", "F32"}
+    file.write_bytes(file.read_bytes()[:-1])
+    assert stored_types(model) == set()
+    assert stored_types(ModelConfig(name="nobody/none")) == set()

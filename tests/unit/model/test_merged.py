@@ -15,6 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks.miniatures import miniature
 from sft_play.commands.merge import merge
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.model.adapters import attach_adapter, load_adapter
@@ -35,6 +36,7 @@ MOE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermed
 TRANSPOSED = GPT2Config(
     n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=None, eos_token_id=1
 )
+SHARED = miniature("zamba")
 CASES = {
     "lora": (LLAMA, {}, {}),
     "rsLoRA": (LLAMA, {"use_rslora": True, "rank_pattern": {"q_proj": 2}}, {}),
@@ -48,6 +50,7 @@ CASES = {
     "tied new tokens": (TIED, {}, {"new_tokens": ("<tool>", "w1 w2")}),
     "joined experts": (MOE, {}, {}),
     "experts of a mixture": (MOE, {"target_modules": ("q_proj", "v_proj")}, {}),
+    "weights that layers share": (SHARED, {"target_modules": ("q_proj", "down_proj")}, {}),
     "transposed": (TRANSPOSED, {"target_modules": ("c_attn", "c_proj", "c_fc")}, {}),
 }  # fmt: skip
 TYPES = [("float32", "auto"), ("bfloat16", "auto"), ("float32", "bfloat16"), ("bfloat16", "float32"),
@@ -134,3 +137,17 @@ def test_the_weights_are_those_of_pefts_merged_model(base_of, tmp_path, name, pu
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key
+
+
+def test_files_of_another_type_than_config_json_says_are_not_rounded_to_that(base_of, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(base_of(LLAMA, "float32"), base)
+    tree = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(tree | {"dtype": "bfloat16"}))
+    config, run = run_of(base, tmp_path, {}, {})
+    merge(config, run, dtype="float32", max_shard_bytes=20_000)
+    merged_by_peft(config, run, "bfloat16", "float32", tmp_path / "expected")
+    found, expected = content(run.merged)[0], content(tmp_path / "expected")[0]
+    published = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(found["model.embed_tokens.weight"], published)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
