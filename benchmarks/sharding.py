@@ -87,6 +87,7 @@ class Case:
     joined: bool
     rows: tuple[int, ...]  # of each process
     row_tokens: int
+    replicas: int  # of the model, divided among as many processes each
 
     @property
     def key(self) -> str:
@@ -113,7 +114,8 @@ class Case:
             batch=JoinedRows(rows * tokens) if self.joined else PaddedRows(rows, tokens),
             longest=tokens if self.joined else None,
             accumulates=self.accumulates,
-            shards=self.world,
+            shards=self.world // self.replicas,
+            replicated=self.replicas > 1,
         )
 
 
@@ -145,6 +147,7 @@ def draw(number: int, world: int, seed: int) -> Case:
         joined=pick.random() < 0.5,
         rows=tuple(pick.choices(pick.sample(range(2, 7), 2), k=world)),
         row_tokens=pick.choice((48, 64, 96, 130)),
+        replicas=pick.choice((1, 2)) if world == 4 else 1,
     )
 
 
@@ -179,7 +182,8 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, int]:
     model = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
     gc.collect()
     meter.meter_reset()
-    shard(units_of(model), "cpu", gathered_dtype=gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision))
+    gathered = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
+    shard(units_of(model), "cpu", gathered_dtype=gathered, replicas=case.replicas)
     marks.begin("forward")
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     add_loss_head(model if spec.mode == "full" else model.get_base_model())
@@ -207,11 +211,12 @@ def _settled(communicate: Callable[..., None], meter: ctypes.CDLL) -> Callable[.
     That may take long on a busy machine.
     """
 
-    def call(*args: Any, **tensors: Any) -> None:
-        storages = [tensors[name].untyped_storage()._cdata for name in ("output_tensor", "input_tensor")]
+    def call(*args: Any, **named: Any) -> None:
+        tensors = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         users = list(map(torch._C._storage_Use_Count, storages))
         live, latest = meter.meter_live() + SETTLED_BYTES, time.monotonic() + LONGEST_S
-        communicate(*args, **tensors)
+        communicate(*args, **named)
         while time.monotonic() < latest and (
             meter.meter_live() > live or list(map(torch._C._storage_Use_Count, storages)) > users
         ):
@@ -222,12 +227,11 @@ def _settled(communicate: Callable[..., None], meter: ctypes.CDLL) -> Callable[.
 
 def work(path: Path, log: MeasurementLog) -> None:
     """What each process does: measures the cases in a file and adds the figures to the log."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     meter = loaded_meter()
     for kind in (DefaultAllGather, DefaultReduceScatter):
         kind.__call__ = _settled(kind.__call__, meter)  # type: ignore[method-assign]
+    distributed.all_reduce = _settled(distributed.all_reduce, meter)
     for tree in json.loads(path.read_text()):
         case = case_of(tree)
         found: list[Any] = [None] * case.world
@@ -338,11 +342,12 @@ def main() -> None:
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "sharding.json")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the log keeps measurements by the number of threads
     log = MeasurementLog(options.lines or options.out.with_suffix(".lines.jsonl"), CPU)
     if options.work:
         work(options.work, log)
         return
-    warnings.simplefilter("ignore")
     made = {"machine": platform.processor() or platform.machine(), "versions": versions()}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -360,7 +365,8 @@ def describe(row: dict[str, Any]) -> str:
     words = [row["architecture"], row["mode"], precision_of(row), row["activations"]]
     words += [name for name in ("tied", "accumulates", "joined") if row[name]]
     phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
-    return f"{row['number']:>3} x{row['world']} {row['error']:+.4%}  {' '.join(words)}  ({phases})"
+    world = f"{row['replicas']}x{row['world'] // row['replicas']}"
+    return f"{row['number']:>3} {world} {row['error']:+.4%}  {' '.join(words)}  ({phases})"
 
 
 def table(found: dict[str, Any]) -> Table:

@@ -60,7 +60,7 @@ class Job:
 
         Only those of this machine if the directory is not shared.
         """
-        return self.plan.world_size if self.run.shared else self.ranks.local_world_size
+        return self.plan.shards if self.run.shared else self.ranks.local_world_size
 
     @property
     def keeps_files(self) -> bool:
@@ -87,6 +87,7 @@ def prepare_job(
     resolved: ResolvedConfig,
     *,
     processes: int,
+    machines: int = 1,
     ranks: RankEnvironment = SINGLE_PROCESS,
     progress: bool = True,
 ) -> Job:
@@ -104,7 +105,7 @@ def prepare_job(
             ensure_profile(config, machine, processes)
         with spinner(PLANNING):
             facts = DataFacts.of(loaded.rows, config)
-            plan = plan_run(config, loaded.architecture, facts, machine, processes)
+            plan = plan_run(config, loaded.architecture, facts, machine, processes, machines=machines)
     engine_of(plan.engine).require_agreement(config, plan)
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 
@@ -147,6 +148,7 @@ def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
         DataFacts.of(job.data, job.config),
         job.machine,
         earlier.world_size,
+        machines=earlier.machines,
         accept=lambda draft: draft.engine == earlier.engine and accept(draft),
         budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
     )

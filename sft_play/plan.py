@@ -72,6 +72,8 @@ class Plan:
     effective_batch_size: int
     world_size: int
     engine: str  # name of an engine (engines/registry.py)
+    machines: int = 1  # that the processes are on
+    replicas: int = 1  # of a divided model: one on each machine, whose processes divide it; 1: all divide it
     max_seq_len: int  # tokens of the longest row
     packing: bool
     padding_free: bool = True  # whether rows are joined end to end; otherwise padded to the longest
@@ -97,6 +99,11 @@ class Plan:
     def recomputes(self) -> bool:
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
         return self.activations == "recompute"
+
+    @property
+    def shards(self) -> int:
+        """Among how many processes weights are divided, if the engine divides them."""
+        return self.world_size // self.replicas
 
     @property
     def rows_per_step(self) -> int:

@@ -63,6 +63,7 @@ class EngineChoice(Reason, kw_only=True):
     principle: str  # what the engine does to the memory of a process
     trades_speed: bool  # for memory
     world_size: int
+    replicas: int = 1  # of the model, each divided inside a machine
     other: str | None = None
     more_bytes: int = 0  # that the other one needs; negative if it needs less
     alone: bool = False  # whether no other engine fits that the config allows
@@ -155,7 +156,7 @@ class Communication(Reason):
 
     processes: int
     measured: bool
-    link_bandwidth: float | None  # bytes a second by the data sheet
+    links: tuple[float, ...]  # bytes a second by the data sheet, as `planning.speed.links_of`
     measured_later: bool  # by the first run
 
 

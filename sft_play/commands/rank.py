@@ -23,7 +23,13 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
     run = open_run(resolved.config.output.dir, resolved.config.output.name, ranks.rank)
     reports = ranks.is_main and not ranks.launched_by_us
     with hold_run(run) if reports else nullcontext(), quiet_libraries(run.log, silent=not ranks.is_main):
-        job = prepare_job(resolved, processes=ranks.world_size, ranks=ranks, progress=False)
+        job = prepare_job(
+            resolved,
+            processes=ranks.world_size,
+            machines=ranks.world_size // ranks.local_world_size,
+            ranks=ranks,
+            progress=False,
+        )
         from sft_play.train.ranks import agree_on_files, agree_on_plan, process_group, with_known_exchange
 
         with end_reported(job.run, job.config, here=reports and not probe_only):

@@ -125,7 +125,7 @@ def opened_job(path: str, overrides: list[str], processes: int, nodes: Nodes = A
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run, nodes.rank), quiet_libraries(run.log):
         processes = processes or len(detect().gpus) or CPU_PROCESSES
-        yield open_job(materialise(resolved), processes * nodes.count)
+        yield open_job(materialise(resolved), processes * nodes.count, nodes.count)
 
 
 def require_packages(config: RunConfig) -> None:
@@ -135,12 +135,12 @@ def require_packages(config: RunConfig) -> None:
         raise ConfigError("\n".join(missing) + ", or change the setting")
 
 
-def open_job(resolved: ResolvedConfig, processes: int) -> Job:
+def open_job(resolved: ResolvedConfig, processes: int, machines: int = 1) -> Job:
     """Prepares the data and plans the run, and prints both."""
     from sft_play.commands.evaluate import closing_questions
     from sft_play.data import show
 
-    job = prepare_job(resolved, processes=processes)
+    job = prepare_job(resolved, processes=processes, machines=machines)
     if job.config.eval.generate:
         # reports mistakes in them now, not after training
         closing_questions(job.config, job.data, job.tokenizer)

@@ -11,7 +11,7 @@ from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
 from sft_play.timeline import Step
 from sft_play.units import AUTOCAST
-from sft_play.work import ALL_GATHER, REDUCE_SCATTER, Work
+from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
 
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
@@ -61,6 +61,7 @@ class Fsdp2(Engine):
             plan.device,
             gathered_dtype=gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision),
             like_first=like_first,
+            replicas=plan.replicas,
         )
 
     def transform(self, step: Step, division: Division) -> Step:
@@ -76,11 +77,14 @@ class Fsdp2(Engine):
         files = checkpoint.glob("optimizer_shard_*.safetensors")
         return sorted(files, key=lambda path: int(self.file_of_rank.search(path.name)[1]))  # type: ignore[index]
 
-    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
-        """Each process writes its part."""
+    def save_state(
+        self, optimizer: Any, model: Any, checkpoint: Path, *, every_machine: bool = False
+    ) -> bool:
+        """Each process writes its part, unless that of another replica is in the same folder."""
         from sft_play.engines.shards import save_shards
 
-        save_shards(optimizer, {parameter: name for name, parameter in model.named_parameters()}, checkpoint)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        save_shards(optimizer, names, checkpoint, every_replica=every_machine)
         return True
 
     def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
@@ -122,7 +126,7 @@ class Fsdp2(Engine):
         Weights are gathered for the forward and for the backward pass, and gradients reduced, each process
         getting its part.
         """
-        kinds = {"all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
+        kinds = {"all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "all_reduce": ALL_REDUCE}
         return tuple(
             Message(name, size, accumulation * times)
             for name, kind in kinds.items()

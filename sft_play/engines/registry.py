@@ -19,9 +19,10 @@ def engine_of(name: str) -> Engine:
     return {engine.name: engine for engine in ENGINES}[name]
 
 
-def label_of(name: str) -> str:
+def label_of(name: str, replicas: int = 1) -> str:
     """The engine's name for people; of an engine that this version does not know, the name itself."""
-    return {engine.name: engine.label for engine in ENGINES}.get(name, name)
+    label = {engine.name: engine.label for engine in ENGINES}.get(name, name)
+    return f"{label} hybrid" if replicas > 1 else label
 
 
 def distributed_engines() -> list[Engine]:

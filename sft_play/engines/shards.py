@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -29,19 +29,23 @@ def shard(
     *,
     gathered_dtype: str | None = None,
     like_first: bool = False,
+    replicas: int = 1,
 ) -> None:
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
+
+    With several replicas, the processes of each machine divide one, and gradients are reduced over machines.
 
     Args:
         units: gathered one at a time, the whole model last; on any device, the same in all processes.
         device: where its shards go, "cuda" or "cpu".
         gathered_dtype: that weights are gathered in; default their own.
         like_first: take the weights of the first process, where others may have found different ones.
+        replicas: how often the model is held, by as many processes each, which have consecutive ranks.
 
     Raises:
         ConfigError: what is trained in a unit has several types, as torch finds out in the first pass.
     """
-    mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    mesh = process_mesh(device, replicas)
     policy = MixedPrecisionPolicy()
     if gathered_dtype:
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gathered_dtype), reduce_dtype=torch.float32)
@@ -54,6 +58,14 @@ def shard(
     register_fsdp_forward_method(units[-1], "generate")
     # the last unit stays gathered for the backward pass, which an evaluation does not have
     units[-1].register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
+
+
+def process_mesh(device: str, replicas: int = 1) -> DeviceMesh:
+    """All processes [processes], or [replicas, processes that divide one]."""
+    processes = distributed.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(device, (processes,))
+    return init_device_mesh(device, (replicas, processes // replicas), mesh_dim_names=("replica", "shard"))
 
 
 def _put_to_use(unit: torch.nn.Module, device: str, like_first: bool) -> None:
@@ -97,9 +109,17 @@ def gathered_weights(model: Any) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=options)  # type: ignore[return-value]
 
 
-def save_shards(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
-    """Writes this process's part of AdamW's state; an empty part too."""
+def save_shards(
+    optimizer: Any, names: Mapping[Tensor, str], folder: Path, *, every_replica: bool = False
+) -> None:
+    """Writes this process's part of AdamW's state; an empty part too.
+
+    If there are several replicas, those of the first do, or with `every_replica` all: on disks of their own.
+    """
     parts = {}
+    mesh = optimizer.param_groups[0]["params"][0].device_mesh
+    if mesh.ndim > 1 and mesh.get_local_rank(0) and not every_replica:
+        return
     for parameter in (weight for group in optimizer.param_groups for weight in group["params"]):
         state = optimizer.state[parameter]
         parts[f"{names[parameter]}:step"] = state["step"].reshape(1).cpu()

@@ -6,7 +6,7 @@ from more processes is a lower bound. Units: seconds, bytes.
 """
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from sft_play.config.schema import RunConfig
@@ -73,10 +73,10 @@ def plan_clock(
     weights are sent for each micro-batch, the seconds are unknown if communication is.
     """
     work_of, profile = work_of_plans(config, batches_of(config, facts)), profile_of(machine, processes)
-    collectives = collectives_of(machine, processes) if link else None
+    collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
-        engine = engine_of(plan.engine)
+        engine, collectives = engine_of(plan.engine), collectives_with(plan.replicas) if link else None
         if profile is None or (link and collectives is None and engine.shards_weights):
             return None
         batch = mean_micro_batch(facts, plan)
@@ -87,7 +87,7 @@ def plan_clock(
             batch,
             accumulation=plan.gradient_accumulation_steps,
             exchange=collectives.seconds(messages_of(work, run, plan)) if collectives else 0.0,
-            update_share=engine.update_share(plan.world_size),
+            update_share=engine.update_share(plan.shards),
         )
         return sum(parts)
 
@@ -112,7 +112,11 @@ def messages_of(work: Work, run: RunConfig, plan: Plan) -> tuple[Message, ...]:
     return engine_of(plan.engine).messages(work, element_bytes, plan.gradient_accumulation_steps)
 
 
-def sent_bytes(exchanged: Iterable[Message], processes: int) -> int:
-    """Bytes that each process sends to others, by ring algorithms."""
-    around = sum(ROUNDS[message.kind] * message.tensor_bytes * message.times for message in exchanged)
-    return round(around * (processes - 1) / processes)
+def sent_bytes(exchanged: Iterable[Message], processes: int, replicas: int = 1) -> int:
+    """Bytes that each process sends to others, by ring algorithms; replicas reduce gradients among them."""
+    rings = dict.fromkeys(ROUNDS, processes // replicas) | ({"all_reduce": replicas} if replicas > 1 else {})
+    sent = (
+        ROUNDS[one.kind] * one.tensor_bytes * one.times * (rings[one.kind] - 1) / rings[one.kind]
+        for one in exchanged
+    )
+    return round(sum(sent))

@@ -5,7 +5,8 @@ from itertools import product
 from typing import Any
 
 from sft_play.config.methods import PAGED
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import RunConfig, TrainConfig
+from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of, engines_for
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
@@ -84,6 +85,7 @@ def draft_plans(
     *,
     device: Device,
     world_size: int,
+    machines: int = 1,
     rows: int,
     max_seq_len: int,
     attention: str,
@@ -98,6 +100,7 @@ def draft_plans(
         config: the run's config.
         device: of each process.
         world_size: number of processes.
+        machines: that they are on.
         rows: number of training rows; with train.packing, of packed sequences.
         max_seq_len: tokens of the longest row.
         attention: implementation that the model will use.
@@ -114,13 +117,11 @@ def draft_plans(
     splits = batch_choices(train, world_size, max_seq_len if train.packing else None)
     rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
-    ways = ["keep", "recompute"]
-    if train.gradient_checkpointing != "auto":
-        ways = ["recompute"] if train.gradient_checkpointing else ["keep"]
     largest = largest or (lambda split, steps: (split.micro * max_seq_len,) * 2)
     tokens = {split: largest(split, total) for split in splits}
     shared = dict(
         world_size=world_size,
+        machines=machines,
         max_seq_len=max_seq_len,
         packing=train.packing,
         padding_free=padding_free,
@@ -134,9 +135,23 @@ def draft_plans(
         compute_capability=device.compute_capability,
     )
     return [
-        _draft(split, unit, tokens[split], engine=engine.name, activations=way, **shared)
-        for engine, way, split in product(engines_for(config, world_size), ways, splits)
+        _draft(split, unit, tokens[split], engine=engine.name, replicas=count, activations=way, **shared)
+        for engine in engines_for(config, world_size)
+        for count, way, split in product(_replicas(engine, world_size, machines), _ways(train), splits)
     ]
+
+
+def _ways(train: TrainConfig) -> tuple[str, ...]:
+    """What may become of activations."""
+    if train.gradient_checkpointing == "auto":
+        return "keep", "recompute"
+    return ("recompute",) if train.gradient_checkpointing else ("keep",)
+
+
+def _replicas(engine: Engine, world_size: int, machines: int) -> tuple[int, ...]:
+    """How often the model may be held: on each machine, since the network is slow, before once on all."""
+    can_divide = engine.shards_weights and world_size % machines == 0 and world_size // machines > 1
+    return (machines, 1) if can_divide and machines > 1 else (1,)
 
 
 def _draft(split: BatchSplit, unit: int, tokens: tuple[int, int], **settings: Any) -> Plan:

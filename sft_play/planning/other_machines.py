@@ -15,7 +15,7 @@ from sft_play.planning.clock import batches_of, messages_of, plan_clock, sent_by
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import fewest_gpus, with_batch_for
 from sft_play.planning.run import plan_run
-from sft_play.planning.speed import collectives_of, device_speed
+from sft_play.planning.speed import collectives_of, links_of
 from sft_play.sizing.architecture import AnyArchitecture
 from sft_play.sizing.estimator import work_of_plans
 
@@ -47,12 +47,12 @@ def scaling(
             rows.append({"world_size": world, "problem": str(error).splitlines()[0]})
             continue
         reference = reference or plan.effective_batch_size
-        collectives = collectives_of(machine, world)
+        collectives = collectives_of(machine, world, plan.replicas)
         exchanged = alone = whole = None
         with contextlib.suppress(UntraceableModel):
             work_of = work_of_plans(model_config, batches_of(model_config, facts))
             work = work_of(config, plan, facts.mean_tokens)
-            exchanged = sent_bytes(messages_of(work, config, plan), world)
+            exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
             alone = plan_clock(model_config, facts, machine, world, link=False)(config, plan)
             if world == 1 or collectives:
                 whole = plan_clock(model_config, facts, machine, world)(config, plan)
@@ -73,7 +73,7 @@ def scaling(
                 "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
                 "process_bytes": plan.memory.process_bytes if plan.memory else None,
                 "exchanged_bytes": exchanged,
-                "link_bytes_per_second": device_speed(machine, world).link_bandwidth,
+                "links": links_of(machine, world, plan.replicas),
                 "exchange_measured": collectives is not None and collectives.measured,
                 "speed_up": base / whole if base and whole else None,
                 "speed_up_at_most": base / alone if base and alone else None,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
+from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of, plan_clock
@@ -13,7 +14,7 @@ from sft_play.planning.devices import memory_device, memory_reasons, training_de
 from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
-from sft_play.planning.speed import collectives_of, device_speed, profile_of
+from sft_play.planning.speed import collectives_of, links_of, profile_of
 from sft_play.reasons import (
     AssumedRows,
     Communication,
@@ -50,6 +51,7 @@ def plan_run(
     machine: Machine,
     processes: int,
     *,
+    machines: int | None = None,
     accept: Callable[[Plan], bool] = lambda draft: True,
     budget_bytes: int | None = None,
     explain: bool = True,
@@ -62,6 +64,7 @@ def plan_run(
         facts: of the training rows.
         machine: that it runs on.
         processes: number of them.
+        machines: like this one, that they are on; default: this one; of GPUs elsewhere, one for each eight.
         accept: which of the plans that the config allows are considered.
         budget_bytes: of each process; default: from the machine's free memory.
         explain: as in `choose_plan`.
@@ -71,9 +74,9 @@ def plan_run(
         DoesNotFitError: nothing fits.
     """
     device, architecture = training_device(machine), Architecture.of(model_config)
-    drafts, about_rows = allowed_plans(config, architecture, facts, device, processes)
-    drafts = [draft for draft in drafts if accept(draft)]
-    if not drafts:
+    machines = machines or (-(-processes // LARGEST_MACHINE) if machine.what_if else 1)
+    allowed, about_rows = allowed_plans(config, architecture, facts, device, processes, machines)
+    if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
     besides = [*_trained_besides(config, architecture), *about_rows]
     if not facts.seen:
@@ -95,7 +98,7 @@ def plan_run(
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain)
             record = record_of(config, plan)
             plan = replace(plan, step_seconds_origin=record.speed.origin_of(plan))
-            besides += profile_reasons(machine, processes, plan.step_seconds_origin)
+            besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
             found = _about_the_step(config, plan, architecture, facts, record)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
@@ -168,7 +171,12 @@ def _attention(config: RunConfig, architecture: Architecture, device: Device) ->
 
 
 def allowed_plans(
-    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, device: Device, processes: int
+    config: RunConfig,
+    model_config: AnyArchitecture,
+    facts: DataFacts,
+    device: Device,
+    processes: int,
+    machines: int = 1,
 ) -> tuple[list[Plan], list[Reason]]:
     """Every plan that the config allows, before memory is estimated, and what is known of rows and weights.
 
@@ -185,6 +193,7 @@ def allowed_plans(
         config,
         device=device,
         world_size=processes,
+        machines=machines,
         rows=facts.rows,
         max_seq_len=facts.longest_row,
         attention=attention,
@@ -217,7 +226,9 @@ def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[],
         yield Noise(config.train.neftune_noise_alpha)
 
 
-def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED) -> list[Reason]:
+def profile_reasons(
+    machine: Machine, processes: int, origin: str = PROFILED, replicas: int = 1
+) -> list[Reason]:
     """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
     profile = profile_of(machine, processes)
     if profile is None:
@@ -226,8 +237,8 @@ def profile_reasons(machine: Machine, processes: int, origin: str = PROFILED) ->
     if origin == EARLIER:
         found = [SecondsOfEarlierRun()]
     if processes > 1:
-        collectives = collectives_of(machine, processes)
+        collectives = collectives_of(machine, processes, replicas)
         measured = collectives is not None and collectives.measured
-        link = device_speed(machine, processes).link_bandwidth if collectives else None
-        found.append(Communication(processes, measured, link, not machine.what_if))
+        links = links_of(machine, processes, replicas)
+        found.append(Communication(processes, measured, links, not machine.what_if))
     return found

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from sft_play.config.methods import lighter_modes
@@ -59,6 +60,9 @@ TIE = 0.01
 MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
 Changed = tuple[str, RunConfig, Plan]  # a setting, and the config and plan that it gives
+
+_engine = attrgetter("engine", "replicas")
+_kind = attrgetter("engine", "replicas", "activations")  # what plans of different micro-batches may share
 
 
 def choose_plan(
@@ -124,13 +128,14 @@ def _needed(plan: Plan) -> int:
 def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) -> list[Plan]:
     """The drafts worth sizing, with their memory."""
     sized: list[Plan] = []
-    for engine in dict.fromkeys(draft.engine for draft in drafts):
+    for engine in dict.fromkeys(map(_engine, drafts)):
         best = _best_without_memory_limit(drafts, sized, seconds_of)
-        of_engine = [draft for draft in drafts if draft.engine == engine]
+        of_engine = [draft for draft in drafts if _engine(draft) == engine]
+        if any(plan.engine == engine[0] and not seconds_of(plan) for plan in _fitting(sized)):
+            continue  # divided inside each machine, whose links are faster than a network
         if best is not None:
-            of_engine = [
-                draft for draft in of_engine if _split(draft) == _split(best) and not _divides(draft)
-            ]
+            alike = [draft for draft in of_engine if _split(draft) == _split(best)]
+            of_engine = [draft for draft in alike if not _divides(draft)]
         sized += _size_engine(of_engine, memory_of)
     return sized
 
@@ -151,7 +156,7 @@ def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
 
 def _recomputes(one: Plan, other: Plan) -> bool:
     """Whether they differ only in that `one` recomputes activations."""
-    alike = (one.engine, _size(one)) == (other.engine, _size(other))
+    alike = (*_engine(one), _size(one)) == (*_engine(other), _size(other))
     return alike and one.recomputes and not other.recomputes
 
 
@@ -163,11 +168,6 @@ def _size(plan: Plan) -> int:
 def _split(plan: Plan) -> tuple[int, str]:
     """What plans of different engines may have in common."""
     return plan.gradient_accumulation_steps, plan.activations
-
-
-def _kind(plan: Plan) -> tuple[str, str]:
-    """What plans of different micro-batches may have in common."""
-    return plan.engine, plan.activations
 
 
 def _best_without_memory_limit(drafts: list[Plan], sized: list[Plan], seconds_of: SecondsOf) -> Plan | None:
@@ -205,8 +205,8 @@ def _divides(plan: Plan) -> bool:
 
 
 def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
-    others = (other for other in fitting if not engine_of(other.engine).trades_speed)
-    return engine_of(plan.engine).trades_speed and any(_split(plan) == _split(other) for other in others)
+    others = [_split(other) for other in fitting if not engine_of(other.engine).trades_speed]
+    return engine_of(plan.engine).trades_speed and _split(plan) in others
 
 
 def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> list[Reason]:
@@ -260,6 +260,7 @@ def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan]) -> EngineC
         principle=engine.principle,
         trades_speed=engine.trades_speed,
         world_size=chosen.world_size,
+        replicas=chosen.replicas,
     )
     others = [plan for plan in fitting if plan.engine != chosen.engine and _split(plan) == _split(chosen)]
     if not others:
@@ -277,9 +278,9 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
     A kind is an engine with or without checkpointing.
     """
     base = seconds_of(chosen)
-    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for plan in sized:
-        if (plan.engine, *_split(plan)) == (chosen.engine, *_split(chosen)):
+        if (*_kind(plan), _size(plan)) == (*_kind(chosen), _size(chosen)):
             continue
         assert plan.memory
         time = seconds_of(plan)
@@ -291,6 +292,7 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             "gradient_checkpointing": plan.recomputes,
             "engine": plan.engine,
+            "replicas": plan.replicas,
             "peak_bytes": plan.memory.peak_bytes,
             "process_bytes": plan.memory.process_bytes,
             "fits": plan.memory.fits,
@@ -387,7 +389,7 @@ def _fewest_processes(
     sized: dict[int, Memory] = {}
 
     def fits(world: int) -> bool:
-        sized[world] = estimate(config, replace(plan, engine=engine.name, world_size=world))
+        sized[world] = estimate(config, replace(plan, engine=engine.name, world_size=world, replicas=1))
         return sized[world].fits
 
     world = fewest(counts, fits) or max(sized)

@@ -43,7 +43,6 @@ class Speed:
 
     flops: float | None
     bandwidth: float | None
-    link_bandwidth: float | None = None  # from one device to another, also of another machine, one way
 
 
 def device_speed(machine: Machine, processes: int) -> Speed:
@@ -53,15 +52,27 @@ def device_speed(machine: Machine, processes: int) -> Speed:
         return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
     flops = [gpu.tflops for gpu in machine.gpus]
     bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
-    across = processes > max(LARGEST_MACHINE, len(machine.gpus))
-    links = [_link(gpu, across=across) for gpu in machine.gpus]
     if None in flops or None in bandwidths:
         return Speed(flops=None, bandwidth=None)
     return Speed(
         flops=1e12 * min(filter(None, flops)),
         bandwidth=1e9 * min(filter(None, bandwidths)),
-        link_bandwidth=None if None in links else 1e9 * min(filter(None, links)),
     )
+
+
+def links_of(machine: Machine, processes: int, replicas: int = 1) -> tuple[float, ...]:
+    """Bytes per second and direction from one device to another, by the data sheet; () if unknown.
+
+    With several replicas of a divided model: inside a machine, and to another one.
+    """
+    several = processes > max(LARGEST_MACHINE, len(machine.gpus))
+    links = [
+        [_link(gpu, across=across) for gpu in machine.gpus]
+        for across in ((False, True) if replicas > 1 else (several,))
+    ]
+    if not machine.gpus or any(None in each for each in links):
+        return ()
+    return tuple(1e9 * min(filter(None, each)) for each in links)
 
 
 def _link(gpu: Gpu, *, across: bool) -> float | None:
@@ -216,15 +227,20 @@ def write_collectives(device: str, processes: int, measured: Collectives) -> Non
     update_value(collectives_path(device), lambda known: known | {str(processes): asdict(measured)})
 
 
-def collectives_of(machine: Machine, processes: int) -> Collectives | None:
+def collectives_of(machine: Machine, processes: int, replicas: int = 1) -> Collectives | None:
     """What communication between processes costs, as measured before or from the data sheet.
 
-    None for one process, and if neither is known.
+    With several replicas of a divided model, weights are gathered inside a machine, and gradients reduced
+    over machines. None for one process, and if neither is known.
     """
+    if replicas > 1:
+        links, inside = links_of(machine, processes, replicas), collectives_of(machine, processes // replicas)
+        across = Collectives.over_link(links[1], replicas) if links else None
+        return inside and across and replace(inside, all_reduce=across.all_reduce, measured=False)
     if processes == 1:
         return None
     measured = {} if machine.what_if else read_collectives(device_name(machine))
     if processes in measured:
         return measured[processes]
-    link = device_speed(machine, processes).link_bandwidth
-    return Collectives.over_link(link, processes) if link else None
+    links = links_of(machine, processes)
+    return Collectives.over_link(links[0], processes) if links else None

@@ -10,6 +10,7 @@ from rich.text import Text
 from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
 from sft_play.report.layout import Bar, apart, bullets, columns
+from sft_play.report.reasons import link_text
 from sft_play.report.tables import said_of
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
@@ -79,8 +80,13 @@ def _speed(row: Mapping[str, Any]) -> float:
     return (row["relative_speed"] or 0.0) if row["fits"] else 0.0
 
 
-def _kind(row: Mapping[str, Any]) -> tuple[bool, str]:
-    return row["gradient_checkpointing"], row["engine"]
+def _kind(row: Mapping[str, Any]) -> tuple[bool, str, int]:
+    return row["gradient_checkpointing"], *_engine(row)
+
+
+def _engine(row: Mapping[str, Any]) -> tuple[str, int]:
+    """Its name, and how many copies of the model it divides: 1 in plans of earlier versions."""
+    return row["engine"], row.get("replicas", 1)
 
 
 def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -94,7 +100,7 @@ def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list
 
 def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """What becomes of activations, and the engine if there are several processes."""
-    engine = f"{label_of(row['engine'])}, " if plan["world_size"] > 1 else ""
+    engine = f"{label_of(*_engine(row))}, " if plan["world_size"] > 1 else ""
     return engine + ("recomputed" if row["gradient_checkpointing"] else "kept")
 
 
@@ -155,7 +161,7 @@ def speed_up_notes(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
     """What the speed-ups of planned rows assume; [] if they are unknown."""
     notes, several = [], [row for row in rows if row["exchanged_bytes"]]
     measured = [row for row in several if row.get("exchange_measured")]
-    derived = [row for row in several if row not in measured and row["link_bytes_per_second"]]
+    derived = [row for row in several if row not in measured and row.get("links")]
     unknown = [row for row in rows if row["speed_up"] is None and row["speed_up_at_most"]]
     for row in measured[-1:]:
         counts = ", ".join(str(one["world_size"]) for one in measured)
@@ -164,8 +170,8 @@ def speed_up_notes(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
             f"({_sent(row, unit)}), not overlapped with computation"
         )
     for row in derived[-1:]:
-        link = f"{row['link_bytes_per_second'] / 1e9:g} GB/s"
-        notes.append(f"speed: lower bound; {_sent(row, unit)} at {link}, not overlapped with computation")
+        sent = f"{_sent(row, unit)} at {link_text(row['links'])}"
+        notes.append(f"speed: lower bound; {sent}, not overlapped with computation")
     if unknown:
         notes.append("speed: upper bound (<), without communication, because the link is unknown")
     return notes

@@ -1,6 +1,6 @@
 """The English of a plan's reasons: one function for each kind of fact in `sft_play.reasons`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import singledispatch
 
 from sft_play import reasons
@@ -43,6 +43,12 @@ PRECISIONS = {
     "cpu": "fp32 on the CPU",
     "device": "{precision} autocast, which {device} supports",
 }
+
+
+def link_text(links: Sequence[float]) -> str:
+    """Speeds of links (`planning.speed.links_of`) in words."""
+    places = ("between devices",) if len(links) == 1 else ("inside a machine", "between machines")
+    return ", ".join(f"{link / 1e9:g} GB/s {place}" for link, place in zip(links, places, strict=True))
 
 
 def sentences(found: Iterable[reasons.Reason]) -> tuple[str, ...]:
@@ -119,6 +125,8 @@ def _activations(reason: reasons.Activations) -> str:
 @sentence.register
 def _engine(reason: reasons.EngineChoice) -> str:
     choice = f"{reason.engine} over {reason.world_size} processes"
+    if reason.replicas > 1:
+        choice += f", with a copy of the model on each of {reason.replicas} machines"
     if reason.other is None:
         return f"{choice}: {reason.principle}; no other engine fits" if reason.alone else choice
     if reason.trades_speed and reason.more_bytes >= 0:
@@ -184,9 +192,8 @@ def _communication(reason: reasons.Communication) -> str:
     if reason.measured:
         return f"communication: as measured between {reason.processes} processes here"
     later = f"; the first run of {reason.processes} processes measures it" if reason.measured_later else ""
-    if reason.link_bandwidth:
-        rate = f"{reason.link_bandwidth / 1e9:g} GB/s"
-        return f"communication: derived from the data sheet ({rate} between devices), not measured{later}"
+    if reason.links:
+        return f"communication: derived from the data sheet ({link_text(reason.links)}), not measured{later}"
     return f"communication: not counted, since the link between processes is unknown{later}"
 
 

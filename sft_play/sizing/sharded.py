@@ -17,7 +17,6 @@ from bitsandbytes.nn import modules as four_bit
 from torch import distributed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -126,8 +125,10 @@ def _copying() -> Iterator[tuple[Any, str, Any]]:
 
 
 @contextmanager
-def silent_group(processes: int) -> Iterator[None]:
-    """A process group in which this process is the first of so many, and nothing is sent.
+def silent_group(each: int, replicas: int = 1) -> Iterator[None]:
+    """A process group in which this process is the first of all, and nothing is sent.
+
+    `each` are the processes that divide one of the replicas.
 
     Another group that this process is in is out of sight meanwhile.
     """
@@ -139,14 +140,18 @@ def silent_group(processes: int) -> Iterator[None]:
         stack.enter_context(patched(sys, "excepthook", sys.excepthook))  # it would name this process's rank
         for name, value in REGISTRIES.items():
             stack.enter_context(patched(distributed_c10d, name, copy.copy(value)))
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-        name = distributed_c10d._get_default_group().group_name
-        stack.callback(distributed_c10d._unregister_process_group, name)
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=each * replicas)
+        stack.callback(_forget_groups)
         with unset_fake_temporarily():  # a mesh looks at its ranks
-            mesh = init_device_mesh("cpu", (processes,))
-        stack.enter_context(patched(shards, "init_device_mesh", lambda *_: mesh))
+            mesh = shards.process_mesh("cpu", replicas)
+        stack.enter_context(patched(shards, "process_mesh", lambda *_: mesh))
         stack.enter_context(patched(four_bit, "fix_4bit_weight_quant_state_from_module", _find_quant_state))
         yield
+
+
+def _forget_groups() -> None:
+    for name in distributed_c10d._world.pg_names.values():
+        distributed_c10d._unregister_process_group(name)
 
 
 def _find_quant_state(module: Any) -> None:

@@ -124,6 +124,7 @@ class StepSpec:
     eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
     shards: int = 1  # processes among which the engine divides each tensor
+    replicated: bool = False  # on several machines, over which gradients are reduced
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
     eval_share: float | None = None  # supervised tokens of the evaluation batch; default `supervised_share`
@@ -223,7 +224,8 @@ class StepSpec:
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
             neftune=config.train.neftune_noise_alpha is not None,
-            shards=min(plan.world_size, MOST_SHARDS) if engine.shards_weights else 1,
+            shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
+            replicated=engine.shards_weights and plan.replicas > 1,
             **_batches(plan, micro or _largest(plan), evaluated),
         )
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

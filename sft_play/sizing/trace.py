@@ -87,7 +87,8 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     from sft_play.sizing.sharded import ShardRecorder, load_shards, silent_group
 
     recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
-    with silent_group(spec.shards), few_tiles(recorder), attributed_loss(recorder):
+    replicas = 2 if spec.replicated else 1
+    with silent_group(spec.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
         with before:

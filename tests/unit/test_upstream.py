@@ -68,7 +68,6 @@ CALLED = {
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
     "transformers:AttentionInterface.register": "key value",
-    "torch.distributed.distributed_c10d:_get_default_group": "",
     "torch.distributed.distributed_c10d:_update_default_pg": "pg",
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": "op_schema",

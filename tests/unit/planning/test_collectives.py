@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sft_play.engines.base import Message
 from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
 from sft_play.planning.clock import sent_bytes
@@ -96,5 +97,8 @@ def test_fsdp2_sends_what_its_trace_has_sent_for_each_micro_batch():
         ("reduce_scatter", 4_000_000): 2,
     }
     assert sent_bytes(messages, 4) == 2 * (8_000_000 + 8_000_000 + 2_000_000 + 4_000_000) * 3 // 4
+    assert sent_bytes([*messages, Message("all_reduce", 1_000_000, 1)], 8, 2) == (
+        2 * (8_000_000 + 8_000_000 + 2_000_000 + 4_000_000) * 3 // 4 + 2 * 1_000_000 // 2
+    )  # inside each machine of four as before, and once around two machines
     link = Collectives.over_link(1e9, 4, latency_s=0.0)
     assert link.seconds(messages) == pytest.approx(sent_bytes(messages, 4) / 1e9, rel=0.01)

@@ -59,15 +59,16 @@ def clock(overhead: float, per_row: float = 1.0):
     return seconds
 
 
-def choose(run: RunConfig, estimate, time, world_size: int = 1) -> Plan:
-    return chosen_because(run, estimate, time, world_size)[0]
+def choose(run: RunConfig, estimate, time, world_size: int = 1, machines: int = 1) -> Plan:
+    return chosen_because(run, estimate, time, world_size, machines)[0]
 
 
-def chosen_because(run: RunConfig, estimate, time, world_size: int = 1) -> tuple[Plan, dict]:
+def chosen_because(
+    run: RunConfig, estimate, time, world_size: int = 1, machines: int = 1
+) -> tuple[Plan, dict]:
     """The plan, and its reasons by their kind."""
-    drafts = draft_plans(
-        run, device=GPU, world_size=world_size, rows=1000, max_seq_len=1024, attention="sdpa"
-    )
+    count = dict(world_size=world_size, machines=machines)
+    drafts = draft_plans(run, device=GPU, **count, rows=1000, max_seq_len=1024, attention="sdpa")
     plan, why = choose_plan(run, drafts, estimate, time)
     return plan, {type(reason): reason for reason in why}
 
@@ -302,7 +303,7 @@ def divided_memory(budget_gib: float, weights: float = 40, layer: float = 2, row
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
         asked.append((plan.engine, plan.world_size))
-        held = weights / plan.world_size + layer if plan.engine == "fsdp2" else weights
+        held = weights / plan.shards + layer if plan.engine == "fsdp2" else weights
         size = int((held + plan.rows_per_micro_batch * row / (4 if plan.recomputes else 1)) * GIB)
         return Memory(
             budget_bytes=int(budget_gib * GIB),
@@ -355,6 +356,28 @@ def test_a_tie_leaves_weights_whole():
         return plan.gradient_accumulation_steps * 0.1 + 1.0
 
     assert choose(config(effective_batch_size=4), estimate, seconds, 4).engine == "ddp"
+
+
+@pytest.mark.parametrize(("budget", "replicas"), [(30, 2), (12.5, 1)])
+def test_each_of_two_machines_holds_the_model_where_it_can(budget, replicas):
+    estimate, _ = divided_memory(budget)
+    plan, why = chosen_because(config(), estimate, slower_with_fsdp2(None), 8, machines=2)
+    assert (plan.engine, plan.replicas, plan.shards) == ("fsdp2", replicas, 8 // replicas)
+    assert why[EngineChoice].replicas == replicas
+
+
+@pytest.mark.parametrize(("network", "replicas"), [(1.0, 1), (2.0, 2)])
+def test_all_machines_hold_the_model_once_if_activations_that_fit_then_are_worth_more_than_the_network(
+    network, replicas
+):
+    """Divided among all, activations are kept; inside a machine they are recomputed, a third more work."""
+    estimate, _ = divided_memory(14)
+
+    def seconds(run, plan):
+        return clock(0.1)(run, plan) * (network if plan.engine == "fsdp2" and plan.replicas == 1 else 1)
+
+    plan = choose(config(effective_batch_size=8), estimate, seconds, 8, machines=2)
+    assert (plan.engine, plan.replicas, plan.recomputes) == ("fsdp2", replicas, replicas == 2)
 
 
 def test_advice_names_the_fewest_gpus_that_are_enough_with_fsdp2():

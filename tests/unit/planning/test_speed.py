@@ -159,11 +159,11 @@ def test_damaged_measurements_are_none(text):
 def test_the_plan_says_where_the_seconds_of_communication_come_from():
     alone, pair = run.profile_reasons(CPU, 1), run.profile_reasons(CPU, 2)
     assert len(alone) == 1
-    assert pair[1] == Communication(2, measured=False, link_bandwidth=None, measured_later=True)
+    assert pair[1] == Communication(2, measured=False, links=(), measured_later=True)
     speed.write_collectives(speed.device_name(CPU), 2, measured(0.2))
     assert run.profile_reasons(CPU, 2)[1].measured
     sheet = run.profile_reasons(what_if("H100 80GB", 8), 8)[1]
-    assert sheet.link_bandwidth > 1e9 and not sheet.measured and not sheet.measured_later
+    assert sheet.links[0] > 1e9 and not sheet.measured and not sheet.measured_later
 
 
 def test_this_cpu_is_measured(monkeypatch):

@@ -27,7 +27,7 @@ def row(world=8, **changes):
         "peak_bytes": 120 * GIB,
         "process_bytes": 123 * GIB,
         "exchanged_bytes": 7 * GIB,
-        "link_bytes_per_second": 450e9,
+        "links": (450e9,),
         "speed_up": 7.5,
         "speed_up_at_most": 8.0,
     } | changes
@@ -54,7 +54,7 @@ def test_the_largest_numbers_fit_into_80_columns():
 
 
 def test_an_unknown_link_gives_a_bound_and_says_so():
-    text = screen(scaling_table([row(2, speed_up=None, link_bytes_per_second=None)]))
+    text = screen(scaling_table([row(2, speed_up=None, links=())]))
     assert "<2.00x" in text and "the link is unknown" in text
     nothing = screen(
         scaling_table(
@@ -66,8 +66,8 @@ def test_an_unknown_link_gives_a_bound_and_says_so():
 
 def test_what_was_measured_between_processes_is_told_apart_from_data_sheets_and_unknown_links():
     rows = [
-        row(2, exchange_measured=True, link_bytes_per_second=None),
-        row(4, speed_up=None, link_bytes_per_second=None),
+        row(2, exchange_measured=True, links=()),
+        row(4, speed_up=None, links=()),
     ]
     said = " ".join(screen(scaling_table(rows, "process")).split())
     assert (

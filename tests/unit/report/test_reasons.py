@@ -94,14 +94,19 @@ SENTENCES = [
         "prediction errors in 1 published run with 16-bit weights and fixed segments on compute capability 8.9: "
         "allocated -0.04%, reserved +0.00% to +5.00%",
     ),
-    (Communication(2, True, None, True), "communication: as measured between 2 processes here"),
+    (Communication(2, True, (), True), "communication: as measured between 2 processes here"),
     (
-        Communication(2, False, None, True),
+        Communication(2, False, (), True),
         f"communication: not counted, since the link between processes is unknown{LATER}",
     ),
     (
-        Communication(8, False, 9e11, False),
+        Communication(8, False, (9e11,), False),
         "communication: derived from the data sheet (900 GB/s between devices), not measured",
+    ),
+    (
+        Communication(16, False, (9e11, 5e10), False),
+        "communication: derived from the data sheet (900 GB/s inside a machine, 50 GB/s between machines), "
+        "not measured",
     ),
     (OptimizerStates("lion", MIB), "lion: 1.00 MiB of optimizer states in each process"),
     (

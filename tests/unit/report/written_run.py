@@ -131,12 +131,12 @@ def make_scaling() -> list[dict[str, Any]]:
         "peak_bytes": GIB,
         "process_bytes": None,
         "exchanged_bytes": 0,
-        "link_bytes_per_second": None,
+        "links": (),
         "speed_up": 1.0,
         "speed_up_at_most": 1.0,
     }
     two = {"world_size": 2, "engine": "ddp", "gradient_accumulation_steps": 1, "speed_up": 1.8}
-    sent = {"exchanged_bytes": 3 * GIB, "link_bytes_per_second": 25e9}
+    sent = {"exchanged_bytes": 3 * GIB, "links": (25e9,)}
     return [row, row | two | sent, {"world_size": 4, "problem": "fewer rows than processes"}]
 
 

@@ -18,7 +18,7 @@ from sft_play.sizing.sharded import silent_group
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import TERMS
-from sft_play.work import ALL_GATHER, REDUCE_SCATTER
+from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 SMALL = WIDE | {"layers": 4, "vocabulary": 300}
 LLAMA = small_config("llama", SMALL)
@@ -67,6 +67,16 @@ def test_optimizer_states_outlive_the_step(shards):
     states = trace.terms == TERMS.index("optimizer")
     freed = -trace.events[trace.events < 0] - 1
     assert states.sum() == 3 * 42 and not states[freed].any()
+
+
+def test_replicas_hold_what_one_holds_and_reduce_the_gradients_of_their_part():
+    """As many all-reduces as reduce-scatters, each of what a process keeps of the sum."""
+    one, two = (trace_step(LLAMA, spec(replicated=replicated)) for replicated in (False, True))
+    peaks = [{phase: peak.bytes for phase, peak in trace.step.peaks().items()} for trace in (one, two)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0, abs=16)  # what tells the processes apart
+    scattered, reduced = (two.work.exchanged(kind) for kind in (REDUCE_SCATTER, ALL_REDUCE))
+    assert scattered == {2 * size: times for size, times in reduced.items()} and reduced
+    assert not one.work.exchanged(ALL_REDUCE)
 
 
 @pytest.fixture(scope="module")
