@@ -136,16 +136,13 @@ class Engine:
         """The files of the optimizer's state in a checkpoint, in the order of the ranks that saved them."""
         return [file for file in [checkpoint / "optimizer.pt"] if file.is_file()]
 
-    def save_state(
-        self, optimizer: Any, model: Any, checkpoint: Path, *, every_machine: bool = False
-    ) -> bool:
+    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
         """Writes this process's part of the optimizer's state; all processes call it.
 
         Args:
             optimizer: without accelerate's wrapper.
             model: not wrapped.
             checkpoint: the folder.
-            every_machine: whether each machine has a folder of its own.
 
         Returns:
             False: nothing was written, the trainer's library does it.

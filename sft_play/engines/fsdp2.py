@@ -77,14 +77,11 @@ class Fsdp2(Engine):
         files = checkpoint.glob("optimizer_shard_*.safetensors")
         return sorted(files, key=lambda path: int(self.file_of_rank.search(path.name)[1]))  # type: ignore[index]
 
-    def save_state(
-        self, optimizer: Any, model: Any, checkpoint: Path, *, every_machine: bool = False
-    ) -> bool:
-        """Each process writes its part, unless that of another replica is in the same folder."""
+    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
+        """Each process of the first replica writes its part."""
         from sft_play.engines.shards import save_shards
 
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        save_shards(optimizer, names, checkpoint, every_replica=every_machine)
+        save_shards(optimizer, {parameter: name for name, parameter in model.named_parameters()}, checkpoint)
         return True
 
     def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":

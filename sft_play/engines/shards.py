@@ -109,17 +109,12 @@ def gathered_weights(model: Any) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=options)  # type: ignore[return-value]
 
 
-def save_shards(
-    optimizer: Any, names: Mapping[Tensor, str], folder: Path, *, every_replica: bool = False
-) -> None:
-    """Writes this process's part of AdamW's state; an empty part too.
-
-    If there are several replicas, those of the first do, or with `every_replica` all: on disks of their own.
-    """
-    parts = {}
+def save_shards(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
+    """Writes this process's part of AdamW's state, an empty part too; only the first of several replicas."""
     mesh = optimizer.param_groups[0]["params"][0].device_mesh
-    if mesh.ndim > 1 and mesh.get_local_rank(0) and not every_replica:
+    if mesh.ndim > 1 and mesh.get_local_rank(0):
         return
+    parts = {}
     for parameter in (weight for group in optimizer.param_groups for weight in group["params"]):
         state = optimizer.state[parameter]
         parts[f"{names[parameter]}:step"] = state["step"].reshape(1).cpu()

@@ -91,7 +91,8 @@ def agree_on_files(job: Job) -> Job:
     If they do not, each machine keeps its own checkpoints.
 
     Raises:
-        LaunchError: some machines see the run directory of the main one and some do not.
+        LaunchError: some machines see the run directory of the main one and some do not; or none does, and
+            each has but a part of the weights.
     """
     if not job.ranks.spans_machines:
         return job
@@ -107,6 +108,13 @@ def agree_on_files(job: Job) -> Job:
     if here_too and not all(seen):
         raise LaunchError(
             f"only some of the machines share the run directory {job.run.path}; all of them must, or none"
+        )
+    engine = engine_of(job.plan.engine)
+    if engine.shards_weights and not all(seen):
+        raise LaunchError(
+            f"{engine.label} over several machines needs a run directory that all of them share, since none "
+            f"has all of a checkpoint, and each has a {job.run.path} of its own: set output.dir to a folder on "
+            "a shared disk, or take ENGINE=ddp or ENGINE=deepspeed_z2"
         )
     return replace(job, run=replace(job.run, shared=all(seen)))
 

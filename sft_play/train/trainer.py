@@ -275,8 +275,7 @@ class PlannedTrainer(SFTTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes them as the library does, unless the engine has its own way with the optimizer's state."""
         optimizer: Any = self.optimizer
-        folder, each = Path(output_dir), self.args.save_on_each_node
-        if not self._engine.save_state(optimizer.optimizer, self.model, folder, every_machine=each):
+        if not self._engine.save_state(optimizer.optimizer, self.model, Path(output_dir)):
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)  # type: ignore[union-attr]

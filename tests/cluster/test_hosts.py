@@ -86,6 +86,37 @@ def test_two_hosts_with_disks_of_their_own_go_on_from_a_checkpoint_with_zero_2(p
 
 
 @pytest.mark.slow
+def test_two_hosts_hold_the_model_once_each_and_go_on_from_their_checkpoint(pair, config, alone):
+    """FSDP2 hybrid with two processes on each host: four steps, then the other four."""
+    settings = "train.batch_size=1 train.save_steps=4 train.eval_steps=4 eval.generate=false"
+    run = RunDir(config.parent / "runs" / "hybrid")
+    for resume in ("", "train.resume=auto"):
+        words = (f"CONFIG={config}", "ENGINE=fsdp2", "NGPU=2", f"ARGS={settings} output.name=hybrid {resume}")
+        done = finish_both([host.train(*words) for host in pair])
+        assert [one.code for one in done] == [0, 0], "\n".join(one.out + one.err for one in done)
+        assert_same_curve(run, alone(*settings.split()))
+        parts = sorted(path.name for path in (run.checkpoints / "checkpoint-4").glob("optimizer_shard_*"))
+        assert parts == [f"optimizer_shard_{rank}.safetensors" for rank in (0, 1)]  # the first host's
+        shutil.rmtree(
+            run.checkpoints / "checkpoint-8"
+        )  # as if the hosts had been lost before it was published
+    assert "a copy of the model on each of 2 machines" in done[0].out and "resuming from" in done[0].out
+
+
+def test_parts_of_checkpoints_on_disks_of_their_own_are_refused(pair, config, tmp_path):
+    (config.parent / "runs").mkdir(exist_ok=True)
+    started = []
+    for number, host in enumerate(pair):
+        disk = tmp_path / f"disk{number}"
+        disk.mkdir()
+        words = (f"CONFIG={config}", "ENGINE=fsdp2", f"ARGS={BATCH} output.name=parts")
+        started.append(host.train(*words, own=(disk, config.parent / "runs")))
+    done = finish_both(started)
+    said = done[0].out + done[0].err
+    assert all(one.code for one in done) and "FSDP2 over several machines needs a run directory" in said, said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "within_s"), [("kill", 12), ("unplug", 35)])
 def test_a_host_that_is_lost_ends_the_other(pair, config, loss, within_s):
     name = f"lost-{loss}"
