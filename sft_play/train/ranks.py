@@ -113,8 +113,8 @@ def agree_on_files(job: Job) -> Job:
     if engine.shards_weights and not all(seen):
         raise LaunchError(
             f"{engine.label} over several machines needs a run directory that all of them share, since none "
-            f"has all of a checkpoint, and each has a {job.run.path} of its own: set output.dir to a folder on "
-            "a shared disk, or take ENGINE=ddp or ENGINE=deepspeed_z2"
+            f"has all of a checkpoint, and each has a {job.run.path} of its own: set output.dir to a folder "
+            "on a shared disk, or take ENGINE=ddp or ENGINE=deepspeed_z2"
         )
     return replace(job, run=replace(job.run, shared=all(seen)))
 

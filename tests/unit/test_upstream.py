@@ -70,6 +70,7 @@ CALLED = {
     "transformers:AttentionInterface.register": "key value",
     "torch.distributed.distributed_c10d:_update_default_pg": "pg",
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": "",
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": "op_schema",
     "trl:SFTTrainer._load_best_model": "",
     "trl:SFTTrainer._load_from_checkpoint": "resume_from_checkpoint model",

@@ -126,7 +126,7 @@ def test_an_engines_buffers_are_in_the_replay_of_the_allocator(engine):
     freed = {number for number, size in changes if number and not size}
     assert freed <= allocated
     estimated = estimate(
-        trained_step(16 * MIB), device_budget("cuda", 80 * GIB), engine, division(), complete=True
+        [trained_step(16 * MIB)], device_budget("cuda", 80 * GIB), engine, division(), complete=True
     )
     assert estimated.reserved_bytes >= estimated.peak_bytes
 
