@@ -197,12 +197,14 @@ def can_be_cast_later(config: RunConfig, dtype: str) -> bool:
         return False
     if architecture.dtype is None:
         return False
-    types = (architecture.dtype, getattr(torch, dtype))
     stored, used = (
-        {name: buffer.dtype for name, buffer in empty_base(config.model, dtype=each).named_buffers()}
-        for each in types
+        empty_base(config.model, dtype=each) for each in (architecture.dtype, getattr(torch, dtype))
     )
-    return stored == used
+    return _types_of_buffers(stored) == _types_of_buffers(used)
+
+
+def _types_of_buffers(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    return {name: buffer.dtype for name, buffer in model.named_buffers()}
 
 
 def _require_finite(model: "PreTrainedModel") -> None:

@@ -165,7 +165,8 @@ class DataFacts:
         if not self.seen:
             return (split.micro * self.longest_row,) * 2
         found = self._heaviest(split, total_steps, hidden_size, padding_free)
-        return max(each.tokens for each in found), max(each.supervised for each in found)
+        supervised = max(each.supervised for each in found)
+        return max(each.tokens for each in found), supervised
 
     def _heaviest(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool

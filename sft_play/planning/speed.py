@@ -66,13 +66,13 @@ def links_of(machine: Machine, processes: int, replicas: int = 1) -> tuple[float
     With several replicas of a divided model: inside a machine, and to another one.
     """
     several = processes > max(LARGEST_MACHINE, len(machine.gpus))
-    links = [
-        [_link(gpu, across=across) for gpu in machine.gpus]
-        for across in ((False, True) if replicas > 1 else (several,))
-    ]
-    if not machine.gpus or any(None in each for each in links):
-        return ()
-    return tuple(1e9 * min(filter(None, each)) for each in links)
+    found = []
+    for across in (False, True) if replicas > 1 else (several,):
+        links = [_link(gpu, across=across) for gpu in machine.gpus]
+        if not links or None in links:
+            return ()
+        found.append(1e9 * min(filter(None, links)))
+    return tuple(found)
 
 
 def _link(gpu: Gpu, *, across: bool) -> float | None:

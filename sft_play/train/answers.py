@@ -181,4 +181,9 @@ def handed_over(run: RunDir) -> tuple[list[Answer], list[Answer]] | None:
     if not run.answers.exists():
         return None
     tree = json.loads(run.answers.read_text(encoding="utf-8"))
-    return [Answer(**one) for one in tree["before"]], [Answer(**one) for one in tree["after"]]
+    before, after = (_from_trees(tree[when]) for when in ("before", "after"))
+    return before, after
+
+
+def _from_trees(answers: list[dict[str, Any]]) -> list[Answer]:
+    return [Answer(**answer) for answer in answers]
