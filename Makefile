@@ -330,6 +330,10 @@ check-style: $(READY) ## Measure readability; AGAINST=main fails if it got worse
 bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
 	$(PY) -m benchmarks.sizing $(WORDS)
 
+.PHONY: bench-random
+bench-random: $(READY) ## Compare predicted with measured memory of random runs
+	$(PY) -m benchmarks.random_runs $(WORDS)
+
 .PHONY: bench-sharding
 bench-sharding: $(READY) ## Compare predicted with measured memory under FSDP2
 	$(PY) -m benchmarks.sharding $(WORDS)

@@ -90,6 +90,18 @@ def memory_on_a_cpu() -> str:
     return table(("precision", "steps", "median error", "worst"), rows)
 
 
+def random_on_a_cpu() -> str:
+    """Errors of the predicted peaks of random runs with uneven rows, in all, by type, and of each phase."""
+    tree = results("random")
+    rows = []
+    for name, found in tree["errors"].items():
+        if not name.startswith("engine "):
+            worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
+            share = f"{found['within_target']} of {found['runs']}"
+            rows.append([name.removeprefix("precision "), f"{found['median']:.3%}", share, *worst])
+    return table(("peak of", "median error", "within 0.1%", "highest", "lowest"), rows)
+
+
 def divided_on_a_cpu() -> str:
     """Errors of predicted peaks of steps under FSDP2 against measured ones, by precision."""
     rows = []

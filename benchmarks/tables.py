@@ -17,6 +17,7 @@ from benchmarks.memory_tables import (
     memory_on_a_cpu,
     memory_on_gpus,
     published,
+    random_on_a_cpu,
     reserved,
     reserved_open,
 )
@@ -272,6 +273,7 @@ TABLES = {
     "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
     "divided-on-a-cpu": divided_on_a_cpu,
+    "random-on-a-cpu": random_on_a_cpu,
     "evidence": evidence,
     "reserved": reserved,
     "reserved-open": reserved_open,

@@ -27,13 +27,12 @@ from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.memory import Counts, scaled_step
 from sft_play.sizing.micro_batches import heaviest
-from sft_play.sizing.step import MicroBatch, RunBatches, StepSpec, step_code
+from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.timeline import Segment, Step, StepTrace
 from sft_play.work import Work, WorkLine
 
 # Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
 SMALLEST = 2
-SHARES = 20  # of supervised tokens: a trace with another share than the first is of one of these
 
 Size = tuple[int, float]  # of a step: what its micro-batch grows by (`Batch.size`), and its supervised share
 
@@ -277,14 +276,18 @@ BatchesOf = Callable[[Plan], RunBatches]  # of a plan
 def estimator(
     config: AnyArchitecture, device: DeviceBudget, batches_of: BatchesOf = lambda plan: RunBatches()
 ) -> Estimator:
-    """A function that predicts the memory of a plan; for QLoRA, it raises what `require_packable` does."""
+    """A function that predicts the memory of a plan; for QLoRA, it raises what `require_packable` does.
+
+    The search asks for many plans: these are predicted from the largest micro-batch, as if it had all that
+    any other has most of. What is `complete` is predicted from the run's own micro-batches.
+    """
     traces = shared_traces(config)
     ask = traces.architecture.ask
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
             questions.require_packable(ask(questions.four_bit))
-        steps = steps_of(traces, run, plan, batches_of(plan))
+        steps = (steps_of if complete else largest_step)(traces, run, plan, batches_of(plan))
         spec = StepSpec.of(run, plan)
         division = Division(
             world_size=plan.world_size,
@@ -297,10 +300,25 @@ def estimator(
     return estimate
 
 
+def _is_by_length(traces: Traces, run: RunConfig, plan: Plan) -> bool:
+    """Whether memory grows with the square of the lengths of joined sequences."""
+    kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0, activations="keep")
+    return kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
+
+
+def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[Step]:
+    """One step with no lower peak than any micro-batch of a plan, in few traces for all plans of a run."""
+    evaluated = next(iter(heaviest(batches.evaluation)), None)
+    if batches.train and _is_by_length(traces, run, plan):
+        widest = replace(max(batches.train, key=lambda micro: micro.squares), first=False)
+        return [traces.step(StepSpec.of(run, plan, widest, evaluated))]
+    spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
+    return [traces.step(replace(spec, eval_share=None))]
+
+
 def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[Step]:
     """Steps of a plan, of which one has the highest peak of each phase."""
-    kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0, activations="keep")
-    by_length = kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
+    by_length = _is_by_length(traces, run, plan)
     known = batches.train
     if engine_of(plan.engine).makes_gradients_early:
         known = tuple(replace(micro, first=False) for micro in known)
@@ -341,8 +359,8 @@ def work_of_plans(
     traces = shared_traces(config)
 
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
-        batches = batches_of(plan)
-        first = [next(iter(heaviest(each)), None) for each in (batches.train, batches.evaluation)]
-        return traces.work(StepSpec.of(run, plan, *first)).at(tokens)
+        evaluated = next(iter(heaviest(batches_of(plan).evaluation)), None)
+        spec = StepSpec.of(run, plan, None, evaluated)
+        return traces.work(replace(spec, eval_share=None)).at(tokens)
 
     return work_of

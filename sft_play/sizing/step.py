@@ -15,6 +15,7 @@ from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 
 # Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of model/cpu.py
 LOSS_TILES = {"cuda": 4096, "cpu": 256}
+SHARES = 20  # where rows are not known one by one, the supervised share is rounded up to a twentieth
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
 # Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
 MOST_SHARDS = 512
@@ -226,7 +227,7 @@ class StepSpec:
             neftune=config.train.neftune_noise_alpha is not None,
             shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
             replicated=engine.shards_weights and plan.replicas > 1,
-            **_batches(plan, micro or _largest(plan), evaluated),
+            **_batches(plan, micro, evaluated),
         )
         if engine.casts_model and plan.mixed_precision in AUTOCAST:
             return replace(
@@ -235,18 +236,24 @@ class StepSpec:
         return spec
 
 
-def _largest(plan: Plan) -> MicroBatch:
-    """The largest micro-batch, assuming that it also has the most supervised tokens: all, if unknown."""
-    if not plan.padding_free:
-        batch: Batch = PaddedRows(plan.rows_per_micro_batch, padded_length(plan.max_seq_len))
-    else:
-        batch = JoinedRows(plan.micro_batch_tokens)
-    return MicroBatch(batch, plan.micro_batch_supervised or math.prod(batch.shape))
+def _supervised_share(plan: Plan) -> float:
+    """The share of the largest micro-batch, assuming that it also has the most supervised tokens."""
+    if not plan.micro_batch_supervised:
+        return 1.0
+    return min(1.0, math.ceil(SHARES * plan.micro_batch_supervised / plan.micro_batch_tokens) / SHARES)
 
 
-def _batches(plan: Plan, micro: MicroBatch, evaluated: MicroBatch | None) -> dict[str, Any]:
+def _largest(plan: Plan) -> Batch:
+    if plan.padding_free:
+        return JoinedRows(plan.micro_batch_tokens)
+    return PaddedRows(plan.rows_per_micro_batch, padded_length(plan.max_seq_len))
+
+
+def _batches(plan: Plan, micro: MicroBatch | None, evaluated: MicroBatch | None) -> dict[str, Any]:
     """The batches of a step, and the lengths of the sequences that are joined."""
-    found: dict[str, Any] = dict(batch=micro.batch, supervised_share=_share(micro), lengths=micro.lengths)
+    found: dict[str, Any] = dict(batch=_largest(plan), supervised_share=_supervised_share(plan))
+    if micro:
+        found = dict(batch=micro.batch, supervised_share=_share(micro), lengths=micro.lengths)
     if evaluated:
         found |= dict(
             eval_batch=evaluated.batch, eval_share=_share(evaluated), eval_lengths=evaluated.lengths

@@ -1,0 +1,233 @@
+"""Random training runs: an architecture, settings, and rows of very different lengths."""
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from benchmarks.small_models import NAMES, small_config
+from sft_play.builtin.models import byte_level_tokenizer
+from sft_play.config.load import ResolvedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data.chat import IGNORED
+from sft_play.data.prepare import PreparedData
+from sft_play.data.splits import SPLITS
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.job import Job
+from sft_play.launch.ranks import RankEnvironment
+from sft_play.machine.gpus import detect
+from sft_play.model.load import load_model_config, load_tokenizer
+from sft_play.plan import Plan
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
+from sft_play.runlog import open_run
+from sft_play.train.ranks import from_main
+
+MORE_NAMES = (
+    "gemma2", "olmo3", "starcoder2", "cohere", "stablelm", "smollm3", "glm4", "exaone4", "nemotron",
+    "deepseek_v3",
+)  # fmt: skip
+TIED = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "granite", "gpt2", "gemma2", "cohere", "smollm3")
+OWN_HEAD_SIZE = ("gemma2", "glm4")  # whose heads are larger than this model unless the config says so
+UNPACKED = ("gpt2", "mixtral", "qwen3_moe", "deepseek_v3")  # weights that QLoRA does not pack, or refuses
+LATENT = dict(  # of DeepSeek's attention and experts
+    q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
+    n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+    first_k_dense_replace=1, moe_intermediate_size=128,
+)  # fmt: skip
+NEW_TOKENS = ["<tool>", "<end of tool>"]
+LONGEST = 800  # tokens
+MEDIAN, SPREAD = 60, 1.1  # of the tokens of rows, which are drawn from a log-normal distribution
+ENOUGH = 2**40  # bytes: memory decides nothing
+METHODS: tuple[dict[str, Any], ...] = (
+    {}, {}, {}, {"dropout": 0.05}, {"use_dora": True}, {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["input_layernorm"]}, {"use_dora": True, "modules_to_save": ["lm_head"]},
+    {"use_rslora": True},
+)  # fmt: skip
+DIVIDING, DIVIDED_OPTIMIZERS = ("deepspeed_z2", "fsdp2"), ("adamw", "adamw", "adamw_8bit")
+OPTIMIZERS = ("adamw", "adamw", "adamw", "adafactor", "lion_32bit", "adamw_8bit", "lion_8bit")
+
+
+@dataclass(frozen=True)
+class RandomRun:
+    """A model, settings of a run and its rows; all follow from seed and number."""
+
+    number: int
+    seed: int
+    architecture: str
+    geometry: dict[str, int]
+    tied: bool
+    precision: str  # "fp32", "bf16" or "autocast"
+    engine: str  # "none" for one process
+    tree: dict[str, Any]  # sections of the config
+    rows: tuple[tuple[int, int], ...]  # tokens, and those without loss in front
+    val: tuple[tuple[int, int], ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return 1 if self.engine == "none" else 2
+
+    @property
+    def key(self) -> str:
+        """All of it, as text."""
+        return json.dumps(asdict(self))
+
+    @property
+    def architecture_config(self) -> PretrainedConfig:
+        """The architecture."""
+        changes: dict[str, Any] = {"tie_word_embeddings": self.tied}
+        if self.architecture in OWN_HEAD_SIZE:
+            changes["head_dim"] = self.geometry["head_dim"]
+        if self.architecture == "qwen3_moe":  # grouped products of 16 bits want rows of 16 bytes
+            changes["moe_intermediate_size"] = self.geometry["inner"] // 16 * 8
+        if self.architecture == "deepseek_v3":
+            changes |= LATENT | {"num_key_value_heads": self.geometry["heads"]}
+        return small_config(self.architecture, self.geometry, **changes)
+
+
+def draw(number: int, seed: int, engines: tuple[str, ...]) -> RandomRun:
+    """The run of this number, the same for the same seed."""
+    pick = random.Random(f"{seed} {number}")
+    architecture, heads = pick.choice((*NAMES, *MORE_NAMES)), pick.choice((3, 4, 6, 8))
+    mode = pick.choice(("full", "lora") if architecture in UNPACKED else ("full", "lora", "qlora"))
+    geometry = dict(
+        hidden=32 * heads * pick.choice((1, 2)),
+        inner=pick.choice((320, 448, 704, 1000)),
+        heads=heads,
+        groups=pick.choice([count for count in range(1, heads + 1) if heads % count == 0]),
+        head_dim=32,
+        vocabulary=pick.choice((1000, 2003, 4096, 6001)),
+        layers=pick.randint(3, 7),
+    )
+    precision, engine = pick.choice(("fp32", "bf16", "autocast")), pick.choice(engines)
+    rows = _draw_rows(pick, pick.randint(12, 60))
+    longest = max(tokens for tokens, _ in rows)
+    tree = _draw_settings(pick, mode, precision, longest)
+    if engine in DIVIDING:
+        tree["train"]["optimizer"] = pick.choice(DIVIDED_OPTIMIZERS)
+    return RandomRun(
+        number=number,
+        seed=seed,
+        architecture=architecture,
+        geometry=geometry,
+        tied=architecture in TIED and pick.random() < 0.4,
+        precision=precision,
+        engine=engine,
+        tree=tree,
+        rows=rows,
+        val=_draw_rows(pick, pick.randint(2, 12)),
+    )
+
+
+def _draw_rows(pick: random.Random, count: int) -> tuple[tuple[int, int], ...]:
+    lengths = [max(1, min(LONGEST, round(MEDIAN * pick.lognormvariate(0, SPREAD)))) for _ in range(count)]
+    # the first token of a row never has loss
+    return tuple((tokens, max(1, round(tokens * pick.uniform(0, 0.9)))) for tokens in lengths)
+
+
+def _draw_settings(pick: random.Random, mode: str, precision: str, longest: int) -> dict[str, Any]:
+    layout = pick.choice(("joined", "joined", "packed", "padded"))
+    unit = longest if layout == "packed" else 1
+    train = {
+        "packing": layout == "packed",
+        "padding_free": False if layout == "padded" else "auto",
+        "effective_batch_size": unit * pick.choice((2, 3, 4, 8) if layout == "packed" else (4, 6, 8, 16)),
+        "max_steps": pick.randint(2, 4),
+        "gradient_checkpointing": pick.random() < 0.5,
+        "mixed_precision": "bf16" if precision == "autocast" else "no",
+        "optimizer": pick.choice(OPTIMIZERS),
+        "seed": pick.randrange(1000),
+    }
+    if pick.random() < 0.7:
+        train["grad_accum"] = pick.choice((1, 2))
+    if pick.random() < 0.2:
+        train["neftune_noise_alpha"] = 5
+    tuning: dict[str, Any] = {"mode": mode}
+    if mode != "full":
+        methods = [each for each in METHODS if mode == "lora" or "use_dora" not in each]
+        tuning["lora"] = {"r": pick.choice((4, 8, 16, 33)), **pick.choice(methods)}
+    whole = "modules_to_save" in tuning.get("lora", {})
+    return {
+        "model": {
+            "dtype": "bfloat16" if precision == "bf16" else "float32",
+            "new_tokens": NEW_TOKENS if not whole and pick.random() < 0.2 else [],
+        },
+        "tuning": tuning,
+        "train": train,
+        "eval": {"batch_size": pick.choice(("auto", "auto", 1, 3))},
+    }
+
+
+def save_model(run: RandomRun, folder: Path) -> None:
+    """Writes the model with random weights and its tokenizer."""
+    torch.manual_seed(run.number)
+    config = run.architecture_config
+    byte_level_tokenizer([], 300, config.max_position_embeddings).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def config_of(run: RandomRun, model: Path, output: Path) -> RunConfig:
+    """The config of the run.
+
+    Raises:
+        ValueError: settings contradict each other.
+    """
+    tree = run.tree
+    return RunConfig.model_validate(
+        {
+            "model": {"name": str(model), **tree["model"]},
+            "data": {"train_path": "generated"},
+            "tuning": tree["tuning"],
+            "train": {"probe": False, "report_to": [], **tree["train"]},
+            "eval": tree["eval"],
+            "parallel": {"engine": "auto" if run.engine == "none" else run.engine},
+            "output": {"name": f"run-{run.number}", "dir": str(output)},
+        }
+    )
+
+
+def _dataset(rows: tuple[tuple[int, int], ...]) -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "input_ids": [7 + place % 200 for place in range(tokens)],
+                "labels": [IGNORED] * prompt + [9] * (tokens - prompt),
+                "length": tokens,
+            }
+            for tokens, prompt in rows
+        ]
+    )
+
+
+def _planned(config: RunConfig, architecture: PretrainedConfig, facts: DataFacts, world: int) -> Plan | str:
+    """The plan, or why there is none, which all processes are told."""
+    try:
+        return plan_run(config, architecture, facts, detect(), world, budget_bytes=ENOUGH)
+    except SftPlayError as error:
+        return str(error)
+
+
+def job_of(run: RandomRun, model: Path, output: Path, ranks: RankEnvironment) -> Job:
+    """The job with its plan, which holds the prediction.
+
+    Raises:
+        SftPlayError: these settings are refused for this model.
+        ValueError: settings contradict each other.
+    """
+    config = config_of(run, model, output)
+    longest = max(tokens for tokens, _ in run.rows)
+    data = PreparedData(_dataset(run.rows), _dataset(run.val), None, longest, dict.fromkeys(SPLITS), output)
+    architecture = load_model_config(config.model)
+    facts = DataFacts.of(data, config)
+    planned = from_main(lambda: _planned(config, architecture, facts, run.world_size))
+    if isinstance(planned, str):
+        raise ConfigError(planned)
+    folder = open_run(str(output), f"run-{run.number}", ranks.rank)
+    resolved = ResolvedConfig(config, {}, Path("bench"))
+    return Job(resolved, folder, architecture, load_tokenizer(config.model), data, detect(), planned, ranks)

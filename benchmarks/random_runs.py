@@ -1,0 +1,311 @@
+"""Compares predicted with measured memory of random runs on this CPU, by phase.
+
+    make bench-random                           # 200 runs
+    make bench-random ARGS="--runs 20 --seed 3"
+    make bench-random ARGS="--minutes 15"           # those that can be measured in this time
+
+Each run has another architecture, other settings and rows of very different lengths, all drawn from a seed.
+Its plan predicts the peak of each phase. Then the run's own trainer goes through its micro-batches twice; in
+the second pass, when optimizer states exist, the bytes that PyTorch's allocator holds are counted in all
+threads (heap_meter.c). What oneDNN takes there for products of 16 bits is no tensor and not predicted: it is
+measured apart. Joined rows lie in NumPy's memory; here they are copied into PyTorch's, to be counted.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import concatenate_datasets
+from rich.table import Table
+from transformers import DefaultFlowCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from benchmarks.heap_meter import built_meter, loaded_meter
+from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
+from benchmarks.random_cases import RandomRun, draw, job_of, save_model
+from sft_play.errors import SftPlayError
+from sft_play.job import Job
+from sft_play.launch.ranks import RankEnvironment
+from sft_play.model.cpu import storage_bytes
+from sft_play.model.weights import release_memory
+from sft_play.runlog import console, quiet_libraries
+from sft_play.timeline import PHASES
+from sft_play.train.ranks import from_main
+from sft_play.train.run import prepare_session
+from sft_play.train.trainer import NoiseOfStep
+
+RUNS, SEED = 200, 23
+TARGET = 0.001
+ENGINES = ("none",)  # others run on two processes
+SCRATCH = "with_scratch"
+
+
+class Marks(TrainerCallback):
+    """The highest number of bytes of each phase, from the first step of the second pass on."""
+
+    def __init__(self, meter: ctypes.CDLL, pass_steps: int, before: int) -> None:
+        self.meter, self.pass_steps, self.before = meter, pass_steps, before
+        self.phase, self.with_scratch = "load", 0
+        self.peaks: dict[str, int] = {}
+
+    def begin(self, phase: str) -> None:
+        """Ends one phase and begins another one."""
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.meter.meter_peak() - self.before)
+        self.with_scratch = max(self.with_scratch, self.meter.meter_peak_with_scratch() - self.before)
+        self.meter.meter_reset()
+        self.phase = phase
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forgets the first pass."""
+        if state.global_step == self.pass_steps:
+            self.begin("forward")
+            self.peaks, self.with_scratch = {}, 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The update begins."""
+        self.begin("optimizer")
+
+
+def measure(job: Job, meter: ctypes.CDLL) -> dict[str, int]:
+    """The highest bytes of this process in each phase but loading; with oneDNN's by the name SCRATCH."""
+    session = prepare_session(job, announce=False)
+    trainer: Any = session.trainer
+    release_memory()
+    before = meter.meter_live() - storage_bytes(trainer.model)  # weights may be files that are mapped
+    steps, args = job.plan.total_steps, trainer.args
+    marks = Marks(meter, steps, before)
+    trainer.begin_phase = marks.begin
+    for name in ("data_collator", "_train_collator", "_eval_collator"):
+        setattr(trainer, name, _counted(getattr(trainer, name)))
+    callbacks = [DefaultFlowCallback, NoiseOfStep(), marks]
+    trainer.callback_handler = CallbackHandler(callbacks, trainer.model, job.tokenizer, None, None)
+    trainer.train_dataset = concatenate_datasets([trainer.train_dataset] * 2)
+    args.max_steps = 2 * steps
+    args.eval_on_start = args.load_best_model_at_end = False
+    args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.STEPS
+    args.eval_steps = steps + 1  # in the second pass, before its end
+    trainer.train()
+    marks.begin("load")
+    trainer.accelerator.free_memory()
+    return {name: peak for name, peak in marks.peaks.items() if name != "load"} | {
+        SCRATCH: marks.with_scratch
+    }
+
+
+def _counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same collator, with tensors in PyTorch's memory."""
+
+    def collated(batches: Any) -> dict[str, Any]:
+        tensors = collate(batches).items()
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in tensors}
+
+    return collated
+
+
+def outcome(run: RandomRun, folder: Path, ranks: RankEnvironment, meter: ctypes.CDLL) -> dict[str, Any]:
+    """Predicted and measured bytes of a run, or why there are none."""
+    model, output = folder / f"model-{run.number}", folder / "runs"
+    found: dict[str, Any] = {}
+    try:
+        if ranks.is_main:
+            save_model(run, model)
+        if ranks.world_size > 1:
+            torch.distributed.barrier()
+        job = job_of(run, model, output, ranks)
+        assert job.plan.memory
+        found["predicted"] = {name: job.plan.memory.phases[name] for name in PHASES[1:]}
+        with quiet_libraries(folder / "log.txt"):
+            found["measured"] = measure(job, meter)
+    except (SftPlayError, ValueError) as error:
+        return {"refused": " ".join(str(error).split())[:300]}
+    except Exception as error:  # what the walk is there to find
+        return {"crashed": f"{type(error).__name__}: {error} {traceback.format_exc()[-1500:]}"}
+    finally:
+        if ranks.is_main:
+            shutil.rmtree(model, ignore_errors=True)
+    gc.collect()
+    return found
+
+
+def work(path: Path, log: MeasurementLog, until: float) -> None:
+    """What each process does: measures the runs in a file and adds the figures to the log."""
+    warnings.simplefilter("ignore")
+    ranks, meter = RankEnvironment.read(), loaded_meter()
+    if ranks.world_size > 1:
+        torch.distributed.init_process_group("gloo")
+    for tree in json.loads(path.read_text()):
+        if from_main(lambda: time.time() > until):
+            break
+        run = run_of(tree)
+        found: list[Any] = [outcome(run, path.parent, ranks, meter)]
+        if ranks.world_size > 1:
+            own, found = found[0], [None] * ranks.world_size
+            torch.distributed.all_gather_object(found, own)
+        if ranks.is_main:
+            log.add({"run": asdict(run), "found": found})
+    if ranks.world_size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def run_of(tree: dict[str, Any]) -> RandomRun:
+    """A run as JSON has it."""
+    pairs = {name: tuple(map(tuple, tree[name])) for name in ("rows", "val")}
+    return RandomRun(**{**tree, **pairs})
+
+
+def measure_all(runs: list[RandomRun], meter: Path, folder: Path, log: Path, until: float) -> None:
+    """Measures runs of one engine; begins none after a time, in seconds since 1970."""
+    path = folder / "runs.json"
+    path.write_text(json.dumps([asdict(run) for run in runs]))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={runs[0].world_size}"]
+    own = ["-m", "benchmarks.random_runs", "--work", str(path), "--lines", str(log), "--until", str(until)]
+    subprocess.run(
+        [sys.executable, *(launch if runs[0].world_size > 1 else []), *own],
+        env={
+            **os.environ,
+            "LD_PRELOAD": str(meter),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "SFT_PLAY_CACHE": str(folder / "cache"),
+        },
+        check=False,
+    )
+
+
+def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row of the result: errors of the peak and of each phase, of the highest among all processes."""
+    row: dict[str, Any] = asdict(run)
+    failed = next((each for each in found if "measured" not in each), None)
+    if failed is not None:
+        return row | {name: failed[name] for name in ("refused", "crashed") if name in failed}
+    predicted, measured = found[0]["predicted"], [each["measured"] for each in found]
+    phases = [name for name in measured[0] if name != SCRATCH]
+    highest = {name: max(each[name] for each in measured) for name in phases}
+    peak = max(highest.values())
+    return row | {
+        "predicted": predicted,
+        "measured": highest,
+        "error": max(predicted[name] for name in phases) / peak - 1,
+        "scratch": round(max(each[SCRATCH] for each in measured) / peak - 1, 6),
+        "errors": {name: round(predicted[name] / highest[name] - 1, 6) for name in phases},
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of the peaks, in all, by type and by engine, and of each phase."""
+    trained = [row for row in rows if "error" in row]
+    groups = {"all": trained}
+    for name in ("precision", "engine"):
+        for kind in dict.fromkeys(row[name] for row in trained):
+            groups[f"{name} {kind}"] = [row for row in trained if row[name] == kind]
+    found = {name: figures([row["error"] for row in group]) for name, group in groups.items() if group}
+    for name in PHASES[1:] if trained else ():
+        found[f"phase {name}"] = figures([row["errors"][name] for row in trained])
+    return {
+        "runs": len(rows),
+        "refused": sum("refused" in row for row in rows),
+        "crashed": sum("crashed" in row for row in rows),
+        "errors": found,
+        "scratch": max((row["scratch"] for row in trained), default=0.0),
+    }
+
+
+def figures(errors: list[float]) -> dict[str, Any]:
+    """Of relative errors; positive where the prediction is too high."""
+    return {
+        "runs": len(errors),
+        "median": statistics.median(map(abs, errors)),
+        "within_target": sum(abs(error) <= TARGET for error in errors),
+        "worst_high": max(0.0, *errors),
+        "worst_low": min(0.0, *errors),
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line."""
+    tree, train = row["tree"], row["tree"]["train"]
+    layout = "packed" if train["packing"] else "padded" if train["padding_free"] is False else "joined"
+    words = [row["architecture"], tree["tuning"]["mode"], row["precision"], row["engine"], layout]
+    words += [train["optimizer"], "recomputed" if train["gradient_checkpointing"] else "kept"]
+    words += [name for name in tree["tuning"].get("lora", {}) if name != "r"] + ["tied"] * row["tied"]
+    words += ["neftune"] * ("neftune_noise_alpha" in train) + ["new tokens"] * bool(
+        tree["model"]["new_tokens"]
+    )
+    if "error" not in row:
+        said = row.get("refused", row.get("crashed", "no result"))
+        return f"{row['number']:>3} {'refused' if 'refused' in row else 'crashed'}  {' '.join(words)}: {said}"
+    phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
+    return f"{row['number']:>3} {row['error']:+.4%}  {' '.join(words)}  ({phases})"
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The summary for people."""
+    grid = Table("peaks of", "runs", "median", f"within {TARGET:.1%}", "worst high", "worst low")
+    for kind, each in found["errors"].items():
+        worst = (f"{each['worst_high']:+.3%}", f"{each['worst_low']:+.3%}")
+        grid.add_row(kind, str(each["runs"]), f"{each['median']:.4%}", str(each["within_target"]), *worst)
+    return grid
+
+
+def main() -> None:
+    """Runs the benchmark, or is one of its processes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of runs")
+    parser.add_argument("--engines", nargs="+", default=ENGINES)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "random.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # in all processes, whose log names their number
+    log = MeasurementLog(options.lines or options.out.with_suffix(".lines.jsonl"), torch.device("cpu"))
+    if options.work:
+        work(options.work, log, options.until)
+        return
+    numbers = options.only or range(options.first, options.first + options.runs)
+    runs = [draw(number, options.seed, tuple(options.engines)) for number in numbers]
+    console().print(f"{len(runs)} runs, drawn from seed {options.seed}")
+    known = {run_of(line["run"]).key for line in log.read()}
+    with tempfile.TemporaryDirectory() as name:
+        meter = built_meter(Path(name))
+        for engine in dict.fromkeys(options.engines):
+            missing = [run for run in runs if run.engine == engine and run.key not in known]
+            if missing:
+                until = time.time() + 60 * options.minutes * len(missing) / len(runs)
+                measure_all(missing, meter, Path(name), log.path, until)
+    lines = {run_of(line["run"]).key: line["found"] for line in log.read()}
+    rows = [row_of(run, lines[run.key]) for run in runs if run.key in lines]
+    for row in rows:
+        console().print(f"  {describe(row)}", highlight=False, soft_wrap=True, markup=False)
+    made = {"machine": platform.processor() or platform.machine(), "versions": versions()}
+    write_result(options.out, {"seed": options.seed, **made, **summary(rows)}, {"rows": rows})
+    log.path.unlink(missing_ok=True)
+    console().print(table(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()
