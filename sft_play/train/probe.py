@@ -6,7 +6,7 @@ discarded and the states of the random number generators restored.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
 def probe(session: Session) -> ProbeResult:
     """Measures the largest batch of the run over all ranks, and leaves the session as it was."""
     trainer, plan = session.trainer, session.job.plan
-    rows = largest_micro_batch(session.rows.dataset)
+    rows = step_of_largest(session.rows.dataset, plan)
     with _as_it_was(trainer):
         # an engine that shards weights needs all ranks for any pass
         shards = engine_of(plan.engine).shards_weights
@@ -81,6 +81,17 @@ def largest_micro_batch(batches: Dataset) -> Dataset:
     """The micro-batch with the most tokens, alone in a data set."""
     tokens = np.asarray(batches.with_format("numpy")["tokens"])
     return batches.select([int(tokens.argmax())])
+
+
+def step_of_largest(batches: Dataset, plan: Plan) -> Dataset:
+    """The micro-batch with the most tokens, and one to follow it: that of its step, if it is the first there.
+
+    The first one finds no gradients, which may make up for its size, so it must not follow itself.
+    """
+    largest = int(np.asarray(batches.with_format("numpy")["tokens"]).argmax())
+    is_first = largest % (plan.gradient_accumulation_steps * plan.world_size) < plan.world_size
+    follows = is_first and plan.gradient_accumulation_steps > 1
+    return batches.select([largest, largest + plan.world_size if follows else largest])
 
 
 def _fits_alone(session: Session, rows: Dataset) -> bool:
@@ -146,7 +157,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
             ran_out = True
         finally:
             _let_go(trainer)
-    step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"][0])
+    step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"])
     return ProbeResult(
         phases={} if ran_out else meter.peaks or {},
         reserved_bytes=meter.reserved_bytes,
@@ -163,15 +174,16 @@ def _tokens_per_step(session: Session) -> float:
     return sum(tokens) / len(tokens) / session.job.plan.world_size
 
 
-def _average_step(session: Session, clock: _Clock, largest: int) -> float:
-    """Seconds of an average step, from a step that has fewer micro-batches, each of `largest` tokens.
+def _average_step(session: Session, clock: _Clock, tokens: Sequence[int]) -> float:
+    """Seconds of an average step, from a step that has fewer micro-batches, of so many `tokens`.
 
     What comes once per step, such as the update and DDP's exchange, is not multiplied with the micro-batches.
     """
     assert clock.seconds is not None
     first = clock.seconds if clock.first is None else clock.first
-    once = max(0.0, clock.seconds - first * _accumulation(session.job.plan))
-    return once + first * _tokens_per_step(session) / (1 - session.rows.padding_share) / largest
+    each = first / tokens[0]
+    once = max(0.0, clock.seconds - each * sum(tokens[: _accumulation(session.job.plan)]))
+    return once + each * _tokens_per_step(session) / (1 - session.rows.padding_share)
 
 
 def _accumulation(plan: Plan) -> int:
@@ -186,7 +198,8 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     settings.eval_on_start = settings.load_best_model_at_end = False
     settings.eval_strategy, settings.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     trainer.args = settings
-    trainer.train_dataset = rows.select([0] * (STEPS * _accumulation(plan) * plan.world_size))
+    in_a_step = [number for number in range(_accumulation(plan)) for _ in range(plan.world_size)]
+    trainer.train_dataset = rows.select(STEPS * in_a_step)
     beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
     callbacks = [DefaultFlowCallback, clock, *beats]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
