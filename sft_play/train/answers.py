@@ -93,9 +93,8 @@ class Together:
         """
         self._ran_out = False
         self._gathered.clear()
-        self._whole.set_reshard_after_forward(
-            True, recurse=False
-        )  # else it could not be, in the midst of a pass
+        # else it could not be resharded in the midst of a pass
+        self._whole.set_reshard_after_forward(True, recurse=False)
         hooks = [unit.register_forward_pre_hook(self._note) for unit in self._units]  # after torch's own
         new = None
         try:
