@@ -116,16 +116,25 @@ def basis(spec: StepSpec, known: Mapping[Size, StepTrace], *, plane: bool = Fals
     """The traces that this step follows from, which have the same structure; [] if there are none.
 
     Three that are not on a line give the steps of any size and share, two of one share those of that share,
-    unless a `plane` is asked for.
+    unless a `plane` is asked for. Those of a run's own micro-batches, whose slopes are rounded, come last, so
+    that a plan is the same whether they are known already or not.
     """
     sizes = [size for size in known if size[0] >= SMALLEST]
-    triples = (three for three in combinations(sizes, 3) if _spans_plane(spec, three))
-    pairs = combinations([size for size in sizes if size[1] == spec.supervised_share and not plane], 2)
-    for found in chain(triples, pairs):
+    sampled = [size for size in sizes if is_sampled(size[1])]
+    alike = [size for size in sizes if size[1] == spec.supervised_share and not plane]
+    candidates = chain(combinations(sampled, 3), combinations(alike, 2), combinations(sizes, 3))
+    for found in candidates:
+        if len(found) == 3 and not _spans_plane(spec, found):
+            continue
         first, *others = (known[size] for size in found)
         if all(first.same_structure(other) for other in others):
             return list(found)
     return []
+
+
+def is_sampled(share: float) -> bool:
+    """Whether a supervised share is one of those that `samples` and bounds of micro-batches have."""
+    return round(share * SHARES, 6).is_integer()
 
 
 def _spans_plane(spec: StepSpec, sizes: Iterable[Size]) -> bool:

@@ -12,7 +12,8 @@ from sft_play.plan import Plan
 from sft_play.sizing import estimator as sizing_estimator
 from sft_play.sizing import step, trace
 from sft_play.sizing.budget import device_budget
-from sft_play.sizing.estimator import estimator
+from sft_play.sizing.estimator import estimator, is_sampled
+from sft_play.sizing.step import SHARES
 from sft_play.units import GIB
 
 
@@ -130,3 +131,8 @@ def test_a_change_that_the_model_does_not_allow_has_no_memory():
     estimate = estimator(small_config("mixtral", WIDE), device_budget("cuda", 10 * GIB))
     with pytest.raises(ConfigError, match="fused experts"):
         estimate(run("qlora"), PLAN)
+
+
+def test_shares_in_steps_are_told_from_those_of_real_micro_batches():
+    assert all(is_sampled(steps / SHARES) for steps in range(1, SHARES + 1))
+    assert not is_sampled(0.43) and not is_sampled(1 / 3)

@@ -16,7 +16,7 @@ def average(accumulation: int, first: float | None, step: float, tokens: int = 1
     rows = SimpleNamespace(tokens_per_step=[tokens * accumulation], padding_share=0.0)
     clock = _Clock(lambda phase: None, torch.device("cpu"))
     clock.first, clock.seconds = first, step
-    return _average_step(SimpleNamespace(job=SimpleNamespace(plan=plan), rows=rows), clock, 100)
+    return _average_step(SimpleNamespace(job=SimpleNamespace(plan=plan), rows=rows), clock, [100, 100])
 
 
 def test_what_comes_once_a_step_is_not_multiplied():
