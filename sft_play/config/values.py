@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat
 Auto = Literal["auto"]
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 LONGEST_NAME = 255  # bytes of the name of a file
+SHOWN = 60  # characters of a word in a message
 Workers = Annotated[int, Field(gt=0, le=1024)]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
@@ -50,10 +51,10 @@ def _module_name(value: str) -> str:
 def _distinct_words(values: tuple[str, ...]) -> tuple[str, ...]:
     blank = next((value for value in values if not value.strip()), None)
     if blank is not None:
-        raise ValueError(f"{blank!r} is empty or only whitespace; remove it")
+        raise ValueError(f"{blank[:SHOWN]!r} is empty or only whitespace; remove it")
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
-        raise ValueError(f"{twice!r} is listed twice; list it once")
+        raise ValueError(f"{twice[:SHOWN]!r} is listed twice; list it once")
     return values
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+LISTED = 8  # tokens in a message
 TOLERANCE = 1e-3  # between two ways to compute the same rows, of the largest value
 
 
@@ -46,9 +47,10 @@ def add_new_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -
     there = [text for text in texts if text in known or len(pieces[text]) == 1]
     if there:
         are, them = ("is already a token", "it") if len(there) == 1 else ("are already tokens", "them")
+        more = f" and {len(there) - LISTED} more" if len(there) > LISTED else ""
+        listed = ", ".join(map(repr, there[:LISTED])) + more
         raise ConfigError(
-            f"model.new_tokens: {', '.join(map(repr, there))} {are} of this tokenizer; remove {them} from "
-            "model.new_tokens"
+            f"model.new_tokens: {listed} {are} of this tokenizer; remove {them} from model.new_tokens"
         )
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts])
     id_of: Any = tokenizer.convert_tokens_to_ids

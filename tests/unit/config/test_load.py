@@ -203,6 +203,13 @@ def test_new_tokens_and_modules_to_save_are_distinct_words(tmp_path, key, value,
         load_config(write(tmp_path, MINIMAL), [f"{key}={value}"])
 
 
+@pytest.mark.parametrize("word", ["x" * 5000, " " * 5000])
+def test_a_wrong_word_is_cut_in_the_message(tmp_path, word):
+    with pytest.raises(ConfigError, match="model.new_tokens") as error:
+        load_config(write(tmp_path, MINIMAL), [f'model.new_tokens=["{word}", "{word}"]'])
+    assert len(str(error.value)) < 600
+
+
 def test_an_answer_pattern_that_is_no_expression_is_a_problem_beside_the_others(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, MINIMAL), ["eval.answer_pattern=(", "train.epochs=-1"])

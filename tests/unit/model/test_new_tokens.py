@@ -88,6 +88,7 @@ def test_a_row_starts_as_the_mean_of_the_pieces_that_its_token_was_split_into(mo
         (("w5",), "'w5' is already a token"),
         (("<tool>", "<eos>"), "'<eos>' is already a token"),
         (("w5", "w6"), "'w5', 'w6' are already tokens of this tokenizer; remove them"),
+        (tuple(f"w{number}" for number in range(5, 15)), "'w12' and 2 more are already tokens"),
     ],
 )
 def test_a_token_that_exists_is_refused(models, texts, found):
