@@ -10,7 +10,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.small_models import NAMES, small_config
+from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_config
+from benchmarks.small_models import NAMES
 from sft_play.builtin.models import byte_level_tokenizer
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
@@ -28,12 +29,7 @@ from sft_play.planning.run import plan_run
 from sft_play.runlog import open_run
 from sft_play.train.ranks import from_main
 
-MORE_NAMES = (
-    "gemma2", "olmo3", "starcoder2", "cohere", "stablelm", "smollm3", "glm4", "exaone4", "nemotron",
-    "deepseek_v3",
-)  # fmt: skip
-TIED = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "granite", "gpt2", "gemma2", "cohere", "smollm3")
-OWN_HEAD_SIZE = ("gemma2", "glm4")  # whose heads are larger than this model unless the config says so
+ARCHITECTURES = (*NAMES, *MORE_NAMES, "nemotron", "deepseek_v3")
 UNPACKED = ("gpt2", "mixtral", "qwen3_moe", "deepseek_v3")  # weights that QLoRA does not pack, or refuses
 LATENT = dict(  # of DeepSeek's attention and experts
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
@@ -81,30 +77,18 @@ class RandomRun:
     @property
     def architecture_config(self) -> PretrainedConfig:
         """The architecture."""
-        changes: dict[str, Any] = {"tie_word_embeddings": self.tied}
-        if self.architecture in OWN_HEAD_SIZE:
-            changes["head_dim"] = self.geometry["head_dim"]
-        if self.architecture == "qwen3_moe":  # grouped products of 16 bits want rows of 16 bytes
-            changes["moe_intermediate_size"] = self.geometry["inner"] // 16 * 8
+        changes: dict[str, Any] = {}
         if self.architecture == "deepseek_v3":
-            changes |= LATENT | {"num_key_value_heads": self.geometry["heads"]}
-        return small_config(self.architecture, self.geometry, **changes)
+            changes = LATENT | {"num_key_value_heads": self.geometry["heads"]}
+        return drawn_config(self.architecture, self.geometry, tied=self.tied, **changes)
 
 
 def draw(number: int, seed: int, engines: tuple[str, ...]) -> RandomRun:
     """The run of this number, the same for the same seed."""
     pick = random.Random(f"{seed} {number}")
-    architecture, heads = pick.choice((*NAMES, *MORE_NAMES)), pick.choice((3, 4, 6, 8))
+    architecture, heads = pick.choice(ARCHITECTURES), pick.choice((3, 4, 6, 8))
     mode = pick.choice(("full", "lora") if architecture in UNPACKED else ("full", "lora", "qlora"))
-    geometry = dict(
-        hidden=32 * heads * pick.choice((1, 2)),
-        inner=pick.choice((320, 448, 704, 1000)),
-        heads=heads,
-        groups=pick.choice([count for count in range(1, heads + 1) if heads % count == 0]),
-        head_dim=32,
-        vocabulary=pick.choice((1000, 2003, 4096, 6001)),
-        layers=pick.randint(3, 7),
-    )
+    geometry = draw_geometry(pick, heads)
     precision, engine = pick.choice(("fp32", "bf16", "autocast")), pick.choice(engines)
     rows = _draw_rows(pick, pick.randint(12, 60))
     longest = max(tokens for tokens, _ in rows)

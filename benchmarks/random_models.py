@@ -1,6 +1,7 @@
 """Models with random weights, created on the device from a config alone: no files, no hub."""
 
 import copy
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from benchmarks.small_models import small_config
 from sft_play.config.schema import TuningConfig
 from sft_play.model import adapter_forward, attention, layer_forward
 from sft_play.model.adapters import attach_adapter
@@ -19,6 +21,32 @@ from sft_play.model.four_bit import nf4
 from sft_play.plan import Plan
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.step import StepSpec
+
+MORE_NAMES = ("gemma2", "olmo3", "starcoder2", "cohere", "stablelm", "smollm3", "glm4", "exaone4")
+TIED = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "granite", "gpt2", "gemma2", "cohere", "smollm3")
+OWN_HEAD_SIZE = ("gemma2", "glm4")  # whose heads are larger than this model unless the config says so
+
+
+def draw_geometry(pick: random.Random, heads: int) -> dict[str, int]:
+    """Sizes of a small model with so many heads, as `small_config` takes them."""
+    return dict(
+        hidden=32 * heads * pick.choice((1, 2)),
+        inner=pick.choice((320, 448, 704, 1000)),
+        heads=heads,
+        groups=pick.choice([count for count in range(1, heads + 1) if heads % count == 0]),
+        head_dim=32,
+        vocabulary=pick.choice((1000, 2003, 4096, 6001)),
+        layers=pick.randint(3, 7),
+    )
+
+
+def drawn_config(name: str, geometry: dict[str, int], *, tied: bool, **changes: Any) -> PretrainedConfig:
+    """The config of an architecture with a drawn geometry."""
+    if name in OWN_HEAD_SIZE:
+        changes["head_dim"] = geometry["head_dim"]
+    if name == "qwen3_moe":  # grouped products of 16 bits want rows of 16 bytes
+        changes["moe_intermediate_size"] = geometry["inner"] // 16 * 8
+    return small_config(name, geometry, tie_word_embeddings=tied, **changes)
 
 
 @contextmanager

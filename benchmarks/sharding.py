@@ -37,8 +37,8 @@ from transformers import PretrainedConfig
 
 from benchmarks.heap_meter import built_meter, loaded_meter
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
-from benchmarks.random_models import random_model
-from benchmarks.small_models import NAMES, small_config
+from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_config, random_model
+from benchmarks.small_models import NAMES
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
@@ -60,9 +60,6 @@ from sft_play.timeline import PHASES, WHOLE_MODEL
 
 CPU = torch.device("cpu")
 WORLDS, CASES, SEED = (2, 4), 200, 22
-MORE_NAMES = ("gemma2", "olmo3", "starcoder2", "cohere", "stablelm", "smollm3", "glm4", "exaone4")
-TIED = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "granite", "gpt2", "gemma2", "cohere", "smollm3")
-OWN_HEAD_SIZE = ("gemma2", "glm4")  # whose heads are larger than this model unless the config says so
 UNPACKED = ("gpt2",)  # its products are no torch.nn.Linear, which random_models packs
 SETTLE_S, SETTLED_BYTES, LONGEST_S = 0.001, 1024, 10.0
 TARGET = 0.001  # of the peak
@@ -97,10 +94,7 @@ class Case:
     @property
     def config(self) -> PretrainedConfig:
         """The architecture."""
-        sizes = {"head_dim": self.geometry["head_dim"]} if self.architecture in OWN_HEAD_SIZE else {}
-        if self.architecture == "qwen3_moe":  # grouped products of 16 bits want rows of 16 bytes
-            sizes = {"moe_intermediate_size": self.geometry["inner"] // 16 * 8}
-        return small_config(self.architecture, self.geometry, tie_word_embeddings=self.tied, **sizes)
+        return drawn_config(self.architecture, self.geometry, tied=self.tied)
 
     def step(self, rank: int) -> StepSpec:
         """The step of one process."""
@@ -129,15 +123,7 @@ def draw(number: int, world: int, seed: int) -> Case:
         number=number,
         world=world,
         architecture=architecture,
-        geometry=dict(
-            hidden=32 * heads * pick.choice((1, 2)),
-            inner=pick.choice((320, 448, 704, 1000)),
-            heads=heads,
-            groups=pick.choice([count for count in range(1, heads + 1) if heads % count == 0]),
-            head_dim=32,
-            vocabulary=pick.choice((1000, 2003, 4096, 6001)),
-            layers=pick.randint(3, 7),
-        ),
+        geometry=draw_geometry(pick, heads),
         tied=architecture in TIED and pick.random() < 0.4,
         mode=mode,
         dtype="bfloat16" if precision == "bf16" else "float32",

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from sft_play.config.schema import RunConfig
 from sft_play.data.formats import Conversation
 from sft_play.data.template import render, use_template
@@ -156,9 +154,8 @@ def generate(
         eos_token_id=stop_token_ids(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
-    # no inference mode: what FSDP2 gathers in it could not be trained with
-    with torch.no_grad():
-        out = model.generate(**batch, generation_config=settings, streamer=streamer, **options)
+    # without gradients by itself; not in inference mode: what FSDP2 gathers in it could not be trained with
+    out = model.generate(**batch, generation_config=settings, streamer=streamer, **options)
     return out[:, batch["input_ids"].shape[1] :].tolist()
 
 
