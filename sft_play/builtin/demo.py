@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,14 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
         StorageError: the cache cannot be written.
     """
     config = resolved.config
-    named = {name: value for name, value in _values(config).items() if value and value.startswith(PREFIX)}
+    allowed = {**{f"data.{split}_path": DATA for split in SPLITS}, "model.name": MODELS}
+    named = {name: value for name in allowed if (value := _value(config, name) or "").startswith(PREFIX)}
     for source in config.data.sources:
         if source.path.startswith(PREFIX):
             raise ConfigError(f"data.sources: {source.path} cannot be one of several sources")
     for name, value in named.items():
-        allowed = MODELS if name == "model.name" else DATA
-        if value not in allowed:
-            raise ConfigError(f"{name}: unknown built-in {value}; allowed: {', '.join(allowed)}")
+        if value not in allowed[name]:
+            raise ConfigError(f"{name}: unknown built-in {value}; allowed: {', '.join(allowed[name])}")
     made = {f"data.{split}_path": str(demo_rows(split)) for split in SPLITS if f"data.{split}_path" in named}
     if config.model.name == "builtin:demo":
         made["model.name"] = str(demo_model())
@@ -68,9 +69,8 @@ def materialise(resolved: ResolvedConfig) -> ResolvedConfig:
     return _replaced(resolved, named, made)
 
 
-def _values(config: RunConfig) -> dict[str, str | None]:
-    data = {f"data.{split}_path": getattr(config.data, f"{split}_path") for split in SPLITS}
-    return {**data, "model.name": config.model.name}
+def _value(config: RunConfig, name: str) -> str | None:
+    return attrgetter(name)(config)
 
 
 def _replaced(resolved: ResolvedConfig, named: dict[str, str], made: dict[str, str]) -> ResolvedConfig:

@@ -114,19 +114,16 @@ def _facts(rng: random.Random, pairs: Sequence[tuple[str, str]]) -> dict[str, st
     word = rng.choice(list(NUMBERS))
     city, other_city = rng.sample(CITIES, 2)
     day, other_day = rng.sample(DAYS, 2)
-    facts = {
+    return {
         "name": rng.choice(NAMES),
         "city": city,
         "item": item,
         "colour": colour,
         "count": str(NUMBERS[word]),
-        "day": day,
-    }
-    other_colour = rng.choice([other for other in COLOURS if other != colour])
-    return facts | {
         "word": word,
+        "day": day,
         "other_city": other_city,
-        "other_colour": other_colour,
+        "other_colour": rng.choice([other for other in COLOURS if other != colour]),
         "other_day": other_day,
     }
 

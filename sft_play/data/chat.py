@@ -25,7 +25,7 @@ import numpy as np
 
 from sft_play.data.formats import Conversation, Message
 from sft_play.data.limits import limited_renderings, require_length, within_limits
-from sft_play.data.template import RENDER_ERRORS, cannot_render, render
+from sft_play.data.template import cannot_render, render
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
 WORD = re.compile(r"\w+")
-HIDDEN_REASONING = "reasoning that the chat template does not render"
+HIDDEN_REASONING = "with reasoning that the chat template does not render"
 
 Span = tuple[int, int]
 
@@ -275,7 +275,7 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
     try:
         rendered: Any = within_limits(lambda: render_jinja_template(**arguments))
         text = require_length(rendered[0][0])
-    except RENDER_ERRORS as error:
+    except Exception as error:  # a template makes Python raise anything
         raise cannot_render(conversation, messages, error) from None
     spans = [(start, end) for start, end in rendered[1][0] if end > start]
     for turn in turns:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 from sft_play.data.reading import Row
@@ -22,6 +22,13 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     "function_call": "assistant",
 }
+
+
+def alternating(*texts: str) -> tuple[Message, ...]:
+    """Messages with these texts, of the user and the assistant in turn."""
+    roles = cycle(("user", "assistant"))
+    return tuple({"role": role, "content": text} for role, text in zip(roles, texts, strict=False))
+
 
 NO_ASSISTANT, BLANK_ASSISTANT, BLANK_TEXT = "no assistant turn", "blank assistant turn", "blank text"
 

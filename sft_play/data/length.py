@@ -19,10 +19,10 @@ def require_supported(model: ModelConfig, positions: int | None) -> None:
     Raises:
         ConfigError: the config asks for more.
     """
-    asked = model.max_seq_len
-    if asked == "auto" or asked <= (positions or MAX_UNSTATED):
+    asked, limit = model.max_seq_len, positions or MAX_UNSTATED
+    if asked == "auto" or asked <= limit:
         return
-    limit, named = positions or MAX_UNSTATED, f"that '{model.name}' supports"
+    named = f"that '{model.name}' supports"
     if positions is None:
         named = f"that are allowed, since '{model.name}' does not say how many it supports"
     raise ConfigError(

@@ -132,13 +132,8 @@ def prepare(
         markers = split_markers(tokenizer) if not all(task.block for task in tasks) else []
         if markers:
             stats["warnings"].append(split_warning(markers))
-        return {
-            "stats": {
-                **stats,
-                "chat_template": origin,
-                "seconds": round(time.perf_counter() - started, 2),
-            }
-        }
+        stats |= {"chat_template": origin, "seconds": round(time.perf_counter() - started, 2)}
+        return {"stats": stats}
 
     folder = cache_dir() / "data" / key
     store.build(folder, make, announce=progress, hashes=hashes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.data.rows import Row, read_json, read_jsonl, require_shallow, utf8
+from sft_play.data.rows import Row, decoding, read_json, read_jsonl, require_shallow
 from sft_play.errors import DataError
 from sft_play.hub import limit_network
 from sft_play.units import counted
@@ -227,20 +227,16 @@ def _cut(blocks: Iterable[str]) -> Iterator[str]:
 
 def _read_text(file: Path, notes: Counter[str]) -> Iterator[Row]:
     """A document, in sections if it is long."""
-    try:
-        with file.open(encoding="utf-8-sig") as opened:
-            line, begins = 1, True
-            for text, last in sections(iter(lambda: opened.read(BLOCK_BYTES), "")):
-                yield Row({"text": text}, str(file), line, begins, last)
-                line, begins = line + text.count("\n"), False
-    except UnicodeDecodeError:
-        _first_bad_line(file)
-        raise
+    with decoding(file), file.open(encoding="utf-8-sig") as opened:
+        line, begins = 1, True
+        for text, last in sections(iter(lambda: opened.read(BLOCK_BYTES), "")):
+            yield Row({"text": text}, str(file), line, begins, last)
+            line, begins = line + text.count("\n"), False
 
 
 def _read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)
-    with file.open(encoding="utf-8-sig", newline="") as opened:
+    with decoding(file), file.open(encoding="utf-8-sig", newline="") as opened:
         reader = csv.DictReader(opened, restkey="", strict=True)
         line = 1
         try:
@@ -255,9 +251,6 @@ def _read_csv(file: Path, notes: Counter[str]) -> Iterator[Row]:
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataError(f"{file}:{line}: not valid CSV: {error}") from None
-        except UnicodeDecodeError:
-            _first_bad_line(file)
-            raise
 
 
 def _wrong_fields(header: Sequence[str]) -> str:
@@ -267,14 +260,6 @@ def _wrong_fields(header: Sequence[str]) -> str:
     if other is None:
         return expected
     return f"{expected}; separate them with commas instead of {other!r}"
-
-
-def _first_bad_line(file: Path) -> None:
-    with file.open("rb") as lines:
-        offset = 0
-        for number, raw in enumerate(lines, 1):
-            utf8(raw, f"{file}:{number}", offset)
-            offset += len(raw)
 
 
 def _parsed_cells(record: dict[str, str], where: str) -> dict[str, Any]:

@@ -37,6 +37,24 @@ class Row:
         return f"{self.file}:{self.line}"
 
 
+@contextmanager
+def decoding(file: Path) -> Iterator[None]:
+    """Within it, the file is read as UTF-8.
+
+    Raises:
+        DataError: it is not UTF-8; names the line and the first wrong byte.
+    """
+    try:
+        yield
+    except UnicodeDecodeError:
+        offset = 0
+        with file.open("rb") as lines:
+            for number, raw in enumerate(lines, 1):
+                utf8(raw, f"{file}:{number}", offset)
+                offset += len(raw)
+        raise
+
+
 def utf8(raw: bytes, where: str, offset: int) -> str:
     """The text of bytes that start at `offset` of a file.
 
@@ -139,14 +157,8 @@ def read_json(file: Path, notes: Counter[str]) -> Iterator[Row]:
 
 
 def _read_json_whole(file: Path, notes: Counter[str]) -> Iterator[Row]:
-    raw = file.read_bytes()
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        utf8(raw, f"{file}:{line}", 0)
-        raise
-    del raw
+    with decoding(file):
+        text = file.read_bytes().decode("utf-8-sig")
     start = ARRAY_START.match(text)
     if start:
         yield from _array_rows(text, start.end(), file, _decoder(notes))

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,14 +158,12 @@ def write_splits(
         for one, tally in zip(held, tallies, strict=True):
             if own and not tally.counts["supervised_tokens"]:
                 raise _nothing_left(config, one.part, max_tokens)
-        stats[split] = _split_stats(held, tallies)
+        stats[split] = _split_stats(held, tallies) if any(tally.lengths for tally in tallies) else None
         if own:
             counts = Counts()
             for one in held:
                 counts.add(one.part.counts)
             stats[split] = {"read": counts.read, **stats[split], "dropped": dict(counts.dropped)}
-        elif not stats[split]["rows"]:
-            stats[split] = None
         if config.data.sources and stats[split]:
             stats[split]["sources"] = [
                 {"path": one.part.given.path, "conversations": int(one.mask.sum()), **tally.counts}
@@ -236,35 +233,24 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
 def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, Any]:
     counts = sum((tally.counts for tally in tallies), Counter[str]())
     names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated")
-    lengths = np.concatenate(
-        [np.zeros(0, np.int32), *chain.from_iterable(tally.lengths for tally in tallies)]
-    )
+    lengths = np.concatenate([batch for tally in tallies for batch in tally.lengths])
+    cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
     return {
         "conversations": sum(int(one.mask.sum()) for one in chosen),
         **{name: counts[name] for name in names},
         "dropped": {},
-        "lengths": _percentiles(lengths),
+        "lengths": dict(zip(("p50", "p90", "p99", "max"), map(int, cuts), strict=True)),
         "histogram": histogram(lengths),
     }
 
 
-def _percentiles(lengths: np.ndarray) -> dict[str, int]:
-    """Percentiles of the tokens of rows, [rows]."""
-    if not len(lengths):
-        return {}
-    cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
-    return dict(zip(("p50", "p90", "p99", "max"), map(int, cuts), strict=True))
-
-
 def histogram(lengths: np.ndarray) -> dict[str, Any]:
-    """How many rows have how many tokens, from the tokens of rows, [rows].
+    """How many rows have how many tokens, from the tokens of rows, [rows], at least one.
 
     Returns:
         `rows` counts bins of `width` tokens, from `start` tokens up to the 99th percentile; `longer` counts
         the rest, so that one long row does not widen all bins.
     """
-    if not len(lengths):
-        return {}
     start, typical = int(lengths.min()), int(np.percentile(lengths, 99, method="higher"))
     width = (typical - start) // HISTOGRAM_BINS + 1
     end = (typical - start) // width + 1

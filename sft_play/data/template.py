@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from sft_play.data import limits
-from sft_play.data.formats import Conversation, Message
+from sft_play.data.formats import Conversation, Message, alternating
 from sft_play.data.limits import TemplateOverrun, require_length, within_limits
 from sft_play.errors import ConfigError, DataError
 
@@ -31,18 +31,6 @@ MARKER = re.compile(r"<[^<>\s]{1,40}>")  # what templates use as control tokens:
 TRIAL_SECONDS = 30  # by the clock
 MAX_TEMPLATE_BYTES = 1_000_000
 SHOWN_ROLES, SHOWN_CHARACTERS = 20, 1000  # in messages
-
-# What a template can raise: its own errors, and any that Python raises inside it.
-RENDER_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    SyntaxError,
-)
 
 
 def use_template(tokenizer: "PreTrainedTokenizerBase", setting: str) -> str:
@@ -122,8 +110,17 @@ def render(
     """
     try:
         return _apply(tokenizer, messages, conversation.tools, prompt)
-    except RENDER_ERRORS as error:
+    except Exception as error:  # a template makes Python raise anything
         raise cannot_render(conversation, messages, error) from None
+
+
+def render_example(tokenizer: "PreTrainedTokenizerBase", *texts: str, prompt: bool = False) -> str | None:
+    """A conversation of `texts`, of the user and the assistant in turn; None if the template rejects it."""
+    messages = alternating(*texts)
+    try:
+        return render(tokenizer, Conversation(messages), messages, prompt=prompt)
+    except DataError:
+        return None
 
 
 def split_markers(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
@@ -131,15 +128,7 @@ def split_markers(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
 
     Empty if the template rejects a question and its answer.
     """
-    messages: list[Message] = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": "answer"},
-    ]
-    try:
-        text = _apply(tokenizer, messages, None, prompt=False)
-    except RENDER_ERRORS:
-        return []
-    found = dict.fromkeys(MARKER.findall(text))
+    found = dict.fromkeys(MARKER.findall(render_example(tokenizer, "question", "answer") or ""))
     return [marker for marker in found if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
 
 
@@ -205,6 +194,6 @@ def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, sen
         problem = f"it violates the sandbox: {error}"
     except TemplateOverrun as error:
         problem = str(error)
-    except RENDER_ERRORS:
-        pass  # it may reject only this row; `render` then raises an error that names it
+    except Exception:  # noqa: BLE001 - it may reject only this row: `render` raises an error that names it
+        problem = None
     sender.send(problem)

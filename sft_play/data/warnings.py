@@ -15,6 +15,20 @@ from sft_play.units import counted
 FEW_ROWS = 32
 MAX_KEYS = 10  # that are not used and named, the most frequent ones
 WARNING_SHARE = 0.1  # share of rows with a problem that is worth a warning
+# Of the notes that are counted: what has it, and what it means.
+MEANINGS = {
+    HIDDEN_REASONING: (
+        "conversation",
+        ", so it is not trained on. Use a template that renders message.reasoning_content "
+        "(data.chat_template=plain, or a Jinja file), or write the reasoning into content, as the model "
+        "should produce it",
+    ),
+    WITH_PLACEHOLDER: (
+        "row",
+        ": images, video and audio are not supported, so these are trained as plain text. If they stand for "
+        "media, remove the rows",
+    ),
+}
 
 
 def data_warnings(
@@ -45,7 +59,10 @@ def data_warnings(
             found.append(f"{lost} of {part.counts.read} rows of {part.given.key} were dropped")
         nulls = {what: count for what, count in part.counts.notes.items() if "null" in what}
         found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
-        found += _about_unused_keys(part) + _about_reasoning(part) + _about_placeholders(part)
+        found += _about_unused_keys(part)
+        for note, (what, meaning) in MEANINGS.items():
+            if count := part.counts.notes[note]:
+                found.append(f"{part.given.key}: {counted(count, what)} {note}{meaning}")
     return found
 
 
@@ -57,27 +74,6 @@ def _about_unused_keys(part: Part) -> list[str]:
     more = len(part.counts.unused) - len(shown)
     shown += [f"{more} more"] if more else []
     return [f"{part.given.key}: not used of its {counted(part.counts.read, 'row')}: {', '.join(shown)}"]
-
-
-def _about_reasoning(part: Part) -> list[str]:
-    lost = part.counts.notes[HIDDEN_REASONING]
-    if not lost:
-        return []
-    return [
-        f"{part.given.key}: {counted(lost, 'conversation')} with {HIDDEN_REASONING}, so it is not trained "
-        "on. Use a template that renders message.reasoning_content (data.chat_template=plain, or a Jinja "
-        "file), or write the reasoning into content, as the model should produce it"
-    ]
-
-
-def _about_placeholders(part: Part) -> list[str]:
-    count = part.counts.notes[WITH_PLACEHOLDER]
-    if not count:
-        return []
-    return [
-        f"{part.given.key}: {counted(count, 'row')} {WITH_PLACEHOLDER}: images, video and audio are not "
-        "supported, so these are trained as plain text. If they stand for media, remove the rows"
-    ]
 
 
 def _about_unknown_tokens(config: RunConfig, train: Mapping[str, Any]) -> list[str]:

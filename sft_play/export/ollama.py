@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sft_play.data.formats import Conversation, Message
+from sft_play.data.formats import Conversation, Message, alternating
 from sft_play.data.template import render
 from sft_play.errors import DataError
 
@@ -87,9 +87,8 @@ def turns_of(tokenizer: "PreTrainedTokenizerBase") -> Turns | None:
     """
     if not isinstance(tokenizer.chat_template, str):
         return None
-    plain = _messages("user", QUESTION, "assistant", ANSWER, "user", NEXT)
     try:
-        opening, rest = _rendered(tokenizer, plain).split(QUESTION)
+        opening, rest = _rendered(tokenizer, alternating(QUESTION, ANSWER, NEXT)).split(QUESTION)
         answer, rest = rest.split(ANSWER)
         question, last = rest.split(NEXT)
         turns = Turns(opening, answer, question, last, _system_marks(tokenizer))
@@ -101,23 +100,21 @@ def turns_of(tokenizer: "PreTrainedTokenizerBase") -> Turns | None:
 
 def _system_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] | None:
     try:
-        text = _rendered(tokenizer, _messages("system", SYSTEM, "user", QUESTION))
+        text = _rendered(tokenizer, (_system(SYSTEM), *alternating(QUESTION)))
         before, rest = text.split(SYSTEM)
         return before, rest.split(QUESTION)[0]
     except (DataError, ValueError):
         return None
 
 
-def _trials(turns: Turns) -> list[list[Message]]:
+def _trials(turns: Turns) -> list[tuple[Message, ...]]:
     """Conversations that `turns` was not read off."""
-    chat = _messages("user", "one", "assistant", "two", "user", "three", "assistant", "four", "user", "five")
-    system = _messages("system", "six")
-    return [chat[:1], chat[:3], chat] + ([system + chat[:1], system + chat] if turns.system else [])
+    chat, system = alternating("one", "two", "three", "four", "five"), _system("six")
+    return [chat[:1], chat[:3], chat] + ([(system, chat[0]), (system, *chat)] if turns.system else [])
 
 
-def _messages(*words: str) -> list[Message]:
-    pairs = zip(words[::2], words[1::2], strict=True)
-    return [{"role": role, "content": content} for role, content in pairs]
+def _system(text: str) -> Message:
+    return {"role": "system", "content": text}
 
 
 def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> str:

@@ -9,9 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sft_play.data.formats import Conversation
-from sft_play.data.template import render
-from sft_play.errors import ConfigError, DataError
+from sft_play.data.template import render_example
+from sft_play.errors import ConfigError
 from sft_play.model.generation import end_of_turn_id
 
 if TYPE_CHECKING:
@@ -148,14 +147,8 @@ def _scores(merges: list[Any], tokens: tuple[str, ...], kinds: tuple[int, ...]) 
 
 def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the chat template begins a conversation with the token for the beginning of a text."""
-    if not tokenizer.bos_token:
-        return False
-    messages = ({"role": "user", "content": "question"},)
-    try:
-        text = render(tokenizer, Conversation(messages), messages, prompt=True)
-    except DataError:
-        return False
-    return text.startswith(str(tokenizer.bos_token))
+    text = render_example(tokenizer, "question", prompt=True) or ""
+    return bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
 
 
 def describe(writer: Any, tokenizer: "PreTrainedTokenizerBase", size: int) -> None:

@@ -4,9 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -14,7 +12,7 @@ import psutil
 from sft_play.launch.beats import STACKS_SIGNAL, hanging, is_stalled, read_beats, read_stack
 from sft_play.launch.link import Link
 from sft_play.launch.ranks import SAVED, cause_here, read_rank_exits
-from sft_play.machine.process import not_ignored
+from sft_play.machine.process import handling
 from sft_play.runlog import RunDir
 
 POLL_S = 0.25
@@ -65,18 +63,9 @@ class Watch:
         psutil.wait_procs([rank for rank in self._ranks.values() if _alive(rank)], timeout=KILL_TIMEOUT_S)
         return 1 if self._killed else self._process.returncode
 
-    @contextlib.contextmanager
-    def forwarded_signals(self) -> Iterator[None]:
+    def forwarded_signals(self) -> contextlib.AbstractContextManager[None]:
         """Forwards signals to the ranks within this context; a second Ctrl-C ends everything at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread can set handlers
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in not_ignored(SIGNALS)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handling(SIGNALS, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.stopped_by == "SIGINT":

@@ -26,22 +26,27 @@ def model_words(name: str) -> frozenset[str]:
 
 
 @functools.cache
-def _file() -> dict[str, Any]:
+def read_shipped(file: Path) -> dict[str, Any]:
+    """The content of a YAML file of this repository.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster if libyaml is available
     try:
-        return yaml.load(SPECS_FILE.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
     except OSError as error:
         raise ConfigError(
-            f"{SPECS_FILE} cannot be read ({error.strerror}); run sft-play from a clone of its repository"
+            f"{file} cannot be read ({error.strerror}); run sft-play from a clone of its repository"
         ) from None
 
 
 @functools.cache
 def _specs() -> dict[frozenset[str], dict[str, Any]]:
     specs = {}
-    for entry in _file()["gpus"]:
+    for entry in read_shipped(SPECS_FILE)["gpus"]:
         for name in (entry["name"], *entry.get("aliases", ())):
             specs[model_words(name)] = entry
     return specs
@@ -75,10 +80,11 @@ def link_speed(link: str | None, compute_capability: tuple[int, int] | None) -> 
     match = re.fullmatch(r"(NVLink|PCIe (\d+)\.0) x (\d+)", link or "")
     if match is None:
         return None
+    known = read_shipped(SPECS_FILE)["links"]
     if match[2]:
-        per_lane = _file()["links"]["pcie_lane_gb_s"].get(match[2])
+        per_lane = known["pcie_lane_gb_s"].get(match[2])
     else:
-        per_lane = _file()["links"]["nvlink_gb_s"].get(".".join(map(str, compute_capability or ())))
+        per_lane = known["nvlink_gb_s"].get(".".join(map(str, compute_capability or ())))
     return per_lane and int(match[3]) * per_lane
 
 

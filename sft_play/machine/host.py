@@ -156,22 +156,18 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def _package_of(optimizer: str) -> tuple[str, bool]:
-    """A package with optimizers, and whether this one is among them."""
-    if optimizer == SCHEDULE_FREE:
-        return "schedulefree", True
-    return "bitsandbytes", optimizer.endswith("bit")
-
-
 def missing_packages(config: "RunConfig") -> dict[str, str]:
     """Which packages the config needs and are not installed, a sentence for each -> what to do about it."""
     from sft_play.engines.registry import engine_of  # not needed by `sft-play gpu-info`
 
-    asked = config.parallel.engine
+    asked, optimizer = config.parallel.engine, config.train.optimizer
     packages = engine_of(asked).packages if asked != "auto" else ()
     needs = {
         "tuning.mode=qlora": ("bitsandbytes", config.tuning.mode == "qlora"),
-        f"train.optimizer={config.train.optimizer}": _package_of(config.train.optimizer),
+        f"train.optimizer={optimizer}": (
+            "schedulefree" if optimizer == SCHEDULE_FREE else "bitsandbytes",
+            optimizer == SCHEDULE_FREE or optimizer.endswith("bit"),
+        ),
         **{f"parallel.engine={asked}": (name, True) for name in packages},
         **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }

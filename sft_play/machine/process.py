@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,9 +33,20 @@ def die_with_parent(expected: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def not_ignored(numbers: Iterable[int]) -> list[int]:
-    """Those signals that are not ignored, as SIGHUP is under `nohup`: what is ignored stays so."""
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+@contextmanager
+def handling(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within it, these signals call the handler; one that is ignored stays so, as SIGHUP under `nohup`.
+
+    Only the main thread can set handlers: in another one, nothing changes.
+    """
+    known = numbers if threading.current_thread() is threading.main_thread() else ()
+    heard = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager
@@ -44,9 +55,6 @@ def ended_by_signals() -> Iterator[None]:
 
     So they end the process with a word, and everything that is to be tidied up is.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can set handlers
-        return
     owner = os.getpid()
 
     def interrupt(number: int, frame: Any) -> None:
@@ -56,13 +64,8 @@ def ended_by_signals() -> Iterator[None]:
             return
         raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
-    numbers = not_ignored((signal.SIGTERM, signal.SIGHUP))
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
+    with handling((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.formats import Conversation
-from sft_play.data.template import render, use_template
-from sft_play.errors import DataError, DoesNotFitError
+from sft_play.data.template import render, render_example, use_template
+from sft_play.errors import DoesNotFitError
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights import release_memory
 from sft_play.report.progress import progress_bar
@@ -100,16 +100,11 @@ def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 
     A token that was added to the vocabulary, special or not; some tokenizers have added ones for blanks.
     """
-    if not tokenizer.chat_template:
-        return None
-    mark = "answer"
-    messages = ({"role": "user", "content": "question"}, {"role": "assistant", "content": mark})
-    try:
-        after = render(tokenizer, Conversation(messages), messages).rpartition(mark)[2]
-    except DataError:  # this template wants more than a question
+    text = render_example(tokenizer, "question", "answer")
+    if text is None:  # there is no template, or it wants more than a question
         return None
     added = tokenizer.added_tokens_decoder
-    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text.rpartition("answer")[2], add_special_tokens=False)["input_ids"]
     return next((index for index in ids if index in added and not added[index].content.isspace()), None)
 
 

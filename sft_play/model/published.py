@@ -12,6 +12,7 @@ from typing import Any
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
+from sft_play.machine.catalogue import read_shipped
 
 MODELS_FILE = Path(__file__).resolve().parents[2] / "configs" / "models.yaml"
 
@@ -43,16 +44,7 @@ def published_models() -> dict[str, PublishedModel]:
     Raises:
         ConfigError: configs/models.yaml cannot be read.
     """
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        tree = yaml.load(MODELS_FILE.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
-    except OSError as error:
-        raise ConfigError(
-            f"{MODELS_FILE} cannot be read ({error.strerror}); run sft-play from a clone of its repository"
-        ) from None
-    found = {}
+    tree, found = read_shipped(MODELS_FILE), {}
     for entry in tree["models"]:
         source = tree["sources"][entry["source"]]
         for name in (entry["name"], *entry.get("same", ())):

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import DoesNotFitError, OutOfMemory
 from sft_play.job import Job, plan_again, takes_less
-from sft_play.machine.process import not_ignored
+from sft_play.machine.process import handling
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.report.reasons import batch_sentence
@@ -128,9 +128,6 @@ def ended_at_once(*numbers: int) -> Iterator[None]:
     Python drops an exception that a signal raises while a destructor or a weak reference's callback runs, as
     garbage collection does in a probe: one Ctrl-C may have no effect.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can set handlers
-        return
     arrived = threading.Event()
     received: list[int] = []
 
@@ -146,16 +143,14 @@ def ended_at_once(*numbers: int) -> Iterator[None]:
             repeating.start()
         raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
-    before = {number: signal.signal(number, interrupt) for number in not_ignored(numbers)}
-    try:
-        yield
-    finally:
-        arrived.set()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if repeating.ident is not None:
-            repeating.join()
-            raise KeyboardInterrupt(f"stopped by {signal.Signals(received[0]).name}")
+    with handling(numbers, interrupt):
+        try:
+            yield
+        finally:
+            arrived.set()
+            if repeating.ident is not None:
+                repeating.join()
+                raise KeyboardInterrupt(f"stopped by {signal.Signals(received[0]).name}")
 
 
 class StopOnSignal(TrainerCallback):
@@ -170,7 +165,8 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.stopped = False
         self._asked = self._stepped = False
-        self._earlier: dict[int, Any] = {}
+        self.handlers = ExitStack()
+        """Whoever trains closes it, also after an error, when no callback runs."""
 
     def _on_signal(self, number: int, frame: Any) -> None:
         at_once = self._asked or not self._stepped
@@ -180,9 +176,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Installs the signal handlers."""
-        self._earlier = {
-            number: signal.signal(number, self._on_signal) for number in not_ignored(self.SIGNALS)
-        }
+        self.handlers.enter_context(handling(self.SIGNALS, self._on_signal))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stops all ranks at the same step if any of them got a signal."""
@@ -190,9 +184,3 @@ class StopOnSignal(TrainerCallback):
         if any_rank(self._asked, args.device) and not self.stopped and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
             console().print(f"  stopping after step {state.global_step}: saving a checkpoint")
-
-    def give_signals_back(self) -> None:
-        """Restores the handlers from before training; also needed after an error, when no callback runs."""
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-        self._earlier = {}

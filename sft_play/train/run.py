@@ -113,10 +113,9 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
     trainer.while_saving = space.while_saving
     trainer.add_callback(space)  # the last one, which sees whether the others want to save
     try:
-        with only_tensors(engine_of(session.job.plan.engine)):
+        with stop.handlers, only_tensors(engine_of(session.job.plan.engine)):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
-        stop.give_signals_back()
         session.reporter.end_bar()
     return stop.stopped
 

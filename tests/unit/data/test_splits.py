@@ -9,7 +9,6 @@ from sft_play.data.splits import HISTOGRAM_BINS, histogram
     [
         ([7], {"start": 7, "width": 1, "rows": [1], "longer": 0}),
         ([5, 5, 8], {"start": 5, "width": 1, "rows": [2, 0, 0, 1], "longer": 0}),
-        ([], {}),
     ],
 )
 def test_a_bin_counts_the_rows_with_its_tokens(lengths, expected):

@@ -53,7 +53,7 @@ def stop():
     callback = StopOnSignal()
     callback.on_train_begin(None, TrainerState(), TrainerControl())
     yield callback
-    callback.give_signals_back()
+    callback.handlers.close()
 
 
 def test_before_the_first_step_is_done_ctrl_c_ends_training_at_once(stop):
@@ -96,7 +96,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
         with ended_at_once(signal.SIGHUP), ended_by_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             signal.raise_signal(signal.SIGHUP)
-        callback.give_signals_back()
+        callback.handlers.close()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
