@@ -72,6 +72,11 @@ class Interrupted(SftPlayError):
     exit_code = 75
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; the name of its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def kind_of(value: object) -> str:
     """What a value of a YAML or JSON file is, for a message: "a list" rather than Python's name for it."""
     if value is None:

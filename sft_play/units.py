@@ -3,6 +3,8 @@
 1 GiB is 2**30 bytes and is always labeled GiB; GB (10**9) is not used.
 """
 
+from collections.abc import Sequence
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
@@ -34,6 +36,12 @@ def counted(count: int, noun: str) -> str:
 def plural(noun: str) -> str:
     """`plural("process")` is "processes"."""
     return noun + ("es" if noun.endswith("s") else "s")
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """At most so many of the names, and how many more there are: "a, b and 3 more"."""
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def format_duration(seconds: float) -> str:

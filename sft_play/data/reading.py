@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.data.rows import Row, decoding, read_json, read_jsonl, require_shallow
-from sft_play.errors import DataError
+from sft_play.errors import DataError, first_line
 from sft_play.hub import limit_network
 from sft_play.units import counted
 
@@ -144,9 +144,9 @@ def _load_from_hub(
     try:
         loaded = datasets.load_dataset(name, config)
     except Exception as error:  # the Hub client raises a dozen unrelated classes
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise DataError(
-            f"{key}: '{name}' is not a local file, and loading it as a Hub dataset failed: {first_line}"
+            f"{key}: '{name}' is not a local file, and loading it as a Hub dataset failed: {reason}"
         ) from None
     for candidate in (wanted,) if wanted else HUB_SPLITS[split]:
         if candidate in loaded:
@@ -280,7 +280,7 @@ def _open_parquet(file: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(file)
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{file}: not a readable Parquet file: {first_line(error)}") from None
 
 
 def _read_parquet(file: Path, notes: Counter[str]) -> Iterator[Row]:
@@ -291,7 +291,7 @@ def _read_parquet(file: Path, notes: Counter[str]) -> Iterator[Row]:
                 number += 1
                 yield Row(_without_none(data), str(file), number)
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read after row {number}: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{file}: cannot be read after row {number}: {first_line(error)}") from None
 
 
 def _without_none(value: Any) -> Any:

@@ -194,6 +194,6 @@ def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, sen
         problem = f"it violates the sandbox: {error}"
     except TemplateOverrun as error:
         problem = str(error)
-    except Exception:  # noqa: BLE001 - it may reject only this row: `render` raises an error that names it
+    except Exception:  # it may reject only this row: `render` raises an error that names it
         problem = None
     sender.send(problem)

@@ -1,7 +1,7 @@
 """Adapters: attached to a base model for training, or read from a finished run."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import LoraSettings
-from sft_play.errors import CheckpointError, ConfigError
+from sft_play.errors import CheckpointError, ConfigError, first_line
 from sft_play.model.architecture import require_quick_patterns, without_weights
 from sft_play.model.decomposition import take_out_start
 from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
@@ -23,6 +23,7 @@ from sft_play.model.targets import (
     modules_to_save,
     text_prefix,
 )
+from sft_play.units import listed
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -149,7 +150,7 @@ def attach_adapter(
     try:
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:
-        raise _no_target(model, f"={lora.target_modules}: {str(error).splitlines()[0]}") from error
+        raise _no_target(model, f"={lora.target_modules}: {first_line(error)}") from error
     require_matches(adapted, lora)
     if lora.init != "default":
         take_out_start(adapted, lora)
@@ -240,13 +241,14 @@ def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
     expected = {name: tuple(weight.shape) for name, weight in weights.items()}
     shaped = ((name, found[name], expected[name]) for name in found.keys() & expected.keys())
     other = [f"{name} {was} instead of {wanted}" for name, was, wanted in shaped if was != wanted]
-    problems = [
-        _listed("missing", expected.keys() - found.keys()),
-        _listed("unexpected", found.keys() - expected.keys()),
-        _listed("of another shape:", other),
-    ]
-    if any(problems):
-        raise _unfit(folder, "; ".join(filter(None, problems)))
+    problems = {
+        "missing": expected.keys() - found.keys(),
+        "unexpected": found.keys() - expected.keys(),
+        "of another shape:": other,
+    }
+    said = [f"{what} {listed(sorted(names), SHOWN)}" for what, names in problems.items() if names]
+    if said:
+        raise _unfit(folder, "; ".join(said))
 
 
 def _require_rows(empty: "PreTrainedModel", config: Any, folder: Path) -> None:
@@ -282,8 +284,3 @@ def _unfit(folder: Path, why: str | Exception) -> CheckpointError:
         f"the adapter in {folder} does not fit the model: {reason}\n"
         "Use the config that it was trained with, or train again with `make train`"
     )
-
-
-def _listed(what: str, names: Collection[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{what} {', '.join(sorted(names)[:SHOWN])}{more}" if names else ""

@@ -193,9 +193,7 @@ def units_of(model: Any) -> list[torch.nn.Module]:
     """What a divided model gathers, one at a time, for a forward and a backward pass; the whole model last.
 
     They are every decoder layer, the embedding, and the rest, which is the final norm and the output head.
-
-    Args:
-        model: with or without an adapter around it.
+    The model may have an adapter around it.
 
     Raises:
         ConfigError: its decoder layers cannot be found.

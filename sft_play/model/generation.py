@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sft_play.config.schema import RunConfig
 from sft_play.data.formats import Conversation
 from sft_play.data.template import render, render_example, use_template
-from sft_play.errors import DoesNotFitError
+from sft_play.errors import DoesNotFitError, first_line
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights import release_memory
 from sft_play.report.progress import progress_bar
@@ -52,7 +52,7 @@ def in_batches(
                 raise
             if len(batch) == 1:
                 raise DoesNotFitError(
-                    f"out of memory on a single row: {str(error).splitlines()[0]}\n"
+                    f"out of memory on a single row: {first_line(error)}\n"
                     "Lower eval.max_new_tokens or model.max_seq_len, or free memory on the device"
                 ) from error
             size = len(batch) // 2

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.data.prepare import PreparedData, prepare
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, first_line
 from sft_play.hub import limit_network
 from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
@@ -70,8 +70,9 @@ def _require_generation_config(folder: Path) -> None:
     try:
         ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
     except Exception as error:  # noqa: BLE001 - a wrong value raises anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"model.name: {path} cannot be used: {reason[:300]}; {remedy}") from error
+        raise ConfigError(
+            f"model.name: {path} cannot be used: {first_line(error)[:300]}; {remedy}"
+        ) from error
     listed = ends if isinstance(ends, list) else [ends]
     if any(end is not None and (type(end) is not int or end < 0) for end in listed):
         raise ConfigError(f"model.name: eos_token_id in {path} is {str(ends)[:100]!r}, no token; {remedy}")
@@ -147,9 +148,7 @@ def new_tokens(model: ModelConfig) -> tuple[NewToken, ...]:
 def empty_base(model: ModelConfig, **settings: Any) -> "PreTrainedModel":
     """The base on the meta device, in which an adapter can be tried before weights are loaded.
 
-    Args:
-        model: its config.json is enough.
-        settings: further ones of `from_config`.
+    Its config.json is enough; the settings are further ones of `from_config`.
     """
     config, trusted = load_model_config(model), hub_arguments(model)
     del trusted["revision"]  # config.json has been read

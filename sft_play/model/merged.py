@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sft_play.engines.stored import put_to_use, type_in_use
-from sft_play.errors import NonFiniteError
+from sft_play.errors import NonFiniteError, first_line
 from sft_play.model.weights import first_not_finite
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _naming(adapter: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise NonFiniteError(
-            f"{adapter} cannot be merged: {str(error).splitlines()[0]}. Resume from an earlier checkpoint: "
+            f"{adapter} cannot be merged: {first_line(error)}. Resume from an earlier checkpoint: "
             'make train ARGS="train.resume=<checkpoint>"'
         ) from error
 

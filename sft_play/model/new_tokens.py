@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, first_line
+from sft_play.units import listed
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -47,10 +48,9 @@ def add_new_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -
     there = [text for text in texts if text in known or len(pieces[text]) == 1]
     if there:
         are, them = ("is already a token", "it") if len(there) == 1 else ("are already tokens", "them")
-        more = f" and {len(there) - LISTED} more" if len(there) > LISTED else ""
-        listed = ", ".join(map(repr, there[:LISTED])) + more
+        named = listed([repr(text) for text in there], LISTED)
         raise ConfigError(
-            f"model.new_tokens: {listed} {are} of this tokenizer; remove {them} from model.new_tokens"
+            f"model.new_tokens: {named} {are} of this tokenizer; remove {them} from model.new_tokens"
         )
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts])
     id_of: Any = tokenizer.convert_tokens_to_ids
@@ -99,7 +99,7 @@ def add_rows(model: "PreTrainedModel", tokens: Sequence[NewToken]) -> None:
         except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ConfigError(
                 f"model.new_tokens: the embedding of {type(model).__name__} cannot grow: "
-                f"{str(error).strip().splitlines()[0]}; leave model.new_tokens out"
+                f"{first_line(error)}; leave model.new_tokens out"
             ) from error
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     matrices = {id(matrix): matrix for matrix in (embedding.weight, head.weight)}

@@ -28,11 +28,8 @@ def place(
 ) -> torch.device | str:
     """What `load_base` takes as device: the first GPU, or SPREAD if the weights do not fit there.
 
-    Args:
-        weights: bytes in the type of use.
-        gpus: free bytes of each visible GPU; None if unknown, which counts as enough.
-        ram: free bytes; None if unknown.
-        quantized: whether they are in 4 bits, which bitsandbytes holds on GPUs only.
+    All in bytes: of the weights in the type of use, and free on each visible GPU and in RAM, where None is
+    unknown and counts as enough. Weights that are `quantized`, in 4 bits, bitsandbytes holds on GPUs only.
 
     Raises:
         DoesNotFitError: they do not fit all GPUs and RAM together.
@@ -79,12 +76,7 @@ def weight_bytes(empty: "PreTrainedModel", *, quantize: bool) -> int:
 
 
 def spread_text(places: Mapping[str, Any], layers: Sequence[str]) -> str:
-    """What a device map of several devices means.
-
-    Args:
-        places: module name -> device.
-        layers: names of those that transformers leaves whole.
-    """
+    """What a device map, module name -> device, means for the layers, which transformers leaves whole."""
     gpus = {str(device) for device in places.values() if device != IN_RAM}
     text = f"spread over {counted(len(gpus), 'GPU')}"
     away = [name for name, device in places.items() if device == IN_RAM]

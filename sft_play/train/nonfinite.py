@@ -11,6 +11,7 @@ from sft_play.errors import NonFiniteError
 from sft_play.model.loss_head import score_batch
 from sft_play.model.weights import first_not_finite
 from sft_play.train.ranks import from_all
+from sft_play.units import listed
 
 SHOWN_ROWS, SHOWN_TOKENS = 3, 12  # of the rows that a message names
 
@@ -39,7 +40,7 @@ class SkippedSteps:
             return logs
         steps, learned = self._window, self._window - self._skipped_in_window
         self._window = self._skipped_in_window = 0
-        record = {name: value for name, value in logs.items() if _is_finite(value)}
+        record = {k: v for k, v in logs.items() if not isinstance(v, float) or math.isfinite(v)}
         if not learned:
             del record["loss"]
         elif learned < steps:
@@ -50,16 +51,11 @@ class SkippedSteps:
         """What is printed about a skipped step and its rows whose loss is not finite."""
         cause = "each of its rows has a finite loss on its own"
         if rows:
-            more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
-            cause = f"not finite by itself: {', '.join(rows[:SHOWN_ROWS])}{more}"
+            cause = f"not finite by itself: {listed(rows, SHOWN_ROWS)}"
         return (
             f"step {step} was skipped: its loss or its gradients are NaN or infinite "
             f"({self.in_a_row} in a row; {self.limit} end the run); {cause}"
         )
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def poisoned_if_not_finite(loss: torch.Tensor) -> torch.Tensor:

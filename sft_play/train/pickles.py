@@ -12,6 +12,7 @@ from torch.serialization import safe_globals
 from transformers import trainer_pt_utils
 
 from sft_play.engines.base import Engine
+from sft_play.errors import first_line
 
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 UNUSED = "training_args.bin"  # of earlier versions; nothing reads it
@@ -49,7 +50,7 @@ def find_refused(checkpoint: Path, engine: Engine) -> str | None:
             except pickle.UnpicklingError:
                 return f"{path.name} holds other objects than tensors, which could run code"
             except (RuntimeError, OSError, EOFError, ValueError) as error:
-                return f"{path.name} cannot be read: {str(error).splitlines()[0]}"
+                return f"{path.name} cannot be read: {first_line(error)}"
     for path in checkpoint.glob("*.bin"):
         if path.name != UNUSED:
             return f"{path.name} is a pickled file, and weights are loaded from safetensors only"

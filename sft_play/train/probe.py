@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from sft_play.data.store import column_of
 from sft_play.engines.registry import engine_of
-from sft_play.errors import DoesNotFitError
+from sft_play.errors import DoesNotFitError, first_line
 from sft_play.job import Job
 from sft_play.model.loss_head import token_loss
 from sft_play.model.weights import release_memory
@@ -79,8 +79,7 @@ def correction_path(job: Job, plan: Plan) -> Path:
 
 def largest_micro_batch(batches: Dataset) -> Dataset:
     """The micro-batch with the most tokens, alone in a data set."""
-    tokens = np.asarray(batches.with_format("numpy")["tokens"])
-    return batches.select([int(tokens.argmax())])
+    return batches.select([int(column_of(batches, "tokens").argmax())])
 
 
 def step_of_largest(batches: Dataset, plan: Plan) -> Dataset:
@@ -88,7 +87,7 @@ def step_of_largest(batches: Dataset, plan: Plan) -> Dataset:
 
     The first one finds no gradients, which may make up for its size, so it must not follow itself.
     """
-    largest = int(np.asarray(batches.with_format("numpy")["tokens"]).argmax())
+    largest = int(column_of(batches, "tokens").argmax())
     is_first = largest % (plan.gradient_accumulation_steps * plan.world_size) < plan.world_size
     follows = is_first and plan.gradient_accumulation_steps > 1
     return batches.select([largest, largest + plan.world_size if follows else largest])
@@ -152,7 +151,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
                 write_ran_out(correction_path(session.job, plan), plan)  # the next run plans without it
                 raise DoesNotFitError(
                     f"memory ran out in the probe of micro-batch {plan.micro_batch_size}: "
-                    f"{str(error).splitlines()[0]}\n{memory_advice(plan)}"
+                    f"{first_line(error)}\n{memory_advice(plan)}"
                 ) from error
             ran_out = True
         finally:

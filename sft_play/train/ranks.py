@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from sft_play.engines.registry import engine_of
-from sft_play.errors import LaunchError
+from sft_play.errors import LaunchError, first_line
 from sft_play.job import Job, agreed_plan, find_plan, job_digest
 from sft_play.launch.beats import read_beats
 from sft_play.launch.ranks import reports_folder
@@ -65,7 +65,7 @@ def _standstill(job: Job, error: RuntimeError) -> str:
     return "\n".join(
         [
             f"timed out after {job.config.parallel.timeout_s} s (parallel.timeout_s) waiting for the other "
-            f"processes: {str(error).splitlines()[0]}",
+            f"processes: {first_line(error)}",
             *(f"  rank {beat.rank} was last seen {beat.age_s:.0f} s ago in {beat.where}" for beat in beats),
             f"The rank that hangs writes its stack traces to {reports_folder(job.run)}/<rank>.stack",
         ]
@@ -170,7 +170,7 @@ def with_known_exchange(job: Job) -> Job:
         try:
             found = _measure(job)
         except RuntimeError as error:
-            problem = str(error).splitlines()[0]
+            problem = first_line(error)
         problems = [one for one in from_all(problem) if one]
     if problems or not found:
         console().print(f"  [yellow]communication could not be measured:[/] {problems[0]}")

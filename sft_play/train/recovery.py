@@ -17,7 +17,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sft_play.errors import DoesNotFitError, OutOfMemory
+from sft_play.errors import DoesNotFitError, OutOfMemory, first_line
 from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.process import handling
 from sft_play.model.weights import release_memory
@@ -54,8 +54,8 @@ def memory_errors_explained(plan: Plan) -> Iterator[None]:
 
 
 def _explained(plan: Plan, error: BaseException) -> str:
-    first_line = str(error).partition("\n")[0] or type(error).__name__
-    return f"memory ran out at micro-batch {plan.micro_batch_size}: {first_line}\n{memory_advice(plan)}"
+    size = plan.micro_batch_size
+    return f"memory ran out at micro-batch {size}: {first_line(error)}\n{memory_advice(plan)}"
 
 
 @contextmanager

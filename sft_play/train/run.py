@@ -66,7 +66,8 @@ def train(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         with remembered(session):
             stopped = run_steps(session, checkpoint)
         remember_speed(session)
-        save(session, stopped)
+        if not stopped:  # else it has its checkpoint instead
+            save(session)
         after = answers_of(session, prompts, "after") if before and not stopped else None
     if job.ranks.is_main:
         hand_over(job.run, before, after)
@@ -129,16 +130,12 @@ def remember_speed(session: Session) -> None:
         write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
 
 
-def save(session: Session, stopped: bool) -> None:
+def save(session: Session) -> None:
     """Writes the trained weights and the tokenizer on the main rank.
-
-    A stopped run has its checkpoint instead.
 
     Raises:
         NonFiniteError: a trained weight is NaN or infinite.
     """
-    if stopped:
-        return
     trainer, job = session.trainer, session.job
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     trainer.optimizer.eval()  # type: ignore[union-attr]  # the average, if it has one

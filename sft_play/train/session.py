@@ -178,9 +178,18 @@ def sft_config(
 ) -> SFTConfig:
     """The arguments of the trainer; without validation rows, there is no evaluation."""
     gradient_bytes = trained_parameters * StepSpec.of(config, plan).trained_element_bytes
+    evaluate, save = intervals(config, plan, validation_rows)
     return Arguments(
         **_optimization(config, plan),
-        **_evaluation_and_saving(config, plan, run, validation_rows),
+        eval_strategy="steps" if validation_rows else "no",
+        eval_steps=evaluate,
+        eval_on_start=validation_rows > 0,
+        save_strategy="steps",
+        save_steps=save,
+        save_on_each_node=not run.shared,
+        load_best_model_at_end=validation_rows > 0,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
         output_dir=str(run.checkpoints),
         max_steps=plan.total_steps,
         per_device_train_batch_size=1,  # an element of the data sets is a micro-batch (train/rows.py)
@@ -231,22 +240,4 @@ def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
         optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
-    )
-
-
-def _evaluation_and_saving(
-    config: RunConfig, plan: Plan, run: RunDir, validation_rows: int
-) -> dict[str, Any]:
-    evaluate, save = intervals(config, plan, validation_rows)
-    saving = dict(save_strategy="steps", save_on_each_node=not run.shared, save_steps=save)
-    if not validation_rows:
-        return dict(eval_strategy="no", **saving)
-    return dict(
-        eval_strategy="steps",
-        eval_steps=evaluate,
-        eval_on_start=True,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=False,
-        **saving,
     )

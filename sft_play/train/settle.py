@@ -76,14 +76,11 @@ def _too_much(plan: Plan, result: ProbeResult) -> str:
 def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
     """A plan that needs less memory, with the same effective batch and engine; rank 0 makes it for all."""
     job, plan = session.job, session.job.plan
-    found = from_main(lambda: find_plan(job, takes_less(plan)))
+    found, problem = from_main(lambda: find_plan(job, takes_less(plan))), _too_much(plan, result)
     if found is None:
-        raise DoesNotFitError(
-            f"{_too_much(plan, result)}, and the config allows no smaller plan\n{memory_advice(plan)}"
-        )
-    reason = f"chosen because {_too_much(plan, result)}"
-    console().print(f"  [yellow]{_too_much(plan, result)}; planned again:[/] {found.why[0]}")
-    return replace(found, why=(*found.why, reason))
+        raise DoesNotFitError(f"{problem}, and the config allows no smaller plan\n{memory_advice(plan)}")
+    console().print(f"  [yellow]{problem}; planned again:[/] {found.why[0]}")
+    return replace(found, why=(*found.why, f"chosen because {problem}"))
 
 
 def _fastest_by_measurement(
@@ -106,7 +103,10 @@ def _fastest_by_measurement(
         session = prepare(close_session(session, other), announce=False)
         found = probe(session)
         seconds = found.step_seconds if found.fits(other) else None
-        _print_tried(other, found)
+        said = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
+        activations = "recomputed" if other.recomputes else "kept"
+        tried = f"micro-batch {other.micro_batch_size}, activations {activations}"
+        console().print(f"  [dim]tried {tried}: {said}[/]")
         if seconds is not None and (best[1].step_seconds is None or seconds < best[1].step_seconds):
             best = other, found
         spent = time.monotonic() - began
@@ -118,12 +118,12 @@ def _fastest_by_measurement(
 
 def _plans_to_time(job: Job) -> list[Plan]:
     """Plans of this engine that fit, should be about as fast and have not been measured yet; best first."""
-    splits = _worth_timing(job)
-    found = [
-        find_plan(job, partial(_is_split, split)) for split in splits
-    ]  # as the probe may have corrected it
-    fitting = [plan for plan in found if plan is not None]
-    return [plan for plan in fitting if read_record(correction_path(job, plan)).speed.of(plan) is None]
+    found = []
+    for split in _worth_timing(job):
+        plan = find_plan(job, partial(_is_split, split))  # as the probe may have corrected it
+        if plan is not None and read_record(correction_path(job, plan)).speed.of(plan) is None:
+            found.append(plan)
+    return found
 
 
 def _is_split(split: tuple[int, bool], plan: Plan) -> bool:
@@ -146,10 +146,3 @@ def _worth_timing(job: Job) -> list[tuple[int, bool]]:
     close = [split for split in close if not (split[1] and split[0] in fitting)]
     alike = [split for split in close if split[1] == plan.recomputes]
     return [split for split in close if split not in alike[RIVALS:]]
-
-
-def _print_tried(plan: Plan, result: ProbeResult) -> None:
-    seconds = result.step_seconds
-    step = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
-    activations = "recomputed" if plan.recomputes else "kept"
-    console().print(f"  [dim]tried micro-batch {plan.micro_batch_size}, activations {activations}: {step}[/]")

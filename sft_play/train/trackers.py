@@ -22,6 +22,7 @@ from transformers.integrations import (
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.store import column_of
+from sft_play.errors import first_line
 from sft_play.job import Job
 from sft_play.plan import Plan
 from sft_play.report.card import public_name
@@ -130,23 +131,17 @@ class MLflow(_OfRun, MLflowCallback):
         try:
             self._ml_flow.start_run(run_id=run_id)
         except Exception as error:  # noqa: BLE001 - each store has its own
-            reason = escape(str(error).splitlines()[0])
+            reason = escape(first_line(error))
             console().print(f"  [yellow]MLflow cannot continue the run, and begins one: {reason}[/]")
             return False
         self._auto_end_run = True
         return True
 
     def on_log(  # type: ignore[override]
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Any = None,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         """Logs a record."""
-        super().on_log(args, state, control, grouped(logs), model, **kwargs)
+        super().on_log(args, state, control, grouped(logs), **kwargs)
 
 
 class Trackio(_OfRun, TrackioCallback):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
 from sft_play.engines.registry import ENGINES, engine_of
-from sft_play.errors import ConfigError, LaunchError
+from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
 from sft_play.plan import Plan
 from sft_play.runlog import console
@@ -134,7 +134,7 @@ def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
             raise
         raise ConfigError(
             f"model.name: {_name(model)} cannot compute its logits here: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\nset model.attention=eager or "
+            f"{type(error).__name__}: {first_line(error)}\nset model.attention=eager or "
             "another tuning.mode, or use a model of docs/reference/models.md that trains"
         ) from error
     finally:
