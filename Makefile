@@ -8,6 +8,7 @@
 #? NGPU=2                           number of GPUs or processes
 #? MODEL=qwen3-8b GPU="RTX 4090"    what to plan, and on which GPU
 #? MODE=qlora                       how to train: full, lora or qlora
+#? OFFLOAD=ram                      keep weights, gradients and states in RAM
 #? RUN=name                         name of the run directory
 #? RUNS="one two"                   runs to compare; elsewhere the folder of runs
 #? PROBE=search                     time several plans, use the fastest
@@ -25,7 +26,7 @@ $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
 TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
-        OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT
+        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
 UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
@@ -59,7 +60,7 @@ unexport RANK MASTER_ADDR MASTER_PORT
 
 PY = $(call quote,$(VENV)/bin/python)
 SFT = $(PY) -m sft_play
-OVERRIDES = $(if $(RUN), $(call quote,output.name=$(RUN)))$(if $(MODE), $(call quote,tuning.mode=$(MODE)))$(if $(PROBE), $(call quote,train.probe=$(PROBE)))$(if $(ALLOW), $(call quote,train.allow_changed=[$(ALLOW)]))
+OVERRIDES = $(if $(RUN), $(call quote,output.name=$(RUN)))$(if $(MODE), $(call quote,tuning.mode=$(MODE)))$(if $(OFFLOAD), $(call quote,parallel.offload=$(OFFLOAD)))$(if $(PROBE), $(call quote,train.probe=$(PROBE)))$(if $(ALLOW), $(call quote,train.allow_changed=[$(ALLOW)]))
 # ARGS is one string: the program splits it into words like a shell, but runs nothing.
 MORE = $(if $(ARGS), $(call quote,--args=$(ARGS)))
 WITH_CONFIG = --config $(call quote,$(CONFIG))$(OVERRIDES)$(MORE)

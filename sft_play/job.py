@@ -136,7 +136,7 @@ def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
 
 
 def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
-    """The fastest plan that `accept` allows, with the same engine, world size and budget as the job's.
+    """The fastest plan that `accept` allows, with the engine, offload, world size and budget of the job's.
 
     Raises:
         DoesNotFitError: there is none.
@@ -149,9 +149,13 @@ def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
         job.machine,
         earlier.world_size,
         machines=earlier.machines,
-        accept=lambda draft: draft.engine == earlier.engine and accept(draft),
+        accept=lambda draft: _shared_as(draft) == _shared_as(earlier) and accept(draft),
         budget_bytes=earlier.memory.budget_bytes if earlier.memory else None,
     )
+
+
+def _shared_as(plan: Plan) -> tuple[str, str]:
+    return plan.engine, plan.offload
 
 
 def find_plan(job: Job, accept: Callable[[Plan], bool]) -> Plan | None:

@@ -69,6 +69,14 @@ class EngineChoice(Reason, kw_only=True):
     alone: bool = False  # whether no other engine fits that the config allows
 
 
+class Offload(Reason):
+    """What is in RAM, and why: the config says so, or nothing else fits."""
+
+    device: str  # "cuda" or "cpu"
+    engine: str  # its label
+    cause: Literal["config", "exceed"]
+
+
 class Unsized(Reason):
     """The micro-batch of a model whose memory cannot be predicted."""
 

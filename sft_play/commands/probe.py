@@ -26,7 +26,10 @@ def probe_command(path: str, overrides: list[str], *, processes: int, engine: st
                 "train.probe=false leaves nothing to measure; remove it, or add ARGS=train.probe=true"
             )
         if job.plan.world_size == 1:
-            return probe_here(job)
+            from sft_play.train.ranks import process_group
+
+            with process_group(job):
+                return probe_here(job)
         launch_ranks(job, [path, *overrides, "--probe"])
         return read_json(job.run.probe)
 

@@ -4,9 +4,8 @@ from contextlib import nullcontext
 
 from sft_play.commands.probe import probe_here
 from sft_play.commands.report import end_reported
-from sft_play.commands.train import close, require_packages, train_here
-from sft_play.engines.registry import engine_of
-from sft_play.job import Job, load_job_config, prepare_job
+from sft_play.commands.train import close, closing_prompts, require_packages, train_here
+from sft_play.job import load_job_config, prepare_job
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.runlog import hold_run, open_run, quiet_libraries
 
@@ -36,17 +35,7 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
             with process_group(job):
                 job = agree_on_files(job if ranks.launched_by_us else agree_on_plan(job))
                 job = with_known_exchange(job)
-                summary = probe_here(job) if probe_only else train_here(job, closing_prompts(job))
+                prompts = closing_prompts(job) if ranks.launched_by_us else []
+                summary = probe_here(job) if probe_only else train_here(job, prompts)
             if reports and not probe_only:
                 close(job, summary)
-
-
-def closing_prompts(job: Job) -> list[list[int]]:
-    """The prompts that the ranks of our launcher answer together, since each has a part of the model."""
-    if not (
-        job.ranks.launched_by_us and job.config.eval.generate and engine_of(job.plan.engine).shards_weights
-    ):
-        return []
-    from sft_play.commands.evaluate import closing_questions
-
-    return [question.ids for question in closing_questions(job.config, job.data, job.tokenizer)[1]]

@@ -167,7 +167,7 @@ def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, 
     while True:
         try:
             if job.plan.world_size == 1:
-                summary = train_here(job)
+                summary = train_alone(job)
             else:
                 launch_ranks(job, argv, link)
                 summary = read_json(job.run.summary)
@@ -192,6 +192,23 @@ def _smaller_job(job: Job, reason: str) -> tuple[Job, str]:
     except DoesNotFitError as error:
         raise OutOfMemory(f"{reason}\nThere is no smaller plan to go on with: {error}") from None
     return job, f"{reason.splitlines()[0]}; {continuation(job)}"
+
+
+def train_alone(job: Job) -> dict[str, Any]:
+    """Trains in this process, which is the only one."""
+    with collector_off():
+        from sft_play.train.ranks import process_group
+    with process_group(job):
+        return train_here(job, closing_prompts(job))
+
+
+def closing_prompts(job: Job) -> list[list[int]]:
+    """The prompts that the processes of a run answer together, if each has but a part of the model."""
+    if not (job.config.eval.generate and engine_of(job.plan.engine).shards_weights):
+        return []
+    from sft_play.commands.evaluate import closing_questions
+
+    return [question.ids for question in closing_questions(job.config, job.data, job.tokenizer)[1]]
 
 
 def train_here(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:

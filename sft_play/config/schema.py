@@ -291,6 +291,9 @@ class ParallelConfig(Section):
 
     engine: Literal["auto", "ddp", "deepspeed_z2", "fsdp2"] = "auto"
     """auto: DDP, or ZeRO-2 or FSDP2 if the memory that it saves makes the run fit or train faster."""
+    offload: Literal["auto", "none", "ram"] = "auto"
+    """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
+    CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""

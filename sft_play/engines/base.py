@@ -55,6 +55,7 @@ class Engine:
     keeps_gradients = False  # in buffers that are never freed
     shards_state = False  # each process saves its part of the optimizer's state
     shards_weights = False  # each process holds its part of the model
+    offloads: tuple[str, ...] = ()  # values of `parallel.offload` besides none, also for one process
     loads_own_state = True  # the trainer's library does, if it was saved by as many processes
     file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
 

@@ -34,6 +34,7 @@ class Fsdp2(Engine):
     distributed_type = "MULTI_GPU"
     distributes = trades_speed = shards_state = shards_weights = True
     loads_own_state = False
+    offloads = ("ram",)
     file_of_rank = re.compile(r"(?:optimizer_shard_|rng_state_)(\d+)")
 
     def problem(self, config: RunConfig) -> str | None:
@@ -62,6 +63,7 @@ class Fsdp2(Engine):
             gathered_dtype=gathered_dtype(config.tuning.mode, plan.dtype, plan.mixed_precision),
             like_first=like_first,
             replicas=plan.replicas,
+            offload=plan.offload != "none",
         )
 
     def transform(self, step: Step, division: Division) -> Step:

@@ -30,11 +30,46 @@ def distributed_engines() -> list[Engine]:
     return [engine for engine in ENGINES if engine.distributes]
 
 
-def engines_for(config: RunConfig, world_size: int) -> list[Engine]:
-    """The engines that a run may use, the preferred one first."""
-    if world_size == 1:
-        return [ALONE]
-    asked = config.parallel.engine
-    if asked != "auto":
-        return [engine_of(asked)]
-    return [engine for engine in distributed_engines() if not engine.problem(config)]
+def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> list[tuple[Engine, str]]:
+    """The engines that a run may use, each with where it offloads to; the preferred ones first.
+
+    Args:
+        config: the run.
+        world_size: number of processes.
+        offload: whether `parallel.offload=auto` may lead to it.
+    """
+    asked = config.parallel
+    several = [engine_of(asked.engine)] if asked.engine not in ("auto", ALONE.name) else distributed_engines()
+    possible = [engine for engine in several if asked.engine != "auto" or not engine.problem(config)]
+    plain = [(engine, "none") for engine in ([ALONE] if world_size == 1 else possible)]
+    away = [(engine, place) for engine in possible for place in engine.offloads]
+    if asked.offload == "auto":
+        return [*plain, *(away if offload else [])]
+    return [(engine, place) for engine, place in [*plain, *away] if place == asked.offload]
+
+
+def offload_problem(config: RunConfig, device: str, precision: str) -> str | None:
+    """Why a run cannot offload as `parallel.offload` says, on a "cuda" or "cpu" device; None if it can.
+
+    Args:
+        config: the run.
+        device: of each process.
+        precision: the autocast type.
+    """
+    place, asked = config.parallel.offload, config.parallel.engine
+    if place in ("auto", "none"):
+        return None
+    able = [engine.name for engine in distributed_engines() if place in engine.offloads]
+    if asked != "auto" and asked not in able:
+        return (
+            f"parallel.offload={place} does not work with parallel.engine={asked}, only with "
+            f"{' or '.join(able)}; set parallel.engine={able[0]}, or parallel.offload=none"
+        )
+    if problem := next(filter(None, (engine_of(name).problem(config) for name in able)), None):
+        return f"parallel.offload={place}: {problem}"
+    if device == "cuda" and precision == "fp16":
+        return (
+            f"parallel.offload={place} does not work with fp16 autocast, which scales gradients on the GPU; "
+            "set train.mixed_precision=no, or parallel.offload=none"
+        )
+    return None

@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
@@ -30,6 +36,7 @@ def shard(
     gathered_dtype: str | None = None,
     like_first: bool = False,
     replicas: int = 1,
+    offload: bool = False,
 ) -> None:
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
 
@@ -41,6 +48,7 @@ def shard(
         gathered_dtype: that weights are gathered in; default their own.
         like_first: take the weights of the first process, where others may have found different ones.
         replicas: how often the model is held, by as many processes each, which have consecutive ranks.
+        offload: keep shards, their gradients and states in RAM, and copy a unit to the device for use.
 
     Raises:
         ConfigError: what is trained in a unit has several types, as torch finds out in the first pass.
@@ -49,10 +57,12 @@ def shard(
     policy = MixedPrecisionPolicy()
     if gathered_dtype:
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, gathered_dtype), reduce_dtype=torch.float32)
+    # from pinned memory, which a CPU has no use for, a GPU copies while it computes
+    away = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     for unit in units:
         _put_to_use(unit, device, like_first)
         _require_one_type(unit)
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=away)
         give_back_freed_memory()
     # an adapter around a model generates without the forward pass that would gather the last unit
     register_fsdp_forward_method(units[-1], "generate")
@@ -162,6 +172,8 @@ def set_weight(parameter: DTensor, whole: Tensor) -> None:
 
 
 def _part_of(like: DTensor, whole: Tensor) -> DTensor:
-    """A tensor of the same shape, divided as `like` is; nothing is sent."""
+    """A tensor of the same shape, divided and placed as `like` is; nothing is sent."""
     whole = whole.detach().to(like.device, like.dtype)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    # torch divides tensors where the mesh is, which is not where offloaded ones are
+    part: Any = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return part.to(like.device)

@@ -1,13 +1,13 @@
 """Draft plans: every plan that a config allows, before memory is estimated. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.engines.base import Engine
-from sft_play.engines.registry import engine_of, engines_for
+from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import BatchSplit, batch_choices, count_steps, scaled_learning_rate
@@ -71,6 +71,7 @@ def require_possible(config: RunConfig, device: Device) -> None:
         raise ConfigError(str(error)) from None
     asked, optimizer = config.parallel.engine, config.train.optimizer
     problem = engine_of(asked).problem(config) if asked != "auto" else None
+    problem = problem or offload_problem(config, device.kind, choose_precision(config, device)[1].precision)
     if problem:
         raise ConfigError(problem)
     if optimizer.startswith(PAGED) and device.kind == "cpu":
@@ -134,11 +135,18 @@ def draft_plans(
         device=device.kind,
         compute_capability=device.compute_capability,
     )
+    sharings = _sharings(config, world_size, machines)
     return [
-        _draft(split, unit, tokens[split], engine=engine.name, replicas=count, activations=way, **shared)
-        for engine in engines_for(config, world_size)
-        for count, way, split in product(_replicas(engine, world_size, machines), _ways(train), splits)
+        _draft(split, unit, tokens[split], activations=way, **how, **shared)
+        for how, way, split in product(sharings, _ways(train), splits)
     ]
+
+
+def _sharings(config: RunConfig, world_size: int, machines: int) -> Iterator[dict[str, Any]]:
+    """How processes may share the work, as fields of a plan."""
+    for engine, place in engines_for(config, world_size, offload=False):
+        for count in _replicas(engine, world_size, machines):
+            yield {"engine": engine.name, "offload": place, "replicas": count}
 
 
 def _ways(train: TrainConfig) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ from sft_play.errors import DoesNotFitError
 from sft_play.machine.gpus import what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import batch_for
+from sft_play.planning.changes import fewest
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
-from sft_play.planning.search import fewest
 from sft_play.sizing.architecture import AnyArchitecture
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs

@@ -21,45 +21,36 @@ changes to the config that would make the smallest one fit.
 Pure: memory and time are functions, so traced, measured and made-up numbers are interchangeable.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
-from sft_play.engines.base import Engine
-from sft_play.engines.registry import distributed_engines, engine_of
-from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.engines.registry import engine_of
+from sft_play.errors import DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.planning.batch import batch_for
+from sft_play.planning.changes import helpful_changes
 from sft_play.reasons import (
     Activations,
-    Change,
     Dealing,
     EffectiveBatch,
     EngineChoice,
     MicroBatch,
     Misfit,
+    Offload,
     OtherKind,
     Reason,
     Unsized,
 )
-from sft_play.report.plan import process_unit
 from sft_play.report.reasons import misfit_text
-from sft_play.report.training import training_command
-from sft_play.units import AUTOCAST, counted
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
 
 MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
-Changed = tuple[str, RunConfig, Plan]  # a setting, and the config and plan that it gives
 
 _engine = attrgetter("engine", "replicas")
 _kind = attrgetter("engine", "replicas", "activations")  # what plans of different micro-batches may share
@@ -88,7 +79,7 @@ def choose_plan(
     """
     if estimate is None:
         given = len({draft.micro_batch_size for draft in drafts}) == 1
-        return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given)]
+        return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given), *_why_offloaded(config, drafts[0])]
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
     sized = _size_all(drafts, memory_of, seconds_of)
@@ -217,6 +208,7 @@ def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float 
         _why_no_larger(chosen, sized, seconds),
         _why_recomputed(config, chosen, fitting),
         *([_why_engine(chosen, fitting, sized)] if chosen.world_size > 1 else []),
+        *_why_offloaded(config, chosen),
     ]
 
 
@@ -272,6 +264,13 @@ def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan]) -> EngineC
     return replace(reason, other=engine_of(other.engine).label, more_bytes=more)
 
 
+def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
+    if chosen.offload == "none":
+        return []
+    cause: Any = "config" if config.parallel.offload != "auto" else "exceed"
+    return [Offload(chosen.device, engine_of(chosen.engine).label, cause)]
+
+
 def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tuple[dict[str, Any], ...]:
     """Other plans for the report: all that were sized of the chosen kind, and the best of each other kind.
 
@@ -309,92 +308,3 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
 def _preference(row: dict[str, Any]) -> tuple[bool, float]:
     """Sorts alternatives: those that fit first, then the fastest."""
     return not row["fits"], -(row["relative_speed"] or 0)
-
-
-def helpful_changes(config: RunConfig, smallest: Plan, estimate: Estimator) -> tuple[Change, ...]:
-    """What a process would need after each possible change to the smallest plan, cheapest change first."""
-    found: list[Change] = []
-    possible = (_smaller_steps, _lighter_methods, _shorter_rows)
-    for what, changed_config, changed_plan in chain.from_iterable(way(config, smallest) for way in possible):
-        with suppress(ConfigError):  # this model or this machine does not allow it
-            memory = estimate(changed_config, changed_plan)
-            found.append(Change(what, memory.process_bytes, memory.fits))
-    return (*found, *_more_processes(config, smallest, estimate))
-
-
-def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
-    if not plan.recomputes:
-        yield "train.gradient_checkpointing=true", config, replace(plan, activations="recompute")
-    if plan.rows_per_micro_batch > 1:
-        one = plan.max_seq_len if plan.packing else 1
-        smallest = replace(
-            plan,
-            micro_batch_size=one,
-            micro_batch_tokens=plan.max_seq_len,
-            gradient_accumulation_steps=-(-plan.rows_per_step // plan.world_size),
-        )
-        yield f"train.batch_size={one}", config, smallest
-
-
-def _lighter_methods(config: RunConfig, plan: Plan) -> Iterator[Changed]:
-    tuning, train = config.tuning, config.train
-    if train.optimizer == "adamw":
-        lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
-        if not engine_of(plan.engine).problem(lighter):
-            yield "train.optimizer=adamw_8bit", lighter, plan
-    for mode in lighter_modes(tuning.mode, tuning.lora.init):
-        changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
-        dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
-        yield f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)
-
-
-def _shorter_rows(config: RunConfig, plan: Plan) -> Iterator[Changed]:
-    for length in (plan.max_seq_len * 3 // 4, plan.max_seq_len // 2, plan.max_seq_len // 4):
-        shorter = length // 64 * 64
-        if shorter:
-            unit = shorter if plan.packing else 1
-            changed = replace(
-                plan,
-                max_seq_len=shorter,
-                micro_batch_size=plan.rows_per_micro_batch * unit,
-                effective_batch_size=plan.rows_per_step * unit,
-                micro_batch_tokens=min(plan.micro_batch_tokens, plan.rows_per_micro_batch * shorter),
-            )
-            yield f"model.max_seq_len={shorter}", config, changed
-
-
-def fewest(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The first of ascending counts that fits, if each larger one fits too; None if none does.
-
-    Not every count is tried: where weights are divided, each takes a trace of its own.
-    """
-    place = bisect_left(counts, True, key=fits)
-    return counts[place] if place < len(counts) else None
-
-
-def _more_processes(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Change]:
-    """For each engine that saves memory, the fewest processes that are enough, or the most of those tried."""
-    least = max(2, plan.world_size)
-    for engine in distributed_engines():
-        own = engine.name == plan.engine
-        if engine.trades_speed and not engine.problem(config) and (engine.shards_weights or not own):
-            counts = [least * times for times in (1, 2, 4, 8) if not own or times > 1]
-            with suppress(ConfigError):
-                yield _fewest_processes(config, plan, engine, counts, estimate)
-
-
-def _fewest_processes(
-    config: RunConfig, plan: Plan, engine: Engine, counts: list[int], estimate: Estimator
-) -> Change:
-    sized: dict[int, Memory] = {}
-
-    def fits(world: int) -> bool:
-        sized[world] = estimate(config, replace(plan, engine=engine.name, world_size=world, replicas=1))
-        return sized[world].fits
-
-    world = fewest(counts, fits) or max(sized)
-    batch = batch_for(config.train, world, plan.max_seq_len if plan.packing else 1)
-    settings = [f"train.effective_batch_size={batch}"] if batch else []
-    typed = training_command(replace(plan, engine=engine.name, world_size=world), overrides=settings)
-    what = f"{counted(world, process_unit(plan.device))} with {engine.label} ({typed})"
-    return Change(what, sized[world].process_bytes, sized[world].fits)

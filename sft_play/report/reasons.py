@@ -138,6 +138,17 @@ def _engine(reason: reasons.EngineChoice) -> str:
 
 
 @sentence.register
+def _offload(reason: reasons.Offload) -> str:
+    if reason.device == "cpu":
+        return "parallel.offload=ram: a CPU has no other memory, so this saves nothing and costs nothing"
+    cause = "as set in the config" if reason.cause == "config" else "since nothing else fits"
+    return (
+        f"weights, gradients and optimizer states in RAM, {cause}: {reason.engine} copies a layer at a time "
+        "to the GPU, and the CPU runs AdamW; pinned copies and their overlap were never measured on a GPU"
+    )
+
+
+@sentence.register
 def _unsized(reason: reasons.Unsized) -> str:
     if reason.given:
         return "micro-batch as set in the config"

@@ -240,7 +240,7 @@ class Traces:
             from sft_play.sizing.trace import trace_step
 
         try:
-            whole = self._all_layers.get(spec.shards > 1, False)
+            whole = self._all_layers.get(spec.divided, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
             self._untraceable = error
@@ -253,7 +253,7 @@ class Traces:
 
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._kinds[kind_of(spec)][size_of(spec)] = trace
-        self._all_layers[spec.shards > 1] = not trace.stand_ins
+        self._all_layers[spec.divided] = not trace.stand_ins
 
 
 def save_trace(path: Path, trace: StepTrace) -> None:

@@ -125,6 +125,7 @@ class StepSpec:
     eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
     shards: int = 1  # processes among which the engine divides each tensor
+    offload: bool = False  # what is divided is in RAM, and copied to the device for use
     replicated: bool = False  # on several machines, over which gradients are reduced
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
@@ -135,6 +136,11 @@ class StepSpec:
     def joined(self) -> bool:
         """Whether rows are joined without padding."""
         return isinstance(self.batch, JoinedRows)
+
+    @property
+    def divided(self) -> bool:
+        """Whether tensors are divided, though it may be for one process."""
+        return self.shards > 1 or self.offload
 
     @property
     def tokens(self) -> int:
@@ -227,6 +233,7 @@ class StepSpec:
             neftune=config.train.neftune_noise_alpha is not None,
             shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
             replicated=engine.shards_weights and plan.replicas > 1,
+            offload=plan.offload != "none",
             **_batches(plan, micro, evaluated),
         )
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

@@ -65,7 +65,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
     with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
-        run = _run_shards if spec.shards > 1 else _run_whole
+        run = _run_shards if spec.divided else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)
 

@@ -17,6 +17,7 @@ from sft_play.job import Job, agreed_plan, find_plan, job_digest
 from sft_play.launch.beats import read_beats
 from sft_play.launch.ranks import reports_folder
 from sft_play.model.build import local_device
+from sft_play.plan import Plan
 from sft_play.planning.profile import Curve
 from sft_play.planning.speed import SIZES, Collectives, device_name, read_collectives, write_collectives
 from sft_play.report.progress import spinner
@@ -28,22 +29,25 @@ Value = TypeVar("Value")
 
 @contextmanager
 def process_group(job: Job) -> Iterator[None]:
-    """Joins the process group for the duration of the block; a single process has none.
+    """Joins the process group for the duration of the block.
+
+    A single process has none, unless its engine divides weights: then it is the only one of a group.
 
     If the block fails, the group is not destroyed: destroying it while other ranks still communicate would
     turn one rank's error into a hang of all.
     """
-    if job.plan.world_size == 1:
-        yield
-        return
     engine = engine_of(job.plan.engine)
+    if job.plan.world_size == 1:
+        with _group_of_one(job) if engine.shards_weights else nullcontext():
+            yield
+        return
     if job.ranks.is_main:
         engine.prepare_launch()
     on_gpu = job.plan.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(local_device("cuda", job.ranks.local_rank))
     timeout = timedelta(seconds=job.config.parallel.timeout_s)
-    distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    distributed.init_process_group(_backend(job.plan), timeout=timeout)
     try:
         with engine.while_starting(_say) if job.ranks.is_main else nullcontext():
             yield
@@ -53,6 +57,22 @@ def process_group(job: Job) -> Iterator[None]:
         raise LaunchError(_standstill(job, error)) from error
     distributed.barrier()  # no rank leaves while another still waits for its last message
     distributed.destroy_process_group()
+
+
+@contextmanager
+def _group_of_one(job: Job) -> Iterator[None]:
+    distributed.init_process_group(_backend(job.plan), store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _backend(plan: Plan) -> str:
+    """What the processes communicate through; what is offloaded is summed up where it is."""
+    if plan.device == "cpu":
+        return "gloo"
+    return "nccl" if plan.offload == "none" else "cuda:nccl,cpu:gloo"
 
 
 def _say(text: str) -> None:

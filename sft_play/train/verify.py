@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
-from sft_play.engines.registry import ENGINES, engine_of
+from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
 from sft_play.plan import Plan
@@ -42,7 +42,7 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             "MULTI_GPU_GUIDE.md"
         )
     found = accelerator.distributed_type.value.replace("MULTI_CPU", "MULTI_GPU")
-    if found != engine_of(plan.engine).distributed_type:
+    if found != (engine_of(plan.engine) if plan.world_size > 1 else ALONE).distributed_type:
         started = next((engine for engine in ENGINES if engine.distributed_type == found), None)
         override = f"add the override parallel.engine={started.name}, or " if started else ""
         raise LaunchError(
@@ -93,12 +93,15 @@ def check_in_force(trainer: Trainer, plan: Plan) -> None:
         raise LaunchError(f"{'; '.join(differ)}: the environment, or a config file of accelerate, changed it")
 
 
-def _weights_held(model: Any) -> list[str]:
-    """A line about how much of a divided model this process holds; none if it is whole."""
+def _weights_held(model: Any, place: str) -> list[str]:
+    """A line about how much of a divided model this process holds, and where; none if it is whole."""
     weights = list(model.parameters())
     parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
     held, whole = (sum(weight.nbytes for weight in each) for each in (parts, weights))
-    return [f"Weights: {format_bytes(held)} of {format_bytes(whole)} in this process"] if held < whole else []
+    if held == whole and place == "none":
+        return []
+    where = "this process" if place == "none" else f"{place.upper()}, for this process"
+    return [f"Weights: {format_bytes(held)} of {format_bytes(whole)} in {where}"]
 
 
 def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -> None:
@@ -109,7 +112,7 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
     lines = [
         f"Distributed type: {accelerator.distributed_type.value}",
         f"Number of processes: {accelerator.num_processes}",
-        *_weights_held(trainer.model),
+        *_weights_held(trainer.model, plan.offload),
         f"Mixed precision: {accelerator.mixed_precision}",
         *ignored_lines(ignored),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),

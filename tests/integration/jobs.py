@@ -42,6 +42,7 @@ def make_job(
     world_size: int = 1,
     machines: int = 1,
     engine: str = "auto",
+    offload: str = "auto",
     evaluated: int | str = "auto",
     ranks: RankEnvironment = SINGLE_PROCESS,
     **train,
@@ -62,7 +63,7 @@ def make_job(
             "data": {"train_path": "generated"},
             "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,
-            "parallel": {"engine": engine},
+            "parallel": {"engine": engine, "offload": offload},
             "eval": {"batch_size": evaluated},
             "output": {"name": name, "dir": str(output)},
         }

@@ -22,7 +22,7 @@ FLOORS = [
     ["data.prepare", "report"],
     ["data.show"],
     ["sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
-    ["planning.batch", "planning.drafts", "planning.search", "planning.profile"],
+    ["planning.batch", "planning.changes", "planning.drafts", "planning.search", "planning.profile"],
     ["launch"],
     ["engines.stored"],
     ["engines.shards", "engines.state", "engines.zero2_state", "model", "builtin.models", "builtin.world"],

@@ -262,6 +262,7 @@ FREE = [
     "GPU",
     "IN",
     "MODEL",
+    "OFFLOAD",
     "OUT",
     "PARTITION",
     "PROBE",

@@ -1,0 +1,64 @@
+"""Offloading changes where tensors are, and nothing that is learned: on a CPU, to the bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from sft_play.train.ranks import process_group
+from sft_play.train.run import prepare_session, train
+from tests.integration.jobs import losses, make_job
+from tests.integration.processes import launch_jobs
+from tests.rounding import assert_same_values, summed
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+
+WEIGHTS = {"full": "model/model.safetensors", "lora": "adapter/adapter_model.safetensors"}
+
+
+def weights(run: Path, mode: str) -> dict[str, torch.Tensor]:
+    return load_file(run / WEIGHTS["full" if mode == "full" else "lora"])
+
+
+def assert_equal_weights(one: Path, other: Path, mode: str) -> None:
+    found, expected = weights(one, mode), weights(other, mode)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
+    """Its parameters are DTensors with the policy of offloading, and its checkpoint goes on without it."""
+    settings = dict(mode="full", learning_rate=1e-3, max_steps=4, save_steps=2, eval_steps=2)
+    alone = make_job(tiny_model, tmp_path, "alone", **settings)
+    train(alone)
+    job = make_job(tiny_model, tmp_path, "offloaded", **settings, offload="ram")
+    assert (job.plan.engine, job.plan.offload, job.plan.shards) == ("fsdp2", "ram", 1)
+    with process_group(job):
+        model = prepare_session(job).trainer.model
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in (model, *model.model.layers)]
+        assert all(part.offload_to_cpu for group in groups for part in group.fsdp_params)
+        train(job)
+    for ours, theirs in zip(losses(job), losses(alone), strict=True):
+        assert_same_values(ours, theirs, summed(16 * 64))
+
+    checkpoint = str(tmp_path / "offloaded" / "checkpoints" / "checkpoint-2")
+    resumed = make_job(tiny_model, tmp_path, "resumed", **settings, resume=checkpoint)
+    train(resumed)
+    assert_same_values(losses(resumed)[0], losses(job)[0][2:], summed(16 * 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_two_processes_learn_the_same_with_and_without(tiny_model, tmp_path, mode):
+    common = {"mode": mode, "learning_rate": 1e-3, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
+    again = {"resume": str(tmp_path / "ram" / "checkpoints" / "checkpoint-2"), "offload": "ram"}
+    kinds = {"plain": {"offload": "none"}, "ram": {"offload": "ram"}, "resumed": again}
+    specs = [
+        {"model": str(tiny_model), "name": name, "settings": common | more} for name, more in kinds.items()
+    ]
+    launch_jobs(tmp_path, "fsdp2", 2, specs)
+    assert_equal_weights(tmp_path / "ram", tmp_path / "plain", mode)
+    assert_equal_weights(tmp_path / "resumed", tmp_path / "plain", mode)
