@@ -158,3 +158,30 @@ def test_plan_survives_json():
     plan = replace(plan_of(2, engine="deepspeed_z2"), why=("a reason", "another"))
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert plan.engine == "deepspeed_z2"
+
+
+def offloaded(device: Device, engine: str = "auto", **train) -> list[Plan]:
+    """The drafts of a run of one process that offloads to RAM."""
+    run = config(**train)
+    run = run.model_copy(
+        update={"parallel": run.parallel.model_copy(update={"engine": engine, "offload": "ram"})}
+    )
+    return draft_plans(run, device=device, world_size=1, rows=100, max_seq_len=128, attention="varlen_sdpa")
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "said"),
+    [
+        (CPU, {"engine": "ddp"}, r"offload=ram does not work with parallel.engine=ddp.*fsdp2"),
+        (CPU, {"optimizer": "adafactor"}, r"offload=ram: train.optimizer=adafactor.*adamw"),
+        (AMPERE, {"mixed_precision": "fp16"}, r"offload=ram does not work with fp16.*=no"),
+    ],
+)
+def test_offloading_that_cannot_be_is_refused(device, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        offloaded(device, **settings)
+
+
+def test_one_process_offloads_with_an_engine_that_divides():
+    found = offloaded(CPU)
+    assert {(draft.engine, draft.offload, draft.world_size) for draft in found} == {("fsdp2", "ram", 1)}

@@ -7,8 +7,8 @@ import pytest
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Device, Memory, Plan
-from sft_play.planning.drafts import draft_plans
 from sft_play.planning.changes import fewest
+from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
 from sft_play.reasons import Activations, EngineChoice, MicroBatch, OtherKind
 from sft_play.units import GIB
