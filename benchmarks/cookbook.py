@@ -8,7 +8,6 @@ from transformers import PretrainedConfig
 
 from benchmarks.tables import FEWEST
 from sft_play.cache import cache_dir
-from sft_play.config.load import config_from
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of, label_of
@@ -91,7 +90,7 @@ def model_rows(
 def _to_plan(model: str) -> tuple[RunConfig, PretrainedConfig, DataFacts]:
     """The default run of a model, its architecture, and rows of the default length."""
     tree = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
-    config = config_from(tree, {}, [], Path("cookbook")).config
+    config = RunConfig.model_validate(tree)
     architecture, _ = planning_config(config.model)
     return config, architecture, DataFacts.unseen(config, architecture)
 

@@ -20,11 +20,7 @@ def write_atomic(path: Path, content: str | bytes, *, flush: bool = True) -> Non
 
 @contextlib.contextmanager
 def replacing_file(path: Path, *, flush: bool = True) -> Iterator[Path]:
-    """Yields where to write a file that replaces `path` when the block ends without an error.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Yields where to write a file that then replaces `path`, unless the block fails; raises OSError."""
     # Process ids are equal on machines that share a disk, and in containers often, so the name is random.
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
@@ -38,21 +34,13 @@ def replacing_file(path: Path, *, flush: bool = True) -> Iterator[Path]:
 
 
 def publish(complete: Path, target: Path) -> None:
-    """Gives a complete folder its name, which nothing else has, and waits until that is on the disk.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Renames a complete folder to a name that nothing has, and flushes that to the disk; raises OSError."""
     complete.rename(target)
     flush_to_disk(target.parent)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Waits until a file, or the names in a folder, are on the disk; OSError if they cannot be written."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

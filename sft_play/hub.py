@@ -142,11 +142,7 @@ def _gave_up(what: str) -> Exception:
 
 
 def access_token(repository: str) -> str:
-    """The access token of the Hub; first checks what was typed.
-
-    Raises:
-        ConfigError: REPO is wrong, or there is no token.
-    """
+    """The access token of the Hub; ConfigError if REPO is wrong, or there is no token."""
     from huggingface_hub import get_token
 
     if not REPOSITORY.fullmatch(repository):

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play import __version__
-from sft_play.builtin import demo
 from sft_play.cache import cache_dir
-from sft_play.config.load import ResolvedConfig, dump_resolved, load_config
+from sft_play.config.load import ResolvedConfig, dump_resolved
 from sft_play.config.schema import RunConfig
 from sft_play.data.prepare import PreparedData
 from sft_play.engines.registry import engine_of
@@ -46,8 +45,7 @@ class Job:
     machine: Machine
     plan: Plan
     ranks: RankEnvironment = SINGLE_PROCESS
-    checkpoint: Path | None = None
-    """What the run resumes from."""
+    checkpoint: Path | None = None  # what the run resumes from
 
     @property
     def config(self) -> RunConfig:
@@ -64,10 +62,7 @@ class Job:
 
     @property
     def keeps_files(self) -> bool:
-        """Whether this process writes the run directory.
-
-        That is the main rank, or the first rank of each machine if the directory is not shared.
-        """
+        """Whether this process writes the run directory: the main rank, or the first of each unshared one."""
         return self.ranks.is_main or (not self.run.shared and self.ranks.local_rank == 0)
 
     @property
@@ -76,11 +71,6 @@ class Job:
         if self.ranks.spans_machines:
             return 'the same command on each machine, with ARGS="train.resume=auto"'
         return self.run.resume_command(self.ranks.local_world_size)
-
-
-def load_job_config(path: str | Path, overrides: list[str]) -> ResolvedConfig:
-    """The config with built-in models and data generated and replaced by their paths."""
-    return demo.materialise(load_config(path, overrides))
 
 
 def prepare_job(
@@ -138,8 +128,7 @@ def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
 def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
     """The fastest plan that `accept` allows, with the engine, offload, world size and budget of the job's.
 
-    Raises:
-        DoesNotFitError: there is none.
+    Raises DoesNotFitError if there is none.
     """
     earlier = job.plan
     return plan_run(

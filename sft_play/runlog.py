@@ -60,11 +60,7 @@ def console_on_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def storing(path: Path, remedy: str) -> Iterator[None]:
-    """Says of an OSError within that a path cannot be written, and what to do.
-
-    Raises:
-        StorageError: there was one.
-    """
+    """Turns an OSError within into a StorageError: that the path cannot be written, and what to do."""
     try:
         yield
     except OSError as error:
@@ -86,10 +82,8 @@ class RunDir:
     """The paths of one run."""
 
     path: Path
-    shared: bool = True
-    """Whether all machines of the run see this folder; true for a run on one machine."""
-    rank: int = 0
-    """Rank of this process; ranks above 0 have their own log."""
+    shared: bool = True  # whether all machines of the run see this folder; true for a run on one machine
+    rank: int = 0  # of this process; ranks above 0 have their own log
 
     metrics = _Within("metrics.jsonl")  # one JSON object per logging step or evaluation
     config = _Within("config.resolved.yaml")  # with the origin of each value
@@ -132,11 +126,7 @@ class RunDir:
 
 
 def open_run(output_dir: str, name: str, rank: int = 0) -> RunDir:
-    """Creates `<output_dir>/<name>` if it does not exist.
-
-    Raises:
-        StorageError: the folder cannot be created or written.
-    """
+    """Creates `<output_dir>/<name>` if it does not exist; StorageError if it cannot be written."""
     run = RunDir(Path(output_dir) / name, rank=rank)
     with storing(run.path, "Set output.dir=<folder>"):
         run.path.mkdir(parents=True, exist_ok=True)
@@ -150,10 +140,8 @@ def open_run(output_dir: str, name: str, rank: int = 0) -> RunDir:
 def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
     """Locks the run directory for this process; the kernel releases the lock when the process dies.
 
-    Each machine, told by its rank `node`, has its own lock, since they may share the directory.
-
-    Raises:
-        RunInUseError: another process holds the lock.
+    Each machine, told by its rank `node`, has its own lock, since they may share the directory. Raises
+    RunInUseError if another process holds it.
     """
     with (run.path / (f".lock.node{node}" if node else ".lock")).open("a+") as lock:
         try:
@@ -182,8 +170,7 @@ def set_aside_earlier_run(run: RunDir) -> Path | None:
     if not (run.summary.exists() or run.metrics.exists() or any(run.checkpoints.glob("*"))):
         return None
     ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(max(path.stat().st_mtime for path in earlier)))
-    target = run.path.with_name(f"{run.path.name}.{ended}")
-    count = 1
+    target, count = run.path.with_name(f"{run.path.name}.{ended}"), 1
     while target.exists():
         count += 1
         target = run.path.with_name(f"{run.path.name}.{ended}-{count}")
@@ -240,13 +227,6 @@ def update_summary(run: RunDir, **values: Any) -> dict[str, Any]:
     return summary
 
 
-def _open_log(log: Path) -> int:
-    remedy = f"Make {log.parent} writable, or copy the run to another folder and set output.dir=<folder>"
-    with storing(log, remedy):
-        log.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-
 @contextlib.contextmanager
 def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     """Redirects everything that is not printed by `console()` to `log` within this context.
@@ -262,7 +242,10 @@ def quiet_libraries(log: Path, *, silent: bool = False) -> Iterator[None]:
     if os.environ.get("SFT_PLAY_VERBOSE") == "1" or _quiet:
         yield
         return
-    sink = _open_log(log)
+    remedy = f"Make {log.parent} writable, or copy the run to another folder and set output.dir=<folder>"
+    with storing(log, remedy):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     before = _console
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,12 +15,9 @@ LEAST_NAMES = 10  # cells for names, so that the lists of a command are aligned
 
 
 def whole_words(line: Text, width: int, hang: int = 0) -> list[Text]:
-    """Breaks a line between words; a word that is longer than a line stands alone, unbroken.
+    """Breaks a line between words for a screen of `width` cells; a word longer than that stands alone.
 
-    Args:
-        line: without line breaks; the blanks at its start indent all lines made from it.
-        width: of the screen, in cells.
-        hang: further blanks before all lines but the first.
+    The blanks at its start indent all lines made from it; `hang` is further blanks before all but the first.
     """
     plain = line.plain
     words = [match.span() for match in WORD.finditer(plain)]

@@ -19,8 +19,7 @@ LOG = 1  # while libraries are quiet, this descriptor is that of the log
 class _Output(io.FileIO):
     """A file descriptor that can always be written to."""
 
-    needed = False
-    """Whether a write that fails is an error, unless nobody reads any more."""
+    needed = False  # whether a write that fails is an error, unless nobody reads any more
 
     def write(self, data: Any) -> int:
         try:

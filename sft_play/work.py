@@ -58,9 +58,8 @@ class Work:
 def directions(counts: Sequence[tuple[float, float]]) -> np.ndarray:
     """What turns the growth of sizes between traces into slopes, [traces - 1, 2].
 
-    Args:
-        counts: of each trace, such as its tokens and its supervised tokens. Two traces give slopes that hold
-            along the line between them, three that are not on one line give slopes that hold everywhere.
+    `counts` are two of each trace, such as its tokens and its supervised tokens. Two traces give slopes that
+    hold along the line between them, three that are not on one line give slopes that hold everywhere.
     """
     base, *others = np.asarray(counts, dtype=float)
     return np.linalg.pinv(others - base).T

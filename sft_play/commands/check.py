@@ -16,7 +16,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import HUB_NAME, SUFFIXES
 from sft_play.engines.registry import ALONE, distributed_engines
-from sft_play.errors import ConfigError, DataError
+from sft_play.errors import ConfigError, DataError, first_line
 from sft_play.hub import limit_network
 from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
@@ -53,7 +53,7 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
     machine = machine or detect()
     findings = []
     try:
-        resolved = load_config(path, list(overrides))
+        resolved = load_config(path, overrides)
         findings.append(Finding(OK, "config", f"{path}: {subject(resolved.config)}"))
     except ConfigError as error:
         findings.append(Finding(ERROR, "config", str(error)))
@@ -227,10 +227,9 @@ def _offline_finding(topic: str, key: str, name: str, kind: str, error: Exceptio
     except ValueError:
         what = f"{key}: {name} is neither a local path nor a Hub name"
         return Finding(ERROR, topic, what, "check the name")
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if cached:
         return Finding(OK, topic, f"{key}: {name} is in the local cache (the Hub is not reachable)")
-    what = f"{key}: the Hub is not reachable ({reason}) and {name} is not cached"
+    what = f"{key}: the Hub is not reachable ({first_line(error)}) and {name} is not cached"
     return Finding(WARNING, topic, what, "use a local folder, or connect to the network")
 
 

@@ -40,12 +40,8 @@ def command(
 ) -> Decorator:
     """Makes a function a command; the first line of its docstring is the help text.
 
-    Args:
-        name: of the command.
-        config: whether it takes --config and overrides.
-        needs_config: whether --config must be given.
-        as_json: whether it takes --json.
-        prints: whether all it makes is what it prints.
+    With `config`, it takes --config, which it may need, and overrides; with `as_json`, it takes --json.
+    `prints` says whether all it makes is what it prints.
     """
 
     def add(function: Handler) -> Handler:
@@ -94,14 +90,10 @@ def number(
 def end(
     args: argparse.Namespace, result: Any, *shown: Any, then: Sequence[str] = (), run: RunDir | None = None
 ) -> int:
-    """Ends a command: prints its result with --json, else what it shows a person; returns 0.
+    """Ends a command: prints its result, a JSON value, with --json, else what it shows a person; returns 0.
 
-    Args:
-        args: of the command.
-        result: what it has found, as a JSON value.
-        shown: for the console.
-        then: make targets to run next, for the same run.
-        run: a run that has been trained: its own config has the overrides that were typed.
+    `then` are make targets to run next, for the same run: with the typed overrides, or those that the config
+    of a trained `run` has.
     """
     if args.json:
         sys.stdout.write(json.dumps(result, indent=2, default=str) + "\n")
@@ -126,9 +118,10 @@ def announce(args: argparse.Namespace, *lines: str, name: str = "") -> "Resolved
 
 def loaded_config(args: argparse.Namespace) -> "RunConfig":
     """The config of a command, with its built-in data made."""
-    from sft_play.job import load_job_config
+    from sft_play.builtin.demo import materialise
+    from sft_play.config.load import load_config
 
-    return load_job_config(args.config, args.overrides).config
+    return materialise(load_config(args.config, args.overrides)).config
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.commands.output import require_own_file
 from sft_play.data.reading import TEXT_SUFFIXES, documents_in
 from sft_play.data.show import write_rows
-from sft_play.errors import ConfigError, DataError
+from sft_play.errors import ConfigError, DataError, first_line
 
 # Suffix -> the module that reads such files, and the package that has it.
 LIBRARIES = {".docx": ("docx", "python-docx"), ".pdf": ("pypdf", "pypdf")}
@@ -26,8 +26,7 @@ class Conversion:
     """What became of the documents of a folder."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    skipped: dict[str, str] = field(default_factory=dict)
-    """File -> why it was left out."""
+    skipped: dict[str, str] = field(default_factory=dict)  # file -> why it was left out
 
 
 def convert_documents(folder: Path, output: Path, *, force: bool = False) -> Conversion:
@@ -88,8 +87,7 @@ def _rows(folder: Path, files: list[Path], done: Conversion) -> Iterator[dict[st
         try:
             text = readers.get(file.suffix.lower(), _plain_text)(file)
         except Exception as error:  # noqa: BLE001 - the libraries raise dozens of unrelated classes
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            done.skipped[name] = f"it cannot be read: {first_line}"
+            done.skipped[name] = f"it cannot be read: {first_line(error)}"
             continue
         text = text.encode("utf-8", "ignore").decode().strip()  # PDFs may have unpaired surrogates
         if text:

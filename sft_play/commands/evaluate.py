@@ -43,14 +43,11 @@ if TYPE_CHECKING:
 def score_rows(
     model: Any, dataset: "Dataset", collate: Collator, *, batch_size: int, description: str = "scoring"
 ) -> TokenScore:
-    """Loss and token accuracy over all supervised tokens of `dataset`; the batch size only affects rounding.
+    """Loss and token accuracy over all supervised tokens of `dataset`, of a model in eval mode.
 
-    Args:
-        model: in eval mode.
-        dataset: columns input_ids, labels, length.
-        collate: rows -> batch with input_ids and labels, [rows, tokens].
-        batch_size: halved if memory runs out.
-        description: of the progress bar.
+    The dataset has the columns input_ids, labels and length; `collate` makes a batch with input_ids and
+    labels, [rows, tokens], of some of its rows. The batch size, halved if memory runs out, only affects
+    rounding. `description` is that of the progress bar.
     """
     add_loss_head(model)
     sums = torch.zeros(3, dtype=torch.float64)
@@ -76,9 +73,18 @@ class Question:
 
 
 def questions(
-    data: PreparedData, split: str, tokenizer: "PreTrainedTokenizerBase", limit: int
+    config: RunConfig,
+    data: PreparedData,
+    split: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    limit: int | None = None,
 ) -> list[Question]:
-    """The first `limit` rows of a split that have an answer; plain text has none."""
+    """The first `limit` (default: eval.limit) rows of a split that have an answer; plain text has none.
+
+    Raises:
+        ConfigError: eval.answer_pattern matches none of them.
+    """
+    limit = limit or config.eval.limit
     found = []
     for conversation in data.conversations(split):
         if conversation.text is None:
@@ -88,6 +94,7 @@ def questions(
                 found.append(Question(prompt.messages, reference, prompt_ids(tokenizer, prompt)))
         if len(found) == limit:
             break
+    require_answers([question.reference for question in found], config.eval.answer_pattern)
     return found
 
 
@@ -104,7 +111,7 @@ def answer_questions(
         tokenizer,
         [question.ids for question in asked],
         max_new_tokens=settings.max_new_tokens,
-        batch_size=DEFAULT_BATCH_SIZE if settings.batch_size == "auto" else settings.batch_size,
+        batch_size=settings.rows_answered_together,
         description=description,
     )
 
@@ -116,7 +123,7 @@ def answer_metrics(
     references = [question.reference for question in asked]
     texts = [answer.text for answer in answers]
     scores = score_answers(references, texts, settings.answer_pattern)
-    metrics = summarise_answers(references, texts, scores, settings.answer_pattern)
+    metrics = summarise_answers(references, texts, scores)
     metrics["unfinished_answers"] = sum(not answer.finished for answer in answers)
     metrics["max_new_tokens"] = settings.max_new_tokens
     return metrics, scores
@@ -145,11 +152,9 @@ def scoring_batch_size(config: RunConfig, run: RunDir) -> int:
 class Measured:
     """What one model did."""
 
-    scores: dict[str, Any]
-    """Loss and answer metrics, as eval.<split>.json has them."""
+    scores: dict[str, Any]  # loss and answer metrics, as eval.<split>.json has them
     answers: list[Answer]
-    judged: list[AnswerScore]
-    """The scores of each answer."""
+    judged: list[AnswerScore]  # the scores of each answer
 
 
 def evaluate_run(
@@ -174,8 +179,7 @@ def evaluate_run(
     with quiet_libraries(run.log):
         loaded = load_data(config)
         rows = _split_rows(loaded.rows, split)
-        asked = questions(loaded.rows, split, loaded.tokenizer, limit or config.eval.limit)
-        require_answers([question.reference for question in asked], config.eval.answer_pattern)
+        asked = questions(config, loaded.rows, split, loaded.tokenizer, limit)
         merged, left_out = merged_model(config, run, weights)
         measure = partial(_measure, config, scoring_batch_size(config, run), loaded.tokenizer, rows, asked)
         measured = of_each_model(config, weights, measure, merged)
@@ -253,15 +257,9 @@ def _write_answers(
 def closing_questions(
     config: RunConfig, data: PreparedData, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[str, list[Question]]:
-    """The split that answers are generated for at the end of a run, test if there is one, and rows of it.
-
-    Raises:
-        ConfigError: eval.answer_pattern matches none of them.
-    """
+    """The split that answers are generated for at the end of a run, test if there is one, and `questions`."""
     split = "test" if data.test is not None and len(data.test) else "val"
-    asked = questions(data, split, tokenizer, config.eval.limit)
-    require_answers([question.reference for question in asked], config.eval.answer_pattern)
-    return split, asked
+    return split, questions(config, data, split, tokenizer)
 
 
 def before_after(

@@ -124,10 +124,11 @@ def probe(args: argparse.Namespace) -> int:
     """Run two steps and an evaluation on the largest batch; compare measured with predicted memory."""
     from sft_play.report.probe import probe_report
 
-    announce(args, "plans, then runs two steps and an evaluation at the largest batch; trains nothing")
+    what = "plans, then runs two steps and an evaluation at the largest batch; trains nothing"
+    resolved = announce(args, what)
     with importing():
         from sft_play.commands.probe import probe_command
-    result = probe_command(args.config, args.overrides, processes=args.processes, engine=args.engine)
+    result = probe_command(resolved, processes=args.processes, engine=args.engine)
     return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"])
 
 
@@ -151,18 +152,13 @@ def train(args: argparse.Namespace) -> int:
     if nodes.count > 1:
         # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    runs = Path(announce(args, name="resume" if args.resume else "train").config.output.dir)
+    resolved = announce(args, name="resume" if args.resume else "train")
     with importing():
         from sft_play.commands.train import train_command
+    runs = Path(resolved.config.output.dir)
     with while_training(runs) if args.tensorboard else nullcontext():
-        return train_command(
-            args.config,
-            args.overrides,
-            processes=args.processes,
-            engine=args.engine,
-            resume=args.resume,
-            nodes=nodes,
-        )
+        train_command(resolved, processes=args.processes, engine=args.engine, resume=args.resume, nodes=nodes)
+    return 0
 
 
 @command("slurm")

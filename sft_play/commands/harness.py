@@ -21,7 +21,7 @@ from sft_play.errors import ConfigError, DoesNotFitError, SftPlayError
 from sft_play.hub import limit_network
 from sft_play.machine.host import detect_host
 from sft_play.model.build import load_for_inference
-from sft_play.model.generation import DEFAULT_BATCH_SIZE, load_chat_tokenizer, stop_token_ids
+from sft_play.model.generation import load_chat_tokenizer, stop_token_ids
 from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
@@ -44,14 +44,10 @@ class Options:
 
     tasks: tuple[str, ...]
     part: str = "result"
-    folder: Path | None = None
-    """Of task definitions, beside those of lm-eval."""
-    limit: int | None = None
-    """Rows of each task; default: all."""
-    shots: int | None = None
-    """Examples in the prompt; default: as the task says."""
-    chat: bool = False
-    """Put prompts into the chat template of the run."""
+    folder: Path | None = None  # of task definitions, beside those of lm-eval
+    limit: int | None = None  # rows of each task; default: all
+    shots: int | None = None  # examples in the prompt; default: as the task says
+    chat: bool = False  # put prompts into the chat template of the run
 
 
 def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str, Any]:
@@ -69,9 +65,8 @@ def evaluate_tasks(config: RunConfig, run: RunDir, options: Options) -> dict[str
     weights, name = _weights(config, run, options.part)
     with quiet_libraries(run.log):
         limit_network()
-        with spinner("loading lm-eval and the rows of its tasks"):
-            with _explaining(options, run):
-                tasks = _load_tasks(options)
+        with spinner("loading lm-eval and the rows of its tasks"), _explaining(options, run):
+            tasks = _load_tasks(options)
         tokenizer = load_chat_tokenizer(config)
         with spinner(LOADING):
             model: Any = load_for_inference(config, weights)
@@ -256,7 +251,7 @@ def _harness(config: RunConfig, run: RunDir, model: Any, tokenizer: Any) -> Any:
                 return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            self.batch_size_per_gpu = DEFAULT_BATCH_SIZE if size == "auto" else size
+            self.batch_size_per_gpu = config.eval.rows_answered_together
             return with_bar("answering", requests, super().generate_until)
 
     def with_bar(what: str, requests: Any, work: Callable[..., Any]) -> Any:

@@ -14,7 +14,6 @@ from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import write_atomic
 from sft_play.model.build import load_for_inference
 from sft_play.model.generation import (
-    DEFAULT_BATCH_SIZE,
     Answer,
     answer_batches,
     generate,
@@ -73,13 +72,7 @@ def fit_history(
     """Drops the oldest turns of the chat until prompt and answer fit into the model's context.
 
     Question and answer are dropped together. The last question is always kept, even if it leaves too little
-    room for an answer.
-
-    Args:
-        chat: whose turns are dropped in place.
-        render: messages -> prompt tokens.
-        limit: of the model's context, if known.
-        max_new_tokens: wanted room for the answer.
+    room for an answer. `render` gives the prompt tokens of messages; `limit` is the context, if known.
 
     Returns:
         Prompt tokens, room for the answer in tokens, and the number of dropped turns.
@@ -143,8 +136,7 @@ def _reply(model: Any, tokenizer: "PreTrainedTokenizerBase", chat: Dialogue, con
 def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) -> None:
     """A chat in the terminal, with greedy decoding and streamed answers; `read` asks for a line of input.
 
-    Raises:
-        CheckpointError: the run has no complete weights.
+    Raises CheckpointError if the run has no complete weights.
     """
     weights = finished_weights(config, run)
     with quiet_libraries(run.log):
@@ -205,11 +197,7 @@ def _without_last_answer(turns: Any) -> Any:
 
 
 def prompt_of(row: Row, system_prompt: str | None = None) -> Conversation:
-    """The conversation to continue, without an answer that the row may already have at its end.
-
-    Raises:
-        DataError: the row has no prompt; names file and line.
-    """
+    """The conversation to continue, without its last answer; DataError, with file and line, if none."""
     key = next((key for key in PROMPTS if key in row.data), None)
     if key is None:
         raise DataError(
@@ -234,11 +222,7 @@ def prompt_of(row: Row, system_prompt: str | None = None) -> Conversation:
 
 
 def read_prompts(path: Path, system_prompt: str | None = None) -> list[tuple[Row, Conversation]]:
-    """Reads and validates all rows of a JSONL, JSON, Parquet or CSV file.
-
-    Raises:
-        DataError: the file cannot be read, or a row has no prompt.
-    """
+    """The rows of a JSONL, JSON, Parquet or CSV file; DataError if it or one of them cannot be used."""
     if not path.is_file() or path.suffix.lower() not in SUFFIXES:
         found = "is not a supported file" if path.exists() else "does not exist"
         raise DataError(f"IN={path} {found}; expected {', '.join(SUFFIXES)}")
@@ -367,10 +351,8 @@ def _answers(
     ids = [prompt_ids(tokenizer, conversation) for conversation in conversations]
     with spinner(LOADING):
         model = load_for_inference(config, weights)
-    batch_size = DEFAULT_BATCH_SIZE if config.eval.batch_size == "auto" else config.eval.batch_size
-    batches = answer_batches(
-        model, tokenizer, ids, max_new_tokens=config.eval.max_new_tokens, batch_size=batch_size
-    )
+    rows, most = config.eval.rows_answered_together, config.eval.max_new_tokens
+    batches = answer_batches(model, tokenizer, ids, max_new_tokens=most, batch_size=rows)
     with progress_bar("answering", len(ids)) as report:
         for indices, answers in batches:
             yield from zip(indices, answers, strict=True)

@@ -47,10 +47,8 @@ TEST_TOKENS = 128
 class Tolerance:
     """Allowed difference between the merged model and the adapter model."""
 
-    mean: float
-    """Mean absolute difference of the logits, relative to their standard deviation."""
-    top1: float
-    """Share of positions at which both predict the same next token."""
+    mean: float  # mean absolute difference of the logits, relative to their standard deviation
+    top1: float  # share of positions at which both predict the same next token
 
 
 # About ten times the error of rounding the merged weights, to allow for deeper models. Measured on 8 layers
@@ -91,6 +89,8 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> tuple["PreTra
     """
     published = _published_dtype(config)
     used = "float32" if published == "float32" else dtype
+    # if not all weights have the type that config.json says, loading rounds to it
+    as_said = used != published and stored_types(config.model) == {IN_FILES.get(published)}
     require_fitting(empty_base(config.model), adapter)
     base = load_base(
         config.model,
@@ -98,7 +98,7 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> tuple["PreTra
         attn_implementation="eager",  # not used for a forward pass
         device=torch.device("cpu"),
         quantize=False,
-        as_stored=used != published and _is_stored_in(config, published) and can_be_cast_later(config, used),
+        as_stored=as_said and can_be_cast_later(config, used),
     )
     if getattr(base.config, "quantization_config", None) is not None:
         raise ConfigError(
@@ -108,11 +108,6 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> tuple["PreTra
     with looking_as_used(base):
         adapted = load_adapter(base, adapter)
     return merge_when_saved(adapted, getattr(torch, dtype), adapter)
-
-
-def _is_stored_in(config: RunConfig, dtype: str) -> bool:
-    """Whether all weights of the base have the type that its config.json says; else loading rounds to it."""
-    return stored_types(config.model) == {IN_FILES.get(dtype)}
 
 
 def _require_written(file: Path) -> None:
@@ -189,8 +184,7 @@ class LogitDifference:
 
     max_abs: float
     mean_abs: float
-    relative_mean: float
-    """mean_abs relative to the standard deviation of the reference."""
+    relative_mean: float  # mean_abs relative to the standard deviation of the reference
     top1: float
     positions: int
 
@@ -218,19 +212,13 @@ def compare_logits(reference: torch.Tensor, other: torch.Tensor) -> LogitDiffere
 
 
 def require_merged(output: Path, adapter: Path) -> str:
-    """Checks that `output` was merged from this adapter and is undamaged; returns its dtype.
-
-    Raises:
-        CheckpointError: it was not, or it is damaged.
-    """
+    """The dtype of the merged model; CheckpointError if it is damaged or not of this adapter."""
     info = read_json(output / MERGE_INFO)
     if not info:
         raise CheckpointError(f"{output} has no merged model yet; run `make merge` first")
     if info.get("adapter_sha256") != digest(adapter):
-        origin = info.get("adapter", str(adapter))
-        source = (
-            f"another version of {adapter}" if origin == str(adapter) else f"{origin}, not from {adapter}"
-        )
+        origin, own = info.get("adapter", str(adapter)), str(adapter)
+        source = f"another version of {own}" if origin == own else f"{origin}, not from {own}"
         raise CheckpointError(f"{output} was merged from {source}; run `make merge` again")
     require_undamaged(output, "run `make merge` again")
     return info["dtype"]

@@ -1,7 +1,6 @@
 """The models that a run is judged by: its base, what was trained, and the adapter merged into the base."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,41 +40,25 @@ def merged_model(config: RunConfig, run: RunDir, adapter: Path) -> tuple[Path | 
 def of_each_model(
     config: RunConfig, weights: Path, work: Callable[[str, Any], Result], merged: Path | None = None
 ) -> dict[str, Result]:
-    """Calls `work` with the base, with what was trained and with the merged model, one after the other.
+    """What `work` returns for "base", for "adapter" or "result", and for "merged" if there is that folder.
 
-    Never two models are in memory: with an adapter, the base is the same model without it.
-
-    Args:
-        config: of the run.
-        weights: its adapter folder, or its model folder after full fine-tuning.
-        work: called with the name of a model and the model in eval mode, which it must not keep.
-        merged: folder of the merged model, if there is one.
-
-    Returns:
-        "base", then "adapter" or "result", then "merged" -> what `work` returned.
+    It is called with the name of a model and the model in eval mode, which it must not keep: never two are in
+    memory. With an adapter, the base is the same model without it.
     """
     trained = trained_name(config)
-
-    def without_and_with_adapter(model: Any) -> dict[str, Result]:
-        with model.disable_adapter():
-            base = work(BASE, model)
-        return {BASE: base, trained: work(trained, model)}
-
-    if config.tuning.mode == "full":
-        found = {BASE: _with_model(config, None, partial(work, BASE))}
-        found[trained] = _with_model(config, weights, partial(work, trained))
-    else:
-        found = _with_model(config, weights, without_and_with_adapter)
+    is_full = config.tuning.mode == "full"
+    folders: dict[str, Path | None] = {BASE: None} if is_full else {}
+    folders[trained] = weights
     if merged:
-        found[MERGED] = _with_model(config, merged, partial(work, MERGED))
+        folders[MERGED] = merged
+    found: dict[str, Result] = {}
+    for name, folder in folders.items():
+        with spinner(LOADING):
+            model: Any = load_for_inference(config, folder)
+        if name == trained and not is_full:
+            with model.disable_adapter():
+                found[BASE] = work(BASE, model)
+        found[name] = work(name, model)
+        del model
+        release_memory()
     return found
-
-
-def _with_model(config: RunConfig, weights: Path | None, work: Callable[[Any], Result]) -> Result:
-    """Loads a model for `work`, and frees its memory afterwards."""
-    with spinner(LOADING):
-        model = load_for_inference(config, weights)
-    result = work(model)
-    del model
-    release_memory()
-    return result

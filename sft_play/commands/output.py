@@ -13,11 +13,7 @@ from sft_play.units import format_bytes
 
 
 def require_overwritable(output: Path, mark: str, target: str) -> None:
-    """Checks that a folder may be replaced; `mark` is a file that only this make target writes.
-
-    Raises:
-        ConfigError: the folder has other content.
-    """
+    """Raises ConfigError if a folder has content without `mark`, a file that only this make target writes."""
     if not output.exists():
         return
     if not output.is_dir() or (any(output.iterdir()) and not (output / mark).is_file()):
@@ -28,11 +24,7 @@ def require_overwritable(output: Path, mark: str, target: str) -> None:
 
 
 def require_own_file(output: Path, is_ours: Callable[[Path], bool], target: str, *, force: bool) -> None:
-    """Checks that a file may be replaced: one that this make target has written, or any with `force`.
-
-    Raises:
-        ConfigError: it is a folder or a device, or a file that something else has written.
-    """
+    """Raises ConfigError for a folder, and for a file that something else has written, unless `force`."""
     if not output.exists():
         return
     if not output.is_file():
@@ -57,11 +49,7 @@ def require_space(output: Path, needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def replacing_output(output: Path) -> Iterator[Path]:
-    """Yields a temporary folder that replaces `output`, with a manifest, once it is complete.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Yields a folder that replaces `output`, with a manifest, when complete; StorageError if that fails."""
     try:
         with replacing(output, {"versions": installed_versions()}) as folder:
             yield folder

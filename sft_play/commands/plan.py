@@ -57,32 +57,29 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
                 processes = fewest_gpus(config, architecture, facts, args.gpu, batch_grows=grows) or 1
                 config, machine = with_batch_for(config, facts, processes), what_if(args.gpu, processes)
                 if processes > 1:
-                    notes = [
-                        f"{processes} x {args.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}",
-                        *notes,
-                    ]
+                    said = f"{processes} x {args.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
+                    notes = [said, *notes]
             chosen = plan_run(config, architecture, facts, machine, processes)
             chosen = replace(chosen, why=(*chosen.why, *notes))
             scales = scaling(config, architecture, facts, machine, least=processes)
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if args.gpu and facts.seen else None
-    return tree | {"scaling": scales, "command": _command(args, config, chosen)}, plan_report(tree, scales)
+    command = _command(args, resolved, config, chosen)
+    return tree | {"scaling": scales, "command": command}, plan_report(tree, scales)
 
 
 def _config(args: argparse.Namespace) -> ResolvedConfig:
     """The config file, the same with another model, or the shipped one of its tuning mode with a model."""
-    if args.model is None:
-        if args.config is None:
-            raise ConfigError(
-                "nothing to plan; give a config (make plan CONFIG=configs/run_lora.yaml) or a model "
-                '(make plan MODEL=qwen3-8b GPU="RTX 4090")'
-            )
-        return materialise(load_config(args.config, args.overrides))
-    name = hub_name(args.model)
+    if args.model is None and args.config is None:
+        raise ConfigError(
+            "nothing to plan; give a config (make plan CONFIG=configs/run_lora.yaml) or a model "
+            '(make plan MODEL=qwen3-8b GPU="RTX 4090")'
+        )
+    model = [f"model.name={hub_name(args.model)}"] if args.model is not None else []
+    overrides = [*model, *args.overrides]
     if args.config is not None:
-        return materialise(load_config(args.config, [f"model.name={name}", *args.overrides]))
-    overrides = [f"model.name={name}", *args.overrides]
+        return materialise(load_config(args.config, overrides))
     if any(override.startswith("data.sources=") for override in args.overrides):
         overrides.insert(0, "data.train_path=null")
     resolved = load_config(_shipped("lora"), overrides)
@@ -104,17 +101,15 @@ def _batch_grows(args: argparse.Namespace, resolved: ResolvedConfig) -> bool:
     return args.config is None and resolved.origins["train.effective_batch_size"] != "override"
 
 
-def _command(args: argparse.Namespace, config: RunConfig, chosen: Plan) -> str:
+def _command(args: argparse.Namespace, resolved: ResolvedConfig, config: RunConfig, chosen: Plan) -> str:
     """What to type to train by this plan; a model alone is trained by the shipped config of its mode."""
-    path, overrides = args.config, list(args.overrides)
-    if path is None:
-        path = _shipped(config.tuning.mode).relative_to(CONFIGS.parent)
+    path, overrides = resolved.path, list(resolved.overrides)
+    if args.config is None:
+        path = path.relative_to(CONFIGS.parent)
         overrides = [override for override in overrides if not override.startswith("tuning.mode=")]
-        if not any(override.startswith(("data.train_path=", "data.sources=")) for override in overrides):
+        if resolved.origins["data.train_path"] == "default":
             overrides.append("data.train_path=my.jsonl")
-    if args.model:
-        overrides.insert(0, f"model.name={config.model.name}")
-    planned = load_config(CONFIGS.parent / path if args.config is None else path, overrides).config.train
+    planned = load_config(resolved.path, overrides).config.train
     if planned.effective_batch_size != config.train.effective_batch_size:  # it has grown with the GPUs
         overrides.append(f"train.effective_batch_size={config.train.effective_batch_size}")
     return training_command(chosen, path, overrides)

@@ -4,23 +4,20 @@ from dataclasses import asdict
 from typing import Any
 
 from sft_play.commands.train import launch_ranks, opened_job, with_flags
+from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.machine.process import ended_by_signals
 from sft_play.runlog import read_json
 
 
-def probe_command(path: str, overrides: list[str], *, processes: int, engine: str | None) -> dict[str, Any]:
-    """Prepares, plans and probes; an earlier run of the same name is left as it is.
+def probe_command(resolved: ResolvedConfig, *, processes: int, engine: str | None) -> dict[str, Any]:
+    """Prepares, plans and probes; an earlier run of the same name is left as it is. Errors as in training.
 
-    Returns:
-        {"plan": as in `sft-play plan --json`, "probe": the fields of a ProbeResult}.
-
-    Raises:
-        DoesNotFitError: no plan fits; further errors as in `train_command`.
+    Returns {"plan": as in `sft-play plan --json`, "probe": the fields of a ProbeResult}.
     """
-    overrides = with_flags(path, overrides, engine, resume=False)
-    with ended_by_signals(), opened_job(path, overrides, processes) as job:
+    resolved = with_flags(resolved, engine, resume=False)
+    with ended_by_signals(), opened_job(resolved, processes) as job:
         if job.config.train.probe is False:
             raise ConfigError(
                 "train.probe=false leaves nothing to measure; remove it, or add ARGS=train.probe=true"
@@ -30,7 +27,7 @@ def probe_command(path: str, overrides: list[str], *, processes: int, engine: st
 
             with process_group(job):
                 return probe_here(job)
-        launch_ranks(job, [path, *overrides, "--probe"])
+        launch_ranks(job, flags=["--probe"])
         return read_json(job.run.probe)
 
 

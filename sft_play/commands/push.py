@@ -7,7 +7,7 @@ from typing import Any
 
 from sft_play.commands.merge import merged_folder
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, first_line
 from sft_play.hub import access_token, is_network_error, limit_network
 from sft_play.manifest import CARD
 from sft_play.model.weights import finished_weights
@@ -98,7 +98,7 @@ def _upload(
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         api.create_commit(repository, operations, commit_message=f"{title}, trained with SFT-Play")
     except HfHubHTTPError as error:
-        raise ConfigError(_refusal(repository, error)) from error
+        raise ConfigError(f"REPO={repository}: {_refusal(error)}. Nothing was published") from error
     except ValueError as error:  # the client has the Hub check the metadata of the card
         if CARD not in str(error):
             raise
@@ -106,7 +106,7 @@ def _upload(
     except Exception as error:
         if not (isinstance(error, OfflineModeIsEnabled) or is_network_error(error)):
             raise
-        reason = (str(error) or type(error).__name__).splitlines()[0][:MESSAGE_CHARACTERS]
+        reason = first_line(error)[:MESSAGE_CHARACTERS]
         raise ConfigError(
             f"REPO={repository}: the Hub cannot be reached ({reason}). Nothing was published; run the "
             "command again when it can"
@@ -128,12 +128,11 @@ def _prepare(api: Any, repository: str, *, public: bool) -> bool:
     return private
 
 
-def _refusal(repository: str, error: Any) -> str:
+def _refusal(error: Any) -> str:
     status = error.response.status_code
     said = (error.server_message or str(error).splitlines()[0])[:MESSAGE_CHARACTERS]
     reasons = {
         401: "the Hub does not accept the access token; run `.venv/bin/hf auth login` again, or set HF_TOKEN",
         403: "the access token may not write there; make one that may at https://huggingface.co/settings/tokens",
     }
-    reason = reasons.get(status, f"the Hub answered {status}: {said}")
-    return f"REPO={repository}: {reason}. Nothing was published"
+    return reasons.get(status, f"the Hub answered {status}: {said}")

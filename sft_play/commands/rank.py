@@ -2,10 +2,12 @@
 
 from contextlib import nullcontext
 
+from sft_play.builtin.demo import materialise
 from sft_play.commands.probe import probe_here
 from sft_play.commands.report import end_reported
 from sft_play.commands.train import close, closing_prompts, require_packages, train_here
-from sft_play.job import load_job_config, prepare_job
+from sft_play.config.load import load_config
+from sft_play.job import prepare_job
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.runlog import hold_run, open_run, quiet_libraries
 
@@ -17,7 +19,7 @@ def run_rank(path: str, overrides: list[str], ranks: RankEnvironment, *, probe_o
     for a file lock. Rank 0 holds the run directory if our launcher does not. With `probe_only`, the largest
     batch is measured and nothing trained.
     """
-    resolved = load_job_config(path, overrides)
+    resolved = materialise(load_config(path, overrides))
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name, ranks.rank)
     reports = ranks.is_main and not ranks.launched_by_us

@@ -56,14 +56,17 @@ def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None
             _report(run)  # it may be a while until the run goes on
         raise
     except KeyboardInterrupt as error:
-        begun = before[0] != _versions(run)[0]
-        raise KeyboardInterrupt(
-            f"{error}{_what_is_saved(run, begun=begun)}" if here else str(error)
-        ) from None
+        said = _what_is_saved(run, begun=before[0] != _versions(run)[0]) if here else ""
+        raise KeyboardInterrupt(f"{error}{said}") from None
     except Exception as error:
         begun, summarised = (was != now for was, now in zip(before, _versions(run), strict=True))
         if here and begun:
-            _keep_error(run, library_failure(error, config) or error, trained=summarised)
+            shown = library_failure(error, config) or error
+            done = summarised and read_json(run.summary).get("status") == "done"
+            with contextlib.suppress(Exception):  # it may be the disk that failed
+                update_summary(
+                    run, status="done" if done else "failed", error=str(shown) or type(shown).__name__
+                )
             _report(run)
         raise
 
@@ -90,13 +93,6 @@ def _what_is_saved(run: RunDir, *, begun: bool) -> str:
         return " before the first checkpoint, so `make train` starts again"
     processes = read_json(run.plan).get("plan", {}).get("world_size", 1)
     return f" at once; {saved[-1].name} is the last one saved. Continue with: {run.resume_command(processes)}"
-
-
-def _keep_error(run: RunDir, error: BaseException, *, trained: bool) -> None:
-    """Writes the error into the summary, if that is possible: it may be the disk that failed."""
-    done = trained and read_json(run.summary).get("status") == "done"
-    with contextlib.suppress(Exception):
-        update_summary(run, status="done" if done else "failed", error=str(error) or type(error).__name__)
 
 
 def _report(run: RunDir) -> None:

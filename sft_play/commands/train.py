@@ -40,38 +40,31 @@ MOST_RECOVERIES = 3  # from memory that ran out in the middle of a run; each has
 
 
 def train_command(
-    path: str, overrides: list[str], *, processes: int, engine: str | None, resume: bool, nodes: Nodes = ALONE
-) -> int:
+    resolved: ResolvedConfig, *, processes: int, engine: str | None, resume: bool, nodes: Nodes
+) -> None:
     """Prepares, plans, trains, compares and reports.
 
-    Args:
-        path: config file.
-        overrides: `section.key=value`.
-        processes: on this machine; 0: one per visible GPU, or two on the CPU.
-        engine: parallel.engine for this run.
-        resume: from the latest checkpoint.
-        nodes: this machine's place in a multi-node run.
+    `processes` counts those of this machine (0: one per visible GPU, or two on the CPU); `engine` is
+    parallel.engine for this run; with `resume`, it goes on from the latest checkpoint.
 
     Raises:
         ConfigError: settings, flags or environment are invalid; further errors as in `train` and `launch`.
         CheckpointError: there is no such run to resume.
     """
-    overrides = with_flags(path, overrides, engine, resume)
-    config = load_config(path, overrides).config  # reports mistakes before waiting for other machines
+    resolved = with_flags(resolved, engine, resume)
     if resume and not nodes.rank:
-        require_started(RunDir(Path(config.output.dir) / config.output.name))
+        require_started(RunDir(Path(resolved.config.output.dir) / resolved.config.output.name))
     with (
         ended_by_signals(),
         connected_machines(nodes) as link,
-        opened_job(path, overrides, processes, nodes) as job,
+        opened_job(resolved, processes, nodes) as job,
         end_reported(job.run, job.config, here=not nodes.rank),
     ):
-        summary = train_job(job, [path, *overrides], link)
+        summary = train_job(job, link)
         if nodes.rank:
             console().print("trained; the results are on machine 0")
         else:
             close(job, summary, compare(job))
-    return 0
 
 
 def require_started(run: RunDir) -> None:
@@ -82,15 +75,14 @@ def require_started(run: RunDir) -> None:
         raise CheckpointError(f"{run.path} {what}, so there is nothing to resume{others}")
 
 
-def with_flags(path: str, overrides: list[str], engine: str | None, resume: bool) -> list[str]:
-    """The overrides and the command-line flags, as overrides of the config; arguments as in `train_command`.
+def with_flags(resolved: ResolvedConfig, engine: str | None, resume: bool) -> ResolvedConfig:
+    """The config with the command-line flags as overrides; arguments as in `train_command`.
 
     A checkpoint that an override names is resumed instead of the latest one.
 
     Raises:
         ConfigError: an override contradicts a flag, or is invalid.
     """
-    resolved = load_config(path, overrides)
     typed = {name for name, origin in resolved.origins.items() if origin == "override"}
     asked, wanted = resolved.config.train.resume, resolved.config.parallel.engine
     if engine and "parallel.engine" in typed and wanted != engine:
@@ -101,12 +93,13 @@ def with_flags(path: str, overrides: list[str], engine: str | None, resume: bool
     if resume and "train.resume" in typed and asked == "never":
         raise ConfigError("train.resume=never contradicts `make resume`; use `make train` to begin anew")
     flags = [f"parallel.engine={engine}"] if engine else []
-    return [*overrides, *flags, *(["train.resume=auto"] if resume and "train.resume" not in typed else [])]
+    flags += ["train.resume=auto"] if resume and "train.resume" not in typed else []
+    return load_config(resolved.path, [*resolved.overrides, *flags])
 
 
 @contextmanager
-def opened_job(path: str, overrides: list[str], processes: int, nodes: Nodes = ALONE) -> Iterator[Job]:
-    """The job of a config, with its run directory locked within this context.
+def opened_job(resolved: ResolvedConfig, processes: int, nodes: Nodes = ALONE) -> Iterator[Job]:
+    """The job of a config, whose data and plan it prints, with the run directory locked within this context.
 
     `processes` counts those of this machine (0: one per visible GPU, or two on the CPU); the job is that of
     all machines together.
@@ -120,12 +113,18 @@ def opened_job(path: str, overrides: list[str], processes: int, nodes: Nodes = A
             f"WORLD_SIZE={world_size} is set, as by torchrun, but this command starts its processes itself "
             "(--processes). Launch scripts/train_distributed.py with torchrun, or unset WORLD_SIZE"
         )
-    resolved = load_config(path, overrides)
     require_packages(resolved.config)
     run = open_run(resolved.config.output.dir, resolved.config.output.name)
     with hold_run(run, nodes.rank), quiet_libraries(run.log):
-        processes = processes or len(detect().gpus) or CPU_PROCESSES
-        yield open_job(materialise(resolved), processes * nodes.count, nodes.count)
+        from sft_play.commands.evaluate import closing_questions
+        from sft_play.data import show
+
+        processes = (processes or len(detect().gpus) or CPU_PROCESSES) * nodes.count
+        job = prepare_job(materialise(resolved), processes=processes, machines=nodes.count)
+        if job.config.eval.generate:
+            closing_questions(job.config, job.data, job.tokenizer)  # reports mistakes before training
+        console().print(show.table(job.data), "", plan_summary(job.plan.to_json()), "")
+        yield job
 
 
 def require_packages(config: RunConfig) -> None:
@@ -135,33 +134,14 @@ def require_packages(config: RunConfig) -> None:
         raise ConfigError("\n".join(missing) + ", or change the setting")
 
 
-def open_job(resolved: ResolvedConfig, processes: int, machines: int = 1) -> Job:
-    """Prepares the data and plans the run, and prints both."""
-    from sft_play.commands.evaluate import closing_questions
-    from sft_play.data import show
-
-    job = prepare_job(resolved, processes=processes, machines=machines)
-    if job.config.eval.generate:
-        # reports mistakes in them now, not after training
-        closing_questions(job.config, job.data, job.tokenizer)
-    console().print(show.table(job.data), "", plan_summary(job.plan.to_json()), "")
-    return job
-
-
-def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, Any]:
+def train_job(job: Job, link: Link | None = None) -> dict[str, Any]:
     """Trains, here or in several processes; returns the summary.
 
     If memory runs out in the middle, goes on from the last checkpoint with a smaller plan, on one machine and
-    at most MOST_RECOVERIES times.
-
-    Args:
-        job: the run.
-        argv: config file and overrides, as typed.
-        link: the connection to the launchers on the other machines.
+    at most MOST_RECOVERIES times. `link` connects to the launchers on the other machines.
 
     Raises:
-        OutOfMemory: memory ran out again, or there is no smaller plan; further errors as in `train` and
-            `launch_ranks`.
+        OutOfMemory: memory ran out again, or there is no smaller plan; others as in `train`, `launch_ranks`.
     """
     said: list[str] = []
     while True:
@@ -169,7 +149,7 @@ def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, 
             if job.plan.world_size == 1:
                 summary = train_alone(job)
             else:
-                launch_ranks(job, argv, link)
+                launch_ranks(job, link)
                 summary = read_json(job.run.summary)
             return update_summary(job.run, out_of_memory=said) if said else summary
         except OutOfMemory as error:
@@ -178,7 +158,6 @@ def train_job(job: Job, argv: list[str], link: Link | None = None) -> dict[str, 
             reason = str(error)
         # here the error no longer refers to the memory of the session that failed
         job, line = _smaller_job(job, reason)
-        argv = [*argv, f"train.resume={job.config.train.resume}", "eval.batch_size=auto"]
         said.append(line)
         console().print(f"  [yellow]{escape(line)}[/]")
 
@@ -218,7 +197,7 @@ def train_here(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any
     return train(job, prompts)
 
 
-def launch_ranks(job: Job, argv: list[str], link: Link | None = None) -> None:
+def launch_ranks(job: Job, link: Link | None = None, *, flags: Sequence[str] = ()) -> None:
     """Starts the ranks with this job's plan, through `accelerate launch`, and waits; as in `train_job`.
 
     Raises:
@@ -233,7 +212,7 @@ def launch_ranks(job: Job, argv: list[str], link: Link | None = None) -> None:
     job.run.write_json(handed_over, job.plan.to_json())
     launch(
         job.plan,
-        script=["scripts/train_distributed.py", "--config", *argv],
+        ["--config", str(job.resolved.path), *job.resolved.overrides, *flags],
         run=job.run,
         environment={PLAN_VARIABLE: str(handed_over.absolute())},
         nodes=nodes,

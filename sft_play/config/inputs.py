@@ -14,14 +14,11 @@ BUILTIN_FOLDER = re.compile(rf"/builtin/({'|'.join(BUILTINS)})-[0-9a-f]{{24}}(?:
 class DataInput:
     """One data path of a run."""
 
-    key: str
-    """Its setting, such as "data.train_path" or "data.sources[1]"."""
-    split: str
-    """train, val or test."""
+    key: str  # its setting, such as "data.train_path" or "data.sources[1]"
+    split: str  # train, val or test
     path: str
     format: str
-    weight: float = 1.0
-    """How often its rows are seen per epoch."""
+    weight: float = 1.0  # how often its rows are seen per epoch
     hub_split: str | None = None
 
 

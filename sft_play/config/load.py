@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -24,11 +25,12 @@ MAX_DEPTH = 20  # of YAML collections inside each other; a config has three
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A validated config, and the origin of each value: dotted name -> "default", a file, or "override"."""
+    """A validated config, and what it was made from."""
 
     config: RunConfig
-    origins: dict[str, str]
+    origins: dict[str, str]  # of each value, by dotted name: "default", a file, or "override"
     path: Path
+    overrides: tuple[str, ...] = ()  # as typed
 
 
 class _Loader(yaml.SafeLoader):
@@ -99,11 +101,7 @@ def _require_plain(text: str) -> None:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parses YAML `text` that was read from `source`.
-
-    Raises:
-        ConfigError: the text is not valid; names `source` and the line.
-    """
+    """Parses YAML `text`; ConfigError if it is not valid, which names its `source` and the line."""
     try:
         _require_plain(text)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader subclass
@@ -307,7 +305,7 @@ def _problems(error: ValidationError) -> list[str]:
     return [f"{name}: {text}" for name, text in lines.items()]
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> ResolvedConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
     """Reads a YAML config with its includes, applies `section.key=value` overrides, and validates it.
 
     Raises:
@@ -315,21 +313,6 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Resolve
     """
     path = Path(path)
     tree, origins = _load_tree(path)
-    return config_from(tree, origins, overrides or [], path)
-
-
-def config_from(tree: dict, origins: dict[str, str], overrides: list[str], path: Path) -> ResolvedConfig:
-    """Applies overrides to the settings in `tree`, and validates them.
-
-    Args:
-        tree: sections; changed in place.
-        origins: of its values, by dotted name; changed in place.
-        overrides: `section.key=value`.
-        path: of the config file, for messages and for the name of the run.
-
-    Raises:
-        ConfigError: the config is invalid; lists every problem with its dotted name.
-    """
     for number, override in enumerate(overrides, start=1):
         _refuse_secret(override, f"override {number}")
         origins[_setting(apply_override(tree, override))] = "override"
@@ -345,7 +328,7 @@ def config_from(tree: dict, origins: dict[str, str], overrides: list[str], path:
         raise ConfigError("\n  ".join([head, *problems]) + where) from None
     for name in _leaves(config.model_dump()):
         origins.setdefault(name, "default")
-    return ResolvedConfig(config, origins, path)
+    return ResolvedConfig(config, origins, path, tuple(overrides))
 
 
 def dump_resolved(resolved: ResolvedConfig) -> str:

@@ -1,11 +1,13 @@
 """Reads back the values and origins of a config.resolved.yaml, also if it no longer is a valid config."""
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?: (?P<rest>.+))?$")
+LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?: (?P<rest>.+))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -16,29 +18,24 @@ class Setting:
     origin: str  # "default", "override", or a file
 
 
-def read_resolved(text: str) -> dict[str, Setting]:
-    """The settings that `dump_resolved` wrote, by dotted name; lines that it cannot have written are skipped.
+def read_resolved(path: Path) -> dict[str, Setting]:
+    """The settings of a file that `dump_resolved` wrote, by dotted name; other lines in it are skipped.
 
     A run of an earlier version may have settings that the schema does not know any more.
     """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
     settings: dict[str, Setting] = {}
     sections: list[str] = []
-    for line in text.splitlines():
-        found = LINE.match(line)
-        if not found:
-            continue
+    for found in LINE.finditer(text):
         del sections[len(found["indent"]) // 2 :]
         if found["rest"] is None:
             sections.append(found["key"])
-        elif setting := _setting(found["rest"]):
-            settings[".".join([*sections, found["key"]])] = setting
+            continue
+        with contextlib.suppress(ValueError, RecursionError):  # the value is not JSON
+            value, end = json.JSONDecoder().raw_decode(found["rest"])
+            origin = found["rest"][end:].strip().removeprefix("# ")
+            settings[".".join([*sections, found["key"]])] = Setting(value, origin)
     return settings
-
-
-def _setting(text: str) -> Setting | None:
-    """The setting of `value  # origin`; None if the value is not JSON."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return None
-    return Setting(value, text[end:].strip().removeprefix("# "))

@@ -318,6 +318,11 @@ class EvalConfig(Section):
     samples: Annotated[int, Field(ge=0, le=20)] = 3
     """Number of sample answers in the final report."""
 
+    @property
+    def rows_answered_together(self) -> int:
+        """How many answers are generated at a time."""
+        return 8 if self.batch_size == "auto" else self.batch_size
+
 
 class OutputConfig(Section):
     """Where results are written."""

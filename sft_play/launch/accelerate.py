@@ -33,6 +33,7 @@ from sft_play.runlog import RunDir, console
 from sft_play.secrets import redact_file
 from sft_play.units import counted
 
+SCRIPT = REPOSITORY / "scripts" / "train_distributed.py"  # of each rank
 # torchrun's message when a rank failed; the rank may have ended before our first look at the processes.
 RANK_FAILED = "Root Cause (first observed failure)"
 # How long ranks may save after a signal to torchrun, before torchrun kills them (its default is 30).
@@ -116,26 +117,28 @@ def launch_environment(device: str, processes: int, interface: str | None) -> di
 
 def launch(
     plan: Plan,
+    arguments: Sequence[str],
     *,
-    script: Sequence[str],
     run: RunDir,
     environment: Mapping[str, str] | None = None,
     nodes: Nodes = ALONE,
     link: Link | None = None,
 ) -> None:
-    """Runs `script` in this machine's share of the plan's processes, and waits until they end.
+    """Trains in this machine's share of the plan's processes, and waits until they end.
 
     `link` connects to the launchers on the other machines.
 
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code, the message is that of the rank.
     """
+    if not SCRIPT.is_file():
+        raise LaunchError(f"{SCRIPT} does not exist; run sft-play from a clone of its repository")
     engine = engine_of(plan.engine)
     if warning := stale_default_config(plan.world_size, engine):
         console().print(f"[yellow]{warning}[/]")
     engine.prepare_launch()
     command = launch_command(
-        [str(_find_script(script[0])), *script[1:]],
+        [str(SCRIPT), *arguments],
         engine=plan.engine,
         device=plan.device,
         processes=plan.world_size,
@@ -146,13 +149,6 @@ def launch(
         command, run, processes=plan.world_size, nodes=nodes, link=link, environment=environment
     )
     raise_unless_done(result)
-
-
-def _find_script(name: str) -> Path:
-    path = Path(name) if Path(name).is_file() else REPOSITORY / name
-    if not path.is_file():
-        raise LaunchError(f"{name} does not exist; run sft-play from a clone of its repository")
-    return path.absolute()
 
 
 def run_launcher(

@@ -48,22 +48,15 @@ def stale_default_config(processes: int, engine: Engine) -> str | None:
         return f"{path} is not valid YAML; {REMEDY}"
     found = tree if isinstance(tree, dict) else {}
     wanted = {"num_processes": str(processes), "distributed_type": engine.distributed_type}
-    differs = [
-        f"{key} {found.get(key)} instead of {value}"
-        for key, value in wanted.items()
-        if str(found.get(key)) != value
-    ]
+    pairs = ((key, found.get(key), value) for key, value in wanted.items())
+    differs = [f"{key} {own} instead of {value}" for key, own, value in pairs if str(own) != value]
     if not differs:
         return None
     return f"{path} has {', '.join(differs)}; a plain `accelerate launch` would use it (make targets do not)"
 
 
 def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
-    """Writes accelerate's default config, with its wizard or automatically from this machine's devices.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Writes accelerate's default config, by its wizard or for this machine; StorageError if that fails."""
     if not auto:
         return subprocess.call([sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"])
     path = default_config_path()

@@ -116,11 +116,7 @@ class Link:
         self._wake.set()
 
     def wait_for_main(self) -> None:
-        """Waits until machine 0 is done, which may evaluate after training.
-
-        Raises:
-            SftPlayError: it failed.
-        """
+        """Waits until machine 0 is done, which may evaluate after training; raises its error if it failed."""
         if self.nodes.rank:
             self._wait_for(lambda: "ended" in self._board[0] and self._cause is None)
 

@@ -58,11 +58,7 @@ def read_nodes(
 
 
 def whole_number(name: str, text: str, low: int, high: int | None = None) -> int:
-    """Parses the whole number of a make variable.
-
-    Raises:
-        ConfigError: it is not a whole number, or out of range.
-    """
+    """The whole number of a make variable; ConfigError if it is none, or out of range."""
     if text.isdigit() and low <= int(text) and (high is None or int(text) <= high):
         return int(text)
     allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
@@ -106,11 +102,7 @@ def listen(nodes: Nodes) -> socket.socket:
 
 
 def wait_until_reached(nodes: Nodes, timeout_s: float) -> None:
-    """Waits until machine 0 listens.
-
-    Raises:
-        LaunchError: it does not within `timeout_s` seconds.
-    """
+    """Waits until machine 0 listens; LaunchError if it does not within `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -144,12 +136,11 @@ def interface_towards(address: str) -> str | None:
 
 def free_port(preferred: int = 0, host: str = LOOPBACK) -> int:
     """`preferred` if it is free, otherwise another port that is free now."""
-    for port in (preferred, 0):
-        try:
-            # create_server sets SO_REUSEADDR, so a port in TIME_WAIT counts as free.
-            with socket.create_server((host, port)) as server:
-                return server.getsockname()[1]
-        except (OSError, OverflowError):
-            if port == 0:
-                raise
-    raise AssertionError("port 0 always ends the loop")
+    try:
+        # create_server sets SO_REUSEADDR, so a port in TIME_WAIT counts as free.
+        with socket.create_server((host, preferred)) as server:
+            return server.getsockname()[1]
+    except (OSError, OverflowError):
+        if not preferred:
+            raise
+    return free_port(host=host)

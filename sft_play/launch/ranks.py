@@ -113,11 +113,7 @@ class RankEnvironment:
         )
 
     def require_whole_world(self) -> None:
-        """Checks that as many processes were started as our launcher requested.
-
-        Raises:
-            ConfigError: accelerate started fewer or more.
-        """
+        """Raises ConfigError if accelerate started fewer or more processes than our launcher requested."""
         if self.asked_world_size not in (None, self.world_size):
             raise ConfigError(
                 f"{self.asked_world_size} processes were requested, but the launcher started "
@@ -230,17 +226,11 @@ def _describe_silent(silent: Sequence[int], log_tail: str) -> str:
     if found is None or int(found[1]) not in silent:
         names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
         return f"{names} {DIED_SILENTLY}: {CAUSE_UNKNOWN}"
-    rank, code = int(found[1]), int(found[2])
-    return f"rank {rank} {DIED_SILENTLY}: {_describe_exit(code)}"
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return CAUSE_UNKNOWN
-    name = signal_name(-code)
-    if name == "SIGKILL":
-        return "killed by SIGKILL, possibly by the out-of-memory killer"
-    return f"killed by {name}"
+    rank, code, how = int(found[1]), int(found[2]), CAUSE_UNKNOWN
+    if code < 0:
+        how = f"killed by {signal_name(-code)}"
+        how += ", possibly by the out-of-memory killer" if -code == signal.SIGKILL else ""
+    return f"rank {rank} {DIED_SILENTLY}: {how}"
 
 
 def signal_name(number: int) -> str:

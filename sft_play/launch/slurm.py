@@ -38,11 +38,7 @@ class SlurmJob:
 
 
 def read_job(nodes: str | None, gpus: str | None, name: str, **rest: str | None) -> SlurmJob:
-    """Parses what was typed as NODES and NGPU; `rest` are the other fields.
-
-    Raises:
-        ConfigError: not a whole number, or out of range.
-    """
+    """The job for NODES and NGPU as typed, and the other fields; ConfigError if they are no numbers."""
     count = whole_number("NODES", nodes or "1", 1)
     per_node = whole_number("NGPU", gpus, 0) if gpus else None
     return SlurmJob(count, per_node, re.sub(r"[^\w.-]", "-", name), **rest)
@@ -94,11 +90,7 @@ def batch_file(
 
 
 def sbatch_command(file: Path, job: SlurmJob) -> list[str]:
-    """The command line of sbatch.
-
-    Raises:
-        ConfigError: the further options have an open quotation mark.
-    """
+    """The command line of sbatch; ConfigError if the further options have an open quotation mark."""
     try:
         more = shlex.split(job.more or "")
     except ValueError as error:

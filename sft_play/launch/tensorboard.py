@@ -20,6 +20,7 @@ from sft_play.launch.nodes import LOOPBACK, free_port
 from sft_play.runlog import console
 
 PORT = 6006
+LOG = ".tensorboard.log"  # in the folder of runs
 DEFAULT_RUNS = Path("runs")
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
@@ -78,18 +79,12 @@ def start(runs: Path, port: int = PORT) -> Server:
     return server
 
 
-def _log(runs: Path) -> Path:
-    return runs / ".tensorboard.log"
-
-
 def _start(runs: Path, port: int) -> Server:
-    options = {"--logdir": str(runs), "--host": LOOPBACK, "--port": str(port), "--reload_interval": "15"}
-    argv = [sys.executable, "-m", "tensorboard.main"]
-    for name, value in options.items():
-        argv += [name, value]
+    where = [f"--logdir={runs}", f"--host={LOOPBACK}", f"--port={port}", "--reload_interval=15"]
+    argv = [sys.executable, "-m", "tensorboard.main", *where]
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        with _log(runs).open("w", encoding="utf-8") as log:
+        with (runs / LOG).open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -114,7 +109,7 @@ def _wait_until_it_answers(server: Server, runs: Path) -> None:
             return
         time.sleep(0.2)
     stop(runs)
-    raise LaunchError(f"TensorBoard did not start; see the end of {_log(runs)}")
+    raise LaunchError(f"TensorBoard did not start; see the end of {runs / LOG}")
 
 
 def stop(runs: Path) -> bool:

@@ -36,13 +36,10 @@ def _text(config: RunConfig, run: RunDir, *, merged: bool) -> str:
 def renewed_cards(config: RunConfig, run: RunDir) -> Iterator[None]:
     """Writes the cards of a run again after new scores were written within; those that people edited stay.
 
-    Raises:
-        StorageError: a card cannot be written.
+    Raises StorageError if a card cannot be written.
     """
-    ours = []
-    for folder in (run.adapter, run.model, run.merged):
-        if _is_ours(folder, _text(config, run, merged=folder == run.merged)):
-            ours.append(folder)
+    folders = (run.adapter, run.model, run.merged)
+    ours = [folder for folder in folders if _is_ours(folder, _text(config, run, merged=folder == run.merged))]
     yield
     for folder in ours:
         with storing(folder / CARD, "Free space, or make the folder writable"):

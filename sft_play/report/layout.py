@@ -84,13 +84,9 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
 
 
 def make_command(target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: Any) -> str:
-    """The `make` command for a config and overrides, quoted for a shell.
+    """The `make` command for a config ("": none) and overrides, quoted for a shell.
 
-    Args:
-        target: of make.
-        config: file; "" to leave it out.
-        overrides: `section.key=value`.
-        settings: further variables of make, which come first; those without a value are left out.
+    `settings` are further variables of make, which come first; those without a value are left out.
     """
     return " ".join(["make", target, *make_settings(config, overrides, **settings)])
 

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from sft_play.machine.gpus import Gpu, GpuProcess, Machine
 from sft_play.report.layout import columns
+from sft_play.report.tables import formatted
 from sft_play.screen import Words
 from sft_play.units import counted, format_bytes
 
@@ -17,18 +18,14 @@ def _or_na(value: Any) -> str:
     return "n/a" if value is None else str(value)
 
 
-def _size(value: int | None) -> str:
-    return "n/a" if value is None else format_bytes(value)
-
-
 def memory_text(free: int | None, total: int | None) -> str:
     """`memory_text(5 * GIB, 24 * GIB)` is "5.00 GiB free of 24.00 GiB"."""
-    return f"{_size(free)} free of {_size(total)}"
+    return f"{formatted(free, format_bytes)} free of {formatted(total, format_bytes)}"
 
 
 def process_text(process: GpuProcess) -> str:
     """Process id, name and memory: "4021 python 3.10 GiB"."""
-    return f"{process.pid} {process.name or 'n/a'} {_size(process.used_bytes)}"
+    return f"{process.pid} {process.name or 'n/a'} {formatted(process.used_bytes, format_bytes)}"
 
 
 def _users(gpu: Gpu) -> str:
@@ -44,7 +41,7 @@ def gpu_info_table(machine: Machine) -> RenderableType:
         table.padding = (0, 2, 0, 0)
         for gpu in machine.gpus:
             capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "n/a"
-            sizes = (_size(gpu.free_bytes), _size(gpu.total_bytes))
+            sizes = (formatted(size, format_bytes) for size in (gpu.free_bytes, gpu.total_bytes))
             facts = map(_or_na, (gpu.bf16, gpu.fp16, gpu.link))
             table.add_row(
                 str(gpu.index), gpu.name + (" (MIG)" if gpu.mig else ""), *sizes, capability, *facts
@@ -74,5 +71,5 @@ def memory_table(machine: Machine, available: int | None) -> RenderableType:
     if machine.gpus:
         what = " per GPU, including the CUDA context"
         what += "; limited by the GPU with the least free memory" if len(machine.gpus) > 1 else ""
-    lines.append(Text(f"Available to a run: {_size(available)}{what}", style="bold"))
+    lines.append(Text(f"Available to a run: {formatted(available, format_bytes)}{what}", style="bold"))
     return Group(*(Words(line, hang=2) for line in lines))

@@ -11,7 +11,7 @@ from sft_play.config.methods import METHODS
 from sft_play.engines.registry import ENGINES, engine_of, label_of
 from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.report.reasons import link_text
-from sft_play.report.tables import said_of
+from sft_play.report.tables import MISSING, formatted, said_of
 from sft_play.screen import Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
@@ -81,12 +81,7 @@ def _speed(row: Mapping[str, Any]) -> float:
 
 
 def _kind(row: Mapping[str, Any]) -> tuple[bool, str, int]:
-    return row["gradient_checkpointing"], *_engine(row)
-
-
-def _engine(row: Mapping[str, Any]) -> tuple[str, int]:
-    """Its name, and how many copies of the model it divides: 1 in plans of earlier versions."""
-    return row["engine"], row.get("replicas", 1)
+    return row["gradient_checkpointing"], row["engine"], row["replicas"]
 
 
 def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -100,7 +95,7 @@ def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list
 
 def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """What becomes of activations, and the engine if there are several processes."""
-    engine = f"{label_of(*_engine(row))}, " if plan["world_size"] > 1 else ""
+    engine = f"{label_of(row['engine'], row['replicas'])}, " if plan["world_size"] > 1 else ""
     return engine + ("recomputed" if row["gradient_checkpointing"] else "kept")
 
 
@@ -108,7 +103,7 @@ def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     speed, relative = plan.get("tokens_per_second"), row["relative_speed"]
     if not row["fits"]:
         return "ran out before" if row.get("ran_out") else "does not fit"
-    return "n/a" if speed is None or relative is None else f"{speed * relative:,.0f}"
+    return MISSING if speed is None or relative is None else f"{speed * relative:,.0f}"
 
 
 def process_unit(device: str) -> str:
@@ -130,7 +125,7 @@ def scaling_table(rows: Sequence[Mapping[str, Any]], unit: str = "GPU") -> Rende
             f"{row['effective_batch_size']:,}",
             f"{row['steps_per_epoch']:,}",
             *(f"{rate:.2e}" for rate in row["learning_rates"].values()),
-            "n/a" if row["process_bytes"] is None else f"{row['process_bytes'] / GIB:.2f}",
+            formatted(row["process_bytes"], lambda size: f"{size / GIB:.2f}"),
             speed_up(row),
         )
     problems = [Words(problem) for problem in scaling_problems(rows, unit)]
@@ -154,7 +149,7 @@ def speed_up(row: Mapping[str, Any]) -> str:
         return f"{row['speed_up']:.2f}x"
     bound = row["speed_up_at_most"]
     # predictions for several CPU processes are rough: no bound is above the number of processes
-    return "n/a" if bound is None else f"<{min(bound, row['world_size']):.2f}x"
+    return MISSING if bound is None else f"<{min(bound, row['world_size']):.2f}x"
 
 
 def speed_up_notes(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
@@ -254,14 +249,8 @@ def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
 def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
     if "problem" in plan:
         return "-", "-", "-"
-    mark, speed = engine_of(plan["engine"]).mark, plan["tokens_per_second"]
-    last = _hours(plan["gpu_hours"]) if hours else _gib(plan["peak_bytes"])
-    return f"{plan['gpus']}{mark}", "n/a" if speed is None else f"{speed:,.0f}", last
-
-
-def _gib(size: int | None) -> str:
-    return "n/a" if size is None else f"{size / GIB:.1f}"
-
-
-def _hours(spent: float | None) -> str:
-    return "n/a" if spent is None else f"{spent:,.{int(spent < 100)}f}"
+    speed = formatted(plan["tokens_per_second"], "{:,.0f}".format)
+    last = formatted(plan["peak_bytes"], lambda size: f"{size / GIB:.1f}")
+    if hours:
+        last = formatted(plan["gpu_hours"], lambda spent: f"{spent:,.{int(spent < 100)}f}")
+    return f"{plan['gpus']}{engine_of(plan['engine']).mark}", speed, last

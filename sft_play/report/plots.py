@@ -91,14 +91,9 @@ def curves(
 
 
 def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: int) -> str:
-    """How many rows have how many tokens; the `longer` ones than the last bin get a bar of their own.
+    """How many `rows` have how many tokens, in bins of `width` tokens from `start` on.
 
-    Args:
-        title: for screen readers.
-        start: tokens at which the first bin begins.
-        width: tokens of a bin.
-        rows: of each bin.
-        longer: rows beyond the last bin.
+    The `longer` ones than the last bin get a bar of their own; `title` is for screen readers.
     """
     end = start + width * len(rows)
 

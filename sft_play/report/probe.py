@@ -12,12 +12,7 @@ from sft_play.units import counted, format_bytes, format_duration
 
 
 def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """The memory peak and the time of a step, in one line.
-
-    Args:
-        plan: from `Plan.to_json()`.
-        result: the fields of a `ProbeResult`.
-    """
+    """Memory peak and time of a step in one line, from `Plan.to_json()` and the fields of a `ProbeResult`."""
     if not result["phases"]:
         outcome = "out of memory" if result["ran_out"] else "succeeded; memory could not be measured"
         return f"probe: {outcome}"
@@ -39,21 +34,17 @@ def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> Renderab
     }
     table = columns("phase", said_of(memory.get("origin")), "measured", "difference")
     top = max(result["phases"], key=lambda phase: result["phases"][phase], default="")
-    for phase, measured in {**result["phases"], **_of_a_process(result)}.items():
+    found = dict(result["phases"])
+    if result["reserved_bytes"] is not None:  # what a GPU's allocator reserved, and what the driver counts
+        found["reserved"] = result["reserved_bytes"]
+        if result["overhead_bytes"] is not None:
+            found["process"] = result["reserved_bytes"] + result["overhead_bytes"]
+    for phase, measured in found.items():
         expected = predicted.get(phase)
         difference = f"{100 * (measured - expected) / expected:+z.2f}%" if expected else MISSING
         sizes = (formatted(expected, format_bytes), format_bytes(measured))
         table.add_row(phase, *sizes, difference, style="bold" if phase == top else "")
-    lines: list[RenderableType] = [table, ""] if result["phases"] else []
     budget = memory.get("budget_bytes")
     verdict = f"fits the budget of {format_bytes(budget)}" if budget else "fits"
-    lines.append(Text(verdict, style="bold green"))
-    return Group(*lines)
-
-
-def _of_a_process(result: Mapping[str, Any]) -> dict[str, int]:
-    """What a GPU's allocator reserved, and what the driver counts; empty on a CPU."""
-    reserved, overhead = result["reserved_bytes"], result["overhead_bytes"]
-    if reserved is None:
-        return {}
-    return {"reserved": reserved} | ({} if overhead is None else {"process": reserved + overhead})
+    lines: list[RenderableType] = [table, ""] if result["phases"] else []
+    return Group(*lines, Text(verdict, style="bold green"))

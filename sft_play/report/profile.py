@@ -41,18 +41,15 @@ def curve_tables(tree: Mapping[str, Any]) -> list[Table]:
 
 def collectives_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     """Milliseconds of collective operations by number of processes and size of the tensor."""
-    sizes = max((curve["sizes"] for one in found.values() for curve in _curves(one)), key=len)
+    names = {"all-reduce": "all_reduce", "all-gather": "all_gather"}
+    sizes = max((one[key]["sizes"] for one in found.values() for key in names.values()), key=len)
     table = columns("communication, ms", *(format_bytes(size) for size in sizes))
     for processes, one in found.items():
-        for name, curve in zip(("all-reduce", "all-gather"), _curves(one), strict=True):
-            cells = [f"{1e3 * seconds:,.2f}" for seconds in curve["seconds"]]
+        for name, key in names.items():
+            cells = [f"{1e3 * seconds:,.2f}" for seconds in one[key]["seconds"]]
             unmeasured = ["n/a"] * (len(sizes) - len(cells))
             table.add_row(f"{name} between {processes} processes", *cells, *unmeasured)
     return table
-
-
-def _curves(collectives: Mapping[str, Any]) -> tuple[Any, Any]:
-    return collectives["all_reduce"], collectives["all_gather"]
 
 
 def profile_report(tree: Mapping[str, Any]) -> RenderableType:
@@ -71,9 +68,7 @@ def profile_report(tree: Mapping[str, Any]) -> RenderableType:
     title = Text.assemble(("device profile  ", "bold"), f"{tree['device']}{threads}: {tree['source']}")
     if tree["busy"] >= 0.01:
         title.append(f"; other programs used {tree['busy']:.0%} of the CPU")
-    tables = [product_table(tree["products"]), *curve_tables(tree), single]
+    exchange: RenderableType = Words("communication: measured by the first run of several processes")
     if tree["collectives"]:
-        return apart(Words(title), *tables, collectives_table(tree["collectives"]))
-    return apart(
-        Words(title), *tables, Words("communication: measured by the first run of several processes")
-    )
+        exchange = collectives_table(tree["collectives"])
+    return apart(Words(title), product_table(tree["products"]), *curve_tables(tree), single, exchange)

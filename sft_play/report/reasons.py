@@ -1,4 +1,4 @@
-"""The English of a plan's reasons: one function for each kind of fact in `sft_play.reasons`."""
+"""The English of a plan's reasons: a template or a function for each kind of fact in `sft_play.reasons`."""
 
 from collections.abc import Iterable, Sequence
 from functools import singledispatch
@@ -8,11 +8,6 @@ from sft_play.plan import Plan
 from sft_play.units import counted, format_bytes
 
 ACTIVATIONS = {"keep": "kept", "recompute": "recomputed"}
-CALLS = {
-    "one": "one call for all rows of a micro-batch",
-    "each_row": "a call for each row",
-    "padded": "rows are padded",
-}
 # Those that need no more than their facts; sizes in bytes are written with their unit.
 FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.UnknownFreeMemory: "the free memory of {device} is unknown",
@@ -38,11 +33,25 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
         "{share:.0%} of the weights of the base are 4-bit ({bytes} in all, {sixteen_bit_bytes} in 16 bit)"
     ),
 }
-PRECISIONS = {
-    "config": "{precision} autocast, as set in the config",
-    "cpu": "fp32 on the CPU",
-    "device": "{precision} autocast, which {device} supports",
-}
+RAN_OUT = "in an earlier run of this kind, memory ran out with {tokens:,} tokens in a micro-batch"
+# Those of which one fact, of this name, chooses the sentence.
+BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
+    reasons.Precision: ("cause", {
+        "config": "{precision} autocast, as set in the config",
+        "cpu": "fp32 on the CPU",
+        "device": "{precision} autocast, which {device} supports",
+    }),
+    reasons.RanOutBefore: ("outcome", {
+        "again": f"{RAN_OUT}; the config allows no smaller plan that fits, so this one is tried again",
+        "more_free": f"{RAN_OUT}, when less of it was free",
+        "smaller": RAN_OUT,
+    }),
+    reasons.AttentionKernel: ("calls", {
+        "one": "attention: {kernel}, one call for all rows of a micro-batch",
+        "each_row": "attention: {kernel}, a call for each row",
+        "padded": "attention: {kernel}, rows are padded",
+    }),
+}  # fmt: skip
 
 
 def link_text(links: Sequence[float]) -> str:
@@ -59,9 +68,11 @@ def sentences(found: Iterable[reasons.Reason]) -> tuple[str, ...]:
 @singledispatch
 def sentence(reason: reasons.Reason) -> str:
     """A reason as a sentence, without a full stop."""
-    facts = vars(reason)
+    facts, kind = vars(reason), type(reason)
     sizes = {name: format_bytes(value) for name, value in facts.items() if name.endswith("bytes")}
-    return FROM_FACTS[type(reason)].format(**facts | sizes)
+    chooses, texts = BY_FACT.get(kind, ("", {}))
+    template = texts[facts[chooses]] if texts else FROM_FACTS[kind]
+    return template.format(**facts | sizes)
 
 
 def batch_sentence(plan: Plan) -> str:
@@ -156,11 +167,6 @@ def _unsized(reason: reasons.Unsized) -> str:
 
 
 @sentence.register
-def _precision(reason: reasons.Precision) -> str:
-    return PRECISIONS[reason.cause].format(**vars(reason))
-
-
-@sentence.register
 def _learning_rate(reason: reasons.LearningRate) -> str:
     if reason.rule == "none" or reason.reference is None:
         return f"learning rate {reason.given:g} as given, not scaled"
@@ -232,17 +238,6 @@ def _lora_plus(reason: reasons.LoraPlus) -> str:
 
 
 @sentence.register
-def _ran_out_before(reason: reasons.RanOutBefore) -> str:
-    said = f"in an earlier run of this kind, memory ran out with {reason.tokens:,} tokens in a micro-batch"
-    outcomes = {
-        "again": "; the config allows no smaller plan that fits, so this one is tried again",
-        "more_free": ", when less of it was free",
-        "smaller": "",
-    }
-    return said + outcomes[reason.outcome]
-
-
-@sentence.register
 def _padded(reason: reasons.Padded) -> str:
     if reason.cause == "config":
         return "rows are padded because train.padding_free=false"
@@ -272,11 +267,6 @@ def _trained_whole(reason: reasons.TrainedWhole) -> str:
         f"{reason.parameters:,} parameters of {counted(reason.modules, 'module')} are trained whole "
         f"(tuning.lora.modules_to_save: {', '.join(reason.names)})"
     )
-
-
-@sentence.register
-def _attention_kernel(reason: reasons.AttentionKernel) -> str:
-    return f"attention: {reason.kernel}, {CALLS[reason.calls]}"
 
 
 def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:

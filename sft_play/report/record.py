@@ -73,11 +73,10 @@ def read_run(path: Path) -> RunRecord:
         raise CheckpointError(f"{path} does not exist{other_runs(path.parent)}")
     if not any(file.exists() for file in known):
         raise CheckpointError(f"{path} is not the directory of a run{other_runs(path.parent)}")
-    files = (run.plan, run.scaling, run.data, run.environment, run.summary, run.harness)
-    trees = {file: read_json(file) for file in files}
     evaluations = {split: run.evaluation(split) for split in SPLITS}
-    trees |= {file: read_json(file) for file in evaluations.values()}
-    settings = read_resolved(_text(run.config))
+    files = (run.plan, run.scaling, run.data, run.environment, run.summary, run.harness)
+    trees = {file: read_json(file) for file in (*files, *evaluations.values())}
+    settings = read_resolved(run.config)
     damaged = [file for file, tree in trees.items() if not tree and file.exists()]
     damaged += [run.config] if run.config.exists() and not settings else []
     return RunRecord(
@@ -99,15 +98,13 @@ def read_run(path: Path) -> RunRecord:
 def find_run(name: str | None, folder: Path) -> Path:
     """The directory of a run: a name within `folder`, or a path; without a name, the latest run.
 
-    Raises:
-        CheckpointError: there are no runs.
+    Raises CheckpointError if there are no runs.
     """
     if name:
         return Path(name) if "/" in name else folder / name
-    runs = runs_in(folder)
-    if not runs:
-        raise CheckpointError(f"there are no runs in {folder}; run `make train` first")
-    return runs[0]
+    if runs := runs_in(folder):
+        return runs[0]
+    raise CheckpointError(f"there are no runs in {folder}; run `make train` first")
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -141,13 +138,6 @@ def other_runs(folder: Path) -> str:
     """The end of a message that a run is not there: which ones are."""
     names = [path.name for path in runs_in(folder)[:5]]
     return f"; the latest runs beside it: {', '.join(names)}" if names else "; run `make train` first"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _steps(run: RunDir) -> list[Tree]:

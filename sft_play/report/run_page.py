@@ -31,6 +31,7 @@ PATHS = {
 }  # fmt: skip
 # Key of an answer of `make eval` -> whose it is.
 ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
+TILES = ("loss,", "peak memory", "tokens/s", "training time", "steps")  # the key numbers that say most
 NOT_RECORDED = "Nothing was recorded."
 Build = Callable[[RunRecord], Iterator[Block]]
 # Setting -> the entry of the plan that was made from it.
@@ -63,11 +64,12 @@ def run_page(run: RunRecord) -> Page:
         ("answers", "Answers", _answers),
         ("environment", "Environment", _environment),
     ]
+    tiles = [(name, text) for name, text in key_numbers(run) if name.startswith(TILES) and text != MISSING]
     return Page(
         title=run.name,
         subtitle=_subtitle(run),
         status=status_line(run),
-        tiles=_tiles(run),
+        tiles=tiles,
         sections=[_section(run, *part) for part in parts],
     )
 
@@ -116,12 +118,6 @@ def _subtitle(run: RunRecord) -> str:
         return "A run of SFT-Play"
     method = METHODS.get(str(run.value("tuning.mode")), "fine-tuning")
     return f"{method} of {model} on {data}"
-
-
-def _tiles(run: RunRecord) -> list[tuple[str, str]]:
-    """Those of the key numbers that are known and say most."""
-    names = ("loss,", "peak memory", "tokens/s", "training time", "steps")
-    return [(name, text) for name, text in key_numbers(run) if name.startswith(names) and text != MISSING]
 
 
 def key_numbers(run: RunRecord) -> list[tuple[str, str]]:
@@ -349,23 +345,20 @@ def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:
 
 
 def _environment(run: RunRecord) -> Iterator[Block]:
-    found = run.environment
-    versions = found.get("versions") or run.summary.get("versions") or {}
-    rows = [*_machine(found), *((name.replace("_", "-"), str(version)) for name, version in versions.items())]
+    found, rows = run.environment, []
+    if found:
+        for index, gpu in enumerate(found["gpus"]):
+            rows.append((f"GPU {index}", f"{gpu['name']}, {formatted(gpu['total_bytes'], format_bytes)}"))
+        if rows:
+            driver = f"{found['driver']} (CUDA {found['cuda']})" if found["driver"] else MISSING
+            rows.append(("driver", driver))
+        rows += [
+            ("CPU", f"{found['cpu'] or MISSING}, {found['cpu_cores']} cores"),
+            ("RAM", formatted(found["ram_bytes"], format_bytes)),
+            ("system", found["system"]),
+            ("python", found["python"]),
+        ]
+    for name, version in (found.get("versions") or run.summary.get("versions") or {}).items():
+        rows.append((name.replace("_", "-"), str(version)))
     if rows:
         yield Table("Machine and versions", ("", "value"), rows, numbers=False)
-
-
-def _machine(found: Tree) -> list[tuple[str, str]]:
-    if not found:
-        return []
-    gpus = [f"{gpu['name']}, {formatted(gpu['total_bytes'], format_bytes)}" for gpu in found["gpus"]]
-    driver = f"{found['driver']} (CUDA {found['cuda']})" if found["driver"] else MISSING
-    return [
-        *((f"GPU {index}", name) for index, name in enumerate(gpus)),
-        *([("driver", driver)] if gpus else []),
-        ("CPU", f"{found['cpu'] or MISSING}, {found['cpu_cores']} cores"),
-        ("RAM", formatted(found["ram_bytes"], format_bytes)),
-        ("system", found["system"]),
-        ("python", found["python"]),
-    ]

@@ -8,11 +8,8 @@ from sft_play.report.plan import process_unit, scaling_problems, speed_up, speed
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
 from sft_play.report.tables import MISSING, formatted, memory_facts, said_of
+from sft_play.timeline import TERMS
 from sft_play.units import format_bytes, plural
-
-TERMS = (
-    "weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries", "engine",
-)  # fmt: skip
 
 
 def memory_blocks(run: RunRecord) -> Iterator[Block]:

@@ -220,14 +220,10 @@ def closing_screen(
     places: Mapping[str, Any],
     next_commands: Sequence[str],
 ) -> RenderableType:
-    """The report at the end of a training run.
+    """The report at the end of a training run, from summary.json with the losses before and after.
 
-    Args:
-        summary: summary.json; its `eval` is {"before": {...}, "after": {...}} with the validation loss.
-        comparison: {"before": {...}, "after": {...}, "samples": [...]} of generated answers; None if there
-            are none.
-        places: name -> path of each output of the run.
-        next_commands: commands to run next.
+    `comparison` is {"before": {...}, "after": {...}, "samples": [...]} of answers, if there are any; `places`
+    are the paths of the outputs by name.
     """
     losses, answers = summary.get("eval") or {}, comparison or {}
     before = with_perplexity({**(losses.get("before") or {}), **answers.get("before", {})})

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from sft_play.errors import DoesNotFitError
 from sft_play.model.attention_choice import generation_attention
 from sft_play.model.attention_table import NAME
-from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, generate, generate_answers
+from sft_play.model.generation import Answer, generate, generate_answers
 from sft_play.model.weights import release_memory
 from sft_play.runlog import RunDir, console
 from sft_play.train.recovery import is_out_of_memory
@@ -47,7 +47,7 @@ def answers_of(session: Session, prompts: Sequence[Sequence[int]], name: str) ->
                 session.job.tokenizer,
                 prompts,
                 max_new_tokens=settings.max_new_tokens,
-                batch_size=DEFAULT_BATCH_SIZE if settings.batch_size == "auto" else settings.batch_size,
+                batch_size=settings.rows_answered_together,
                 description=f"{name}: answering",
                 generate=together.generate,
             )

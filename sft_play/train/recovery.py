@@ -106,7 +106,9 @@ def _with(job: Job, section: str, **settings: Any) -> Job:
     """The job with other settings in a section of its config."""
     changed = getattr(job.config, section).model_copy(update=settings)
     config = job.config.model_copy(update={section: changed})
-    return replace(job, resolved=replace(job.resolved, config=config))
+    typed = (f"{section}.{name}={value}" for name, value in settings.items())
+    resolved = replace(job.resolved, config=config, overrides=(*job.resolved.overrides, *typed))
+    return replace(job, resolved=resolved)
 
 
 def continuation(job: Job) -> str:

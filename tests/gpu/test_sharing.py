@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sft_play.builtin.demo import materialise
 from sft_play.cache import write_value
-from sft_play.job import load_job_config, prepare_job
+from sft_play.config.load import load_config
+from sft_play.job import prepare_job
 from sft_play.model.loss_head import token_loss
 from sft_play.sizing.budget import LEAST_BYTES
 from sft_play.train.probe import correction_path
@@ -67,7 +69,7 @@ def config(tiny_model, tmp_path):
 @pytest.mark.slow  # on a CPU; tests/integration/test_probe.py does it for two processes
 def test_a_plan_that_is_too_large_gives_way_to_a_smaller_one(device, config):
     """The stored correction promises that the largest micro-batch fits: on a GPU, memory really runs out."""
-    job = prepare_job(load_job_config(config, list(LARGE_BATCH)), processes=1, progress=False)
+    job = prepare_job(materialise(load_config(config, list(LARGE_BATCH))), processes=1, progress=False)
     whole = job.plan.memory
     phases = ("forward", "backward", "optimizer", "evaluation", "reserved")
     write_value(correction_path(job, job.plan), {"ratios": dict.fromkeys(phases, 0.05)})

@@ -62,7 +62,7 @@ def goes_on_as_if_nothing_had_happened(model: Path, folder: Path, fail, **settin
     assert before["out_of_memory"] == []
     fail()
     job = make_job(model, folder, "one", **settings)
-    summary = train_job(job, [])
+    summary = train_job(job)
     assert_same_result(job, clean)
     assert summary == read_json(job.run.summary)
     assert summary["effective_batch_size"] == before["effective_batch_size"]
@@ -137,7 +137,7 @@ def test_it_does_not_begin_again_for_ever(tiny_model, tmp_path, fault):
             "sft_play.commands.train.train_here", lambda job, _: (began.append(job.plan), train(job))[1]
         )
         with pytest.raises(OutOfMemory, match="after 0 steps, memory ran out at micro-batch") as ended:
-            train_job(job, [])
+            train_job(job)
     assert len(began) == 1 + MOST_RECOVERIES and ended.value.exit_code == 4
     tokens = [(plan.micro_batch_tokens, not plan.recomputes) for plan in began]
     assert tokens == sorted(set(tokens), reverse=True)
@@ -149,7 +149,7 @@ def test_a_single_row_that_does_not_fit_ends_the_run(tiny_model, tmp_path, fault
     with pytest.raises(
         OutOfMemory, match="after 1 step, memory ran out at micro-batch 1: CUDA out of memory"
     ) as ended:
-        train_job(job, [])
+        train_job(job)
     assert "no smaller plan to go on with" in str(ended.value) and ended.value.exit_code == 4
 
 
@@ -163,7 +163,7 @@ def test_a_single_row_that_does_not_fit_goes_on_with_activations_recomputed(
     train(clean)
     fault("forward", 2 * 16 + 5)  # a row of step 3
     job = make_job(tiny_model, tmp_path, "one", **settings)
-    summary = train_job(job, [])
+    summary = train_job(job)
     assert_same_result(job, clean)
     plan = Plan.from_json(read_json(job.run.plan))
     assert plan.recomputes

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_play.builtin.demo import materialise
 from sft_play.cache import write_value
+from sft_play.config.load import load_config
 from sft_play.errors import DoesNotFitError
-from sft_play.job import load_job_config, prepare_job
+from sft_play.job import prepare_job
 from sft_play.machine.gpus import detect
 from sft_play.model.load import load_model_config
 from sft_play.planning.facts import DataFacts
@@ -172,7 +174,7 @@ def test_two_processes_agree_on_a_smaller_plan(tiny_model, tmp_path):
         "train.probe=true",
     ]
     words.append("parallel.engine=ddp")
-    job = prepare_job(load_job_config(config, words), processes=2, progress=False)
+    job = prepare_job(materialise(load_config(config, words)), processes=2, progress=False)
     write_value(correction_path(job, job.plan), TOO_LOW)
     allowed = (LEAST_BYTES + 0.85 * job.plan.memory.peak_bytes) / GIB
     done = sft(

@@ -22,9 +22,7 @@ def train(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FASTEST", str(FASTEST))
-    monkeypatch.setattr(
-        accelerate, "_find_script", lambda name: REPOSITORY / "tests" / "integration" / "timed_rank.py"
-    )
+    monkeypatch.setattr(accelerate, "SCRIPT", REPOSITORY / "tests" / "integration" / "timed_rank.py")
 
     def run(name, *words):
         done = sft("train", "--config", config, f"output.name={name}", *words)

@@ -3,6 +3,7 @@
 import pytest
 
 from sft_play.commands.train import with_flags
+from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from tests.conftest import REPOSITORY
 
@@ -21,13 +22,14 @@ CONFIG = str(REPOSITORY / "configs" / "demo.yaml")
     ],
 )
 def test_a_flag_is_an_override_unless_one_says_more(overrides, engine, resume, added):
-    assert with_flags(CONFIG, overrides, engine, resume) == overrides + added
+    resolved = with_flags(load_config(CONFIG, overrides), engine, resume)
+    assert resolved.overrides == (*overrides, *added)
 
 
 def test_a_checkpoint_in_the_file_gives_way_to_the_latest_one(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"include: {CONFIG}\ntrain:\n  resume: old/checkpoint-4\n")
-    assert with_flags(str(config), [], None, True) == ["train.resume=auto"]
+    assert with_flags(load_config(config), None, True).config.train.resume == "auto"
 
 
 @pytest.mark.parametrize(
@@ -40,4 +42,4 @@ def test_a_checkpoint_in_the_file_gives_way_to_the_latest_one(tmp_path):
 )
 def test_a_flag_that_an_override_contradicts_is_refused(override, engine, resume, said):
     with pytest.raises(ConfigError, match=said):
-        with_flags(CONFIG, [override], engine, resume)
+        with_flags(load_config(CONFIG, [override]), engine, resume)

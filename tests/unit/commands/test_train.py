@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_play.commands.train import compare, open_job
+from sft_play.commands.train import compare, opened_job
 from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
 from tests.unit.finished_run import make_config
@@ -11,7 +11,7 @@ from tests.unit.finished_run import make_config
 
 @pytest.fixture
 def resolved(tiny_model, tmp_path, monkeypatch):
-    """`resolved(**eval settings)`: a config that open_job takes."""
+    """`resolved(**eval settings)`: a config that opened_job takes."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return lambda **settings: ResolvedConfig(
         make_config(tiny_model, tmp_path, **settings), {}, Path("x.yaml")
@@ -20,11 +20,13 @@ def resolved(tiny_model, tmp_path, monkeypatch):
 
 def test_an_answer_pattern_that_no_reference_holds_is_said_before_training(resolved):
     with pytest.raises(ConfigError, match="'####' matches none of the 24 references"):
-        open_job(resolved(answer_pattern="####"), 1)
+        with opened_job(resolved(answer_pattern="####"), 1):
+            pass
 
 
 def test_a_run_that_ends_without_answers_does_not_look_for_the_pattern(resolved):
-    assert open_job(resolved(answer_pattern="####", generate=False), 1).plan.world_size == 1
+    with opened_job(resolved(answer_pattern="####", generate=False), 1) as job:
+        assert job.plan.world_size == 1
 
 
 def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved, monkeypatch, capsys):
@@ -32,5 +34,7 @@ def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved,
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("sft_play.commands.evaluate.before_after", runs_out)
-    assert compare(open_job(resolved(), 1)) is None
+    with opened_job(resolved(), 1) as job:
+        pass
+    assert compare(job) is None
     assert "no answers are compared: the model does not fit on one device" in capsys.readouterr().out

@@ -98,5 +98,8 @@ def test_a_pattern_keeps_its_origin_and_its_names(tmp_path):
     assert again.tuning == found.config.tuning
     assert again.tuning.lora.rank_pattern == {"layers.0.+q_proj": 4}
     assert again.tuning.lora.alpha_pattern == {"k_proj": 8, "v_proj": 9}
-    assert read_resolved(text)["tuning.lora.alpha_pattern"].value == {"k_proj": 8, "v_proj": 9}
+    assert read_resolved(tmp_path / "again.yaml")["tuning.lora.alpha_pattern"].value == {
+        "k_proj": 8,
+        "v_proj": 9,
+    }
     assert load_config(tmp_path / "again.yaml", ["tuning.lora.rank_pattern={}"]).config.tuning.lora.r == 16

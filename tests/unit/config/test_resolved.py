@@ -5,11 +5,17 @@ from sft_play.config.resolved import Setting, read_resolved
 from sft_play.config.schema import RunConfig
 
 
-def test_values_and_origins_come_back_as_they_were_written():
+def read(text: str, folder: Path) -> dict[str, Setting]:
+    file = folder / "config.resolved.yaml"
+    file.write_text(text)
+    return read_resolved(file)
+
+
+def test_values_and_origins_come_back_as_they_were_written(tmp_path):
     tree = {"model": {"name": "a  # b"}, "data": {"train_path": "x", "system_prompt": 'a "q": \n1'}}
     config = RunConfig.model_validate(tree)
     origins = {"model.name": "my runs/x # y.yaml", "tuning.lora.r": "override"}
-    settings = read_resolved(dump_resolved(ResolvedConfig(config, origins, Path("x"))))
+    settings = read(dump_resolved(ResolvedConfig(config, origins, Path("x"))), tmp_path)
     assert settings["model.name"] == Setting("a  # b", "my runs/x # y.yaml")
     assert settings["data.system_prompt"].value == 'a "q": \n1'
     assert settings["tuning.lora.r"] == Setting(16, "override")
@@ -19,5 +25,7 @@ def test_values_and_origins_come_back_as_they_were_written():
     }
 
 
-def test_lines_that_it_cannot_have_written_are_skipped():
-    assert read_resolved("a:\n  b: nope  # x\n- c\n  d: 1  # file\n\x00") == {"a.d": Setting(1, "file")}
+def test_lines_that_it_cannot_have_written_are_skipped(tmp_path):
+    text = "a:\n  b: nope  # x\n- c\n  d: 1  # file\n\x00"
+    assert read(text, tmp_path) == {"a.d": Setting(1, "file")}
+    assert read_resolved(tmp_path / "missing.yaml") == {}

@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from string import Formatter
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -32,7 +33,7 @@ from sft_play.reasons import (
     UnknownCapability,
     Unsized,
 )
-from sft_play.report.reasons import FROM_FACTS, misfit_text, sentence
+from sft_play.report.reasons import BY_FACT, FROM_FACTS, misfit_text, sentence
 from sft_play.units import GIB, MIB
 from tests.unit.report.written_run import make_plan
 
@@ -162,8 +163,12 @@ def test_every_kind_of_reason_has_its_words():
     kinds = reasons.Reason.__subclasses__()
     assert len(kinds) > 20
     without_function = {kind for kind in kinds if sentence.dispatch(kind) is sentence.dispatch(object)}
-    assert without_function == FROM_FACTS.keys()
-    for kind, text in FROM_FACTS.items():
+    assert without_function == FROM_FACTS.keys() | BY_FACT.keys()
+    texts = list(FROM_FACTS.items())
+    for kind, (chooses, by_value) in BY_FACT.items():
+        assert by_value.keys() == set(get_args(get_type_hints(kind)[chooses])), kind
+        texts += [(kind, text) for text in by_value.values()]
+    for kind, text in texts:
         names = {name.partition("[")[0] for _, name, _, _ in Formatter().parse(text) if name}
         assert names <= {field.name for field in fields(kind)}, kind
 
