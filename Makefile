@@ -11,6 +11,7 @@
 #? OFFLOAD=ram                      keep weights, gradients and states in RAM
 #? RUN=name                         name of the run directory
 #? RUNS="one two"                   runs to compare; elsewhere the folder of runs
+#? ZERO=3                           stage of DeepSpeed's ZeRO: 2 or 3
 #? PROBE=search                     time several plans, use the fastest
 #? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
@@ -26,7 +27,7 @@ $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
 TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
-        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT
+        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT ZERO
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
 UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
@@ -72,6 +73,7 @@ WORDS = $(foreach word,$(call one_line,$(ARGS)),$(call quote,$(word)))
 PYTEST = $(if $(ARGS),PYTEST_ADDOPTS=$(call quote,$(ARGS)))
 SOME = $(call flag,--processes,$(NGPU))
 ALL = --processes $(call quote,$(if $(NGPU),$(NGPU),0))
+STAGE = $(if $(ZERO),$(if $(filter 2 3,$(ZERO)),$(ZERO),$(error ZERO=$(ZERO) is neither 2 nor 3)),2)
 WITH_ENGINE = $(call flag,--engine,$(ENGINE))
 MACHINE = --nodes $(call quote,$(NODES)) --node-rank $(call quote,$(RANK)) --master-addr $(call quote,$(MASTER_ADDR)) --master-port $(call quote,$(MASTER_PORT))
 CLUSTER = --nodes $(call quote,$(NODES)) --gpus $(call quote,$(NGPU)) --partition $(call quote,$(PARTITION)) --time $(call quote,$(TIME)) --account $(call quote,$(ACCOUNT)) $(call quote,--sbatch=$(SBATCH))
@@ -174,8 +176,8 @@ train-distributed: $(READY) ## Train on all GPUs with DDP (without GPUs: 2 on CP
 	$(SFT) train $(ALL) --engine ddp $(WITH_CONFIG)
 
 .PHONY: train-deepspeed
-train-deepspeed: $(READY) ## Train on all GPUs with DeepSpeed ZeRO-2
-	$(SFT) train $(ALL) --engine deepspeed_z2 $(WITH_CONFIG)
+train-deepspeed: $(READY) ## Train on all GPUs with DeepSpeed: ZERO=2 or 3
+	$(SFT) train $(ALL) --engine deepspeed_z$(STAGE) $(WITH_CONFIG)
 
 .PHONY: train-fsdp
 train-fsdp: $(READY) ## Train a model larger than one GPU, divided by FSDP2
@@ -199,7 +201,7 @@ train-distributed-tb: $(READY) ## train-distributed, with TensorBoard
 
 .PHONY: train-deepspeed-tb
 train-deepspeed-tb: $(READY) ## train-deepspeed, with TensorBoard
-	$(SFT) train --tensorboard $(ALL) --engine deepspeed_z2 $(WITH_CONFIG)
+	$(SFT) train --tensorboard $(ALL) --engine deepspeed_z$(STAGE) $(WITH_CONFIG)
 
 .PHONY: train-fsdp-tb
 train-fsdp-tb: $(READY) ## train-fsdp, with TensorBoard

@@ -289,8 +289,9 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How processes work together; their number is set at launch (NGPU=)."""
 
-    engine: Literal["auto", "ddp", "deepspeed_z2", "fsdp2"] = "auto"
-    """auto: DDP, or ZeRO-2 or FSDP2 if the memory that it saves makes the run fit or train faster."""
+    engine: Literal["auto", "ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3"] = "auto"
+    """auto: DDP, or ZeRO-2 or FSDP2 if the memory that it saves makes the run fit or train faster.
+    deepspeed_z3 is never chosen, only asked for."""
     offload: Literal["auto", "none", "ram"] = "auto"
     """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
     CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""

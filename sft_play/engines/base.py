@@ -56,6 +56,10 @@ class Engine:
     shards_state = False  # each process saves its part of the optimizer's state
     shards_weights = False  # each process holds its part of the model
     offloads: tuple[str, ...] = ()  # values of `parallel.offload` besides none, also for one process
+    replicates = False  # each machine may divide a whole model among its processes
+    for_the_asking = False  # `parallel.engine=auto` leaves it out
+    answers_together = False  # the processes that trained also generate
+    wraps_shards = False  # accelerate wraps a model that is divided already
     loads_own_state = True  # the trainer's library does, if it was saved by as many processes
     file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
 
@@ -119,6 +123,21 @@ class Engine:
             units: of the model, on the CPU, the whole model last (`model.architecture.units_of`).
             config: the run.
             plan: of the run.
+        """
+
+    def computing(self, model: Any) -> AbstractContextManager[None]:
+        """A block in which a divided model computes although no training wraps it.
+
+        Args:
+            model: not wrapped.
+        """
+        return nullcontext()
+
+    def let_go(self, model: Any) -> None:
+        """Undoes what training has made of a model, so that another one can begin.
+
+        Args:
+            model: as the engine wrapped it, or not wrapped.
         """
 
     def backward_arguments(self) -> dict[str, Any]:

@@ -15,10 +15,15 @@ import psutil
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "deepspeed_z2.json"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 AUTO = "auto"  # the trainer fills it in from its own arguments
 BUILD_IS_SLOW_S = 2.0  # to load one that was compiled before takes less
 BUILD_BEGINS_WITHIN_S = 30  # the most time between the creation of a lock and the start of the compiler
+
+
+def config_file(stage: int) -> Path:
+    """The shipped DeepSpeed config of a stage of ZeRO."""
+    return CONFIGS / f"deepspeed_z{stage}.json"
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -34,31 +39,35 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"DeepSpeed config {path} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"DeepSpeed config {path}: expected a JSON object; see {CONFIG} for an example")
+        raise ConfigError(
+            f"DeepSpeed config {path}: expected a JSON object; see {config_file(2)} for an example"
+        )
     return tree
 
 
 def check_config(
-    tree: dict[str, Any], plan: Plan, *, max_grad_norm: float, source: str = "DeepSpeed config"
+    tree: dict[str, Any], plan: Plan, stage: int, *, max_grad_norm: float, source: str = "DeepSpeed config"
 ) -> None:
     """Compares the file with the plan.
 
     Args:
         tree: the parsed file.
         plan: the plan of the run.
+        stage: of ZeRO.
         max_grad_norm: train.max_grad_norm of the run.
         source: name of the file for messages.
 
     Raises:
         ConfigError: lists every field that contradicts the plan, or that DeepSpeed would misread.
     """
-    problems = [*_quoted_numbers(tree, ""), *_contradictions(tree, plan, max_grad_norm), *_unsupported(tree)]
+    problems = [*_quoted_numbers(tree, ""), *_contradictions(tree, plan, stage, max_grad_norm)]
+    problems += _unsupported(tree)
     if problems:
         raise ConfigError("\n  ".join([f"{source} does not match the run:", *problems]))
 
 
 def checked_config(
-    path: Path, plan: Plan, *, max_grad_norm: float, trainable_parameters: int | None = None
+    path: Path, plan: Plan, stage: int, *, max_grad_norm: float, trainable_parameters: int | None = None
 ) -> dict[str, Any]:
     """The checked file, ready for the trainer, with buckets no larger than the number of trained parameters.
 
@@ -69,6 +78,7 @@ def checked_config(
     Args:
         path: the file.
         plan: the plan of the run.
+        stage: of ZeRO.
         max_grad_norm: train.max_grad_norm of the run.
         trainable_parameters: number of trained parameters; None leaves the buckets as they are.
 
@@ -76,7 +86,7 @@ def checked_config(
         ConfigError: the file cannot be read, or contradicts the plan.
     """
     tree = read_config(path)
-    check_config(tree, plan, max_grad_norm=max_grad_norm, source=str(path))
+    check_config(tree, plan, stage, max_grad_norm=max_grad_norm, source=str(path))
     zero = dict(tree["zero_optimization"])
     if trainable_parameters:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
@@ -99,7 +109,7 @@ def _quoted_numbers(value: Any, name: str) -> Iterator[str]:
         yield f'{name}: "{value}" is a string; write the number without quotes: {value.strip()}'
 
 
-def _contradictions(tree: dict[str, Any], plan: Plan, max_grad_norm: float) -> Iterator[str]:
+def _contradictions(tree: dict[str, Any], plan: Plan, stage: int, max_grad_norm: float) -> Iterator[str]:
     expected = {
         "train_micro_batch_size_per_gpu": (
             1,
@@ -113,14 +123,14 @@ def _contradictions(tree: dict[str, Any], plan: Plan, max_grad_norm: float) -> I
         "gradient_clipping": (max_grad_norm, "train.max_grad_norm"),
         "bf16.enabled": (plan.mixed_precision == "bf16", f"mixed precision is {plan.mixed_precision}"),
         "fp16.enabled": (plan.mixed_precision == "fp16", f"mixed precision is {plan.mixed_precision}"),
-        "zero_optimization.stage": (2, "the engine deepspeed_z2 is ZeRO stage 2"),
+        "zero_optimization.stage": (stage, f"the engine {plan.engine} is ZeRO stage {stage}"),
     }
     for name, (value, reason) in expected.items():
         found = _at(tree, name)
         if found not in (AUTO, None, value) and not _is_quoted_number(found):
             yield f'{name} is {found}, but must be {value} ({reason}) or "{AUTO}"'
     if _at(tree, "zero_optimization.stage") is None:
-        yield "zero_optimization.stage is missing; it must be 2"
+        yield f"zero_optimization.stage is missing; it must be {stage}"
 
 
 def _is_quoted_number(value: Any) -> bool:

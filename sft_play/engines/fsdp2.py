@@ -26,16 +26,39 @@ def gathered_dtype(mode: str, dtype: str, mixed_precision: str) -> str | None:
     return AUTOCAST[mixed_precision] if cast else None
 
 
+SHARD = re.compile(r"(?:optimizer_shard_|rng_state_)(\d+)")  # files that each process writes
+
+
+def shard_files(checkpoint: Path) -> list[Path]:
+    """The files of the optimizer's state, one for each rank that saved it, in the order of ranks."""
+    files = checkpoint.glob("optimizer_shard_*.safetensors")
+    return sorted(files, key=lambda path: int(SHARD.search(path.name)[1]))  # type: ignore[index]
+
+
+def messages_of_units(work: Work, accumulation: int) -> tuple[Message, ...]:
+    """What processes send that gather a model unit by unit, as in the trace of a micro-batch.
+
+    Weights are gathered for the forward and for the backward pass, and gradients reduced, each process
+    getting its part.
+    """
+    kinds = {"all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "all_reduce": ALL_REDUCE}
+    return tuple(
+        Message(name, size, accumulation * times)
+        for name, kind in kinds.items()
+        for size, times in work.exchanged(kind).items()
+    )
+
+
 class Fsdp2(Engine):
     """PyTorch's fully sharded data parallelism, by `fully_shard`."""
 
     name, label, target, mark = "fsdp2", "FSDP2", "train-fsdp", "f"
     principle = "divides weights, gradients and optimizer states among the processes"
     distributed_type = "MULTI_GPU"
-    distributes = trades_speed = shards_state = shards_weights = True
+    distributes = trades_speed = shards_state = shards_weights = answers_together = replicates = True
     loads_own_state = False
     offloads = ("ram",)
-    file_of_rank = re.compile(r"(?:optimizer_shard_|rng_state_)(\d+)")
+    file_of_rank = SHARD
 
     def problem(self, config: RunConfig) -> str | None:
         """The optimizer cannot update a part of a tensor."""
@@ -76,8 +99,7 @@ class Fsdp2(Engine):
 
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it."""
-        files = checkpoint.glob("optimizer_shard_*.safetensors")
-        return sorted(files, key=lambda path: int(self.file_of_rank.search(path.name)[1]))  # type: ignore[index]
+        return shard_files(checkpoint)
 
     def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
         """Each process of the first replica writes its part."""
@@ -120,14 +142,5 @@ class Fsdp2(Engine):
         return 1 / world_size
 
     def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
-        """Those that `fully_shard` sent in the trace of a micro-batch, layer by layer.
-
-        Weights are gathered for the forward and for the backward pass, and gradients reduced, each process
-        getting its part.
-        """
-        kinds = {"all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "all_reduce": ALL_REDUCE}
-        return tuple(
-            Message(name, size, accumulation * times)
-            for name, kind in kinds.items()
-            for size, times in work.exchanged(kind).items()
-        )
+        """Those that `fully_shard` sent in the trace of a micro-batch."""
+        return messages_of_units(work, accumulation)

@@ -5,9 +5,10 @@ from sft_play.engines.base import Engine
 from sft_play.engines.ddp import Ddp
 from sft_play.engines.fsdp2 import Fsdp2
 from sft_play.engines.zero2 import Zero2
+from sft_play.engines.zero3 import Zero3
 
 ALONE = Engine()
-ENGINES: list[Engine] = [ALONE, Ddp(), Zero2(), Fsdp2()]
+ENGINES: list[Engine] = [ALONE, Ddp(), Zero2(), Fsdp2(), Zero3()]
 
 
 def engine_of(name: str) -> Engine:
@@ -30,6 +31,11 @@ def distributed_engines() -> list[Engine]:
     return [engine for engine in ENGINES if engine.distributes]
 
 
+def chosen_engines() -> list[Engine]:
+    """Those of them that a plan chooses by itself, the preferred one first."""
+    return [engine for engine in distributed_engines() if not engine.for_the_asking]
+
+
 def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> list[tuple[Engine, str]]:
     """The engines that a run may use, each with where it offloads to; the preferred ones first.
 
@@ -39,7 +45,7 @@ def engines_for(config: RunConfig, world_size: int, *, offload: bool = True) -> 
         offload: whether `parallel.offload=auto` may lead to it.
     """
     asked = config.parallel
-    several = [engine_of(asked.engine)] if asked.engine not in ("auto", ALONE.name) else distributed_engines()
+    several = [engine_of(asked.engine)] if asked.engine not in ("auto", ALONE.name) else chosen_engines()
     possible = [engine for engine in several if asked.engine != "auto" or not engine.problem(config)]
     plain = [(engine, "none") for engine in ([ALONE] if world_size == 1 else possible)]
     away = [(engine, place) for engine in possible for place in engine.offloads]

@@ -137,21 +137,27 @@ def save_shards(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> No
 def read_shards(files: Sequence[Path]) -> StateOf:
     """Joins the parts that the processes saved, from the files of all of them in rank order.
 
+    Parts are cut along the first dimension, or flat. They have fp32 weights if the model's are 16-bit copies.
+
     Raises:
         KeyError: a file lacks a parameter.
     """
     parts = [safe_open(path, "pt") for path in files]
+    saved = set(parts[0].keys())
     weight_of = saved_weights(files[0].parent)
 
     def state_of(name: str) -> dict[str, Tensor]:
+        weight = weight_of(name).float()
+        keys = ("weight", *MOMENTS) if f"{name}:weight" in saved else MOMENTS
         try:
-            moments = {
-                key: torch.cat([part.get_tensor(f"{name}:{key}") for part in parts]) for key in MOMENTS
+            joined = {
+                key: torch.cat([part.get_tensor(f"{name}:{key}") for part in parts]).view(weight.shape)
+                for key in keys
             }
             step = parts[0].get_tensor(f"{name}:step")[0]
         except Exception as error:  # safetensors raises an error of its own
             raise KeyError(f"{name}: {error}") from error
-        return {"weight": weight_of(name).float(), "step": step, **moments}
+        return {"weight": weight, "step": step, **joined}
 
     return state_of
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.tensor import DTensor
 
 TYPE = "type_in_use"
 
@@ -69,3 +70,15 @@ def give_back_freed_memory() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+def part_of(weight: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a weight of any shape: all of it, unless an engine has divided it."""
+    if isinstance(weight, DTensor):
+        return weight.to_local()
+    return getattr(weight, "ds_tensor", weight)  # ZeRO-3's
+
+
+def whole_elements(weight: torch.Tensor) -> int:
+    """The elements of a weight, whichever part of it this process holds."""
+    return getattr(weight, "ds_numel", weight.numel())

@@ -4,17 +4,14 @@ After stage_1_and_2.py of DeepSpeed.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
-from sft_play.engines.base import Division, Engine, Message
-from sft_play.engines.ddp import with_place
-from sft_play.plan import Plan
+from sft_play.engines.base import Division, Message
+from sft_play.engines.zero import Zero
 from sft_play.timeline import Buffer, Step
 from sft_play.work import Work
 
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
 
 FP32 = 4  # bytes
-# The weights of a process are joined to one vector. These update each element on its own.
-OPTIMIZERS = ("adamw", "adamw_8bit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +31,7 @@ class Buckets:
     @classmethod
     def shipped(cls) -> "Buckets":
         """Those of the shipped DeepSpeed config; what it does not say, DeepSpeed decides."""
-        zero = deepspeed.read_config(deepspeed.CONFIG).get("zero_optimization", {})
+        zero = deepspeed.read_config(deepspeed.config_file(2)).get("zero_optimization", {})
         elements = zero.get("reduce_bucket_size", cls.elements)
         return cls(elements=int(elements), overlap=bool(zero.get("overlap_comm")))
 
@@ -50,67 +45,13 @@ class Buckets:
         return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_elements)
 
 
-class Zero2(Engine):
+class Zero2(Zero):
     """DeepSpeed's ZeRO, stage 2."""
 
-    name, label, target, mark = "deepspeed_z2", "ZeRO-2", "train-deepspeed", "z"
+    name, label, target, mark, stage = "deepspeed_z2", "ZeRO-2", "train-deepspeed", "z", 2
+    optimizers = ("adamw", "adamw_8bit")
     principle = "partitions optimizer states and gradients"
-    distributed_type = "DEEPSPEED"
-    packages = ("deepspeed",)
-    distributes = trades_speed = casts_model = shards_state = True
     file_of_rank = re.compile(r"(?:zero_pp_rank_|rng_state_)(\d+)")
-
-    def problem(self, config: RunConfig) -> str | None:
-        """The optimizer does not update each element on its own."""
-        optimizer = config.train.optimizer
-        if optimizer in OPTIMIZERS:
-            return None
-        return (
-            f"train.optimizer={optimizer} does not work with parallel.engine={self.name}, which supports "
-            f"{' and '.join(OPTIMIZERS)}; use one of them, or parallel.engine=ddp"
-        )
-
-    def accelerate_config(self, device: str, nodes: int) -> str:
-        """One for several machines, one for GPUs and one for the CPU."""
-        return with_place("zero2", device, nodes)
-
-    def launch_flags(self) -> Mapping[str, Any]:
-        """The DeepSpeed config."""
-        return {"deepspeed_config_file": deepspeed.CONFIG}
-
-    def prepare_launch(self) -> None:
-        """Removes stale locks of DeepSpeed's extension build."""
-        deepspeed.clear_abandoned_locks(deepspeed.extensions_folder())
-
-    def while_starting(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Says when DeepSpeed compiles an extension."""
-        return deepspeed.slow_builds_told(say)
-
-    def require_agreement(self, config: RunConfig, plan: Plan) -> None:
-        """Checks the DeepSpeed config."""
-        deepspeed.checked_config(deepspeed.CONFIG, plan, max_grad_norm=config.train.max_grad_norm)
-
-    def trainer_arguments(
-        self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
-    ) -> dict[str, Any]:
-        """The DeepSpeed config; its buckets need not be larger than the trained parameters."""
-        tree = deepspeed.checked_config(
-            deepspeed.CONFIG,
-            plan,
-            max_grad_norm=config.train.max_grad_norm,
-            trainable_parameters=trained_parameters,
-        )
-        if not shared:
-            tree = {**tree, "checkpoint": {**tree.get("checkpoint", {}), "use_node_local_storage": True}}
-        return {"deepspeed": tree}
-
-    def backward_arguments(self) -> dict[str, Any]:
-        """DeepSpeed would divide by the number of micro-batches once more."""
-        return {"scale_wrt_gas": False}
-
-    def updated(self, model: Any) -> bool:
-        """DeepSpeed updates before it returns the norm, unless it has noticed an overflow."""
-        return not model.optimizer.overflow
 
     def state_files(self, checkpoint: Path) -> list[Path]:
         """One file for each rank that saved it."""
@@ -132,10 +73,6 @@ class Zero2(Engine):
         from sft_play.engines.zero2_state import set_part
 
         set_part(optimizer, parameters, state_of)
-
-    def go_on_from(self, model: Any, step: int) -> None:
-        """The folder of the next checkpoint has this count in its name."""
-        model.global_steps = step
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """DeepSpeed writes the name of the newest folder on the main rank only."""
@@ -185,7 +122,3 @@ class Zero2(Engine):
             Message("all_reduce", gradient_bytes, accumulation),
             Message("all_gather", gradient_bytes, 1),
         )
-
-    def update_share(self, world_size: int) -> float:
-        """A process updates its part."""
-        return 1 / world_size

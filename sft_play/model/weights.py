@@ -99,9 +99,10 @@ def first_not_finite(weights: Iterable[tuple[str, "Tensor"]]) -> str | None:
     is looked at.
     """
     import torch
-    from torch.distributed.tensor import DTensor
 
-    parts = ((name, w.to_local() if isinstance(w, DTensor) else w) for name, w in weights)
+    from sft_play.engines.stored import part_of
+
+    parts = ((name, part_of(weight)) for name, weight in weights)
     floating = [(name, weight.detach()) for name, weight in parts if weight.is_floating_point()]
     sums = [weight.sum(dtype=torch.float32) for _, weight in floating]
     if not sums or torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all():

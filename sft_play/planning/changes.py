@@ -9,7 +9,7 @@ from itertools import chain
 from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Engine
-from sft_play.engines.registry import distributed_engines, engine_of
+from sft_play.engines.registry import chosen_engines, engine_of
 from sft_play.errors import ConfigError
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.planning.batch import batch_for
@@ -85,7 +85,7 @@ def fewest(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 def _more_processes(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Change]:
     """For each engine that saves memory, the fewest processes that are enough, or the most of those tried."""
     least = max(2, plan.world_size)
-    for engine in distributed_engines():
+    for engine in chosen_engines():
         own = engine.name == plan.engine
         if engine.trades_speed and not engine.problem(config) and (engine.shards_weights or not own):
             counts = [least * times for times in (1, 2, 4, 8) if not own or times > 1]

@@ -158,7 +158,7 @@ def _ways(train: TrainConfig) -> tuple[str, ...]:
 
 def _replicas(engine: Engine, world_size: int, machines: int) -> tuple[int, ...]:
     """How often the model may be held: on each machine, since the network is slow, before once on all."""
-    can_divide = engine.shards_weights and world_size % machines == 0 and world_size // machines > 1
+    can_divide = engine.replicates and world_size % machines == 0 and world_size // machines > 1
     return (machines, 1) if can_divide and machines > 1 else (1,)
 
 

@@ -18,6 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from sft_play.data.store import column_of
+from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of
 from sft_play.errors import DoesNotFitError, first_line
 from sft_play.job import Job
@@ -155,7 +156,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
                 ) from error
             ran_out = True
         finally:
-            _let_go(trainer)
+            _let_go(trainer, engine_of(plan.engine))
     step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"])
     return ProbeResult(
         phases={} if ran_out else meter.peaks or {},
@@ -235,8 +236,9 @@ def _as_it_was(trainer: PlannedTrainer) -> Iterator[None]:
                 scaler.load_state_dict(scale)
 
 
-def _let_go(trainer: Any) -> None:
+def _let_go(trainer: Any, engine: Engine) -> None:
     """Frees gradients, optimizer and engine."""
+    engine.let_go(trainer.model_wrapped)
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     trainer.callback_handler.train_dataloader = trainer.callback_handler.eval_dataloader = None

@@ -115,6 +115,8 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
             parameter.data = parameter.data.float()
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
+    if plan.recomputes:
+        trainer.args.gradient_checkpointing_kwargs = dict(RECOMPUTING)  # TRL takes another for ZeRO-3
     if engine.shards_weights:
         engine.divide(units_of(model), config, plan)
     return trainer
@@ -139,6 +141,7 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     return callbacks
 
 
+RECOMPUTING = {"use_reentrant": False}
 EVALUATIONS_PER_RUN = 10
 # At most, by default: a forward pass is a third of a step, so evaluation stays below a tenth of the time.
 EVALUATED_PER_TRAINED_ROW = 0.25
@@ -205,7 +208,7 @@ def sft_config(
         bf16=plan.mixed_precision == "bf16",
         fp16=plan.mixed_precision == "fp16",
         gradient_checkpointing=plan.recomputes,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if plan.recomputes else None,
+        gradient_checkpointing_kwargs=dict(RECOMPUTING) if plan.recomputes else None,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         # No static graph: non-reentrant checkpointing runs each gradient hook only once.

@@ -254,7 +254,8 @@ class PlannedTrainer(SFTTrainer):
         moved = checkpoint and not is_split_as(checkpoint, self._engine, self._checkpoint_parts)
         loaded = None if moved else resume_from_checkpoint
         # the library's word for a model that accelerate must not wrap, since it is divided already
-        self.is_distributed_loading_by_transformers = self._engine.shards_weights
+        engine = self._engine
+        self.is_distributed_loading_by_transformers = engine.shards_weights and not engine.wraps_shards
         prepared = super()._prepare_for_training(max_steps, train_dataloader, loaded)
         self.is_distributed_loading_by_transformers = False
         self.optimizer.train()  # type: ignore[union-attr]  # of a schedule-free one

@@ -10,10 +10,10 @@ import os
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
+from sft_play.engines.stored import part_of, whole_elements
 from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
 from sft_play.plan import Plan
@@ -60,7 +60,7 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             "the processes made different plans; are config, data and GPUs the same on every machine?"
         )
     model: Any = trainer.model  # not wrapped yet
-    with accelerator.autocast():
+    with accelerator.autocast(), engine_of(plan.engine).computing(model):
         check_causal(model, accelerator.device)
         check_head(model, accelerator.device)
         if plan.padding_free:
@@ -96,8 +96,8 @@ def check_in_force(trainer: Trainer, plan: Plan) -> None:
 def _weights_held(model: Any, place: str) -> list[str]:
     """A line about how much of a divided model this process holds, and where; none if it is whole."""
     weights = list(model.parameters())
-    parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-    held, whole = (sum(weight.nbytes for weight in each) for each in (parts, weights))
+    held = sum(part_of(weight).nbytes for weight in weights)
+    whole = sum(whole_elements(weight) * weight.element_size() for weight in weights)
     if held == whole and place == "none":
         return []
     where = "this process" if place == "none" else f"{place.upper()}, for this process"

@@ -124,11 +124,11 @@ def assert_whole_checkpoints(run: RunDir, engine: str) -> None:
 def test_a_deepspeed_file_that_contradicts_the_run_is_refused_before_anything_is_launched(
     config, monkeypatch, tmp_path
 ):
-    own = tmp_path / "own.json"
+    own = tmp_path / "deepspeed_z2.json"
     own.write_text(
         json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 6, "gradient_clipping": "1.0"})
     )
-    monkeypatch.setattr("sft_play.engines.deepspeed.CONFIG", own)
+    monkeypatch.setattr("sft_play.engines.deepspeed.CONFIGS", tmp_path)
     done = sft(
         "train", "--processes", "2", "--engine", "deepspeed_z2", "--config", config, "output.name=refused"
     )

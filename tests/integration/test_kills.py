@@ -117,8 +117,17 @@ def goes_on(config: Path, run: RunDir, engine: str, last: int) -> bytes:
         ("deepspeed_z2", 1, KILL, 9, "rank 1 died without reporting an error"),
         ("fsdp2", 1, KILL, 9, "rank 1 died without reporting an error"),
         ("fsdp2", 0, RAISE, 1, "ValueError: an injected fault"),
+        ("deepspeed_z3", 1, KILL, 9, "rank 1 died without reporting an error"),
     ],
-    ids=["ddp-kill-1", "ddp-kill-0", "ddp-raise-1", "deepspeed_z2-kill-1", "fsdp2-kill-1", "fsdp2-raise-0"],
+    ids=[
+        "ddp-kill-1",
+        "ddp-kill-0",
+        "ddp-raise-1",
+        "deepspeed_z2-kill-1",
+        "fsdp2-kill-1",
+        "fsdp2-raise-0",
+        "z3-kill-1",
+    ],
 )
 def test_a_rank_that_fails_in_the_middle_of_a_save_costs_that_checkpoint_alone(
     tiny_model, tmp_path, monkeypatch, undisturbed, engine, rank, fault, code, words

@@ -139,6 +139,40 @@ def fsdp2(zero2, launch, folder):
 
 
 @pytest.fixture(scope="module")
+def zero3(one, launch, folder):
+    """ZeRO-3 on two processes: a kind of each mode."""
+    launch("deepspeed_z3", 2, {f"zero3-{kind}": KINDS[kind] for kind in ("lora-padded", "full-packed")})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zero3_more(zero3, fsdp2, launch, folder):
+    """The other kinds, recomputed too, and what resumes from every other engine and from itself."""
+    jobs = {f"zero3-{kind}": KINDS[kind] for kind in ("lora-packed", "full-padded")}
+    for kind, engine in product(("lora-padded", "full-padded"), ("one", "zero2", "fsdp2", "zero3")):
+        jobs[f"{engine}-to-zero3-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"{engine}-{kind}")}
+    for kind in ("lora-padded", "full-padded"):
+        jobs[f"zero3-recomputed-{kind}"] = {**KINDS[kind], "gradient_checkpointing": True}
+    jobs["zero3-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
+    launch("deepspeed_z3", 2, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def from_zero3(zero3_more, launch, folder):
+    """Every other engine on two processes, and ZeRO-3 on three, resuming from ZeRO-3."""
+    for name, engine, processes in (
+        ("ddp", "ddp", 2), ("zero2", "deepspeed_z2", 2), ("fsdp2", "fsdp2", 2), ("three", "deepspeed_z3", 3),
+    ):  # fmt: skip
+        jobs = {
+            f"zero3-to-{name}-{kind}": {**KINDS[kind], "resume": saved_by(folder, f"zero3-{kind}")}
+            for kind in ("lora-padded", "full-padded")
+        }
+        launch(engine, processes, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def four(fsdp2, launch, folder):
     """FSDP2 on four processes, from the start and from two; some have no part of a small weight."""
     jobs = {
@@ -191,6 +225,33 @@ def test_two_processes_learn_what_one_does(request, engine, kind):
 
 
 @pytest.mark.parametrize(
+    ("launched", "kind"),
+    [
+        ("zero3", "lora-padded"),
+        ("zero3", "full-packed"),
+        pytest.param("zero3_more", "lora-packed", marks=pytest.mark.slow),
+        pytest.param("zero3_more", "full-padded", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_with_zero3_learn_what_one_does(request, launched, kind):
+    assert_same_as_one(request.getfixturevalue(launched), f"zero3-{kind}", kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora-padded", "full-padded"])
+def test_zero3_goes_on_from_its_own_checkpoint_bit_for_bit(zero3_more, kind):
+    exactly = dict.fromkeys(CLOSE, 0.0)
+    assert_same_curve(
+        zero3_more / f"zero3-to-zero3-{kind}", zero3_more / f"zero3-{kind}", exactly, after=SAVED
+    )
+    name = "adapter/adapter_model.safetensors" if "lora" in kind else "model/model.safetensors"
+    found, expected = (
+        load_file(zero3_more / run / name) for run in (f"zero3-to-zero3-{kind}", f"zero3-{kind}")
+    )
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+
+
+@pytest.mark.parametrize(
     ("launched", "name", "kind"),
     [
         ("zero2", "one-to-zero2", "lora-padded"), ("zero2", "one-to-zero2", "full-padded"),
@@ -198,6 +259,14 @@ def test_two_processes_learn_what_one_does(request, engine, kind):
         ("ddp", "fsdp2-to-ddp", "lora-padded"), ("ddp", "fsdp2-to-ddp", "full-padded"),
         ("ddp", "one-to-ddp", "full-padded"),
         ("fsdp2", "zero2-to-fsdp2", "lora-padded"), ("fsdp2", "zero2-to-fsdp2", "full-padded"),
+        *(
+            pytest.param("zero3_more", f"{engine}-to-zero3", kind, marks=pytest.mark.slow)
+            for engine, kind in product(("one", "zero2", "fsdp2"), ("lora-padded", "full-padded"))
+        ),
+        *(
+            pytest.param("from_zero3", f"zero3-to-{engine}", kind, marks=pytest.mark.slow)
+            for engine, kind in product(("ddp", "zero2", "fsdp2", "three"), ("lora-padded", "full-padded"))
+        ),
         pytest.param("back", "fsdp2-to-zero2", "lora-padded", marks=pytest.mark.slow),
         pytest.param("back", "fsdp2-to-zero2", "full-padded", marks=pytest.mark.slow),
         pytest.param("four", "two-to-four", "lora-packed", marks=pytest.mark.slow),
@@ -218,6 +287,8 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name,
         ("ddp", "lora-padded"),
         ("fsdp2", "lora-packed"),
         ("fsdp2", "full-padded"),
+        ("zero3", "lora-padded"),
+        ("zero3", "full-packed"),
         pytest.param("four", "full-padded", marks=pytest.mark.slow),
         pytest.param("three", "full-padded", marks=pytest.mark.slow),
     ],
@@ -238,9 +309,13 @@ def test_many_processes_go_on_as_one(request, tiny_model, launched, kind):
     assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    ("launched", "engine"),
+    [("fsdp2", "fsdp2"), pytest.param("zero3_more", "zero3", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("kind", ["lora-padded", "full-padded"])
-def test_recomputing_in_a_divided_model_changes_nothing(fsdp2, kind):
-    assert_same_as_one(fsdp2, f"fsdp2-recomputed-{kind}", kind)
+def test_recomputing_in_a_divided_model_changes_nothing(request, launched, engine, kind):
+    assert_same_as_one(request.getfixturevalue(launched), f"{engine}-recomputed-{kind}", kind)
 
 
 @pytest.mark.slow
@@ -249,7 +324,14 @@ def test_four_processes_learn_what_one_does(four, kind):
     assert_same_as_one(four, f"four-{kind}", kind)
 
 
-@pytest.mark.parametrize(("engine", "name"), [("zero2", "best-before"), ("fsdp2", "fsdp2-best-before")])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("zero2", "best-before"),
+        ("fsdp2", "fsdp2-best-before"),
+        pytest.param("zero3_more", "zero3-best-before", marks=pytest.mark.slow),
+    ],
+)
 def test_the_best_checkpoint_may_be_from_before_the_move(request, engine, name):
     folder = request.getfixturevalue(engine)
     kept = load_file(folder / name / "adapter" / "adapter_model.safetensors")
@@ -298,9 +380,9 @@ def test_a_damaged_shard_costs_its_checkpoint_alone(fsdp2, tiny_model, tmp_path,
     assert_same_curve(tmp_path / "run", fsdp2 / "one-lora-padded", CLOSE, SAVED)
 
 
-def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp, fsdp2):
+def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp, fsdp2, zero3):
     expected = load_file(zero2 / "one-lora-padded" / "adapter" / "adapter_model.safetensors")
-    for engine in ("zero2", "ddp", "fsdp2"):
+    for engine in ("zero2", "ddp", "fsdp2", "zero3"):
         run = RunDir(zero2 / f"{engine}-lora-padded")
         found = load_file(run.adapter / "adapter_model.safetensors")
         assert found.keys() == expected.keys()

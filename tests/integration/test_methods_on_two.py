@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft_play.config.methods import SCHEDULE_FREE
-from sft_play.engines.zero2 import OPTIMIZERS
+from sft_play.engines.zero2 import Zero2
 from sft_play.train.run import train
 from tests.conftest import token_rows
 from tests.integration.jobs import NEW_TOKENS, SEQ, make_job, new_token_rows, tied_copy
@@ -52,7 +52,9 @@ KINDS = {
 if not find_spec("schedulefree"):
     del KINDS["schedule-free"]
 WITH_ADAMW = [kind for kind, settings in KINDS.items() if "optimizer" not in settings]
-WITH_ZERO2 = [kind for kind, settings in KINDS.items() if settings.get("optimizer", "adamw") in OPTIMIZERS]
+WITH_ZERO2 = [
+    kind for kind, settings in KINDS.items() if settings.get("optimizer", "adamw") in Zero2.optimizers
+]
 
 # Relative; the sums over the tokens of a step are made in another order.
 NEAR = summed(12 * SEQ)
@@ -122,12 +124,17 @@ def fsdp2(launch):
     return launch("fsdp2", WITH_ADAMW)
 
 
+@pytest.fixture(scope="module")
+def deepspeed_z3(launch):
+    return launch("deepspeed_z3", WITH_ADAMW)
+
+
 def close_for(kind: str) -> dict[str, float]:
     """Relative tolerances of the curves of a kind."""
     return CLOSE_IN_4_BITS if kind.startswith("qlora") else CLOSE
 
 
-ON = {"ddp": list(KINDS), "deepspeed_z2": WITH_ZERO2, "fsdp2": WITH_ADAMW}
+ON = {"ddp": list(KINDS), "deepspeed_z2": WITH_ZERO2, "fsdp2": WITH_ADAMW, "deepspeed_z3": WITH_ADAMW}
 RUNS = [(engine, kind) for engine, kinds in ON.items() for kind in kinds]
 
 

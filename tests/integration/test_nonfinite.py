@@ -119,6 +119,7 @@ def test_a_single_gradient_that_is_infinite_costs_its_step(tiny_model, tmp_path,
         pytest.param("ddp", marks=pytest.mark.faults),
         "deepspeed_z2",
         pytest.param("fsdp2", marks=pytest.mark.faults),
+        pytest.param("deepspeed_z3", marks=pytest.mark.faults),
     ],
 )
 def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine):
@@ -138,7 +139,7 @@ def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine)
     assert read_json(two.summary)["skipped_steps"] == 1
     found = [record["train/loss"] for record in read_metrics(two) if "train/loss" in record]
     # after a step that DeepSpeed skips, the learning rate is that of the step before
-    close = 5e-4 if engine == "deepspeed_z2" else summed(16 * 60)  # 16 rows of up to 60 tokens in a step
+    close = 5e-4 if "deepspeed" in engine else summed(16 * 60)  # 16 rows of up to 60 tokens in a step
     assert_same_values(found, losses(alone)[0], close)
     assert len(found) == 5
 

@@ -204,7 +204,7 @@ def curves(run: RunDir) -> dict[int, list[float]]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3"])
 @pytest.mark.parametrize(
     ("where", "number", "start"),
     [

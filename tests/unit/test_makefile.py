@@ -187,6 +187,8 @@ def test_a_new_lock_installs_again(ready):
             "--nodes '2' --gpus '4' --partition '' --time '1:00:00'",
         ),
         ("train-deepspeed-tb", {}, "--tensorboard --processes '0' --engine deepspeed_z2"),
+        ("train-deepspeed-tb", {"ZERO": "3"}, "--tensorboard --processes '0' --engine deepspeed_z3"),
+        ("train-deepspeed", {"ZERO": "3", "NGPU": "4"}, "--processes '4' --engine deepspeed_z3"),
         ("train-fsdp", {"NGPU": "4"}, "--processes '4' --engine fsdp2"),
         ("train-fsdp-tb", {}, "--tensorboard --processes '0' --engine fsdp2"),
         (

@@ -1,8 +1,9 @@
 import json
+from dataclasses import replace
 
 import pytest
 
-from sft_play.engines.deepspeed import CONFIG, check_config, checked_config, read_config
+from sft_play.engines.deepspeed import check_config, checked_config, config_file, read_config
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 
@@ -25,12 +26,23 @@ PLAN = Plan(
 )
 
 
+CONFIG = config_file(2)
+
+
 def changed(**values):
     return {**read_config(CONFIG), **values}
 
 
-def test_the_shipped_file_fits_any_plan():
-    check_config(read_config(CONFIG), PLAN, max_grad_norm=1.0)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_shipped_file_fits_any_plan(stage):
+    plan = replace(PLAN, engine=f"deepspeed_z{stage}")
+    check_config(read_config(config_file(stage)), plan, stage, max_grad_norm=1.0)
+
+
+def test_the_file_of_another_stage_is_refused():
+    plan = replace(PLAN, engine="deepspeed_z3")
+    with pytest.raises(ConfigError, match=r"stage is 2, but must be 3 \(the engine deepspeed_z3 is ZeRO"):
+        check_config(read_config(CONFIG), plan, 3, max_grad_norm=1.0)
 
 
 def test_numbers_that_agree_with_the_plan_are_allowed():
@@ -40,7 +52,7 @@ def test_numbers_that_agree_with_the_plan_are_allowed():
         gradient_accumulation_steps=4,
         gradient_clipping=1.0,
     )
-    check_config(tree, PLAN, max_grad_norm=1.0)
+    check_config(tree, PLAN, 2, max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +89,21 @@ def test_numbers_that_agree_with_the_plan_are_allowed():
 )
 def test_what_contradicts_the_plan_is_refused_before_the_launch(values, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(changed(**values), PLAN, max_grad_norm=1.0)
+        check_config(changed(**values), PLAN, 2, max_grad_norm=1.0)
 
 
 def test_all_contradictions_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        check_config(changed(train_batch_size=16, gradient_clipping="1"), PLAN, max_grad_norm=1.0)
+        check_config(changed(train_batch_size=16, gradient_clipping="1"), PLAN, 2, max_grad_norm=1.0)
     assert str(caught.value).count("\n") == 2
 
 
 def test_buckets_are_no_larger_than_what_is_trained():
-    zero = checked_config(CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=1000)["zero_optimization"]
+    zero = checked_config(CONFIG, PLAN, 2, max_grad_norm=1.0, trainable_parameters=1000)["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"], zero["stage"]) == (1000, 1000, 2)
-    whole = checked_config(CONFIG, PLAN, max_grad_norm=1.0, trainable_parameters=10**12)["zero_optimization"]
+    whole = checked_config(CONFIG, PLAN, 2, max_grad_norm=1.0, trainable_parameters=10**12)[
+        "zero_optimization"
+    ]
     assert whole == json.loads(CONFIG.read_text())["zero_optimization"] and whole["overlap_comm"]
     assert not zero["overlap_comm"]  # there is nothing to overlap with, and it would cost a second bucket
 

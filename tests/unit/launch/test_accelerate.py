@@ -3,7 +3,7 @@ import json
 import pytest
 import yaml
 
-from sft_play.engines.deepspeed import CONFIG
+from sft_play.engines.deepspeed import config_file as deepspeed_file
 from sft_play.errors import ConfigError
 from sft_play.launch import accelerate
 from sft_play.launch.accelerate import launch_command, launch_environment
@@ -30,6 +30,9 @@ def flags(launch) -> dict[str, str]:
         ("deepspeed_z2", "cuda", 1, "zero2"),
         ("deepspeed_z2", "cpu", 1, "zero2_cpu"),
         ("deepspeed_z2", "cuda", 2, "zero2_multi_node"),
+        ("deepspeed_z3", "cuda", 1, "zero3"),
+        ("deepspeed_z3", "cpu", 1, "zero3_cpu"),
+        ("deepspeed_z3", "cuda", 2, "zero3_multi_node"),
     ],
 )
 def test_every_engine_has_its_config_file(engine, device, nodes, name):
@@ -37,8 +40,8 @@ def test_every_engine_has_its_config_file(engine, device, nodes, name):
     assert config_file(engine, device, nodes).is_file()
 
 
-def test_the_shipped_configs_are_the_seven_that_are_named():
-    assert len(list(CONFIGS.glob("*.yaml"))) == 7
+def test_the_shipped_configs_are_the_ten_that_are_named():
+    assert len(list(CONFIGS.glob("*.yaml"))) == 10
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -53,10 +56,11 @@ def test_a_config_says_what_it_is_for_and_leaves_the_numbers_to_the_command_line
     assert tree["num_processes"] == (-1 if several else 1)
     assert tree["use_cpu"] == ("cpu" in path.stem)
     zero = tree["distributed_type"] == "DEEPSPEED"
-    assert zero == path.stem.startswith("zero2") == ("deepspeed_config" in tree)
+    assert zero == path.stem.startswith("zero") == ("deepspeed_config" in tree)
     assert ("mixed_precision" in tree) != zero  # accelerate refuses both
     if zero:
-        assert (CONFIGS.parents[1] / tree["deepspeed_config"]["deepspeed_config_file"]) == CONFIG
+        given = CONFIGS.parents[1] / tree["deepspeed_config"]["deepspeed_config_file"]
+        assert given == deepspeed_file(int(path.stem[4]))
 
 
 def test_one_machine_gets_a_free_port_and_a_store_on_loopback():
@@ -72,9 +76,10 @@ def test_one_machine_gets_a_free_port_and_a_store_on_loopback():
     assert launch.argv[-3:] == tuple(SCRIPT) and launch.script == "train.py"
 
 
-def test_zero_2_is_given_the_full_path_of_its_json():
-    launch = launch_command(SCRIPT, engine="deepspeed_z2", device="cuda", processes=4)
-    assert flags(launch)["--deepspeed_config_file"] == str(CONFIG)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_is_given_the_full_path_of_its_json(stage):
+    launch = launch_command(SCRIPT, engine=f"deepspeed_z{stage}", device="cuda", processes=4)
+    assert flags(launch)["--deepspeed_config_file"] == str(deepspeed_file(stage))
     assert "--num_cpu_threads_per_process" not in flags(launch)
 
 
@@ -119,9 +124,10 @@ def test_what_the_user_has_set_stays_but_for_what_keeps_the_world_whole(monkeypa
     assert kept == {"CUDA_VISIBLE_DEVICES": "", "OTHER": "1"}
 
 
-def test_the_shipped_deepspeed_file_leaves_to_the_trainer_what_the_trainer_knows():
-    tree = json.loads(CONFIG.read_text())
-    assert tree["zero_optimization"]["stage"] == 2
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_shipped_deepspeed_file_leaves_to_the_trainer_what_the_trainer_knows(stage):
+    tree = json.loads(deepspeed_file(stage).read_text())
+    assert tree["zero_optimization"]["stage"] == stage
     for key in (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",

@@ -1,0 +1,185 @@
+"""ZeRO-3's torch half: a model divided by DeepSpeed, its weights gathered again, and AdamW's state.
+
+A parameter is flattened, filled up, and cut into as many parts as there are processes. What a process holds
+is `parameter.ds_tensor`; `parameter.data` is empty unless it is gathered.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import getclosurevars
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init, register_external_parameter
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+    set_z3_leaf_module,
+)
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from sft_play.engines.shards import FILE
+from sft_play.engines.state import MOMENTS, StateOf
+from sft_play.engines.stored import give_back_freed_memory, put_to_use
+
+# What DeepSpeed leaves on modules, which would call the engine of an earlier training.
+RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
+LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
+
+
+def partition(units: Sequence[torch.nn.Module], device: str, cast_to: str | None) -> None:
+    """Divides a model among all processes, in place; tensor by tensor, each as the first process has it.
+
+    Args:
+        units: gathered one at a time, the whole model last; on any device, the same in all processes.
+        device: where its parts go, "cuda" or "cpu".
+        cast_to: 16-bit type of all weights; default their own.
+    """
+    unset_hf_deepspeed_config()  # transformers would load the next model in a way of its own
+    *inner, whole = units
+    for unit in units:
+        for parameter in unit.parameters():
+            if hasattr(parameter, "ds_id"):
+                continue
+            put_to_use(parameter, device)
+            parameter.data = parameter.to(device).data.contiguous()  # with the scales of 4-bit weights
+            if cast_to and parameter.is_floating_point():
+                parameter.data = parameter.data.to(getattr(torch, cast_to))
+        Init(module=unit)
+        give_back_freed_memory()
+    for module in whole.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    in_units = {parameter for unit in inner for parameter in unit.parameters()}
+    for unit in inner:
+        set_z3_leaf_module(unit, True)
+    for parameter in whole.parameters():
+        if parameter not in in_units:
+            register_external_parameter(whole, parameter)
+    # DeepSpeed would reduce the gradients of a unit before they are computed, if its input needs none
+    stage3.z3_leaf_parameter = lambda parameter: False
+
+
+@contextmanager
+def gathering(model: torch.nn.Module) -> Iterator[None]:
+    """In the block, units gather their weights for a pass, if the model is not in training."""
+    if "pre_bwd_fn" in vars(model):
+        yield
+        return
+    hooks = DeepSpeedZeRoOffload(
+        model,
+        timers=None,
+        ds_config=None,
+        overlap_comm=False,
+        prefetch_bucket_size=0,
+        max_reuse_distance=0,
+        param_persistence_threshold=0,
+    )
+    try:
+        yield
+    finally:
+        hooks.destroy()
+        _forget(model)
+
+
+def let_go(model: Any) -> None:
+    """Takes off the hooks of a training, whether it has begun or not."""
+    if not hasattr(model, "destroy"):
+        return
+    model.optimizer.empty_partition_cache()
+    model.destroy()
+    for parameter in model.module.parameters():
+        del parameter._z3_optimizer
+    _forget(model.module)
+
+
+def _forget(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for name in LEFT:
+            vars(module).pop(name, None)
+    FWD_MODULE_STACK.clear()
+    released: Any = getattr(PartitionedParameterCoordinator, RELEASED)
+    getclosurevars(released).nonlocals["func"].cache_clear()  # which would keep the model alive
+
+
+def gathered_weights(model: Any) -> dict[str, Tensor]:
+    """Weights of a divided model by name, whole and on the CPU, tensor by tensor; all processes call it.
+
+    Only what is trained, if there is an adapter around the model.
+
+    Returns:
+        On other processes than the first, nothing.
+    """
+    only_trained = hasattr(model, "get_base_model")
+    found: dict[str, Tensor] = {}
+    copies: dict[Tensor, Tensor] = {}
+    is_first = distributed.get_rank() == 0
+    for name, value in model.state_dict(keep_vars=True).items():
+        if only_trained and not value.requires_grad:
+            continue
+        if value not in copies:
+            with GatheredParameters([value] if hasattr(value, "ds_id") else []):
+                copies[value] = value.detach().cpu().clone() if is_first else value
+        found[name] = copies[value]
+    return found if is_first else {}
+
+
+def save_parts(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
+    """Writes this process's part of AdamW's state and of the fp32 weights, an empty part too."""
+    parts = {}
+    steps = {key: state["step"] for key, state in optimizer.optimizer.state.items()}
+    for number, group in enumerate(optimizer.fp16_groups):
+        step = steps[optimizer.fp32_partitioned_groups_flat[number]]
+        for parameter in group:
+            held = _held(parameter)
+            parts[f"{names[parameter]}:step"] = step.reshape(1).cpu().clone()
+            parts[f"{names[parameter]}:weight"] = safe_get_local_fp32_param(parameter)[:held].cpu().clone()
+            for key in MOMENTS:
+                value = safe_get_local_optimizer_state(parameter, key)
+                parts[f"{names[parameter]}:{key}"] = value[:held].cpu().clone()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(parts, folder / FILE.format(rank=distributed.get_rank()))
+
+
+def _held(parameter: Any) -> int:
+    """Elements of a parameter that this process holds, without what its part is filled up with."""
+    part = parameter.ds_tensor.ds_numel
+    return max(0, min(part, parameter.ds_numel - distributed.get_rank() * part))
+
+
+def set_parts(optimizer: Any, parameters: Mapping[str, Any], state_of: StateOf) -> None:
+    """Sets this process's part of parameters and of their states, from whole tensors."""
+    inner = optimizer.optimizer  # torch's, over one vector for each group
+    step = state_of(next(iter(parameters)))["step"].float()
+    for flat in optimizer.fp32_partitioned_groups_flat:
+        zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+        inner.state[flat] = {"step": step.clone(), **zeros}
+    for name, parameter in parameters.items():
+        state = state_of(name)
+        set_weight(parameter, state["weight"])
+        safe_set_local_fp32_param(parameter, _part_of(parameter, state["weight"]))
+        for key in MOMENTS:
+            safe_set_local_optimizer_state(parameter, _part_of(parameter, state[key]), key)
+
+
+@torch.no_grad()
+def set_weight(parameter: Any, whole: Tensor) -> None:
+    """Sets this process's part of a parameter from a whole tensor of its shape."""
+    parameter.ds_tensor.copy_(_part_of(parameter, whole))
+
+
+def _part_of(parameter: Any, whole: Tensor) -> Tensor:
+    """This process's part of a whole tensor, filled up with zeros; [part]."""
+    size, held = parameter.ds_tensor.ds_numel, _held(parameter)
+    part = whole.new_zeros(size)
+    first = distributed.get_rank() * size
+    part[:held] = whole.flatten()[first : first + held]
+    return part.to(parameter.ds_tensor.device)
