@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import traceback
+from operator import attrgetter
 from pathlib import Path
 
 from sft_play.cache import cache_dir
@@ -71,18 +72,11 @@ def _settings(config: RunConfig, library: str, kind: re.Match[str] | None) -> li
     in_use, changes = [model], []
     for key, (value, libraries) in CHANGES.items():
         if library in libraries:
-            used = _value(config, key)
+            used = str(attrgetter(key)(config)).lower()
             in_use.append(f"{key}={used}")
             changes += [f"{key}={value}"] if used != value else []
     advice = f"One of these may avoid it: {', '.join(changes)}" if changes else "Another model may work"
     return [f"in use: {', '.join(in_use)}", f"The library may not support this combination. {advice}"]
-
-
-def _value(config: RunConfig, key: str) -> str:
-    found = config.model_dump()
-    for name in key.split("."):
-        found = found[name]
-    return str(found).lower()
 
 
 def _kept(error: BaseException) -> Path:

@@ -6,15 +6,17 @@
 from collections.abc import Sequence
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+SHORT_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # in files of weights
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # train.mixed_precision -> the type it computes in
 SIXTEEN_BIT = tuple(AUTOCAST.values())
 
 
 def format_bytes(count: int) -> str:
     """`format_bytes(5 * GIB)` is "5.00 GiB"; the unit is the largest one that gives at least 1."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in UNITS:
         if abs(count) >= unit:
             return f"{count / unit:.2f} {name}"
     return f"{count} B"

@@ -198,13 +198,12 @@ def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: st
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     limit_network()
-    api = HfApi()
-    look_up = api.model_info if kind == "model" else api.dataset_info
     log_in = "run: .venv/bin/hf auth login"
     try:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
             raise ConnectionError("HF_HUB_OFFLINE is set")
-        look_up(name.split(":")[0], revision=revision, timeout=HUB_TIMEOUT_S)
+        where = name.split(":")[0]
+        HfApi().repo_info(where, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT_S)
         return Finding(OK, topic, f"{key}: {name} is on the Hub")
     except GatedRepoError:
         what, fix = "is gated", f"accept its license on the Hub, then {log_in}"

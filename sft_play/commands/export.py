@@ -19,9 +19,8 @@ from sft_play.model.load import load_model_config, without_new_tokens
 from sft_play.model.weights import finished_weights
 from sft_play.report.layout import ending
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
-from sft_play.units import format_bytes
+from sft_play.units import SHORT_NAMES, format_bytes
 
-OF_DTYPE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 EXPORT_INFO = "export.json"  # in the exported folder: of what; a folder with it may be overwritten
 MODELFILE = "Modelfile"
 
@@ -52,7 +51,7 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
     with quiet_libraries(run.log):
         merged = without_new_tokens(config.model).model_copy(update={"name": str(folder)})  # it has them
         merged_config = load_model_config(merged)
-        wanted = dtype if dtype != "auto" else OF_DTYPE[str(merged_config.dtype).removeprefix("torch.")]
+        wanted = dtype if dtype != "auto" else SHORT_NAMES[str(merged_config.dtype).removeprefix("torch.")]
         source = Source(folder, merged_config, tokenizer, config.output.name)
         result = _write_folder(config, run, source, output, wanted)
     _report(config.output.name, output, result)

@@ -29,15 +29,13 @@ from sft_play.report.layout import ending
 from sft_play.report.progress import spinner
 from sft_play.report.tables import logits_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
-from sft_play.units import counted, format_bytes
+from sft_play.units import SHORT_NAMES, counted, format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_SHARD_BYTES = 4 * 10**9  # of a file
 MERGE_INFO = "merge.json"  # in the merged folder: what was merged; a folder with it may be overwritten
-
-IN_FILES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # what safetensors calls a dtype
 
 TEST_ROWS = 8  # rows whose logits are compared: 8 x 128 positions over a vocabulary of 262,144 are 1 GiB
 TEST_TOKENS = 128
@@ -90,7 +88,7 @@ def _merged_model(config: RunConfig, adapter: Path, dtype: str) -> tuple["PreTra
     published = _published_dtype(config)
     used = "float32" if published == "float32" else dtype
     # if not all weights have the type that config.json says, loading rounds to it
-    as_said = used != published and stored_types(config.model) == {IN_FILES.get(published)}
+    as_said = used != published and stored_types(config.model) == {SHORT_NAMES[published].upper()}
     require_fitting(empty_base(config.model), adapter)
     base = load_base(
         config.model,
@@ -237,13 +235,6 @@ def merged_folder(config: RunConfig, run: RunDir, weights: Path) -> Path:
     return run.merged
 
 
-def _test_rows(config: RunConfig) -> list[list[int]]:
-    data = load_data(config).rows
-    rows = data.val if data.val is not None else data.train
-    assert rows is not None
-    return [ids[:TEST_TOKENS] for ids in rows.select(range(min(TEST_ROWS, len(rows))))["input_ids"]]
-
-
 def _measure(
     config: RunConfig, adapter: Path, output: Path, dtype: str, rows: list[list[int]]
 ) -> dict[str, LogitDifference]:
@@ -298,7 +289,10 @@ def merge_test(config: RunConfig, run: RunDir, output: Path | None = None) -> di
     output = output or run.merged
     dtype = require_merged(output, adapter)
     with quiet_libraries(run.log):
-        rows = _test_rows(config)
+        data = load_data(config).rows
+        held_out = data.val if data.val is not None else data.train
+        first = held_out.select(range(min(TEST_ROWS, len(held_out))))
+        rows = [ids[:TEST_TOKENS] for ids in first["input_ids"]]
         with spinner("comparing logits"):
             measured = _measure(config, adapter, output, dtype, rows)
     tolerance = TOLERANCES[dtype]

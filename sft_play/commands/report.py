@@ -48,21 +48,22 @@ def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None
     What fails before the run has begun changes nothing in its directory, which is still that of an earlier
     run. `here`: whether this process writes the run directory.
     """
-    before = _versions(run)
+    if not here:
+        yield
+        return
+    plan, summary = _version(run.plan), _version(run.summary)
     try:
         yield
     except Interrupted:
-        if here:
-            _report(run)  # it may be a while until the run goes on
+        _report(run)  # it may be a while until the run goes on
         raise
     except KeyboardInterrupt as error:
-        said = _what_is_saved(run, begun=before[0] != _versions(run)[0]) if here else ""
+        said = _what_is_saved(run, begun=_version(run.plan) != plan)
         raise KeyboardInterrupt(f"{error}{said}") from None
     except Exception as error:
-        begun, summarised = (was != now for was, now in zip(before, _versions(run), strict=True))
-        if here and begun:
+        if _version(run.plan) != plan:
             shown = library_failure(error, config) or error
-            done = summarised and read_json(run.summary).get("status") == "done"
+            done = _version(run.summary) != summary and read_json(run.summary).get("status") == "done"
             with contextlib.suppress(Exception):  # it may be the disk that failed
                 update_summary(
                     run, status="done" if done else "failed", error=str(shown) or type(shown).__name__
@@ -71,16 +72,13 @@ def end_reported(run: RunDir, config: RunConfig, *, here: bool) -> Iterator[None
         raise
 
 
-def _versions(run: RunDir) -> list[tuple[int, int] | None]:
-    """What tells one version from the next of the files that begin and end a run."""
-    found: list[tuple[int, int] | None] = []
-    for path in (run.plan, run.summary):
-        try:
-            status = path.stat()
-            found.append((status.st_ino, status.st_mtime_ns))
-        except OSError:
-            found.append(None)
-    return found
+def _version(path: Path) -> tuple[int, int] | None:
+    """What tells one version of a file from the next; None if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _what_is_saved(run: RunDir, *, begun: bool) -> str:

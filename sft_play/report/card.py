@@ -19,7 +19,6 @@ from sft_play.units import format_duration
 
 FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/]+/)+")  # of an absolute path
 SUPERVISED = {"assistant": "all assistant turns", "last": "the last assistant turn", "all": "all tokens"}
-NOT_EVALUATED: Mapping[str, Mapping[str, Any]] = {}
 
 
 def write_card(config: RunConfig, run: RunDir, folder: Path, *, merged: bool = False) -> None:
@@ -57,7 +56,7 @@ def _is_ours(folder: Path, text: str) -> bool:
 def model_card(
     config: RunConfig,
     summary: Mapping[str, Any],
-    evaluations: Mapping[str, Mapping[str, Any]] = NOT_EVALUATED,
+    evaluations: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     merged: bool = False,
 ) -> str:
@@ -75,7 +74,7 @@ def model_card(
     versions = summary.get("versions") or {}
     sections = {
         "Use": _usage(config, is_adapter, summary.get("model_class")),
-        "Scores on held-out rows": _scores(summary, evaluations),
+        "Scores on held-out rows": _scores(summary, evaluations or {}),
         "Data": _data(summary.get("data") or {}),
         "Settings": _table(("setting", "value"), _settings(config)),
         "Measured": _table(("", ""), measured),

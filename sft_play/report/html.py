@@ -1,7 +1,7 @@
 """A page of tables, figures and texts, rendered into one self-contained HTML file without scripts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -99,7 +99,7 @@ class Page:
     title: str
     subtitle: str
     sections: Sequence[Section]
-    tiles: Sequence[tuple[str, str]] = field(default=())  # name and value of the key numbers
+    tiles: Sequence[tuple[str, str]] = ()  # name and value of the key numbers
     status: str = ""
 
 

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from sft_play.units import GIB, KIB, MIB, format_bytes, format_count
+from sft_play.units import UNITS, format_bytes, format_count
 
 COLOURS = 8  # as many as html.py has variables for
 MAX_POINTS = 400  # of a line; more cannot be told apart in a plot of this size
@@ -130,7 +130,7 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
     """
     predicted = [sum(size for _, size in phase.terms) for phase in phases]
     top = max([*predicted, *(phase.measured or 0 for phase in phases)], default=1) or 1
-    scale, unit = next(((size, name) for size, name in UNITS if top >= size), UNITS[-1])
+    scale, unit = next((unit for unit in UNITS if top >= unit[0]), (1, "bytes"))
     shows_budget = budget is not None and top >= BUDGET_SHOWN_FROM * budget
 
     def draw(axes: Axes) -> None:
@@ -154,9 +154,6 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
         axes.set_xlabel(unit)
 
     return _svg(title, draw, height=0.75 + 0.56 * len(phases))
-
-
-UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "bytes"))
 
 
 def _bar_label(axes: Axes, size: float, scale: int, y: float) -> None:
