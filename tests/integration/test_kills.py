@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.launch import accelerate
 from sft_play.manifest import find_damage
 from sft_play.runlog import RunDir
 from tests.conftest import REPOSITORY
@@ -146,9 +147,10 @@ def test_a_rank_that_fails_in_the_middle_of_a_save_costs_that_checkpoint_alone(
 @contextmanager
 def launching(script: str, folder: Path, monkeypatch) -> Iterator[None]:
     """In the block, ranks run this script."""
-    (folder / "scripts").mkdir()
-    (folder / "scripts" / "train_distributed.py").write_text(script)
+    file = folder / "faulty_rank.py"
+    file.write_text(script)
     with monkeypatch.context() as patch:
+        patch.setattr(accelerate, "SCRIPT", file)
         patch.chdir(folder)
         yield
 

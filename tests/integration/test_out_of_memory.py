@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from sft_play.commands.train import MOST_RECOVERIES, train_job
 from sft_play.errors import OutOfMemory
 from sft_play.job import takes_less
+from sft_play.launch import accelerate
 from sft_play.model.build import build_model
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, read_json, read_metrics
@@ -224,13 +225,12 @@ def test_one_rank_of_two_ends_both_within_seconds_and_a_smaller_plan_goes_on(
     words += ["parallel.timeout_s=600", "--processes", "2"]
     clean = sft("train", "--config", config, *words, "output.name=clean")
     assert clean.code == 0, clean.err
-    script = tmp_path / "scripts" / "train_distributed.py"
-    script.parent.mkdir()
+    script = tmp_path / "faulty_rank.py"
     repository = str(Path(__file__).resolve().parents[2])
     script.write_text(
         FAULTY_RANK.format(repository=repository, once=str(tmp_path / "once"), where=where, number=number)
     )
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(accelerate, "SCRIPT", script)
     began = time.monotonic()
     done = sft("train", "--config", config, *words)
     assert done.code == 0, done.err
