@@ -14,11 +14,7 @@ MAX_UNSTATED = 2**20  # tokens of a row of a model that has no number of positio
 
 
 def require_supported(model: ModelConfig, positions: int | None) -> None:
-    """Checks model.max_seq_len against the positions of the model, None if it does not say how many.
-
-    Raises:
-        ConfigError: the config asks for more.
-    """
+    """Raises a ConfigError if model.max_seq_len exceeds the model's positions; None if they are unknown."""
     asked, limit = model.max_seq_len, positions or MAX_UNSTATED
     if asked == "auto" or asked <= limit:
         return

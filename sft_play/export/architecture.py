@@ -4,12 +4,11 @@ Facts from llama.cpp's converter and model loader (ggml-org/llama.cpp, conversio
 What llama.cpp would take from its own tables instead of the file is compared here, and refused if it differs.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PretrainedConfig
 
 from sft_play.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # model_type of transformers -> architecture of GGUF
 NAMES = {
@@ -26,7 +25,7 @@ GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
 
 
-def gguf_name(config: "PretrainedConfig") -> str:
+def gguf_name(config: PretrainedConfig) -> str:
     """The name of an architecture in GGUF, e.g. "llama" also for Mistral.
 
     Raises:
@@ -48,7 +47,7 @@ def gguf_name(config: "PretrainedConfig") -> str:
     return name
 
 
-def _difference(name: str, text: "PretrainedConfig") -> str | None:
+def _difference(name: str, text: PretrainedConfig) -> str | None:
     """What llama.cpp would do differently; None if nothing."""
     kinds = {"default", "linear", "yarn"} | ({"llama3"} if name == "llama" else set())
     unknown = {rope.get("rope_type", "default") for rope in rope_settings(text).values()} - kinds
@@ -62,7 +61,7 @@ def _difference(name: str, text: "PretrainedConfig") -> str | None:
     return _gemma_difference(name, text) if name in GEMMA_PERIOD else None
 
 
-def _gemma_difference(name: str, text: "PretrainedConfig") -> str | None:
+def _gemma_difference(name: str, text: PretrainedConfig) -> str | None:
     period = GEMMA_PERIOD[name]
     pattern = [
         "sliding_attention" if (layer + 1) % period else "full_attention"
@@ -77,18 +76,18 @@ def _gemma_difference(name: str, text: "PretrainedConfig") -> str | None:
     return None
 
 
-def rope_settings(text: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+def rope_settings(text: PretrainedConfig) -> dict[str, dict[str, Any]]:
     """The settings of rotary positions by kind of layer ("full_attention", maybe "sliding_attention")."""
     found = text.rope_parameters or {}
     return found if "full_attention" in found else {"full_attention": found}
 
 
-def head_size(text: "PretrainedConfig") -> int:
+def head_size(text: PretrainedConfig) -> int:
     """Channels of an attention head."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def describe(writer: Any, text: "PretrainedConfig") -> None:
+def describe(writer: Any, text: PretrainedConfig) -> None:
     """Writes the sizes of a model into a GGUF writer."""
     writer.add_vocab_size(text.vocab_size)
     writer.add_context_length(text.max_position_embeddings)
@@ -110,7 +109,7 @@ def describe(writer: Any, text: "PretrainedConfig") -> None:
             writer.add_final_logit_softcapping(text.final_logit_softcapping)
 
 
-def _describe_rope(writer: Any, text: "PretrainedConfig") -> None:
+def _describe_rope(writer: Any, text: PretrainedConfig) -> None:
     from gguf import RopeScalingType
 
     settings = rope_settings(text)

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from sft_play.export import architecture, vocabulary, weights
 from sft_play.report.progress import progress_bar
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -20,8 +18,8 @@ class Source:
     """A model folder, loaded as far as a GGUF file needs it."""
 
     folder: Path
-    config: "PretrainedConfig"
-    tokenizer: "PreTrainedTokenizerBase"
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
     title: str
 
 

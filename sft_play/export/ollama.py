@@ -8,14 +8,12 @@ Go if it gives the same prompts for other conversations. Otherwise the Modelfile
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.formats import Conversation, Message, alternating
 from sft_play.data.template import render
 from sft_play.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SYSTEM, QUESTION, ANSWER, NEXT = "Rules-of-play", "First-question", "First-answer", "Next-question"
 
@@ -80,7 +78,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def turns_of(tokenizer: "PreTrainedTokenizerBase") -> Turns | None:
+def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns | None:
     """What the chat template puts around texts, without the token that begins a text, which llama.cpp adds.
 
     None if the template does more than that.
@@ -98,7 +96,7 @@ def turns_of(tokenizer: "PreTrainedTokenizerBase") -> Turns | None:
     return turns if agrees else None
 
 
-def _system_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str] | None:
+def _system_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     try:
         text = _rendered(tokenizer, (_system(SYSTEM), *alternating(QUESTION)))
         before, rest = text.split(SYSTEM)
@@ -117,7 +115,7 @@ def _system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     text = render(tokenizer, Conversation(tuple(messages)), messages, prompt=True)
     return text.removeprefix(str(tokenizer.bos_token)) if tokenizer.bos_token else text
 

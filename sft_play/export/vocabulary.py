@@ -7,14 +7,13 @@ tokens.
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from sft_play.data.template import render_example
 from sft_play.errors import ConfigError
 from sft_play.model.generation import end_of_turn_id
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -48,7 +47,7 @@ class Vocabulary:
     """Whether a space is put before the text."""
 
 
-def vocabulary(tokenizer: "PreTrainedTokenizerBase", size: int) -> Vocabulary:
+def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     """The tokens of a fast tokenizer, padded to the rows of the embedding.
 
     Raises:
@@ -94,7 +93,7 @@ def _puts_space_first(tree: Any) -> bool:
 
 
 def _tokens(
-    tokenizer: "PreTrainedTokenizerBase", tree: Any, size: int
+    tokenizer: PreTrainedTokenizerBase, tree: Any, size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Texts and kinds of all tokens; rows of the embedding that no token has are marked as unused."""
     from gguf import TokenType
@@ -145,13 +144,13 @@ def _scores(merges: list[Any], tokens: tuple[str, ...], kinds: tuple[int, ...]) 
     return tuple(scores)
 
 
-def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template begins a conversation with the token for the beginning of a text."""
     text = render_example(tokenizer, "question", prompt=True) or ""
     return bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
 
 
-def describe(writer: Any, tokenizer: "PreTrainedTokenizerBase", size: int) -> None:
+def describe(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
     """Writes the tokenizer into a GGUF writer, as the model was trained with it.
 
     Raises:

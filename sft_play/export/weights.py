@@ -5,17 +5,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sft_play.errors import ConfigError, NonFiniteError
 from sft_play.export.architecture import head_size, rope_settings
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 TEXT_PREFIX = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -69,7 +68,7 @@ def opened(folder: Path) -> Iterator[ModelFolder]:
         yield ModelFolder([stack.enter_context(safe_open(str(path), framework="pt")) for path in paths])
 
 
-def stored_tensors(folder: ModelFolder, name: str, text: "PretrainedConfig", wanted: str) -> list[Stored]:
+def stored_tensors(folder: ModelFolder, name: str, text: PretrainedConfig, wanted: str) -> list[Stored]:
     """What the file will contain, in order, for an architecture of GGUF and the config of the text model.
 
     Matrices have the type `wanted`: f32, f16, bf16 or q8_0; norms and biases are always f32.
@@ -107,7 +106,7 @@ def _type(shape: tuple[int, ...], wanted: str) -> Any:
     return chosen if fits else GGMLQuantizationType.F16
 
 
-def read_stored(folder: ModelFolder, stored: Stored, name: str, text: "PretrainedConfig") -> np.ndarray:
+def read_stored(folder: ModelFolder, stored: Stored, name: str, text: PretrainedConfig) -> np.ndarray:
     """The content of a tensor as it goes into the file.
 
     Raises:
@@ -123,7 +122,7 @@ def read_stored(folder: ModelFolder, stored: Stored, name: str, text: "Pretraine
     return quantize(weight.numpy(), stored.type)
 
 
-def _changed(weight: torch.Tensor, source: str, name: str, text: "PretrainedConfig") -> torch.Tensor:
+def _changed(weight: torch.Tensor, source: str, name: str, text: PretrainedConfig) -> torch.Tensor:
     """A weight as llama.cpp uses it.
 
     For Llama, it rotates neighbouring channels (2i, 2i + 1) where transformers rotates (i, i + half). Gemma's
@@ -143,10 +142,8 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _rope_factors(text: "PretrainedConfig") -> torch.Tensor:
+def _rope_factors(text: PretrainedConfig) -> torch.Tensor:
     """By how much Llama 3 slows down each rotary frequency, float32 [head size / 2]."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](text, torch.device("cpu"))
     size = head_size(text)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size

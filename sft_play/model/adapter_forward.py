@@ -1,9 +1,10 @@
 """How LoRA layers compute: in fewer passes over their inputs and outputs than PEFT, with the same values."""
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -11,11 +12,8 @@ from torch.nn.functional import linear
 
 from sft_play.model.attention import kernel_dtype
 
-if TYPE_CHECKING:
-    from peft import PeftModel
 
-
-def replace_forwards(model: "PeftModel", *, autocast: bool) -> None:
+def replace_forwards(model: PeftModel, *, autocast: bool) -> None:
     """Lets the adapters of a model compute with fewer copies, also if always under autocast; not for DoRA."""
     for module in model.modules():
         if autocast and isinstance(module, BaseTunerLayer):

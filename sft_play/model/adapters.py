@@ -4,13 +4,17 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils.other import ModulesToSaveWrapper, get_pattern_key
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, ConfigError, first_line
+from sft_play.model import adapter_forward
 from sft_play.model.architecture import require_quick_patterns, without_weights
 from sft_play.model.decomposition import take_out_start
 from sft_play.model.new_tokens import complete_wrappers, name_of, require_wrapped, trained_rows
@@ -25,25 +29,19 @@ from sft_play.model.targets import (
 )
 from sft_play.units import listed
 
-if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
-    from transformers import PreTrainedModel
-
 SHOWN = 3  # names in a message
 PEFTS_OWN = re.compile(r"\.lora_|\.base_layer$")  # layers within a layer with an adapter
 # What PEFT and safetensors raise for a broken one.
 NOT_AN_ADAPTER = (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError)
 
 
-def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[int] = ()) -> "LoraConfig":
+def lora_config(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[int] = ()) -> LoraConfig:
     """PEFT's config of the adapter.
 
     Raises:
         ConfigError: a setting does not work with fused experts, contradicts modules_to_save, or is a pattern
             that takes too long.
     """
-    from peft import LoraConfig
-
     require_quick_patterns(lora, (name for name, _ in model.named_modules()))
     besides = _trained_besides(lora, model, new_ids)
     targets = _targets(lora, model, besides["modules_to_save"] or [])
@@ -74,7 +72,7 @@ def lora_config(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[
     return config
 
 
-def _targets(lora: LoraSettings, model: "PreTrainedModel", whole: Sequence[str]) -> Targets:
+def _targets(lora: LoraSettings, model: PreTrainedModel, whole: Sequence[str]) -> Targets:
     """What gets an adapter, apart from the modules that are trained whole."""
     if lora.target_modules == "auto":
         targets = auto_targets(model).without(whole)
@@ -94,7 +92,7 @@ def _targets(lora: LoraSettings, model: "PreTrainedModel", whole: Sequence[str])
     return Targets(tuple(lora.target_modules), ())
 
 
-def _require_inner_layers(model: "PreTrainedModel", targets: Sequence[str]) -> None:
+def _require_inner_layers(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Checks that no target is an embedding or the output head.
 
     The loss is computed from the weights of the head alone, in tiles, so an adapter there would be ignored.
@@ -109,7 +107,7 @@ def _require_inner_layers(model: "PreTrainedModel", targets: Sequence[str]) -> N
             )
 
 
-def _trained_besides(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequence[int]) -> dict[str, Any]:
+def _trained_besides(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[int]) -> dict[str, Any]:
     """PEFT's settings for what is trained beside the adapters."""
     whole, rows = modules_to_save(model, lora.modules_to_save), trained_rows(model, new_ids)
     found: dict[str, Any] = {"modules_to_save": whole or None, "trainable_token_indices": rows}
@@ -125,15 +123,15 @@ def _trained_besides(lora: LoraSettings, model: "PreTrainedModel", new_ids: Sequ
     return found | {"ensure_weight_tying": bool(both) and _is_tied(model)}
 
 
-def _is_tied(model: "PreTrainedModel") -> bool:
+def _is_tied(model: PreTrainedModel) -> bool:
     """Whether output head and embedding have the same weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head.weight is embedding.weight  # type: ignore[union-attr]
 
 
 def attach_adapter(
-    model: "PreTrainedModel", lora: LoraSettings, *, autocast: bool = False, new_ids: Sequence[int] = ()
-) -> "PeftModel":
+    model: PreTrainedModel, lora: LoraSettings, *, autocast: bool = False, new_ids: Sequence[int] = ()
+) -> PeftModel:
     """Freezes the model and adds LoRA layers, fp32 on a 16-bit or 4-bit base (PEFT's default).
 
     With `autocast`, every forward pass will run under it. The rows of `new_ids` are trained too.
@@ -142,10 +140,6 @@ def attach_adapter(
         ConfigError: target_modules or patterns match nothing in this model, or an embedding or the output
             head; the message says what would do. Or something else cannot be trained.
     """
-    from peft import get_peft_model
-
-    from sft_play.model import adapter_forward
-
     config = lora_config(lora, model, new_ids)
     try:
         adapted: Any = get_peft_model(model, config)
@@ -179,10 +173,8 @@ def _no_target(model: torch.nn.Module, said: str) -> ConfigError:
     )
 
 
-def _train_whole(model: "PeftModel", *, tied: bool, fp32: bool) -> None:
+def _train_whole(model: PeftModel, *, tied: bool, fp32: bool) -> None:
     """Completes modules_to_save: in fp32 if asked to, since small updates of 16-bit weights are lost."""
-    from peft.utils.other import ModulesToSaveWrapper
-
     if tied and not _is_tied(model):  # type: ignore[arg-type]
         raise ConfigError(
             "tuning.lora.modules_to_save: PEFT cannot keep embedding and output head of "
@@ -193,14 +185,8 @@ def _train_whole(model: "PeftModel", *, tied: bool, fp32: bool) -> None:
             module.modules_to_save.float()
 
 
-def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
-    """Checks that each target and pattern matches a module with an adapter; PEFT would at most warn.
-
-    Raises:
-        ConfigError: one does not; names it and the modules.
-    """
-    from peft.utils.other import get_pattern_key
-
+def require_matches(model: PeftModel, lora: LoraSettings) -> None:
+    """Raises a ConfigError if a target or pattern matches no module with an adapter; PEFT would only warn."""
     tuner: Any = model.base_model
     adapted = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
     asked = () if lora.target_modules == "auto" else lora.target_modules
@@ -218,16 +204,11 @@ def require_matches(model: "PeftModel", lora: LoraSettings) -> None:
             )
 
 
-def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
-    """Checks, on a base without weights, that an adapter is whole and one for this base.
+def require_fitting(empty: PreTrainedModel, folder: Path) -> None:
+    """Raises a CheckpointError unless an adapter is whole and one for this base, which has no weights yet.
 
     PEFT would start missing weights from scratch and leave out unexpected ones.
-
-    Raises:
-        CheckpointError: the adapter is not one for this base, or not whole.
     """
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-
     try:
         config = PeftConfig.from_pretrained(str(folder))
         _require_rows(empty, config, folder)
@@ -251,7 +232,7 @@ def require_fitting(empty: "PreTrainedModel", folder: Path) -> None:
         raise _unfit(folder, "; ".join(said))
 
 
-def _require_rows(empty: "PreTrainedModel", config: Any, folder: Path) -> None:
+def _require_rows(empty: PreTrainedModel, config: Any, folder: Path) -> None:
     trained = getattr(config, "trainable_token_indices", None) or {}
     last = max((max(rows) for rows in trained.values()), default=-1)
     embedding: Any = empty.get_input_embeddings()
@@ -262,14 +243,12 @@ def _require_rows(empty: "PreTrainedModel", config: Any, folder: Path) -> None:
         )
 
 
-def load_adapter(base: "PreTrainedModel", folder: Path) -> "PeftModel":
+def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     """The base with the adapter of a finished run, for which `require_fitting` was called.
 
     Raises:
         CheckpointError: the adapter cannot be loaded.
     """
-    from peft import PeftModel
-
     try:
         model = PeftModel.from_pretrained(base, str(folder), **places_for_adapter(base))
     except NOT_AN_ADAPTER as error:

@@ -43,11 +43,7 @@ NO_GRAPH = {"reformer"}
 
 
 def require_decoder(config: "PretrainedConfig") -> None:
-    """Checks that a model predicts each token of a text from those before it, and from nothing else.
-
-    Raises:
-        ConfigError: it does not; says what it is.
-    """
+    """Raises a ConfigError unless a model predicts each token from those before it alone; says what it is."""
     problem = _why_no_decoder(config)
     if problem:
         raise ConfigError(f"model.name: {config.model_type} {problem}; {ALLOWED}")
@@ -106,11 +102,7 @@ MOST, MOST_LAYERS = 2**28, 2_000  # far above any published model
 
 
 def require_few_layers(tree: Mapping[str, Any], name: str) -> None:
-    """Checks the number of layers in the content of config.json: architectures make a list of them at once.
-
-    Raises:
-        ConfigError: there are too many.
-    """
+    """Raises a ConfigError if config.json has too many layers: architectures make a list of them at once."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             require_few_layers(value, name)
@@ -119,11 +111,7 @@ def require_few_layers(tree: Mapping[str, Any], name: str) -> None:
 
 
 def require_sound_sizes(config: "PretrainedConfig", name: str) -> None:
-    """Checks that the sizes are numbers in a sensible range, and that the attention heads divide.
-
-    Raises:
-        ConfigError: one of them is wrong.
-    """
+    """Raises a ConfigError if a size is no number in a sensible range, or attention heads do not divide."""
     text = config.get_text_config()
     found = {size: setting(text, size) for size in SIZES}
     # some architectures have one size per layer, and leave out what does not apply to them
@@ -244,11 +232,7 @@ for name in names:
 
 
 def require_quick_patterns(lora: LoraSettings, names: Iterable[str]) -> None:
-    """Checks that no pattern takes long on the names of the modules, as one with nested repetitions may.
-
-    Raises:
-        ConfigError: one does; names it.
-    """
+    """Raises a ConfigError if a pattern takes long on the names of modules, as with nested repetitions."""
     known = tuple(names)
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:

@@ -52,10 +52,9 @@ class _Published:
 
 
 def require_as_published(model: ModelConfig) -> None:
-    """Checks what the cache or a folder has of a model; what is still to be downloaded is not asked for.
+    """Raises a ConfigError if a file of a model, in the cache or a folder, is not as it was published.
 
-    Raises:
-        ConfigError: a file is not as it was published; names it.
+    What is still to be downloaded is not asked for.
     """
     published = _downloaded(Path(model.name)) if Path(model.name).is_dir() else _blobs(model)
     kept = {_kept("hub-files", one.path, one.hash): one for one in published}
@@ -138,11 +137,7 @@ def keep_base_files(model: ModelConfig, run: RunDir) -> None:
 
 
 def require_same_base(model: ModelConfig, run: RunDir) -> None:
-    """Compares the base model in a folder with the one that the run began with, if that is known.
-
-    Raises:
-        ConfigError: a file differs; names it.
-    """
+    """Raises a ConfigError if a file of the base model is not the one that the run began with, if known."""
     began = read_json(run.base).get("files")
     if not began or not Path(model.name).is_dir():
         return

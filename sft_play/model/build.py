@@ -1,11 +1,12 @@
 """Builds models with their weights: for full fine-tuning, LoRA and QLoRA, and to generate with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.engines.registry import engine_of
@@ -29,10 +30,6 @@ from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
 from sft_play.runlog import console
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -41,7 +38,7 @@ def local_device(device: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
-def freeze_what_gets_no_gradient(model: "PreTrainedModel") -> None:
+def freeze_what_gets_no_gradient(model: PreTrainedModel) -> None:
     """Freezes vision and audio towers, and what only chooses tokens: DDP would wait for their gradients."""
     prefix = text_prefix(model)
     for name, parameter in model.named_parameters():
@@ -59,7 +56,7 @@ def load_base(
     quantize: bool,
     checks_files: bool = True,
     as_stored: bool = False,
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """The pretrained weights on a device or SPREAD, 4-bit when `quantize`, with rows for model.new_tokens.
 
     Only safetensors: pickled weights can run code. Of several ranks of a machine, one checks the files. With
@@ -148,14 +145,12 @@ def _release_what_was_split(model: torch.nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> "PreTrainedModel | PeftModel":
+def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTrainedModel | PeftModel:
     """The model to train: base weights and, if the mode has them, adapters, seeded by train.seed.
 
     Raises:
         ConfigError: it cannot be loaded, or full fine-tuning would start from a NaN or infinite weight.
     """
-    from transformers import set_seed
-
     set_seed(config.train.seed)  # adapters start from random numbers
     shards = engine_of(plan.engine).shards_weights
     model = load_base(
@@ -207,7 +202,7 @@ def _types_of_buffers(model: torch.nn.Module) -> dict[str, torch.dtype]:
     return {name: buffer.dtype for name, buffer in model.named_buffers()}
 
 
-def _require_finite(model: "PreTrainedModel") -> None:
+def _require_finite(model: PreTrainedModel) -> None:
     if broken := first_not_finite(model.named_parameters()):
         raise ConfigError(
             f"model.name: the weight {broken} of '{model.name_or_path}' is NaN or infinite, and so would be "
@@ -224,7 +219,7 @@ def inference_dtype(device: str) -> str:
 
 def load_for_inference(
     config: RunConfig, weights: Path | None, *, dtype: str = "auto", quantize: bool | None = None
-) -> "PreTrainedModel | PeftModel":
+) -> PreTrainedModel | PeftModel:
     """A model ready to generate: the base alone, or with the adapter or the full weights of a finished run.
 
     By default, the base is 16-bit on a GPU, fp32 on the CPU, and 4-bit if it was so in training. It is spread

@@ -11,9 +11,11 @@ for bit: DDP and DeepSpeed send the weights of rank 0 to all, and rank 0 saves i
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,23 +26,18 @@ from sft_play.report.progress import progress_bar
 from sft_play.runlog import console
 from sft_play.units import format_duration
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 WEIGHTS = "adapter_model.safetensors"
 ADAPTER = "default"  # PEFT's name for the only one
 PISSA = "pissa_niter_16"  # by iteration: whole decompositions take minutes for a large model
 SAID_FROM = 10  # seconds of work, after which a line says how long it took
 
 
-def take_out_start(model: "PeftModel", lora: LoraSettings) -> None:
+def take_out_start(model: PeftModel, lora: LoraSettings) -> None:
     """Starts the fp32 adapters with a part of the weights of their layers, which lose it.
 
     Raises:
         ConfigError: a weight cannot be decomposed so, or is NaN or infinite.
     """
-    from peft.tuners.lora import LoraLayer
-
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     for name, layer in layers:
         _require_decomposable(name, layer, lora.init)
@@ -98,8 +95,6 @@ def save_trained(model: Any, folder: Path, weights: dict[str, Tensor] | None = N
 
 def _subtract_start(folder: Path, start: dict[str, Tensor]) -> None:
     """Gives the saved adapter twice the rank: B @ A - B0 @ A0 is [B, -B0] @ [A; A0]."""
-    from peft import LoraConfig
-
     file = folder / WEIGHTS
     weights = load_file(file)
     for key, value in start.items():

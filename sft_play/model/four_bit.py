@@ -1,14 +1,11 @@
 """QLoRA's 4-bit weights: quantized while a model is loaded, or later, when each is put to use."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -21,7 +18,7 @@ def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def quantize_later(model: "PreTrainedModel", compute_dtype: torch.dtype) -> None:
+def quantize_later(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
     """Gives a loaded model the 4-bit layers that it has when it is loaded with `nf4`; none is quantized yet.
 
     They hold the weights as they are; each is quantized when it is moved (`Params4bit.to`).

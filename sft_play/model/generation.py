@@ -3,7 +3,10 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.formats import Conversation
@@ -12,10 +15,6 @@ from sft_play.errors import DoesNotFitError, first_line
 from sft_play.model.load import load_tokenizer, position_limit
 from sft_play.model.weights import release_memory
 from sft_play.report.progress import progress_bar
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from transformers.generation.streamers import BaseStreamer
 
 Result = TypeVar("Result")
 
@@ -64,7 +63,7 @@ def in_batches(
         start += len(batch)
 
 
-def load_chat_tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
+def load_chat_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template that the run was trained with.
 
     Raises:
@@ -75,7 +74,7 @@ def load_chat_tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Conversation) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
     """The tokens of a prompt, up to where the assistant's answer begins.
 
     Raises:
@@ -95,7 +94,7 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Conversation) -> li
     return ids
 
 
-def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that the chat template puts after an answer ("<|im_end|>"); None if there is none.
 
     A token that was added to the vocabulary, special or not; some tokenizers have added ones for blanks.
@@ -108,7 +107,7 @@ def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     return next((index for index in ids if index in added and not added[index].content.isspace()), None)
 
 
-def stop_token_ids(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end an answer, from the tokenizer, the generation config and the chat template."""
     configured = model.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
@@ -118,12 +117,12 @@ def stop_token_ids(model: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int
 
 def generate(
     model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
-    streamer: "BaseStreamer | None" = None,
+    streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> list[list[int]]:
     """Generates at most `max_new_tokens` after each prompt; returns them, with the stop token.
@@ -131,8 +130,6 @@ def generate(
     Prompts are padded on the left to a batch of [prompts, width]. Decoding is greedy if the temperature is 0.
     A streamer receives tokens as they are generated. Further options are those of transformers' `generate`.
     """
-    from transformers import GenerationConfig
-
     given = {"input_ids": [list(prompt) for prompt in prompts]}
     batch: Any = tokenizer.pad(
         given, padding_side="left", return_attention_mask=True, return_tensors="pt", verbose=False
@@ -154,7 +151,7 @@ def generate(
     return out[:, batch["input_ids"].shape[1] :].tolist()
 
 
-def _answer(tokens: list[int], stops: set[int], tokenizer: "PreTrainedTokenizerBase") -> Answer:
+def _answer(tokens: list[int], stops: set[int], tokenizer: PreTrainedTokenizerBase) -> Answer:
     end = next((i for i, token in enumerate(tokens) if token in stops), None)
     kept = tokens if end is None else tokens[:end]
     return Answer(str(tokenizer.decode(kept, skip_special_tokens=True)).strip(), len(kept), end is not None)
@@ -162,7 +159,7 @@ def _answer(tokens: list[int], stops: set[int], tokenizer: "PreTrainedTokenizerB
 
 def answer_batches(
     model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -196,7 +193,7 @@ def answer_batches(
 
 def generate_answers(
     model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,

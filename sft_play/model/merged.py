@@ -10,36 +10,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import PeftModel
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 
 from sft_play.engines.stored import put_to_use, type_in_use
 from sft_play.errors import NonFiniteError, first_line
 from sft_play.model.weights import first_not_finite
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
 FP32_COPIES = 4  # of a matrix, while PEFT merges an adapter into it: product, its multiple, matrix, sum
 
 
-def is_mapped(base: "PreTrainedModel") -> bool:
+def is_mapped(base: PreTrainedModel) -> bool:
     """Whether the weights of a loaded model are those of its files, apart from their names and types.
 
     Experts that transformers joins while loading, for one, are in RAM, and are parted again by saving.
     """
-    from transformers.core_model_loading import WeightConverter
-
     conversions: Any = base._weight_conversions
     return not any(isinstance(each, WeightConverter) for each in conversions)
 
 
-def merge_when_saved(
-    adapted: "PeftModel", dtype: torch.dtype, adapter: Path
-) -> tuple["PreTrainedModel", int]:
+def merge_when_saved(adapted: PeftModel, dtype: torch.dtype, adapter: Path) -> tuple[PreTrainedModel, int]:
     """The merged model in `dtype`, for its `save_pretrained`, which may raise the error too.
 
     Unless the base `is_mapped`, all weights are merged here. The base cannot be used afterwards.
@@ -69,14 +66,12 @@ def merge_when_saved(
     return model, FP32_COPIES * 4 * max(matrices, default=0)
 
 
-def _taken_out(adapted: "PeftModel") -> dict[Tensor, list[Any]]:
+def _taken_out(adapted: PeftModel) -> dict[Tensor, list[Any]]:
     """Puts the linear layers of the base in the place of PEFT's around them.
 
     Returns:
         weight [out, in] -> PEFT's layers, in their order: of several where layers share it (Zamba).
     """
-    from peft.tuners.lora import Linear
-
     named = [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, Linear)]
     layers: dict[Tensor, list[Any]] = {}
     for name, layer in named:
@@ -87,10 +82,8 @@ def _taken_out(adapted: "PeftModel") -> dict[Tensor, list[Any]]:
     return layers
 
 
-def _put_adapted_to_use(adapted: "PeftModel") -> None:
+def _put_adapted_to_use(adapted: PeftModel) -> None:
     """Casts weights with an adapter, which PEFT merges in the type that it finds."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     for layer in adapted.modules():
         for parameter in layer.parameters() if isinstance(layer, BaseTunerLayer) else ():
             put_to_use(parameter, "cpu")

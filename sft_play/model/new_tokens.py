@@ -143,10 +143,9 @@ def complete_wrappers(model: "PeftModel") -> None:
 
 
 def require_wrapped(model: "PeftModel") -> None:
-    """Checks a new adapter: PEFT's wrappers of single rows compute what embedding and output head do.
+    """Raises a ConfigError if PEFT's wrappers of single rows do not compute what embedding and head do.
 
-    Raises:
-        ConfigError: they do not, or the head is not tied to the embedding any more.
+    It also does if the head is not tied to the embedding any more.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     base: Any = model.get_base_model()

@@ -4,9 +4,13 @@ No machine with several GPUs has run this. Which layer goes where is up to trans
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from transformers import PreTrainedModel
+from transformers.integrations.accelerate import compute_module_sizes
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DoesNotFitError
@@ -15,9 +19,6 @@ from sft_play.model.four_bit import nf4
 from sft_play.model.load import empty_base
 from sft_play.runlog import console
 from sft_play.units import counted, format_bytes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 IN_RAM = "cpu"  # device of layers that are copied to a GPU at each pass
 SPREAD = "auto"  # transformers' word for all visible GPUs, and what they do not hold, RAM
@@ -64,11 +65,8 @@ def choose_place(model: ModelConfig, dtype: str, *, quantize: bool) -> torch.dev
     return place(weights, free, machine.host.ram_free_bytes, quantized=quantize)
 
 
-def weight_bytes(empty: "PreTrainedModel", *, quantize: bool) -> int:
+def weight_bytes(empty: PreTrainedModel, *, quantize: bool) -> int:
     """Bytes of a model in its type; with `quantize`, linear layers are counted in 4 bits, without scales."""
-    from transformers.integrations.accelerate import compute_module_sizes
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     quantizer: Any = AutoHfQuantizer.from_config(nf4(empty.dtype), pre_quantized=False) if quantize else None
     if quantizer:
         quantizer.preprocess_model(empty, device_map=None)
@@ -92,7 +90,7 @@ def _touches(layer: str, modules: Sequence[str]) -> bool:
     return any(f"{layer}.".startswith(module) or module.startswith(f"{layer}.") for module in dotted)
 
 
-def say_spread(model: "PreTrainedModel") -> None:
+def say_spread(model: PreTrainedModel) -> None:
     """Prints where the layers of a loaded model are, if it is on several devices.
 
     Raises:
@@ -107,7 +105,7 @@ def say_spread(model: "PreTrainedModel") -> None:
         console().print(f"  {spread_text(places, layers)}")
 
 
-def places_for_adapter(base: "PreTrainedModel") -> dict[str, Any]:
+def places_for_adapter(base: PreTrainedModel) -> dict[str, Any]:
     """Arguments with which PEFT leaves a model where it is; it would place one with layers in RAM anew."""
     places = getattr(base, "hf_device_map", None) or {}
     if IN_RAM not in places.values() or len(set(places.values())) == 1:
@@ -117,8 +115,6 @@ def places_for_adapter(base: "PreTrainedModel") -> dict[str, Any]:
 
 def compute_head_in_ram(model: Any) -> None:
     """Lets an output head whose weights stay in RAM compute there: its weights are asked for from outside."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-
     head = model.get_output_embeddings()
     if head.weight.is_meta:
         remove_hook_from_module(head)

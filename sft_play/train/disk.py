@@ -31,11 +31,7 @@ TORCH_SAVE = ("PytorchStreamWriter failed", "unexpected pos", "cannot be opened"
 
 @contextmanager
 def disk_errors_explained(run: RunDir) -> Iterator[None]:
-    """Turns what the libraries raise when a write fails into a clear message.
-
-    Raises:
-        StorageError: a write in the block failed.
-    """
+    """Turns what the libraries raise when a write in the block fails into a clear StorageError."""
     try:
         yield
     except SftPlayError:
@@ -102,11 +98,7 @@ def _state_bytes_of(weight: torch.Tensor, spec: StepSpec) -> int:
 
 
 def require_space(session: Session) -> None:
-    """Checks before the first step that a checkpoint and the result fit on the disk.
-
-    Raises:
-        StorageError: they do not.
-    """
+    """Raises a StorageError before the first step if a checkpoint and the result do not fit on the disk."""
     job = session.job
     needed = int((checkpoint_bytes(session) + weights_bytes(session)) * MARGIN)
     free = free_bytes(job.run.path)

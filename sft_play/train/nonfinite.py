@@ -87,23 +87,16 @@ def ended(message: str) -> NonFiniteError:
 
 
 def check_weights(model: torch.nn.Module) -> None:
-    """Checks the trained weights before they are written.
-
-    Raises:
-        NonFiniteError: one of them is NaN or infinite.
-    """
+    """Raises a NonFiniteError if a trained weight, which is to be written, is NaN or infinite."""
     name = first_not_finite(item for item in model.named_parameters() if item[1].requires_grad)
     if name:
         raise ended(f"the trained weight {name} is NaN or infinite")
 
 
 def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
-    """Checks the optimizer's state before it is written: one step later, the weights would be broken too.
+    """Raises a NonFiniteError if the optimizer's state is broken: one step later, the weights would be too.
 
     ZeRO-2's has a part of all weights, joined.
-
-    Raises:
-        NonFiniteError: a value is NaN or infinite.
     """
     names = {id(weight): name for name, weight in model.named_parameters()}
     moments = (

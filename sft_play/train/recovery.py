@@ -40,11 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors_explained(plan: Plan) -> Iterator[None]:
-    """Turns PyTorch's out-of-memory error into ours, with what to change.
-
-    Raises:
-        DoesNotFitError: memory ran out in the block.
-    """
+    """Turns an error of memory that ran out in the block into a DoesNotFitError, with what to change."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -60,11 +56,7 @@ def _explained(plan: Plan, error: BaseException) -> str:
 
 @contextmanager
 def remembered(session: Session) -> Iterator[None]:
-    """Remembers the plan if memory runs out in the block, so that a smaller one can go on.
-
-    Raises:
-        OutOfMemory: memory ran out.
-    """
+    """If memory runs out in the block, remembers the plan and raises OutOfMemory: a smaller one can go on."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -70,11 +70,7 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
 
 
 def check_in_force(trainer: Trainer, plan: Plan) -> None:
-    """Checks that what the libraries made of their settings is what was planned.
-
-    Raises:
-        LaunchError: precision, compiling or accumulation is another one.
-    """
+    """Raises a LaunchError if the libraries made another precision, compiling or accumulation of the plan."""
     accelerator = trainer.accelerator
     planned = {
         "mixed precision": (plan.mixed_precision, accelerator.mixed_precision),
@@ -169,11 +165,7 @@ def _sees(model: PreTrainedModel, device: torch.device, *, place: slice, other: 
 
 
 def check_causal(model: PreTrainedModel, device: torch.device) -> None:
-    """Checks that the logits of a token do not depend on later tokens.
-
-    Raises:
-        ConfigError: they do, as in encoders.
-    """
+    """Raises a ConfigError if the logits of a token depend on later tokens, as in encoders."""
     n = ISOLATION_TOKENS
     if _sees(model, device, place=slice(n), other=slice(n, None)):
         raise ConfigError(
@@ -183,10 +175,9 @@ def check_causal(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_head(model: PreTrainedModel, device: torch.device) -> None:
-    """Checks that the tiled output head gives the log-probabilities of the model's own logits.
+    """Raises a ConfigError if the tiled head's log-probabilities are not those of the model's own logits.
 
-    Raises:
-        ConfigError: it does not, since the architecture does more with its logits.
+    Then the architecture does more with its logits.
     """
     ids = _tokens(device)
     batch = {"input_ids": ids}
@@ -200,12 +191,9 @@ def check_head(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) -> None:
-    """Checks that the logits of a joined row do not depend on the row before it.
+    """Raises a ConfigError if the logits of a joined row depend on the row before it.
 
     Some architectures do not pass the lengths on to their attention.
-
-    Raises:
-        ConfigError: they do depend on it.
     """
     n = ISOLATION_TOKENS
     ends = torch.tensor([0, n, 2 * n], device=device, dtype=torch.int32)
