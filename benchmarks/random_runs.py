@@ -49,7 +49,7 @@ from sft_play.model.weights import release_memory
 from sft_play.runlog import console, quiet_libraries
 from sft_play.timeline import PHASES
 from sft_play.train.ranks import from_main
-from sft_play.train.run import prepare_session
+from sft_play.train.session import prepare_session
 from sft_play.train.trainer import NoiseOfStep
 
 RUNS, SEED = 200, 23

@@ -54,8 +54,7 @@ class RenderedRow:
 
     text: str
     supervised: tuple[Span, ...]
-    add_eos: bool = False
-    """Append the end-of-sequence token, because the template has no end-of-turn token."""
+    add_eos: bool = False  # append the end-of-sequence token, because the template has no end-of-turn token
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,12 @@ class Chat:
     """Settings of `encode`."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    supervise: str
-    """data.supervise: assistant, last or all."""
+    supervise: str  # data.supervise: assistant, last or all
     end_tokens: tuple[str, ...]
     """Texts that can end a turn: every token added to the vocabulary, such as "<|im_end|>" or "</s>"."""
     max_tokens: int | None = None
     """Longer rows are tokenized only as far as needed to know that they are longer."""
-    learn_tool_calls: bool = True
-    """Whether assistant turns that call tools carry loss."""
+    learn_tool_calls: bool = True  # whether assistant turns that call tools carry loss
 
 
 def make_chat(

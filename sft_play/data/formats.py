@@ -40,16 +40,13 @@ class Conversation:
     messages: tuple[Message, ...]
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
-    source: str = ""
-    """`file:line` of the raw row."""
+    source: str = ""  # `file:line` of the raw row
     context: int = 0
     """Number of leading messages that are the prompt of a prompt/completion row: they carry no loss."""
     untrained: tuple[int, ...] = ()
     """Indices of the messages that the row itself excludes from the loss (`train: false`)."""
-    begins: bool = True
-    """Of plain text: whether it is the beginning of a document, not a later section."""
-    ends: bool = True
-    """Of plain text: whether the document ends with it."""
+    begins: bool = True  # of plain text: whether it is the beginning of a document, not a later section
+    ends: bool = True  # of plain text: whether the document ends with it
 
     def as_row(self) -> dict[str, Any]:
         """The row in the messages format (text or prompt/completion where needed), for a JSONL file."""

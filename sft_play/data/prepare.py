@@ -57,16 +57,14 @@ class PreparedData:
     train: "Dataset"
     val: "Dataset | None"
     test: "Dataset | None"
-    max_seq_len: int
-    """model.max_seq_len; for "auto" the length of the longest row of all splits."""
+    max_seq_len: int  # model.max_seq_len; for "auto" the length of the longest row of all splits
     stats: dict[str, Any]
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
     truncated, dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start, width, rows, longer},
     and with data.sources a list of counts by source; and warnings, chat_template, largest_token_id,
     seconds."""
     cache_path: Path
-    shares: tuple[Share, ...] = ()
-    """How often the training rows are seen per epoch; () for once."""
+    shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
 
     @property
     def fingerprint(self) -> str:

@@ -34,13 +34,10 @@ class Part:
     given: DataInput
     rows: Path
     conversations: Path
-    digests: np.ndarray
-    """A hash of each conversation, [conversations]."""
-    row_counts: np.ndarray
-    """Rows of each conversation, [conversations]."""
+    digests: np.ndarray  # a hash of each conversation, [conversations]
+    row_counts: np.ndarray  # rows of each conversation, [conversations]
     counts: Counts
-    block: int | None = None
-    """Of raw text: tokens of the rows that it is cut into."""
+    block: int | None = None  # of raw text: tokens of the rows that it is cut into
 
 
 @dataclass(frozen=True)

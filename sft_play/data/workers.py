@@ -50,8 +50,7 @@ class EncodingTask:
     format: str
     system_prompt: str | None
     overlong: str
-    block: int | None = None
-    """Of raw text: tokens of the rows into which documents are joined and cut later."""
+    block: int | None = None  # of raw text: tokens of the rows into which documents are joined and cut later
 
 
 @dataclass
@@ -59,10 +58,8 @@ class Counts:
     """What became of raw rows."""
 
     read: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """By reason."""
-    unused: Counter[str] = field(default_factory=Counter)
-    """How many rows have a key that is not read, by key."""
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    unused: Counter[str] = field(default_factory=Counter)  # how many rows have a key that is not read, by key
     notes: Counter[str] = field(default_factory=Counter)
     """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER."""
 
@@ -79,12 +76,9 @@ class Chunk:
     """Encoded rows, as Arrow files hold them, and their conversations."""
 
     rows: pa.RecordBatch
-    conversations: pa.RecordBatch
-    """As JSON; "" for plain text, which has no answers to generate."""
-    digests: np.ndarray
-    """A hash of each conversation, to find duplicates, [conversations]."""
-    row_counts: np.ndarray
-    """Rows of each conversation, [conversations]."""
+    conversations: pa.RecordBatch  # as JSON; "" for plain text, which has no answers to generate
+    digests: np.ndarray  # a hash of each conversation, to find duplicates, [conversations]
+    row_counts: np.ndarray  # rows of each conversation, [conversations]
     counts: Counts
 
 

@@ -22,14 +22,10 @@ SYSTEM, QUESTION, ANSWER, NEXT = "Rules-of-play", "First-question", "First-answe
 class Turns:
     """What a chat template puts around the texts of a conversation."""
 
-    opening: str
-    """Before the first question, without a system prompt."""
-    answer: str
-    """Between a question and its answer."""
-    question: str
-    """Between an answer and the next question."""
-    last: str
-    """After the last question: where the model begins its answer."""
+    opening: str  # before the first question, without a system prompt
+    answer: str  # between a question and its answer
+    question: str  # between an answer and the next question
+    last: str  # after the last question: where the model begins its answer
     system: tuple[str, str] | None
     """Before the system prompt, and between it and the first question; None if the template knows none."""
 

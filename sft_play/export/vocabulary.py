@@ -34,17 +34,13 @@ ADDED_SCORE, UNREACHED_SCORE = -1000.0, -1e6
 class Vocabulary:
     """The fields of GGUF's tokenizer section."""
 
-    model: str
-    """gpt2: merges of bytes; llama: merges of characters in the order of scores, as SentencePiece."""
-    split: str
-    """Name of the rules by which text is split before merging."""
+    model: str  # gpt2: merges of bytes; llama: merges of characters in the order of scores, as SentencePiece
+    split: str  # name of the rules by which text is split before merging
     tokens: tuple[str, ...]
-    kinds: tuple[int, ...]
-    """gguf.TokenType of each token."""
+    kinds: tuple[int, ...]  # gguf.TokenType of each token
     merges: tuple[str, ...] = ()
     scores: tuple[float, ...] = ()
-    space_first: bool = False
-    """Whether a space is put before the text."""
+    space_first: bool = False  # whether a space is put before the text
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:

@@ -26,11 +26,9 @@ class Stored:
     """A tensor of a GGUF file."""
 
     name: str
-    source: str | None
-    """Its name in the model folder; None: the factors of Llama 3's rotary positions."""
+    source: str | None  # its name in the model folder; None: the factors of Llama 3's rotary positions
     shape: tuple[int, ...]
-    type: Any
-    """gguf.GGMLQuantizationType."""
+    type: Any  # gguf.GGMLQuantizationType
 
     @property
     def bytes(self) -> int:

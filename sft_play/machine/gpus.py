@@ -51,8 +51,7 @@ class Gpu:
     link: str | None = None
     processes: tuple[GpuProcess, ...] = ()  # other processes that use it
     own_bytes: int | None = None  # what this process uses of its memory
-    tflops: float | None = None
-    """Dense 16-bit TFLOP/s with FP32 accumulation, from configs/hardware.yaml."""
+    tflops: float | None = None  # dense 16-bit TFLOP/s with FP32 accumulation, from configs/hardware.yaml
     bandwidth_gb_s: float | None = None
     network_gb_s: float | None = None  # to a GPU of another machine, in one direction
 
@@ -80,8 +79,7 @@ class Machine:
     """Everything that planning and launching need to know about a machine."""
 
     gpus: tuple[Gpu, ...]
-    note: str
-    """Why there are no GPUs, or which ones are hidden; "" otherwise."""
+    note: str  # why there are no GPUs, or which ones are hidden; "" otherwise
     driver: str | None = None
     cuda: str | None = None
     host: Host
@@ -108,7 +106,7 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
         return Machine(
             gpus=gpus,
             note=note,
-            driver=_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
+            driver=_ask(nvml, "nvmlSystemGetDriverVersion"),
             cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
             host=host,
         )
@@ -126,10 +124,6 @@ def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
         return getattr(nvml, function)(*arguments)
     except (nvml.NVMLError, AttributeError):
         return None
-
-
-def _text(value: Any) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value  # older bindings return bytes
 
 
 def _mig_instances(nvml: Any, device: Any) -> list[Any]:
@@ -165,7 +159,7 @@ def _visible(nvml: Any, devices: list[Any], setting: str | None) -> tuple[list[t
         if not is_mig and not identifier.startswith("GPU-"):
             return None
         for device in every_instance if is_mig else devices:
-            if (_text(_ask(nvml, "nvmlDeviceGetUUID", device)) or "").startswith(identifier):
+            if (_ask(nvml, "nvmlDeviceGetUUID", device) or "").startswith(identifier):
                 return device, is_mig
         return None
 
@@ -181,7 +175,7 @@ def _visible(nvml: Any, devices: list[Any], setting: str | None) -> tuple[list[t
 
 
 def _gpu(nvml: Any, index: int, handle: Any, mig: bool) -> Gpu:
-    name = _text(_ask(nvml, "nvmlDeviceGetName", handle)) or "unknown NVIDIA GPU"
+    name = _ask(nvml, "nvmlDeviceGetName", handle) or "unknown NVIDIA GPU"
     memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     parent = _ask(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if mig else handle
     capability = _ask(nvml, "nvmlDeviceGetCudaComputeCapability", parent)
@@ -191,7 +185,7 @@ def _gpu(nvml: Any, index: int, handle: Any, mig: bool) -> Gpu:
     return Gpu(
         index=index,
         name=name,
-        uuid=_text(_ask(nvml, "nvmlDeviceGetUUID", handle)),
+        uuid=_ask(nvml, "nvmlDeviceGetUUID", handle),
         total_bytes=getattr(memory, "total", None),
         free_bytes=getattr(memory, "free", None),
         compute_capability=tuple(capability) if capability else None,  # type: ignore[arg-type]

@@ -27,12 +27,10 @@ class Host:
 
     cpu_model: str | None
     cpu_cores: int
-    cpu_bf16: bool | None
-    """Whether the CPU has bf16 instructions (AVX-512, AMX or ARM)."""
+    cpu_bf16: bool | None  # whether the CPU has bf16 instructions (AVX-512, AMX or ARM)
     ram_total_bytes: int | None
     ram_free_bytes: int | None
-    ram_limited: bool
-    """Whether a cgroup (container or job) limits the RAM to less than the machine has."""
+    ram_limited: bool  # whether a cgroup (container or job) limits the RAM to less than the machine has
 
     @property
     def ram_limit_text(self) -> str:

@@ -27,8 +27,7 @@ class Answer:
 
     text: str
     tokens: int
-    finished: bool
-    """Whether it ended with a stop token, not at the token limit."""
+    finished: bool  # whether it ended with a stop token, not at the token limit
 
 
 def in_batches(

@@ -116,10 +116,8 @@ def _leave_empty(model: torch.nn.Module) -> None:
 class _MergedWeights:
     """What transformers takes for the weights of an offloaded model; makes each when it is asked for."""
 
-    weights: Mapping[str, Tensor]
-    """Of the base, by their names in the model."""
-    layers: Mapping[Tensor, list[Any]]
-    """PEFT's layers around those with this weight."""
+    weights: Mapping[str, Tensor]  # of the base, by their names in the model
+    layers: Mapping[Tensor, list[Any]]  # PEFT's layers around those with this weight
     dtype: torch.dtype
     adapter: Path
 

@@ -29,8 +29,7 @@ class NewToken:
 
     text: str
     id: int
-    pieces: tuple[int, ...]
-    """Ids of the tokens that the text was split into before, without unknown ones."""
+    pieces: tuple[int, ...]  # ids of the tokens that the text was split into before, without unknown ones
 
 
 def add_new_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> tuple[NewToken, ...]:

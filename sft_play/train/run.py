@@ -19,23 +19,20 @@ from sft_play.fingerprints import installed_versions
 from sft_play.job import Job, begin_run
 from sft_play.manifest import CARD, replacing
 from sft_play.model.architecture import class_to_name
-from sft_play.model.build import build_model
 from sft_play.model.decomposition import save_trained
-from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_speed
 from sft_play.train.answers import answers_of, hand_over
 from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
-from sft_play.train.memory_meter import MemoryMeter, measured_memory, predicted_memory
+from sft_play.train.memory_meter import measured_memory, predicted_memory
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
 from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
 from sft_play.train.resume import checkpoint_to_resume, clear_way
-from sft_play.train.session import Session, open_session, ordered_rows
+from sft_play.train.session import Session, prepare_session
 from sft_play.train.settle import settle_plan
-from sft_play.train.verify import verify
 
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
@@ -74,22 +71,6 @@ def train(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
     return summarise(session, probed, stopped)
 
 
-def prepare_session(job: Job, *, announce: bool = True) -> Session:
-    """Everything that the steps of a plan need; with `announce`, prints which processes take part.
-
-    Raises:
-        LaunchError: the ranks do not agree.
-        ConfigError: the model cannot be loaded, or its attention does not keep packed sequences apart.
-    """
-    meter = MemoryMeter.start(job.plan.device)
-    rows = ordered_rows(job)
-    with spinner(LOADING):
-        model = build_model(job.config, job.plan, job.ranks.local_rank)
-    session = open_session(job, model, rows, meter)
-    verify(session.trainer, job.plan, announce=announce)
-    return session
-
-
 def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
     """A session whose plan was measured to fit, and the probe result; a signal ends it at once.
 
@@ -97,7 +78,7 @@ def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
     """
     others = () if job.plan.world_size > 1 else (signal.SIGTERM, signal.SIGHUP)
     with ended_at_once(signal.SIGINT, *others):
-        return settle_plan(prepare_session(job), prepare_session)
+        return settle_plan(prepare_session(job))
 
 
 def run_steps(session: Session, checkpoint: Path | None) -> bool:

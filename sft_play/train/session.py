@@ -16,11 +16,13 @@ from sft_play.errors import ConfigError
 from sft_play.job import Job
 from sft_play.model.architecture import flop_sizes, flops_per_token, units_of
 from sft_play.model.attention_table import ATTENTIONS
+from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.speed import device_speed
+from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
 from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, Reporter
@@ -31,6 +33,7 @@ from sft_play.train.resume import settings_of
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.trackers import trackers
 from sft_play.train.trainer import NoiseOfStep, PlannedTrainer
+from sft_play.train.verify import verify
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,22 @@ def ordered_rows(job: Job) -> TrainingRows:
         pad_id=job.tokenizer.pad_token_id,
         shares=job.data.shares,
     )
+
+
+def prepare_session(job: Job, *, announce: bool = True) -> Session:
+    """Everything that the steps of a plan need; with `announce`, prints which processes take part.
+
+    Raises:
+        LaunchError: the ranks do not agree.
+        ConfigError: the model cannot be loaded, or its attention does not keep packed sequences apart.
+    """
+    meter = MemoryMeter.start(job.plan.device)
+    rows = ordered_rows(job)
+    with spinner(LOADING):
+        model = build_model(job.config, job.plan, job.ranks.local_rank)
+    session = open_session(job, model, rows, meter)
+    verify(session.trainer, job.plan, announce=announce)
+    return session
 
 
 def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: MemoryMeter) -> Session:

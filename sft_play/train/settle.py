@@ -1,7 +1,6 @@
 """Settles the plan by probing: it is kept, or all ranks switch together to another one that was measured."""
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -15,7 +14,7 @@ from sft_play.runlog import console
 from sft_play.sizing.corrections import ProbeResult, read_record
 from sft_play.train.probe import correction_path, memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
-from sft_play.train.session import Session, close_session
+from sft_play.train.session import Session, close_session, prepare_session
 from sft_play.units import format_bytes, format_duration
 
 SEARCH_SECONDS = 60.0  # with train.probe=search
@@ -24,11 +23,7 @@ RIVAL = 0.8  # of the chosen plan's predicted speed; slower plans are not timed
 RIVALS = 2  # plans that are timed of those that differ from the chosen one in their micro-batch alone
 
 
-# Sets up data, model and trainer for a job (train/run.py); `announce=False` for one more time.
-PrepareSession = Callable[..., Session]
-
-
-def settle_plan(session: Session, prepare: PrepareSession) -> tuple[Session, ProbeResult | None]:
+def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
     """A session whose plan was measured to fit, and the probe result.
 
     If the plan is over budget, one smaller plan is tried. Plans that are predicted to be about as fast are
@@ -45,7 +40,7 @@ def settle_plan(session: Session, prepare: PrepareSession) -> tuple[Session, Pro
     began = time.monotonic()
     result = _probe_and_print(session)
     if not result.fits(session.job.plan):
-        session = prepare(close_session(session, _smaller_plan(session, result)))
+        session = prepare_session(close_session(session, _smaller_plan(session, result)))
         result = _probe_and_print(session)
         if not result.fits(session.job.plan):
             plan = session.job.plan
@@ -53,7 +48,7 @@ def settle_plan(session: Session, prepare: PrepareSession) -> tuple[Session, Pro
         return session, result
     worth_spending = WORTH_SPENDING * (result.step_seconds or 0.0) * session.job.plan.total_steps
     allowance = SEARCH_SECONDS if setting == "search" else worth_spending
-    return _fastest_by_measurement(session, result, prepare, allowance, cost=time.monotonic() - began)
+    return _fastest_by_measurement(session, result, allowance, cost=time.monotonic() - began)
 
 
 def _probe_and_print(session: Session) -> ProbeResult:
@@ -84,7 +79,7 @@ def _smaller_plan(session: Session, result: ProbeResult) -> Plan:
 
 
 def _fastest_by_measurement(
-    session: Session, result: ProbeResult, prepare: PrepareSession, allowance: float, cost: float
+    session: Session, result: ProbeResult, allowance: float, cost: float
 ) -> tuple[Session, ProbeResult]:
     """Times the plans that may be faster, one after the other, and continues with the fastest.
 
@@ -100,7 +95,7 @@ def _fastest_by_measurement(
             break
         if number == 0:
             console().print(f"  timing other plans, for at most {format_duration(allowance)}")
-        session = prepare(close_session(session, other), announce=False)
+        session = prepare_session(close_session(session, other), announce=False)
         found = probe(session)
         seconds = found.step_seconds if found.fits(other) else None
         said = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
@@ -112,7 +107,7 @@ def _fastest_by_measurement(
         spent = time.monotonic() - began
     plan, result = best
     if session.job.plan != plan:
-        session = prepare(close_session(session, plan), announce=False)
+        session = prepare_session(close_session(session, plan), announce=False)
     return session, result
 
 

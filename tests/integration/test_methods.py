@@ -10,7 +10,8 @@ from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
 from sft_play.model.build import load_for_inference
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
 from sft_play.runlog import read_json
-from sft_play.train.run import prepare_session, train
+from sft_play.train.run import train
+from sft_play.train.session import prepare_session
 from tests.integration.cli import finish, make_workspace, sft, start
 from tests.integration.jobs import NEW_TOKENS, losses, make_job, new_token_rows, tied_copy
 

@@ -23,8 +23,8 @@ from sft_play.sizing.budget import LEAST_BYTES
 from sft_play.sizing.corrections import read_record
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
-from sft_play.train.run import prepare_session, train
-from sft_play.train.session import ordered_rows
+from sft_play.train.run import train
+from sft_play.train.session import ordered_rows, prepare_session
 from sft_play.train.settle import settle_plan
 from sft_play.units import GIB
 from tests.conftest import token_rows
@@ -38,7 +38,7 @@ TOO_LOW = {"ratios": dict.fromkeys(("forward", "backward", "optimizer", "evaluat
 
 def proven(job):
     """The session and the probe result that training would start with."""
-    return settle_plan(prepare_session(job), prepare_session)
+    return settle_plan(prepare_session(job))
 
 
 @pytest.fixture(autouse=True)

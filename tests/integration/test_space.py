@@ -10,7 +10,8 @@ import pytest
 from sft_play.errors import StorageError
 from sft_play.train import disk
 from sft_play.train.checkpoints import by_step, step_of
-from sft_play.train.run import prepare_session, train
+from sft_play.train.run import train
+from sft_play.train.session import prepare_session
 from sft_play.train.trainer import PlannedTrainer
 from tests.conftest import file_size_limit
 from tests.integration.jobs import losses, make_job

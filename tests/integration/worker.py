@@ -21,7 +21,8 @@ from sft_play.launch.ranks import RankEnvironment, finish_rank  # noqa: E402
 from sft_play.model import decomposition  # noqa: E402
 from sft_play.runlog import quiet_libraries  # noqa: E402
 from sft_play.train.ranks import process_group  # noqa: E402
-from sft_play.train.run import prepare_session, train  # noqa: E402
+from sft_play.train.run import train  # noqa: E402
+from sft_play.train.session import prepare_session  # noqa: E402
 from tests.integration.jobs import make_job  # noqa: E402
 from tests.integration.loading import load  # noqa: E402
 

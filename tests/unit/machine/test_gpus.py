@@ -154,7 +154,7 @@ class Driver:
         return self.devices[index]
 
     def nvmlSystemGetDriverVersion(self):
-        return b"580.95.05"  # older bindings return bytes
+        return "580.95.05"
 
     def nvmlSystemGetCudaDriverVersion_v2(self):
         return 13000

@@ -10,7 +10,7 @@ from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
 from sft_play.model.loss_head import TokenScore, score_batch
-from sft_play.train.run import prepare_session
+from sft_play.train.session import prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged
 from tests.integration.jobs import make_job
 from tests.rounding import assert_same_values
