@@ -4,10 +4,9 @@ Both are ordinary model folders: a Llama in safetensors with config.json and gen
 byte-level BPE tokenizer with a chat template. No other code treats them specially.
 """
 
-import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -90,16 +89,6 @@ def random_llama(
         return LlamaForCausalLM(config)
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _training_steps(
     pages: Sequence[Sequence[int]], pages_per_step: int, seed: int
 ) -> list[list[Sequence[int]]]:
@@ -175,8 +164,12 @@ def make_demo_model(
         tokenizer, hidden=96, layers=2, heads=4, intermediate=256, positions=DEMO_POSITIONS, seed=seed
     )
     rows = [ids + [tokenizer.eos_token_id] for ids in tokenizer(list(pages))["input_ids"]]
-    with _threads(DEMO_THREADS):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(DEMO_THREADS)
+    try:
         loss = pretrain(model, rows, pages_per_step=DEMO_PAGES_PER_STEP, seed=seed, done=done)
+    finally:
+        torch.set_num_threads(threads)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {"parameters": model.num_parameters(), "loss": loss, "seconds": time.perf_counter() - began}

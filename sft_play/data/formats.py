@@ -269,15 +269,17 @@ def _from_prompt_completion(data: dict[str, Any]) -> tuple[list[Message], int]:
 
 Reader = Callable[[dict[str, Any]], tuple[list[Message], int]]
 
-# Format -> the keys that identify it, and its reader. Detection uses this order; "text" has no messages.
-FORMATS: dict[str, tuple[tuple[str, ...], Reader | None]] = {
-    "messages": (("messages",), _from_messages),
-    "sharegpt": (("conversations",), _from_sharegpt),
-    "alpaca": (("instruction", "output"), _from_alpaca),
-    "prompt_completion": (("prompt", "completion"), _from_prompt_completion),
-    "question_answer": (("question", "answer"), partial(_from_pair, "question", "answer")),
-    "system_user_assistant": (("user", "assistant"), partial(_from_pair, "user", "assistant")),
-    "text": (("text",), None),
+MORE = ("tools", "system")
+# Format -> the keys that identify it, those that are read too, and its reader. Detection uses this order;
+# "text" has no messages, and its source is for people (make dapt-docx writes it).
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Reader | None]] = {
+    "messages": (("messages",), ("tools",), _from_messages),
+    "sharegpt": (("conversations",), MORE, _from_sharegpt),
+    "alpaca": (("instruction", "output"), (*MORE, "input", "history"), _from_alpaca),
+    "prompt_completion": (("prompt", "completion"), MORE, _from_prompt_completion),
+    "question_answer": (("question", "answer"), MORE, partial(_from_pair, "question", "answer")),
+    "system_user_assistant": (("user", "assistant"), MORE, partial(_from_pair, "user", "assistant")),
+    "text": (("text",), ("source",), None),
 }
 
 
@@ -292,7 +294,7 @@ def detect_format(row: Row) -> str:
         return name
     meant = _format_of({key.strip().lower() for key in row.data})
     hint = f"write them as {', '.join(FORMATS[meant][0])}" if meant else "rename them to those of a format"
-    formats = "\n".join(f"  {name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
+    formats = "\n".join(f"  {name}: {', '.join(keys)}" for name, (keys, *_) in FORMATS.items())
     raise DataError(
         f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}.\n"
         f"The formats and their keys:\n{formats}"
@@ -313,7 +315,7 @@ def with_format(rows: Iterator[Row], setting: str, what: str) -> tuple[str, Iter
 
 def _format_of(found: set[str]) -> str | None:
     """The first format whose keys are all there."""
-    return next((name for name, (keys, _) in FORMATS.items() if found.issuperset(keys)), None)
+    return next((name for name, (keys, *_) in FORMATS.items() if found.issuperset(keys)), None)
 
 
 def _unusable(messages: list[Message]) -> str | None:
@@ -334,7 +336,7 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
     Raises:
         DataError: the row does not match the format.
     """
-    keys, reader = FORMATS[name]
+    keys, _, reader = FORMATS[name]
     try:
         _require_text_only(row.data)
         if reader is None:

@@ -6,16 +6,7 @@ from typing import Any
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # in the text, of LLaMA-Factory and ms-swift
 
-# Keys of a row that are read beside those that identify its format.
-OPTIONAL: dict[str, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "sharegpt": ("tools", "system"),
-    "alpaca": ("tools", "system", "input", "history"),
-    "prompt_completion": ("tools", "system"),
-    "question_answer": ("tools", "system"),
-    "system_user_assistant": ("tools", "system"),
-    "text": ("source",),  # make dapt-docx writes it, for people
-}
+
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Whether a message carries loss: axolotl's key, OpenAI's, and LLaMA-Factory's.
 TRAIN_KEYS = ("train", "weight", "loss_weight")
@@ -40,12 +31,12 @@ def has_placeholder(messages: Iterable[Mapping[str, Any]]) -> bool:
     return any(name in message["content"] for message in messages for name in PLACEHOLDERS)
 
 
-def unused_keys(data: Mapping[str, Any], name: str, keys: tuple[str, ...]) -> set[str]:
+def unused_keys(data: Mapping[str, Any], keys: tuple[str, ...], others: tuple[str, ...]) -> set[str]:
     """The keys of a row that hold something and are not read; those of messages as "messages[].key".
 
-    `name` is its format, which `keys` identify.
+    `keys` identify its format, which reads `others` too.
     """
-    used = {*keys, *OPTIONAL[name]}
+    used = {*keys, *others}
     if isinstance(data.get("prompt"), list):
         used.discard("system")
     found = {key for key, value in data.items() if key not in used and not _is_empty(value)}

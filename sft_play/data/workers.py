@@ -97,7 +97,7 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
     conversations: list[Conversation] = []
     for row in rows:
         converted = convert(row, task.format, task.system_prompt)
-        counts.unused.update(unused_keys(row.data, task.format, FORMATS[task.format][0]))
+        counts.unused.update(unused_keys(row.data, *FORMATS[task.format][:2]))
         if isinstance(converted, str):
             counts.dropped[converted] += 1
         else:

@@ -39,23 +39,7 @@ class Stored:
         return int(np.prod(self.shape)) // block * size
 
 
-class ModelFolder:
-    """The safetensors files of a folder, opened together."""
-
-    def __init__(self, files: list[Any]) -> None:
-        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
-
-    def names(self) -> list[str]:
-        """Of all tensors."""
-        return list(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the tensor."""
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def read(self, name: str) -> torch.Tensor:
-        """As float32."""
-        return self._files[name].get_tensor(name).float()
+ModelFolder = dict[str, Any]  # name of a tensor -> the open safetensors file that has it
 
 
 @contextmanager
@@ -63,7 +47,8 @@ def opened(folder: Path) -> Iterator[ModelFolder]:
     """Opens the weights of a model folder."""
     with ExitStack() as stack:
         paths = sorted(folder.glob("*.safetensors"))
-        yield ModelFolder([stack.enter_context(safe_open(str(path), framework="pt")) for path in paths])
+        files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
+        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 def stored_tensors(folder: ModelFolder, name: str, text: PretrainedConfig, wanted: str) -> list[Stored]:
@@ -78,7 +63,7 @@ def stored_tensors(folder: ModelFolder, name: str, text: PretrainedConfig, wante
 
     places = get_tensor_name_map(MODEL_ARCH[name.upper()], text.num_hidden_layers)
     found = []
-    for source in folder.names():
+    for source, file in folder.items():
         plain = TEXT_PREFIX.sub("model.", source)
         if plain.startswith(OTHER_PARTS) or source.startswith(tuple(f"model.{part}" for part in OTHER_PARTS)):
             continue
@@ -87,7 +72,7 @@ def stored_tensors(folder: ModelFolder, name: str, text: PretrainedConfig, wante
         target = places.get_name(plain, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise ConfigError(f"FORMAT=gguf: llama.cpp has no place for the weight {source}")
-        shape = folder.shape(source)
+        shape = tuple(file.get_slice(source).get_shape())
         found.append(Stored(target, source, shape, _type(shape, wanted)))
     if rope_settings(text)["full_attention"].get("rope_type") == "llama3":
         found.append(Stored(ROPE_FACTORS, None, (head_size(text) // 2,), GGMLQuantizationType.F32))
@@ -114,7 +99,8 @@ def read_stored(folder: ModelFolder, stored: Stored, name: str, text: Pretrained
 
     if stored.source is None:
         return _rope_factors(text).numpy()
-    weight = _changed(folder.read(stored.source), stored.source, name, text)
+    read = folder[stored.source].get_tensor(stored.source).float()
+    weight = _changed(read, stored.source, name, text)
     if stored.type.name == "F16" and not torch.isfinite(weight.half()).all():
         raise NonFiniteError(f"weight {stored.source} overflows float16; use DTYPE=bf16 or DTYPE=f32")
     return quantize(weight.numpy(), stored.type)

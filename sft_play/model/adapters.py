@@ -75,7 +75,7 @@ def lora_config(lora: LoraSettings, model: PreTrainedModel, new_ids: Sequence[in
 def _targets(lora: LoraSettings, model: PreTrainedModel, whole: Sequence[str]) -> Targets:
     """What gets an adapter, apart from the modules that are trained whole."""
     if lora.target_modules == "auto":
-        targets = auto_targets(model).without(whole)
+        targets = auto_targets(model, whole)
         if not targets.modules and not targets.experts:
             raise ConfigError(
                 f"tuning.lora.modules_to_save: {', '.join(whole)} holds every layer that could be adapted; "

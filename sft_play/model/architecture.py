@@ -32,14 +32,19 @@ ALLOWED = (
 )
 # Encoders that fill in no masks, and prompts that each token sees as a whole: config.json does not say so.
 SEE_BOTH_WAYS = {"bert-generation", "cpmant", "xlnet"}
-# Heads with more than a matrix and the scales that our loss knows; `train.verify.check_head` finds others.
-OTHER_HEADS = {"inkling_text", "modernbert-decoder"}
 # Of these, only the text part is loaded: to build the whole model takes a package that training does without.
 TEXT_ALONE = {"gemma3n"}
-# They continue what another model has computed, and have no text of their own.
-DRAFTS = {"gemma4_assistant", "gemma4_unified_assistant"}
-# Their layers are run backwards, instead of a graph that autograd keeps.
-NO_GRAPH = {"reformer"}
+DRAFTS = "drafts tokens for another model and computes nothing without it"
+# A head with more than a matrix and the scales that our loss knows; `train.verify.check_head` finds others.
+OTHER_HEAD = "has an output head that the loss here does not know"
+REFUSED = {
+    "gemma4_assistant": DRAFTS,
+    "gemma4_unified_assistant": DRAFTS,
+    "inkling_text": OTHER_HEAD,
+    "modernbert-decoder": OTHER_HEAD,
+    "reformer": "computes its gradients by itself, and none for adapters",
+    "trocr": "is an encoder-decoder",
+}
 
 
 def require_decoder(config: "PretrainedConfig") -> None:
@@ -51,18 +56,15 @@ def require_decoder(config: "PretrainedConfig") -> None:
 
 def _why_no_decoder(config: "PretrainedConfig") -> str | None:
     kind = config.model_type
-    if config.is_encoder_decoder or kind == "trocr":
+    if config.is_encoder_decoder:
         return "is an encoder-decoder"
+    if kind in REFUSED:
+        return REFUSED[kind]
     text = config.get_text_config()  # of which some encoder-decoders have two
     is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in SEE_BOTH_WAYS
     if is_encoder and not getattr(config, "is_decoder", False):
         return "reads texts in both directions, so each token would see what it is to predict"
-    if kind in DRAFTS:
-        return "drafts tokens for another model and computes nothing without it"
-    if kind in NO_GRAPH:
-        return "computes its gradients by itself, and none for adapters"
-    if kind in OTHER_HEADS:
-        return "has an output head that the loss here does not know"
+
     if getattr(config, "vision_config", None) is not None and text is config:
         return "describes images, and its text part is none of its own"
     if not isinstance(getattr(text, "hidden_size", None), int):

@@ -36,13 +36,6 @@ class Targets:
     modules: tuple[str, ...]
     experts: tuple[str, ...]
 
-    def without(self, modules: Sequence[str]) -> "Targets":
-        """The targets that are neither in one of these modules nor one of them."""
-        return Targets(
-            tuple(name for name in self.modules if not is_within(name, modules)),
-            tuple(name for name in self.experts if not is_within(name, modules)),
-        )
-
 
 def is_within(name: str, modules: Sequence[str]) -> bool:
     """Whether a module or parameter is one of these modules, or a part of one."""
@@ -57,18 +50,21 @@ def text_prefix(model: "PreTrainedModel") -> str | None:
     return next(name for name, module in model.named_modules() if module is decoder)
 
 
-def auto_targets(model: "PreTrainedModel") -> Targets:
-    """The layers and experts of the text part that get an adapter by default."""
+def auto_targets(model: "PreTrainedModel", whole: Sequence[str] = ()) -> Targets:
+    """The layers and experts of the text part that get an adapter by default, outside of `whole` modules."""
     prefix = text_prefix(model)
     inside = f"{prefix}." if prefix else ""
     matrices = [name for name, weight in fused_experts(model) if weight.dim() == 3 and weight.shape[0] > 1]
-    experts = tuple(name for name in matrices if name.startswith(inside))
+    experts = tuple(name for name in matrices if name.startswith(inside) and not is_within(name, whole))
     left_out = {id(model.get_output_embeddings())}
     left_out |= {id(module) for module in (*_routers(model), *_read_elsewhere(model))}
     modules = tuple(
         name
         for name, module in model.named_modules()
-        if name.startswith(inside) and id(module) not in left_out and _is_linear(module)
+        if name.startswith(inside)
+        and not is_within(name, whole)
+        and id(module) not in left_out
+        and _is_linear(module)
     )
     return Targets(modules, experts)
 

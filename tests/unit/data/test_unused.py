@@ -6,7 +6,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.formats import FORMATS, convert, detect_format
 from sft_play.data.prepare import prepare
 from sft_play.data.rows import Row
-from sft_play.data.unused import OPTIONAL, unused_keys
+from sft_play.data.unused import unused_keys
 from sft_play.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "What is two plus two?"}, {"role": "assistant", "content": "Four."}
@@ -80,13 +80,12 @@ def test_placeholders_of_media_that_a_row_lacks_are_counted(warnings_of):
 
 
 def test_each_format_says_which_of_its_keys_are_read():
-    assert OPTIONAL.keys() == FORMATS.keys()
     every = {"tools": [{}], "system": "s", "input": "i", "history": [["q", "a"]], "source": "s"}
-    for name, (keys, _) in FORMATS.items():
+    for keys, others, _ in FORMATS.values():
         data = dict.fromkeys(keys, "x") | every
-        assert unused_keys(data, name, keys) == every.keys() - set(OPTIONAL[name])
+        assert unused_keys(data, keys, others) == every.keys() - set(others)
     listed = {"prompt": [USER], "completion": [ANSWER], "system": "s"}
-    assert unused_keys(listed, "prompt_completion", FORMATS["prompt_completion"][0]) == {"system"}
+    assert unused_keys(listed, *FORMATS["prompt_completion"][:2]) == {"system"}
 
 
 def test_a_system_prompt_beside_messages_and_an_old_function_call_are_named_with_their_counts(warnings_of):
