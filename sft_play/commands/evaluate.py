@@ -23,7 +23,7 @@ from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError
 from sft_play.files import write_atomic
 from sft_play.model.base_files import require_same_base
-from sft_play.model.collators import Collator, padded_collator
+from sft_play.model.collators import padded_micro_batches
 from sft_play.model.generation import DEFAULT_BATCH_SIZE, Answer, generate_answers, in_batches, prompt_ids
 from sft_play.model.load import load_data
 from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 
 def score_rows(
-    model: Any, dataset: "Dataset", collate: Collator, *, batch_size: int, description: str = "scoring"
+    model: Any, dataset: "Dataset", pad_id: int, *, batch_size: int, description: str = "scoring"
 ) -> TokenScore:
     """Loss and token accuracy over all supervised tokens of `dataset`, of a model in eval mode.
 
-    The dataset has the columns input_ids, labels and length; `collate` makes a batch with input_ids and
-    labels, [rows, tokens], of some of its rows. The batch size, halved if memory runs out, only affects
-    rounding. `description` is that of the progress bar.
+    The dataset has the columns input_ids, labels and length. The batch size, halved if memory runs out, only
+    affects rounding. `description` is that of the progress bar.
     """
     add_loss_head(model)
+    collate = padded_micro_batches(dataset, pad_id)
     sums = torch.zeros(3, dtype=torch.float64)
     order = sorted(range(len(dataset)), key=list(dataset["length"]).__getitem__, reverse=True)
 
     def score(rows: list[int]) -> torch.Tensor:
-        return score_batch(model, send_to_device(collate([dataset[row] for row in rows]), model.device)).cpu()
+        return score_batch(model, send_to_device(collate([{"rows": rows}]), model.device)).cpu()
 
     with progress_bar(description, len(order)) as done:
         for rows, part in in_batches(order, batch_size, score):
@@ -214,8 +214,8 @@ def _measure(
 ) -> Measured:
     """Scores a model on all rows, and its answers to the questions."""
     began = time.perf_counter()
-    collate = padded_collator(tokenizer.pad_token_id)
-    score = score_rows(model, rows, collate, batch_size=batch_size, description=f"{name}: scoring rows")
+    pad_id, said = tokenizer.pad_token_id, f"{name}: scoring rows"
+    score = score_rows(model, rows, pad_id, batch_size=batch_size, description=said)
     answers = answer_questions(model, tokenizer, asked, config.eval, f"{name}: answering rows")
     seconds = time.perf_counter() - began
     metrics, judged = answer_metrics(asked, answers, config.eval) if asked else ({"answered_rows": 0}, [])

@@ -18,41 +18,24 @@ Batch = dict[str, Any]
 Collator = Callable[[Sequence[dict[str, Any]]], Batch]
 
 
-def padded_collator(pad_id: int, multiple: int = PAD_TO_MULTIPLE_OF) -> Collator:
-    """Pads rows on the right to the longest of them, rounded up to `multiple` tokens.
-
-    input_ids, labels and position_ids are [rows, tokens]; there is no mask (model/attention.py).
-    """
-
-    def collate(rows: Sequence[dict[str, Any]]) -> Batch:
-        ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
-        return _padded(ids, labels, pad_id, multiple)
-
-    return collate
-
-
-def _padded(ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], pad_id: int, multiple: int) -> Batch:
-    """The batch of rows that are a tensor of [tokens] each."""
-    wide_ids = pad_sequence(list(ids), batch_first=True, padding_value=pad_id)
-    wide_labels = pad_sequence(list(labels), batch_first=True, padding_value=IGNORED)
-    extra = -wide_ids.shape[1] % multiple
-    positions = torch.arange(wide_ids.shape[1] + extra).expand(len(ids), -1).contiguous()
-    return {
-        "input_ids": pad(wide_ids, (0, extra), value=pad_id),
-        "labels": pad(wide_labels, (0, extra), value=IGNORED),
-        "position_ids": positions,
-    }
-
-
 def padded_micro_batches(rows: "Dataset", pad_id: int) -> Collator:
-    """Makes the padded tensors of a micro-batch, which lists its `rows` by index."""
+    """Pads the rows of a micro-batch, which lists them by index, on the right to the same length.
+
+    It is that of the longest, rounded up to PAD_TO_MULTIPLE_OF. input_ids, labels and position_ids are [rows,
+    tokens]; there is no mask (model/attention.py).
+    """
     table = rows.with_format("arrow")  # its values need not become Python's numbers
 
     def collate(batches: Sequence[dict[str, Any]]) -> Batch:
         taken = table[batches[0]["rows"]]
         lengths = taken["length"].to_numpy().tolist()
-        ids, labels = (_flat_tensor(taken[name]).split(lengths) for name in ("input_ids", "labels"))
-        return _padded(ids, labels, pad_id, PAD_TO_MULTIPLE_OF)
+        batch = {}
+        for name, value in (("input_ids", pad_id), ("labels", IGNORED)):
+            parts = _flat_tensor(taken[name]).split(lengths)
+            wide = pad_sequence(list(parts), batch_first=True, padding_value=value)
+            batch[name] = pad(wide, (0, -wide.shape[1] % PAD_TO_MULTIPLE_OF), value=value)
+        tokens = batch["labels"].shape[1]
+        return batch | {"position_ids": torch.arange(tokens).expand(len(lengths), -1).contiguous()}
 
     return collate
 

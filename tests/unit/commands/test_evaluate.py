@@ -17,7 +17,6 @@ from sft_play.data.prepare import prepare
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.manifest import CARD
 from sft_play.model.build import load_for_inference
-from sft_play.model.collators import padded_collator
 from sft_play.model.load import load_tokenizer
 from sft_play.report.card import write_card
 from sft_play.runlog import RunDir
@@ -75,7 +74,7 @@ def near(model) -> float:
 @pytest.mark.parametrize("batch_size", [1, 4, 11])
 def test_token_loss_weighs_each_supervised_token_alike_in_any_batch(model, rows, batch_size):
     nll, tokens, correct = plain_loss(model, rows)
-    score = score_rows(model, rows, padded_collator(0), batch_size=batch_size)
+    score = score_rows(model, rows, 0, batch_size=batch_size)
     assert (score.tokens, score.correct) == (tokens, correct)
     assert_same_values([score.loss], [nll / tokens], near(model))
 
@@ -83,10 +82,10 @@ def test_token_loss_weighs_each_supervised_token_alike_in_any_batch(model, rows,
 def test_token_loss_of_an_adapter_model_counts_the_adapter(finished, rows):
     model = load_for_inference(finished.config, finished.run.adapter)
     nll, tokens, _ = plain_loss(model, rows)
-    found = score_rows(model, rows, padded_collator(0), batch_size=4).loss
+    found = score_rows(model, rows, 0, batch_size=4).loss
     assert_same_values([found], [nll / tokens], near(model))
     with model.disable_adapter():
-        base = score_rows(model, rows, padded_collator(0), batch_size=4).loss
+        base = score_rows(model, rows, 0, batch_size=4).loss
     assert abs(base - nll / tokens) > 0.01
 
 
@@ -94,7 +93,7 @@ def test_a_loss_does_not_disturb_generation_afterwards(finished):
     model = load_for_inference(finished.config, finished.run.adapter)
     prompt = torch.tensor([[5, 6, 7]])
     before = model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
-    score_rows(model, Dataset.from_list(token_rows(2)), padded_collator(0), batch_size=2)
+    score_rows(model, Dataset.from_list(token_rows(2)), 0, batch_size=2)
     assert torch.equal(before, model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False))
 
 
