@@ -100,7 +100,7 @@ def main(command: list[str]) -> None:
     """Execs `command`, which stays tied to its parent and is the parent that the ranks expect."""
     die_with_parent()
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    os.execvp(command[0], command)  # noqa: S606 - no shell is wanted
+    os.execvp(command[0], command)  # no shell is wanted
 
 
 if __name__ == "__main__":

@@ -160,5 +160,5 @@ def _cached_folder(model: ModelConfig) -> Path | None:
     limit_network()
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision)).parent
-    except Exception:  # noqa: BLE001 - whoever loads the model says what is wrong
+    except Exception:  # whoever loads the model says what is wrong
         return None

@@ -45,7 +45,7 @@ def place(
     if weights > room:
         needed = format_bytes(weights)
         raise DoesNotFitError(
-            f"the weights need {needed}, and free are {free}; free more of it, or use a larger machine"
+            f"the weights need {needed}, but only {free} are free; free more of it, or use a larger machine"
         )
     return SPREAD
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ def checkpoint_to_resume(job: Job) -> Path | None:
     if job.config.train.resume == "never":
         return None
     offers = _agreed_offers(job)
-    for line in (line for offer in offers for line in offer.lines):
-        console().print(f"  [yellow]{line}[/]")
     mine = next(offer for offer in reversed(offers) if offer.rank <= job.ranks.rank)
     checkpoint = mine.path
     if checkpoint is None:
@@ -75,10 +73,8 @@ def _agreed_offers(job: Job) -> list[Offer]:
     checkpoint: then the newest one that all of them hold is taken.
     """
     first = offers = _offers(job, None)
-    lines = [offer.lines for offer in offers]
     while job.config.train.resume == "auto" and len({offer.step for offer in offers}) > 1:
         offers = _offers(job, min(offer.step for offer in offers))
-        lines = [said + offer.lines for said, offer in zip(lines, offers, strict=True)]
     same = len({(offer.step, offer.losses) for offer in offers}) == 1
     lost = offers[0].step == 0 and any(offer.step for offer in first)
     if lost or not same:
@@ -89,12 +85,16 @@ def _agreed_offers(job: Job) -> list[Offer]:
             "each has a part: add the files of the others, without overwriting), or put output.dir on a "
             "shared disk"
         )
-    return [replace(offer, lines=said) for offer, said in zip(offers, lines, strict=True)]
+    return offers
 
 
 def _offers(job: Job, at_most: int | None) -> list[Offer]:
+    """One offer of each folder, of a step up to this one; prints what was passed over."""
     mine = _offer(job, at_most) if job.keeps_files else None
-    return [offer for offer in from_all(mine) if offer is not None]
+    offers = [offer for offer in from_all(mine) if offer is not None]
+    for line in (line for offer in offers for line in offer.lines):
+        console().print(f"  [yellow]{line}[/]")
+    return offers
 
 
 def _offer(job: Job, at_most: int | None) -> Offer:

@@ -130,7 +130,7 @@ class MLflow(_OfRun, MLflowCallback):
         """Goes on with a run; says so if it is not there any more."""
         try:
             self._ml_flow.start_run(run_id=run_id)
-        except Exception as error:  # noqa: BLE001 - each store has its own
+        except Exception as error:  # each store has its own
             reason = escape(first_line(error))
             console().print(f"  [yellow]MLflow cannot continue the run, and begins one: {reason}[/]")
             return False

@@ -43,8 +43,8 @@ def test_only_what_does_not_fit_the_first_gpu_is_spread(weights, gpus, ram, quan
 @pytest.mark.parametrize(
     ("ram", "quantized", "found"),
     [
-        (10, False, "need 60.00 GiB, and free are 48.00 GiB on 2 GPUs and 10.00 GiB of RAM; free more"),
-        (500, True, "need 60.00 GiB, and free are 48.00 GiB on 2 GPUs; free more"),
+        (10, False, "need 60.00 GiB, but only 48.00 GiB on 2 GPUs and 10.00 GiB of RAM are free; free more"),
+        (500, True, "need 60.00 GiB, but only 48.00 GiB on 2 GPUs are free; free more"),
     ],
 )
 def test_what_fits_nowhere_is_refused_with_the_numbers(ram, quantized, found):
