@@ -84,8 +84,13 @@ def draw_steps(shares: Sequence[Share], rows_per_step: int, total_steps: int, se
 
     The last step of an epoch is filled up with FILLER. Example: 5 rows in steps of 2 may give
     [[3, 0], [4, 1], [2, FILLER]].
+
+    Raises:
+        ValueError: there are no rows.
     """
     rows = rows_per_epoch(shares)
+    if not rows:
+        raise ValueError("there are no rows to train on")
     per_epoch = steps_per_epoch(rows, rows_per_step)
     epochs = []
     for epoch in range(-(-total_steps // per_epoch)):
@@ -199,6 +204,9 @@ def make_schedule(
 
     A step has `bins_per_step` of these: accumulation x world size. With `padding_free`, the rows of one are
     joined; otherwise they are padded to the longest. Without `shares`, an epoch has each row once.
+
+    Raises:
+        ValueError: there are no rows.
     """
     lengths = np.asarray(lengths)
     rows = draw_steps(shares or [Share(len(lengths))], rows_per_step, total_steps, seed)
