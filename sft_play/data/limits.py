@@ -51,11 +51,7 @@ def limited_renderings() -> Iterator[None]:
 
 
 def within_limits(call: Callable[[], Result]) -> Result:
-    """What `call` returns, within ROW_SECONDS of CPU time and ROW_BYTES of additional memory.
-
-    Raises:
-        TemplateOverrun: it takes more.
-    """
+    """What `call` returns; raises TemplateOverrun beyond ROW_SECONDS of CPU time or ROW_BYTES more memory."""
     with limited_renderings():
         if _inside:
             signal.setitimer(signal.ITIMER_PROF, ROW_SECONDS, AGAIN_SECONDS)
@@ -72,11 +68,7 @@ def within_limits(call: Callable[[], Result]) -> Result:
 
 
 def require_length(text: str) -> str:
-    """The text itself.
-
-    Raises:
-        TemplateOverrun: it is too long.
-    """
+    """The text itself; raises TemplateOverrun if it is too long."""
     if len(text) > ROW_CHARACTERS:
         raise TemplateOverrun(f"it writes more than {ROW_CHARACTERS:,} characters for one row")
     return text

@@ -39,11 +39,7 @@ class Row:
 
 @contextmanager
 def decoding(file: Path) -> Iterator[None]:
-    """Within it, the file is read as UTF-8.
-
-    Raises:
-        DataError: it is not UTF-8; names the line and the first wrong byte.
-    """
+    """Raises a DataError, with line and byte, if a file that is read in the block is not UTF-8."""
     try:
         yield
     except UnicodeDecodeError:
@@ -56,11 +52,7 @@ def decoding(file: Path) -> Iterator[None]:
 
 
 def utf8(raw: bytes, where: str, offset: int) -> str:
-    """The text of bytes that start at `offset` of a file.
-
-    Raises:
-        DataError: they are not UTF-8; names the first wrong byte.
-    """
+    """The text of bytes at an offset of a file; raises a DataError that names the first that is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -71,11 +63,7 @@ def utf8(raw: bytes, where: str, offset: int) -> str:
 
 
 def require_shallow(value: Any, text: str) -> Any:
-    """The value that was decoded from a JSON `text`.
-
-    Raises:
-        ValueError: it is nested more than MAX_DEPTH levels deep.
-    """
+    """The value of a JSON `text`; raises a ValueError if it is nested more than MAX_DEPTH levels deep."""
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     return value

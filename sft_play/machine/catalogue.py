@@ -27,11 +27,7 @@ def model_words(name: str) -> frozenset[str]:
 
 @functools.cache
 def read_shipped(file: Path) -> dict[str, Any]:
-    """The content of a YAML file of this repository.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """The content of a YAML file of this repository; raises a ConfigError if it cannot be read."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster if libyaml is available

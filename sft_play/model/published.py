@@ -39,11 +39,7 @@ class PublishedModel:
 
 @functools.cache
 def published_models() -> dict[str, PublishedModel]:
-    """All models by their names on the Hub, in lower case.
-
-    Raises:
-        ConfigError: configs/models.yaml cannot be read.
-    """
+    """All models by their names on the Hub, in lower case; errors are those of `read_shipped`."""
     tree, found = read_shipped(MODELS_FILE), {}
     for entry in tree["models"]:
         source = tree["sources"][entry["source"]]

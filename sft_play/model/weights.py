@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 def require_undamaged(folder: Path, next_command: str) -> None:
-    """Checks a folder with weights against its manifest, if it has one; earlier versions wrote none.
+    """Raises a CheckpointError, which ends with `next_command`, if weights are not as their manifest says.
 
-    Raises:
-        CheckpointError: a file has changed or is missing; ends with `next_command`.
+    Earlier versions wrote none.
     """
     damage = find_damage(folder) if has_manifest(folder) else None
     if damage:
