@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from sft_play.train.ranks import process_group
-from sft_play.train.run import prepare_session, train
+from sft_play.train.run import train
+from sft_play.train.session import prepare_session
 from tests.integration.jobs import losses, make_job
 from tests.integration.processes import launch_jobs
 from tests.rounding import assert_same_values, summed
