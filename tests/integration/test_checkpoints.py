@@ -104,7 +104,7 @@ def test_with_all_checkpoints_damaged_no_model_is_loaded(again, monkeypatch):
     job = again()
     for checkpoint in job.run.checkpoints.glob("checkpoint-*"):
         flip_bit(checkpoint / "optimizer.pt", 50)
-    monkeypatch.setattr(run_module, "build_model", None)
+    monkeypatch.setattr("sft_play.train.session.build_model", None)
     for _ in range(2):
         with pytest.raises(
             CheckpointError, match="(?s)no checkpoint is left to resume from.*make train"

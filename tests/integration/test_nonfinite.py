@@ -105,7 +105,7 @@ def test_a_single_gradient_that_is_infinite_costs_its_step(tiny_model, tmp_path,
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft_play.train.run.build_model", build)
+        patch.setattr("sft_play.train.session.build_model", build)
         train(job)
     folder = job.run.model if mode == "full" else job.run.adapter
     saved = load_file(next(folder.glob("*.safetensors")))

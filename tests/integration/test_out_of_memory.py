@@ -24,7 +24,7 @@ from tests.integration.memory_faults import failing, failing_optimizer
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 PACKED = {"mode": "lora", "packing": True, "effective_batch_size": 8 * 64, "batch_size": 2 * 64}
 KEPT = {"batch_size": 4, "gradient_checkpointing": False, "save_steps": 2, "eval_steps": 2, "max_steps": 6}
-BUILD = "sft_play.train.run.build_model"
+BUILD = "sft_play.train.session.build_model"
 SECONDS = 300  # far more than two launches take, and less than the limit for a collective operation
 
 
