@@ -183,7 +183,7 @@ sys.path.insert(0, {repository!r})
 from sft_play.machine.process import die_with_parent
 die_with_parent()
 from sft_play.cli import run_rank
-from sft_play.train import run
+from sft_play.train import session
 from tests.integration.memory_faults import failing, failing_optimizer
 once = Path({once!r})
 if os.environ["RANK"] == "1" and not once.exists():
@@ -191,7 +191,7 @@ if os.environ["RANK"] == "1" and not once.exists():
     if {where!r} == "update":
         failing_optimizer({{{number}}})
     else:
-        run.build_model = failing(run.build_model, {where!r}, {{{number}}})
+        session.build_model = failing(session.build_model, {where!r}, {{{number}}})
 raise SystemExit(run_rank(sys.argv[1:]))
 """
 
