@@ -85,6 +85,7 @@ class Case:
     rows: tuple[int, ...]  # of each process
     row_tokens: int
     replicas: int  # of the model, divided among as many processes each
+    defers_exchange: bool  # gradients stay whole until the last micro-batch
 
     @property
     def key(self) -> str:
@@ -110,6 +111,7 @@ class Case:
             accumulates=self.accumulates,
             shards=self.world // self.replicas,
             replicated=self.replicas > 1,
+            defers_exchange=self.defers_exchange,
         )
 
 
@@ -134,6 +136,7 @@ def draw(number: int, world: int, seed: int) -> Case:
         rows=tuple(pick.choices(pick.sample(range(2, 7), 2), k=world)),
         row_tokens=pick.choice((48, 64, 96, 130)),
         replicas=pick.choice((1, 2)) if world == 4 else 1,
+        defers_exchange=pick.random() < 0.5,
     )
 
 
@@ -169,7 +172,13 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, int]:
     gc.collect()
     meter.meter_reset()
     gathered = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
-    shard(units_of(model), "cpu", gathered_dtype=gathered, replicas=case.replicas)
+    shard(
+        units_of(model),
+        "cpu",
+        gathered_dtype=gathered,
+        replicas=case.replicas,
+        defers_exchange=spec.defers_exchange,
+    )
     marks.begin("forward")
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     add_loss_head(model if spec.mode == "full" else model.get_base_model())
@@ -177,7 +186,8 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, int]:
     optimizer = make_optimizer(spec.optimizer, trained_parameters(model))
     for _ in range(2):
         if spec.accumulates:
-            forward(model, make_batch(spec), spec).backward()
+            with model.no_sync():
+                forward(model, make_batch(spec), spec).backward()
         load, marks.peaks = marks.peaks["load"], {}
         marks.begin("load")
         marks.with_scratch = 0
@@ -349,7 +359,7 @@ def main() -> None:
 def describe(row: dict[str, Any]) -> str:
     """One line."""
     words = [row["architecture"], row["mode"], precision_of(row), row["activations"]]
-    words += [name for name in ("tied", "accumulates", "joined") if row[name]]
+    words += [name for name in ("tied", "accumulates", "defers_exchange", "joined") if row[name]]
     phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
     world = f"{row['replicas']}x{row['world'] // row['replicas']}"
     return f"{row['number']:>3} {world} {row['error']:+.4%}  {' '.join(words)}  ({phases})"

@@ -64,6 +64,7 @@ class EngineChoice(Reason, kw_only=True):
     trades_speed: bool  # for memory
     world_size: int
     replicas: int = 1  # of the model, each divided inside a machine
+    exchanges_once: bool = False  # whether gradients wait for the last micro-batch of a step
     other: str | None = None
     more_bytes: int = 0  # that the other one needs; negative if it needs less
     alone: bool = False  # whether no other engine fits that the config allows

@@ -60,6 +60,7 @@ class Engine:
     for_the_asking = False  # `parallel.engine=auto` leaves it out
     answers_together = False  # the processes that trained also generate
     wraps_shards = False  # accelerate wraps a model that is divided already
+    can_defer = False  # gradients of divided weights may stay whole until the last micro-batch of a step
     loads_own_state = True  # the trainer's library does, if it was saved by as many processes
     file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
 
@@ -257,13 +258,13 @@ class Engine:
         kept = {"weights", "adapters", "optimizer"} | ({"gradients"} if self.keeps_gradients else set())
         return {name: size if name in kept else 0 for name, size in terms.items()}
 
-    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         """What the processes exchange in an optimizer step.
 
         Args:
             work: of a micro-batch, with what is trained, and what is gathered if weights are divided.
             element_bytes: of a trained element's gradient.
-            accumulation: micro-batches per step of each process.
+            plan: how many micro-batches a step has, and whether gradients wait for the last one.
         """
         return ()
 

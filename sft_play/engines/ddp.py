@@ -3,6 +3,7 @@
 import math
 
 from sft_play.engines.base import Division, Engine, Message
+from sft_play.plan import Plan
 from sft_play.timeline import Buffer, Step
 from sft_play.units import MIB
 from sft_play.work import Work
@@ -37,7 +38,7 @@ class Ddp(Engine):
             Buffer("engine", gradients, "evaluation", "evaluation"),
         )
 
-    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         """All gradients are reduced once per step, bucket by bucket."""
         gradient_bytes = work.trained_elements * element_bytes
         buckets = max(1, math.ceil(gradient_bytes / (bucket_mib(gradient_bytes) * MIB)))

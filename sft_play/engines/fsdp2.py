@@ -35,16 +35,21 @@ def shard_files(checkpoint: Path) -> list[Path]:
     return sorted(files, key=lambda path: int(SHARD.search(path.name)[1]))  # type: ignore[index]
 
 
-def messages_of_units(work: Work, accumulation: int) -> tuple[Message, ...]:
-    """What processes send that gather a model unit by unit, as in the trace of a micro-batch.
+def messages_of_units(work: Work, plan: Plan) -> tuple[Message, ...]:
+    """What processes send that gather a model unit by unit, as in the trace of a step's last micro-batch.
 
     Weights are gathered for the forward and for the backward pass, and gradients reduced, each process
-    getting its part.
+    getting its part; replicas reduce theirs once per step.
     """
-    kinds = {"all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "all_reduce": ALL_REDUCE}
+    each = plan.gradient_accumulation_steps
+    kinds = {
+        "all_gather": (ALL_GATHER, each),
+        "reduce_scatter": (REDUCE_SCATTER, 1 if plan.defers_exchange else each),
+        "all_reduce": (ALL_REDUCE, 1),
+    }
     return tuple(
-        Message(name, size, accumulation * times)
-        for name, kind in kinds.items()
+        Message(name, size, passes * times)
+        for name, (kind, passes) in kinds.items()
         for size, times in work.exchanged(kind).items()
     )
 
@@ -56,6 +61,7 @@ class Fsdp2(Engine):
     principle = "divides weights, gradients and optimizer states among the processes"
     distributed_type = "MULTI_GPU"
     distributes = trades_speed = shards_state = shards_weights = answers_together = replicates = True
+    can_defer = True
     loads_own_state = False
     offloads = ("ram",)
     file_of_rank = SHARD
@@ -87,6 +93,7 @@ class Fsdp2(Engine):
             like_first=like_first,
             replicas=plan.replicas,
             offload=plan.offload != "none",
+            defers_exchange=plan.defers_exchange,
         )
 
     def transform(self, step: Step, division: Division) -> Step:
@@ -141,6 +148,6 @@ class Fsdp2(Engine):
         """A process updates its part."""
         return 1 / world_size
 
-    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         """Those that `fully_shard` sent in the trace of a micro-batch."""
-        return messages_of_units(work, accumulation)
+        return messages_of_units(work, plan)

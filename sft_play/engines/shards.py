@@ -3,7 +3,9 @@
 Parameters are split along their first dimension.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def shard(
     like_first: bool = False,
     replicas: int = 1,
     offload: bool = False,
+    defers_exchange: bool = False,
 ) -> None:
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
 
@@ -49,6 +52,7 @@ def shard(
         like_first: take the weights of the first process, where others may have found different ones.
         replicas: how often the model is held, by as many processes each, which have consecutive ranks.
         offload: keep shards, their gradients and states in RAM, and copy a unit to the device for use.
+        defers_exchange: whether gradients stay whole until the last micro-batch of a step.
 
     Raises:
         ConfigError: what is trained in a unit has several types, as torch finds out in the first pass.
@@ -64,10 +68,23 @@ def shard(
         _require_one_type(unit)
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=away)
         give_back_freed_memory()
+    # accelerate enters it in all micro-batches of a step but the last
+    units[-1].no_sync = partial(_without_exchange, units[-1], defers_exchange)  # type: ignore[assignment]
     # an adapter around a model generates without the forward pass that would gather the last unit
     register_fsdp_forward_method(units[-1], "generate")
     # the last unit stays gathered for the backward pass, which an evaluation does not have
     units[-1].register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
+
+
+@contextmanager
+def _without_exchange(model: Any, whole: bool) -> Iterator[None]:
+    """In the block, gradients are not reduced or, unless they are kept whole, not among replicas."""
+    exchange = model.set_requires_gradient_sync if whole else model.set_requires_all_reduce
+    exchange(False)
+    try:
+        yield
+    finally:
+        exchange(True)
 
 
 def process_mesh(device: str, replicas: int = 1) -> DeviceMesh:

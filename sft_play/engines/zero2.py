@@ -112,13 +112,13 @@ class Zero2(Zero):
             Buffer("engine", own + FP32 * share, "optimizer", "optimizer"),
         )
 
-    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         """Gradients of each micro-batch are reduced, and the updated weights gathered once.
 
         Although each process keeps only its part, all get the whole (`use_multi_rank_bucket_allreduce`).
         """
         gradient_bytes = work.trained_elements * element_bytes
         return (
-            Message("all_reduce", gradient_bytes, accumulation),
+            Message("all_reduce", gradient_bytes, plan.gradient_accumulation_steps),
             Message("all_gather", gradient_bytes, 1),
         )

@@ -132,9 +132,9 @@ class Zero3(Zero):
         zero = deepspeed.read_config(deepspeed.config_file(self.stage))["zero_optimization"]
         return int(zero["reduce_bucket_size"])
 
-    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         """Weights are gathered in both passes, and gradients reduced."""
-        return messages_of_units(work, accumulation)
+        return messages_of_units(work, plan)
 
     def state_on_disk(self, elements: int, state_bytes: int) -> int:
         """The fp32 weights of all processes are saved with their states."""

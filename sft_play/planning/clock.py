@@ -109,7 +109,7 @@ def mean_micro_batch(facts: DataFacts, plan: Plan) -> MicroBatch:
 def messages_of(work: Work, run: RunConfig, plan: Plan) -> tuple[Message, ...]:
     """What the processes of a plan exchange in an optimizer step."""
     element_bytes = StepSpec.of(run, plan).trained_element_bytes
-    return engine_of(plan.engine).messages(work, element_bytes, plan.gradient_accumulation_steps)
+    return engine_of(plan.engine).messages(work, element_bytes, plan)
 
 
 def sent_bytes(exchanged: Iterable[Message], processes: int, replicas: int = 1) -> int:

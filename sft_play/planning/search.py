@@ -94,12 +94,25 @@ def choose_plan(
         smallest = min(sized, key=_needed)
         changes = helpful_changes(config, smallest, estimate) if explain else ()
         raise DoesNotFitError(misfit_text(Misfit(smallest, changes), explain=explain))
+    chosen = _with_one_exchange(config, chosen, estimate)
     if explain and not any(plan.recomputes for plan in sized):
         recomputing = [draft for draft in drafts if _recomputes(draft, chosen)]
         sized += [replace(draft, memory=memory_of(draft)) for draft in recomputing]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = _reasons(config, chosen, sized, seconds)
-    return replace(chosen, step_seconds=seconds, alternatives=alternatives), why
+    return replace(chosen, step_seconds=seconds_of(chosen), alternatives=alternatives), why
+
+
+def _with_one_exchange(config: RunConfig, plan: Plan, estimate: Estimator) -> Plan:
+    """The plan that keeps gradients whole until a step's last micro-batch, if it can and that fits.
+
+    It sends less, and computes the same.
+    """
+    if not engine_of(plan.engine).can_defer or plan.gradient_accumulation_steps == 1:
+        return plan
+    deferring = replace(plan, defers_exchange=True)
+    memory = estimate(config, deferring, complete=True)
+    return replace(deferring, memory=memory) if memory.fits else plan
 
 
 def _fitting(sized: list[Plan]) -> list[Plan]:
@@ -253,6 +266,7 @@ def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan]) -> EngineC
         trades_speed=engine.trades_speed,
         world_size=chosen.world_size,
         replicas=chosen.replicas,
+        exchanges_once=chosen.defers_exchange,
     )
     others = [plan for plan in fitting if plan.engine != chosen.engine and _split(plan) == _split(chosen)]
     if not others:

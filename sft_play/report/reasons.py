@@ -138,6 +138,8 @@ def _engine(reason: reasons.EngineChoice) -> str:
     choice = f"{reason.engine} over {reason.world_size} processes"
     if reason.replicas > 1:
         choice += f", with a copy of the model on each of {reason.replicas} machines"
+    if reason.exchanges_once:
+        choice += ", which exchange gradients once per step"
     if reason.other is None:
         return f"{choice}: {reason.principle}; no other engine fits" if reason.alone else choice
     if reason.trades_speed and reason.more_bytes >= 0:

@@ -7,7 +7,7 @@ own buffers are not seen.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
@@ -17,6 +17,7 @@ from bitsandbytes.nn import modules as four_bit
 from torch import distributed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -186,10 +187,32 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
 
     dtype = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
     with recorder, recorder.watching(gloo=on_host), patched(_fsdp_init, "_move_states_to_device", moved):
-        shards.shard(units_of(model), "cpu", gathered_dtype=dtype)
+        shards.shard(units_of(model), "cpu", gathered_dtype=dtype, defers_exchange=spec.defers_exchange)
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)
     recorder.begin("load")
+
+
+def add_kept_gradients(
+    model: torch.nn.Module, owner_of: Mapping[torch.nn.Module, int], recorder: AllocationRecorder
+) -> None:
+    """Records gradients that are outside the parameters between the micro-batches of a step.
+
+    They are whole, or shards that replicas have not reduced yet.
+
+    Args:
+        model: divided.
+        owner_of: the layer of each module.
+        recorder: of the step.
+    """
+    for module in model.modules():
+        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+        for group in groups:
+            whole = [parameter._unsharded_param.grad for parameter in group.fsdp_params]
+            sums = [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
+            for gradient in (group._partial_reduce_output, *whole, *sums):
+                if gradient is not None:
+                    recorder.add(gradient, "gradients", owner_of[module])
 
 
 def _terms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -127,6 +127,7 @@ class StepSpec:
     shards: int = 1  # processes among which the engine divides each tensor
     offload: bool = False  # what is divided is in RAM, and copied to the device for use
     replicated: bool = False  # on several machines, over which gradients are reduced
+    defers_exchange: bool = False  # gradients of divided tensors stay whole until the last micro-batch
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
     eval_share: float | None = None  # supervised tokens of the evaluation batch; default `supervised_share`
@@ -234,6 +235,7 @@ class StepSpec:
             shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
             replicated=engine.shards_weights and plan.replicas > 1,
             offload=plan.offload != "none",
+            defers_exchange=plan.defers_exchange,
             **_batches(plan, micro, evaluated),
         )
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

@@ -84,16 +84,17 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
 
 def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """As `_run_whole`, after a micro-batch that does not count: FSDP2 sets itself up in the first one."""
-    from sft_play.sizing.sharded import ShardRecorder, load_shards, silent_group
+    from sft_play.sizing.sharded import ShardRecorder, add_kept_gradients, load_shards, silent_group
 
     recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
     replicas = 2 if spec.replicated else 1
     with silent_group(spec.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
-        with before:
+        with before, model.no_sync() if spec.accumulates else nullcontext():
             forward(model, make_batch(spec), spec).backward()
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
+        add_kept_gradients(model, layer_of_modules(model, layers), recorder)
         with recorder, recorder.watching(gloo=spec.device == "cpu"), layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
     return recorder, optimizer
@@ -148,7 +149,7 @@ def _optimizer_with_states(
 ) -> Any:
     """An optimizer as it is during training: with states and, if the step accumulates, gradients.
 
-    Of divided parameters, gradients are there already, as the engine made them.
+    Of a divided model, gradients are there already, as the engine made them.
     """
     owner_of: dict[torch.nn.Parameter, int] = {}
     for module, owner in layer_of_modules(model, layers).items():
@@ -164,7 +165,7 @@ def _optimizer_with_states(
         for parameter in (p for p in parameters if owner_of[p] == owner):
             if not spec.accumulates:
                 parameter.grad = None
-            elif parameter.grad is None:
+            elif spec.shards == 1:
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad is not None:
                 recorder.add(parameter.grad, "gradients")

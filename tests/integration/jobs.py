@@ -44,6 +44,7 @@ def make_job(
     engine: str = "auto",
     offload: str = "auto",
     evaluated: int | str = "auto",
+    defers_exchange: bool = False,
     ranks: RankEnvironment = SINGLE_PROCESS,
     **train,
 ) -> Job:
@@ -93,6 +94,7 @@ def make_job(
         largest=lambda *cut: facts.largest_micro_batch(*cut, architecture.hidden_size, padding_free),
     )
     plan, _ = choose_plan(config, drafts, None, None)
+    plan = replace(plan, defers_exchange=defers_exchange)
     return Job(
         ResolvedConfig(config, {}, Path("test")),
         open_run(str(output), name, ranks.rank),

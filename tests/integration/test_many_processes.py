@@ -128,11 +128,13 @@ def ddp(fsdp2, launch, folder):
 
 @pytest.fixture(scope="module")
 def fsdp2(zero2, launch, folder):
-    """FSDP2 on two processes: all kinds, recomputed too, and what resumes from ZeRO-2."""
+    """FSDP2 on two processes: all kinds, two also in other ways, and what resumes from ZeRO-2."""
     jobs = {f"fsdp2-{kind}": settings for kind, settings in KINDS.items()}
     for kind in ("lora-padded", "full-padded"):
         jobs[f"zero2-to-fsdp2-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"zero2-{kind}")}
         jobs[f"fsdp2-recomputed-{kind}"] = {**KINDS[kind], "gradient_checkpointing": True}
+    for kind in ("lora-packed", "full-padded"):
+        jobs[f"fsdp2-deferring-{kind}"] = {**KINDS[kind], "defers_exchange": True}
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("fsdp2", 2, jobs)
     return folder
@@ -316,6 +318,11 @@ def test_many_processes_go_on_as_one(request, tiny_model, launched, kind):
 @pytest.mark.parametrize("kind", ["lora-padded", "full-padded"])
 def test_recomputing_in_a_divided_model_changes_nothing(request, launched, engine, kind):
     assert_same_as_one(request.getfixturevalue(launched), f"{engine}-recomputed-{kind}", kind)
+
+
+@pytest.mark.parametrize("kind", ["lora-packed", "full-padded"])
+def test_gradients_may_wait_for_the_last_micro_batch(fsdp2, kind):
+    assert_same_as_one(fsdp2, f"fsdp2-deferring-{kind}", kind)
 
 
 @pytest.mark.slow

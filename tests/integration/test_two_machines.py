@@ -30,7 +30,9 @@ def folder(tiny_model, tmp_path_factory):
     for kind, settings in ROWS.items():
         saved = {name: saved_by(found, f"{name}-{kind}") for name in ("one", "two-by-two")}
         jobs[f"two-by-two-{kind}"] = {**settings, "machines": 2}
-        jobs[f"from-one-{kind}"] = {**settings, "machines": 2, "resume": saved["one"]}
+        # in three micro-batches, whose gradients are reduced among replicas once
+        three = {"machines": 2, "batch_size": SETTINGS[kind]["batch_size"] // 2}
+        jobs[f"from-one-{kind}"] = {**settings, **three, "resume": saved["one"]}
         jobs[f"to-four-{kind}"] = {**settings, "resume": saved["two-by-two"]}
     specs = [{"model": str(tiny_model), "name": name, "settings": one} for name, one in jobs.items()]
     launch_jobs(found, "fsdp2", 4, specs)

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds i
 
 from sft_play.engines import registry  # noqa: E402
 from sft_play.engines.base import Division, Engine, Message  # noqa: E402
+from sft_play.plan import Plan  # noqa: E402
 from sft_play.timeline import Buffer, Step  # noqa: E402
 from sft_play.units import MIB  # noqa: E402
 from sft_play.work import Work  # noqa: E402
@@ -40,7 +41,7 @@ class Toy(Engine):
             value /= distributed.get_world_size()
         return weights
 
-    def messages(self, work: Work, element_bytes: int, accumulation: int) -> tuple[Message, ...]:
+    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         return (Message("all_reduce", work.trained_elements * element_bytes, 1),)
 
 

@@ -90,11 +90,18 @@ CALLED = {
 
 # (our word, whose source is looked at, the text that it must hold)
 TRAINER, LOSS = "transformers:Trainer", "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
+PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 ZERO2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 WRITTEN = [
     ("_local_tensor", "torch.distributed.tensor._api", "_local_tensor: torch.Tensor"),
     ("is_distributed_loading_by_transformers", TRAINER, "if self.is_distributed_loading_by_transformers:"),
     ("_fsdp_init", "torch.distributed.fsdp._fully_shard._fully_shard", "from ._fsdp_init import"),
+    ("_get_fsdp_state", "torch.distributed.fsdp:FSDPModule", "self._get_fsdp_state()"),
+    ("_fsdp_param_groups", "torch.distributed.fsdp:FSDPModule", "state._fsdp_param_groups"),
+    ("_partial_reduce_output", PARAM_GROUP, "self._partial_reduce_output,"),
+    ("_unsharded_param", PARAM_GROUP, "_unsharded_param"),
+    ("unsharded_accumulated_grad", PARAM_GROUP, "fsdp_param.unsharded_accumulated_grad is not None"),
+    ("no_sync", "accelerate:Accelerator.no_sync", 'getattr(model, "no_sync", context)'),
     ("_prepare_for_training", TRAINER, "self._prepare_for_training("),
     ("_load_best_model", TRAINER, "self._load_best_model("),
     ("_tr_loss", TRAINER, "self._tr_loss ="),

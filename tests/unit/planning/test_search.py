@@ -299,12 +299,16 @@ def test_memory_that_ran_out_does_not_hide_that_a_plan_is_predicted_not_to_fit()
 
 
 def divided_memory(budget_gib: float, weights: float = 40, layer: float = 2, row: float = 4):
-    """Peak = weights + rows x activations; FSDP2 divides the weights and gathers a layer of them."""
+    """Peak = weights + rows x activations; FSDP2 divides the weights and gathers a layer of them.
+
+    Gradients that wait for the last micro-batch of a step take half a layer.
+    """
     asked: list[tuple[str, int]] = []
 
     def estimate(run: RunConfig, plan, complete=False) -> Memory:
         asked.append((plan.engine, plan.world_size))
         held = weights / plan.shards + layer if plan.engine == "fsdp2" else weights
+        held += layer / 2 if plan.defers_exchange else 0
         size = int((held + plan.rows_per_micro_batch * row / (4 if plan.recomputes else 1)) * GIB)
         return Memory(
             budget_bytes=int(budget_gib * GIB),
@@ -347,6 +351,19 @@ def test_weights_are_divided_only_for_a_step_that_is_known_to_be_faster(times, e
     estimate, asked = divided_memory(42.5)
     assert choose(config(), estimate, slower_with_fsdp2(times), 4).engine == engine
     assert "fsdp2" in {engine for engine, _ in asked}
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows", "micro_batch", "defers"),
+    [(17, 32, 1, True), (16.5, 32, 1, False), (44.5, 32, 8, False), (1000, 32, 8, False)],
+)
+def test_gradients_are_exchanged_once_per_step_where_they_fit_until_then(budget, rows, micro_batch, defers):
+    """A row takes 4 GiB, and 12 are taken by weights. With one micro-batch per step, nothing can wait."""
+    estimate, _ = divided_memory(budget)
+    settings = config(engine="fsdp2", effective_batch_size=rows, gradient_checkpointing=False)
+    plan, why = chosen_because(settings, estimate, clock(0.1), 4)
+    assert (plan.micro_batch_size, plan.defers_exchange) == (micro_batch, defers)
+    assert why[EngineChoice].exchanges_once == defers and plan.memory.fits
 
 
 def test_a_tie_leaves_weights_whole():

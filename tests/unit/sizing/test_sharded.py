@@ -1,6 +1,7 @@
 """The trace of a step whose weights are divided among processes."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import TERMS
 from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from tests.unit.train.plans import PLAN
 
 SMALL = WIDE | {"layers": 4, "vocabulary": 300}
 LLAMA = small_config("llama", SMALL)
@@ -120,7 +122,7 @@ def test_weights_are_gathered_twice_and_the_last_unit_once(steps):
         for kind in (ALL_GATHER, REDUCE_SCATTER)
     }
     assert sent == {ALL_GATHER: 2 * everything - tail, REDUCE_SCATTER: everything}
-    messages = engine_of("fsdp2").messages(work, 4, 3)
+    messages = engine_of("fsdp2").messages(work, 4, replace(PLAN, gradient_accumulation_steps=3))
     assert sum(one.tensor_bytes * one.times for one in messages) == 3 * sum(sent.values())
 
 
@@ -142,6 +144,24 @@ def test_gradients_of_earlier_micro_batches_are_shards(steps):
     assert again["forward"].bytes - alone["forward"].bytes == shards
     assert again["forward"].terms["gradients"] == shards
     assert again["optimizer"].bytes == alone["optimizer"].bytes
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole(steps):
+    """There are as many bytes of them as of weights, until the backward pass reduces them layer by layer."""
+    waiting = trace_step(LLAMA, spec(accumulates=True, defers_exchange=True)).step.peaks()
+    elements = steps[2].work.trained_elements
+    assert waiting["forward"].terms["gradients"] == pytest.approx(4 * elements, rel=0.001)
+    assert waiting["optimizer"].terms == steps[2].step.peaks()["optimizer"].terms
+    half = trace_step(LLAMA, spec(accumulates=True, defers_exchange=True, mixed_precision="bf16"))
+    assert half.step.peaks()["forward"].terms["gradients"] == pytest.approx(4 * elements, rel=0.001)
+
+
+def test_replicas_keep_their_own_sum_of_gradients_until_the_last_micro_batch(steps):
+    """It is as large as the shards of all processes' gradients would be."""
+    one, more = (trace_step(LLAMA, spec(accumulates=True, replicated=many)) for many in (False, True))
+    peaks = [trace.step.peaks()["forward"] for trace in (one, more)]
+    assert peaks[0].bytes == pytest.approx(peaks[1].bytes, rel=0.001)
+    assert peaks[0].terms["gradients"] == pytest.approx(peaks[1].terms["gradients"], rel=0.001)
 
 
 def test_four_bit_weights_are_divided_and_their_scales_are_not():
