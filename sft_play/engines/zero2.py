@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Division, Message
 from sft_play.engines.zero import Zero
+from sft_play.plan import Plan
 from sft_play.timeline import Buffer, Step
 from sft_play.work import Work
 
