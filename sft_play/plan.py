@@ -14,6 +14,27 @@ TRACED, PROFILED, EARLIER = "trace", "profile", "earlier run"
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """The predicted RAM of all processes of a machine that offload to it what a GPU would hold, in bytes."""
+
+    budget_bytes: int | None  # free RAM, less what is kept free; None if it is unknown
+    processes: int  # of the machine
+    own_bytes: int  # of each process without tensors: interpreter, libraries, CUDA
+    terms: dict[str, int]  # what tensors of one process take at their peak, pinned ones as allocated
+    saved_bytes: int  # of all that is trained, which the first process gathers to save it
+
+    @property
+    def needed_bytes(self) -> int:
+        """What all processes of the machine need; PyTorch keeps pinned memory that was freed."""
+        return self.processes * (self.own_bytes + sum(self.terms.values())) + self.saved_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the budget, if that is known."""
+        return self.budget_bytes is None or self.needed_bytes <= self.budget_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """The predicted memory of one process, in bytes.
 
@@ -32,6 +53,7 @@ class Memory:
     reserved_bytes: int | None = None  # with fragmentation; None on a CPU, and where it cannot decide
     ran_out: bool = False  # memory ran out with as large a micro-batch in an earlier run, with as much free
     origin: str = TRACED  # of the sizes: the trace alone, or EARLIER
+    host: HostMemory | None = None  # the second budget, if a GPU's process offloads
 
     @property
     def process_bytes(self) -> int:
@@ -40,8 +62,8 @@ class Memory:
 
     @property
     def within_budget(self) -> bool:
-        """Whether the process, with its context and fragmentation, is predicted to be within the budget."""
-        return self.process_bytes <= self.budget_bytes
+        """Whether the process, with its context and fragmentation, is predicted to be within both budgets."""
+        return self.process_bytes <= self.budget_bytes and (self.host is None or self.host.fits)
 
     @property
     def fits(self) -> bool:
@@ -49,13 +71,19 @@ class Memory:
         return self.within_budget and not self.ran_out
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, and `process_bytes`: null on a CPU."""
-        return asdict(self) | {"process_bytes": self.process_bytes if self.reserved_bytes else None}
+        """The fields, `process_bytes` (null on a CPU) and what the host needs."""
+        tree = asdict(self) | {"process_bytes": self.process_bytes if self.reserved_bytes else None}
+        if self.host:
+            tree["host"]["needed_bytes"] = self.host.needed_bytes
+        return tree
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Memory":
         """The inverse of `to_json`."""
-        return cls(**{key: value for key, value in tree.items() if key != "process_bytes"})
+        fields = {key: value for key, value in tree.items() if key != "process_bytes"}
+        if host := fields.get("host"):
+            fields["host"] = HostMemory(**{key: host[key] for key in host if key != "needed_bytes"})
+        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, dataclass_transform
 
-from sft_play.plan import Plan
+from sft_play.plan import HostMemory, Plan
 
 Range = tuple[float, float]  # of relative errors; negative if the prediction was too low
 
@@ -76,6 +76,7 @@ class Offload(Reason):
     device: str  # "cuda" or "cpu"
     engine: str  # its label
     cause: Literal["config", "exceed"]
+    host: HostMemory | None  # on a GPU whose memory is predicted
 
 
 class Unsized(Reason):
@@ -268,6 +269,7 @@ class Change:
     what: str  # the setting, as it is typed
     process_bytes: int
     fits: bool
+    host: HostMemory | None = None  # if it offloads
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,13 @@ class StepTrace:
     segments: tuple[Segment, ...]
     stand_ins: tuple[int, ...]  # for each layer, the traced layer that represents it; () if all are traced
     work: Work  # what the step computes
+    in_ram: tuple[int, ...] = ()  # blocks that are in RAM, of a step that offloads what a GPU would hold
 
     def same_structure(self, other: "StepTrace") -> bool:
         """Whether both traces have the same events in the same order, whatever the sizes of their blocks."""
         return (
             self.segments == other.segments
+            and self.in_ram == other.in_ram
             and self.stand_ins == other.stand_ins
             and np.array_equal(self.events, other.events)
             and np.array_equal(self.terms, other.terms)
@@ -75,7 +77,7 @@ class StepTrace:
     def step(self) -> "Step":
         """The step of the full-depth model; traces with the same events share all but the sizes."""
         arrays = (array.tobytes() for array in (self.events, self.terms, self.owners))
-        key = (*arrays, self.segments, self.stand_ins)
+        key = (*arrays, self.segments, self.stand_ins, self.in_ram)
         timeline = _TIMELINES.get(key) or expand(self)
         _TIMELINES[key] = timeline
         return Step(timeline, self.sizes)
@@ -98,6 +100,7 @@ class Timeline:
     phases: np.ndarray  # [E] index into PHASES
     layers: np.ndarray  # [E] the decoder layer that was running, or WHOLE_MODEL
     terms: np.ndarray  # [B] of each traced block
+    in_ram: tuple[int, ...] = ()  # traced blocks that are in RAM
 
     @cached_property
     def _source_of_event(self) -> np.ndarray:
@@ -142,6 +145,18 @@ class Step:
     def rounded(self, granularity: int) -> "Step":
         """The step with its blocks rounded up to multiples of `granularity` bytes."""
         return replace(self, sizes=-(-self.sizes // granularity) * granularity)
+
+    def on_device(self) -> "Step":
+        """The step with nothing in RAM."""
+        return self._with_sizes(False) if self.timeline.in_ram else self
+
+    def in_ram(self) -> "Step":
+        """The step with nothing on the device."""
+        return self._with_sizes(True)
+
+    def _with_sizes(self, in_ram: bool) -> "Step":
+        kept = np.isin(np.arange(len(self.sizes)), self.timeline.in_ram) == in_ram
+        return replace(self, sizes=np.where(kept, self.sizes, 0))
 
     def without(self, *terms: str) -> "Step":
         """The step without the blocks of these terms."""
@@ -367,4 +382,5 @@ def expand(trace: StepTrace) -> Timeline:
         phases=np.array(expansion.phases, dtype=np.int8),
         layers=np.array(expansion.layers, dtype=np.int16),
         terms=trace.terms,
+        in_ram=trace.in_ram,
     )

@@ -15,6 +15,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
+from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
 from sft_play.planning.other_machines import MODES, gpu_hours, plans_by_gpu, scaling, tokens_per_second
@@ -61,7 +62,8 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
                     notes = [said, *notes]
             chosen = plan_run(config, architecture, facts, machine, processes)
             chosen = replace(chosen, why=(*chosen.why, *notes))
-            scales = scaling(config, architecture, facts, machine, least=processes)
+            scaled = with_offload(config, chosen.offload)
+            scales = scaling(scaled, architecture, facts, machine, least=processes)
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if args.gpu and facts.seen else None

@@ -26,6 +26,7 @@ from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
 from sft_play.machine.process import collector_off, ended_by_signals
 from sft_play.multinode import agree_on_plan, connected_machines
+from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import scaling
 from sft_play.report.card import write_card
@@ -264,7 +265,7 @@ def close(job: Job, summary: dict[str, Any], comparison: dict[str, Any] | None =
     try:
         with spinner(PLANNING):
             facts = DataFacts.of(job.data, job.config)
-            rows = scaling(job.config, job.architecture, facts, job.machine)
+            rows = scaling(with_offload(job.config, job.plan.offload), job.architecture, facts, job.machine)
         run.write_json(run.scaling, {"scaling": rows})
     except Exception as error:  # noqa: BLE001 - the run is done, and its report does without
         reason = escape(f"no plans for other numbers of processes: {error}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
 from sft_play.timeline import Step
-from sft_play.work import Work
+from sft_play.work import IN_RAM, TRANSFER, Work
 
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
@@ -267,6 +267,17 @@ class Engine:
             plan: how many micro-batches a step has, and whether gradients wait for the last one.
         """
         return ()
+
+    def moved_by_offload(self, work: Work, accumulation: int) -> tuple[float, float]:
+        """Bytes that a step copies between GPU and RAM, and that the CPU reads and writes before its update.
+
+        Args:
+            work: of a micro-batch.
+            accumulation: micro-batches per step of each process.
+        """
+        sizes = (sum(work.exchanged(kind).elements()) for kind in (TRANSFER, IN_RAM))
+        copied, summed = (float(accumulation * size) for size in sizes)
+        return copied, summed
 
     def update_share(self, world_size: int) -> float:
         """The share of the trained elements that a process updates."""

@@ -20,10 +20,11 @@ def engine_of(name: str) -> Engine:
     return {engine.name: engine for engine in ENGINES}[name]
 
 
-def label_of(name: str, replicas: int = 1) -> str:
+def label_of(name: str, replicas: int = 1, offload: str = "none") -> str:
     """The engine's name for people; of an engine that this version does not know, the name itself."""
     label = {engine.name: engine.label for engine in ENGINES}.get(name, name)
-    return f"{label} hybrid" if replicas > 1 else label
+    label = f"{label} hybrid" if replicas > 1 else label
+    return label if offload == "none" else f"{label} in {offload.upper()}"
 
 
 def distributed_engines() -> list[Engine]:

@@ -28,8 +28,8 @@ def helpful_changes(config: RunConfig, smallest: Plan, estimate: Estimator) -> t
     for what, changed_config, changed_plan in chain.from_iterable(way(config, smallest) for way in possible):
         with suppress(ConfigError):  # this model or this machine does not allow it
             memory = estimate(changed_config, changed_plan)
-            found.append(Change(what, memory.process_bytes, memory.fits))
-    return (*found, *_more_processes(config, smallest, estimate))
+            found.append(Change(what, memory.process_bytes, memory.fits, memory.host))
+    return (*found, *_offloaded(config, smallest, estimate), *_more_processes(config, smallest, estimate))
 
 
 def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
@@ -56,6 +56,19 @@ def _lighter_methods(config: RunConfig, plan: Plan) -> Iterator[Changed]:
         changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
         dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
         yield f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)
+
+
+def _offloaded(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Change]:
+    """For each engine that offloads, what a process and its machine need then."""
+    if plan.offload != "none" or plan.device == "cpu" or plan.mixed_precision == "fp16":
+        return
+    for engine in distributed_engines():
+        for place in engine.offloads if not engine.problem(config) else ():
+            changed = replace(plan, engine=engine.name, offload=place, replicas=1)
+            with suppress(ConfigError):
+                memory = estimate(config, changed)
+                what = f"offload to {place.upper()} ({training_command(changed)})"
+                yield Change(what, memory.process_bytes, memory.fits, memory.host)
 
 
 def _shorter_rows(config: RunConfig, plan: Plan) -> Iterator[Changed]:

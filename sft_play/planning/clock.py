@@ -6,8 +6,11 @@ from more processes is a lower bound. Units: seconds, bytes.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
+
+import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Message
@@ -16,7 +19,7 @@ from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
-from sft_play.planning.speed import ROUNDS, collectives_of, profile_of
+from sft_play.planning.speed import ROUNDS, collectives_of, host_link, profile_of
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.estimator import BatchesOf, work_of_plans
@@ -32,6 +35,7 @@ class StepSeconds(NamedTuple):
     exchange: float
     update: float
     overhead: float  # data and trainer
+    transfer: float = 0.0  # between GPU and RAM, and sums there
 
 
 def step_seconds(
@@ -77,7 +81,8 @@ def plan_clock(
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
         engine, collectives = engine_of(plan.engine), collectives_with(plan.replicas) if link else None
-        if profile is None or (link and collectives is None and engine.shards_weights):
+        unknown = link and collectives is None and engine.shards_weights and processes > 1
+        if profile is None or unknown:
             return None
         batch = mean_micro_batch(facts, plan)
         work = work_of(run, plan, batch.tokens)
@@ -89,9 +94,29 @@ def plan_clock(
             exchange=collectives.seconds(messages_of(work, run, plan)) if collectives else 0.0,
             update_share=engine.update_share(plan.shards),
         )
-        return sum(parts)
+        if plan.offload == "none" or plan.device == "cpu":
+            return sum(parts)
+        return _offloaded(parts, work, plan, machine)
 
     return seconds
+
+
+def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> float | None:
+    """The time of a step whose weights come from RAM, and which the CPU updates; None if that is unknown.
+
+    Copies are added in full, as if none of them overlapped with computation.
+    """
+    engine, here = engine_of(plan.engine), min(plan.world_size, len(machine.gpus))
+    link, cpu = host_link(machine), profile_of(replace(machine, gpus=()), here)
+    if link is None or cpu is None:
+        return None
+    share = engine.update_share(plan.shards)
+    copied, summed = engine.moved_by_offload(work, plan.gradient_accumulation_steps)
+    update = cpu.update_element_s * share * work.trained_elements
+    update += cpu.update_tensor_s * share * work.trained_tensors
+    # a copy counts as read and written, which is once over the link
+    transfer = copied / 2 / link + float(cpu.elementwise.at(np.array(summed)) if summed else 0.0)
+    return sum(parts._replace(update=update, transfer=transfer))
 
 
 def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:

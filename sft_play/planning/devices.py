@@ -8,7 +8,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Device
 from sft_play.reasons import Assumed, GuardKept, MemoryLimit, PredictionErrors, Reason, UnknownCapability
-from sft_play.sizing.budget import PUBLISHED_ERRORS, DeviceBudget, device_budget
+from sft_play.sizing.budget import PUBLISHED_ERRORS, DeviceBudget, device_budget, host_budget
 from sft_play.sizing.corrections import read_overhead
 from sft_play.sizing.step import ASSUMED_CAPABILITY
 from sft_play.units import GIB, counted, format_bytes
@@ -69,6 +69,9 @@ def memory_device(config: RunConfig, machine: Machine, processes: int) -> Device
         context_bytes=read_overhead(device.name, processes),
         expandable=has_expandable_segments(),
         quantized=config.tuning.mode == "qlora",
+        host=host_budget(
+            None if machine.what_if else machine.host.ram_free_bytes, min(processes, len(machine.gpus))
+        ),
     )
 
 

@@ -53,6 +53,13 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]
     return chosen, autocast
 
 
+def with_offload(config: RunConfig, place: str) -> RunConfig:
+    """The run that keeps what it can in this place, or nowhere, unless its config says where."""
+    if config.parallel.offload != "auto":
+        return config
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": place})})
+
+
 def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
     """What all drafts of a run share: the precision and the learning rate."""
     rate = scaled_learning_rate(config.train, draft.effective_batch_size)
@@ -135,16 +142,18 @@ def draft_plans(
         device=device.kind,
         compute_capability=device.compute_capability,
     )
-    sharings = _sharings(config, world_size, machines)
+    sharings = _sharings(config, device, world_size, machines)
     return [
         _draft(split, unit, tokens[split], activations=way, **how, **shared)
         for how, way, split in product(sharings, _ways(train), splits)
     ]
 
 
-def _sharings(config: RunConfig, world_size: int, machines: int) -> Iterator[dict[str, Any]]:
+def _sharings(config: RunConfig, device: Device, world_size: int, machines: int) -> Iterator[dict[str, Any]]:
     """How processes may share the work, as fields of a plan."""
-    for engine, place in engines_for(config, world_size, offload=False):
+    # a CPU has no other memory than RAM, and gradients of fp16 are scaled on the GPU
+    offload = device.kind == "cuda" and choose_precision(config, device)[1].precision != "fp16"
+    for engine, place in engines_for(config, world_size, offload=offload):
         for count in _replicas(engine, world_size, machines):
             yield {"engine": engine.name, "offload": place, "replicas": count}
 

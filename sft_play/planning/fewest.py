@@ -6,6 +6,7 @@ from sft_play.machine.gpus import what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import batch_for
 from sft_play.planning.changes import fewest
+from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.sizing.architecture import AnyArchitecture
@@ -30,7 +31,7 @@ def fewest_gpus(
     """
 
     def fits(count: int) -> bool:
-        grown = with_batch_for(config, facts, count)
+        grown = with_offload(with_batch_for(config, facts, count), "none")
         try:
             plan_run(grown, architecture, facts, what_if(gpu, count), count, accept=saves_most, explain=False)
         except DoesNotFitError:

@@ -12,6 +12,7 @@ from sft_play.machine.gpus import Machine, what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
 from sft_play.planning.clock import batches_of, messages_of, plan_clock, sent_bytes
+from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import fewest_gpus, with_batch_for
 from sft_play.planning.run import plan_run
@@ -136,7 +137,7 @@ def plans_by_mode(
     plans: dict[str, dict[str, Any]] = {}
     for mode in modes:
         tuning = config.tuning.model_copy(update={"mode": mode})
-        run = config.model_copy(update={"tuning": tuning})
+        run = with_offload(config.model_copy(update={"tuning": tuning}), "none")
         try:
             count = gpus or fewest_gpus(run, model_config, facts, gpu, batch_grows=batch_grows) or 1
             run = run if gpus else with_batch_for(run, facts, count)

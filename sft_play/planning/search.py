@@ -8,6 +8,7 @@ avoids it where the answer is known:
   checkpointing setting is sized.
 - Recomputing activations only costs time where they fit. With checkpointing, micro-batches are sized that do
   not fit without it, and the chosen one, to report what checkpointing would save.
+- Offloading to RAM is slower by far. Such plans are sized if no other plan fits.
 - Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
   more memory, they are sized for that plan only, to report what they would save; not at all if they divide
   the weights, since their steps have traces of their own.
@@ -22,6 +23,7 @@ Pure: memory and time are functions, so traced, measured and made-up numbers are
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -29,7 +31,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
-from sft_play.errors import DoesNotFitError
+from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.changes import helpful_changes
 from sft_play.reasons import (
@@ -52,8 +54,10 @@ TIE = 0.01
 MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
 
-_engine = attrgetter("engine", "replicas")
-_kind = attrgetter("engine", "replicas", "activations")  # what plans of different micro-batches may share
+_engine = attrgetter("engine", "replicas", "offload")
+_kind = attrgetter(
+    "engine", "replicas", "offload", "activations"
+)  # what plans of different micro-batches may share
 
 
 def choose_plan(
@@ -82,18 +86,23 @@ def choose_plan(
         return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given), *_why_offloaded(config, drafts[0])]
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
-    sized = _size_all(drafts, memory_of, seconds_of)
-    while fitting := _fitting(sized) or _least_of_those_that_ran_out(sized):
+    sized: list[Plan] = []
+    # what offloads is slower by far, so it is looked at only once nothing else fits
+    waiting = [[draft for draft in drafts if (draft.offload == "none") == plain] for plain in (True, False)]
+    while True:
+        if not _fitting(sized) and waiting:
+            with suppress(*([ConfigError] if sized else [])):  # an engine that nobody asked for cannot do it
+                sized += _size_all(waiting.pop(0), memory_of, seconds_of)
+            continue
+        fitting = _fitting(sized) or _least_of_those_that_ran_out(sized)
+        if not fitting:
+            raise DoesNotFitError(_misfit(config, sized, estimate, explain))
         fastest, seconds = _pick_fastest(fitting, seconds_of)
         memory = estimate(config, fastest, complete=True)
         chosen = replace(fastest, memory=memory)
         sized[sized.index(fastest)] = chosen
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
-    else:
-        smallest = min(sized, key=_needed)
-        changes = helpful_changes(config, smallest, estimate) if explain else ()
-        raise DoesNotFitError(misfit_text(Misfit(smallest, changes), explain=explain))
     chosen = _with_one_exchange(config, chosen, estimate)
     if explain and not any(plan.recomputes for plan in sized):
         recomputing = [draft for draft in drafts if _recomputes(draft, chosen)]
@@ -108,11 +117,21 @@ def _with_one_exchange(config: RunConfig, plan: Plan, estimate: Estimator) -> Pl
 
     It sends less, and computes the same.
     """
-    if not engine_of(plan.engine).can_defer or plan.gradient_accumulation_steps == 1:
+    can_defer = engine_of(plan.engine).can_defer and plan.offload == "none"
+    if not can_defer or plan.gradient_accumulation_steps == 1:
         return plan
     deferring = replace(plan, defers_exchange=True)
     memory = estimate(config, deferring, complete=True)
     return replace(deferring, memory=memory) if memory.fits else plan
+
+
+def _misfit(config: RunConfig, sized: list[Plan], estimate: Estimator, explain: bool) -> str:
+    """Why none of these plans fits."""
+    alike = [plan for plan in sized if plan.offload == sized[0].offload]
+    smallest = min(alike, key=_needed)
+    return misfit_text(
+        Misfit(smallest, helpful_changes(config, smallest, estimate) if explain else ()), explain=explain
+    )
 
 
 def _fitting(sized: list[Plan]) -> list[Plan]:
@@ -282,7 +301,8 @@ def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
     if chosen.offload == "none":
         return []
     cause: Any = "config" if config.parallel.offload != "auto" else "exceed"
-    return [Offload(chosen.device, engine_of(chosen.engine).label, cause)]
+    host = chosen.memory.host if chosen.memory else None
+    return [Offload(chosen.device, engine_of(chosen.engine).label, cause, host)]
 
 
 def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tuple[dict[str, Any], ...]:
@@ -291,7 +311,7 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
     A kind is an engine with or without checkpointing.
     """
     base = seconds_of(chosen)
-    kinds: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[str, int, str, str], list[dict[str, Any]]] = {}
     for plan in sized:
         if (*_kind(plan), _size(plan)) == (*_kind(chosen), _size(chosen)):
             continue
@@ -306,6 +326,7 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
             "gradient_checkpointing": plan.recomputes,
             "engine": plan.engine,
             "replicas": plan.replicas,
+            "offload": plan.offload,
             "peak_bytes": plan.memory.peak_bytes,
             "process_bytes": plan.memory.process_bytes,
             "fits": plan.memory.fits,

@@ -75,6 +75,12 @@ def links_of(machine: Machine, processes: int, replicas: int = 1) -> tuple[float
     return tuple(found)
 
 
+def host_link(machine: Machine) -> float | None:
+    """Bytes per second, one way, between a GPU and RAM, by the data sheet of its PCIe; None if unknown."""
+    links = [gpu.link_gb_s if (gpu.link or "").startswith("PCIe") else None for gpu in machine.gpus]
+    return None if not links or None in links else 1e9 * min(filter(None, links))
+
+
 def _link(gpu: Gpu, *, across: bool) -> float | None:
     """GB/s from one GPU to the next; `across` several machines, as slow as the slower of link and network."""
     if not across:

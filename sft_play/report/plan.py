@@ -44,11 +44,25 @@ def memory_tables(memory: Mapping[str, Any]) -> RenderableType:
             terms.add_row(name, format_bytes(size))
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(phases, terms)
+    in_ram = [_host_table(memory["host"])] if memory.get("host") else []
     budget, guard = format_bytes(memory["budget_bytes"]), format_bytes(memory.get("guard_bytes", 0))
     title = Text(f"memory of a process, {said_of(memory.get('origin'))} (budget {budget}, guard {guard})")
     if memory.get("process_bytes") is None:
         return Group(title, side_by_side)
-    return Group(title, _process_table(memory), side_by_side)
+    return Group(title, _process_table(memory), side_by_side, *in_ram)
+
+
+def _host_table(host: Mapping[str, Any]) -> Table:
+    """The RAM of a machine whose processes offload to it."""
+    each, budget = counted(host["processes"], "process"), host["budget_bytes"]
+    table = columns(f"RAM of the machine, {each}", "memory", "of what may be used", left=(0,))
+    for name, size in sorted(host["terms"].items(), key=lambda item: -item[1]):
+        table.add_row(f"{name}, of each", format_bytes(size), "")
+    table.add_row("assumed for itself, of each", format_bytes(host["own_bytes"]), "")
+    table.add_row("to save what is trained", format_bytes(host["saved_bytes"]), "")
+    share = "unknown" if not budget else f"{host['needed_bytes'] / budget:.0%} of {format_bytes(budget)}"
+    table.add_row("needed", format_bytes(host["needed_bytes"]), share, style="bold")
+    return table
 
 
 def candidates_table(plan: Mapping[str, Any], peak: int, others: Sequence[Mapping[str, Any]]) -> Table:
@@ -80,8 +94,13 @@ def _speed(row: Mapping[str, Any]) -> float:
     return (row["relative_speed"] or 0.0) if row["fits"] else 0.0
 
 
-def _kind(row: Mapping[str, Any]) -> tuple[bool, str, int]:
-    return row["gradient_checkpointing"], row["engine"], row["replicas"]
+def _kind(row: Mapping[str, Any]) -> tuple[bool, str, int, str]:
+    return row["gradient_checkpointing"], *_engine(row)
+
+
+def _engine(row: Mapping[str, Any]) -> tuple[str, int, str]:
+    """The arguments of `label_of`."""
+    return row["engine"], row["replicas"], row["offload"]
 
 
 def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -95,7 +114,8 @@ def _shown(rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> list
 
 def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """What becomes of activations, and the engine if there are several processes."""
-    engine = f"{label_of(row['engine'], row['replicas'])}, " if plan["world_size"] > 1 else ""
+    several = plan["world_size"] > 1 or plan["offload"] != "none"
+    engine = f"{label_of(*_engine(row))}, " if several else ""
     return engine + ("recomputed" if row["gradient_checkpointing"] else "kept")
 
 

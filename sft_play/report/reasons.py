@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 
 from sft_play import reasons
-from sft_play.plan import Plan
+from sft_play.plan import HostMemory, Memory, Plan
 from sft_play.units import counted, format_bytes
 
 ACTIVATIONS = {"keep": "kept", "recompute": "recomputed"}
@@ -156,9 +156,21 @@ def _offload(reason: reasons.Offload) -> str:
         return "parallel.offload=ram: a CPU has no other memory, so this saves nothing and costs nothing"
     cause = "as set in the config" if reason.cause == "config" else "since nothing else fits"
     return (
-        f"weights, gradients and optimizer states in RAM, {cause}: {reason.engine} copies a layer at a time "
-        "to the GPU, and the CPU runs AdamW; pinned copies and their overlap were never measured on a GPU"
+        f"weights, gradients and optimizer states in RAM{_needs(reason.host)}, {cause}: {reason.engine} "
+        "copies a layer at a time to the GPU, and the CPU runs AdamW, which is slow; pinned copies and their "
+        "overlap were never measured on a GPU"
     )
+
+
+def _needs(host: HostMemory | None) -> str:
+    """What offloading needs of RAM, in brackets."""
+    if host is None:
+        return ""
+    of = "of which it is unknown how much there is"
+    if host.budget_bytes is not None:
+        of = f"of {format_bytes(host.budget_bytes)} that may be used"
+    own = f"{counted(host.processes, 'process')}, {format_bytes(host.own_bytes)} of each assumed for itself"
+    return f" ({format_bytes(host.needed_bytes)} {of}; {own})"
 
 
 @sentence.register
@@ -272,28 +284,48 @@ def _trained_whole(reason: reasons.TrainedWhole) -> str:
 
 
 def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:
-    """By how much the smallest plan exceeds the budget, and the single changes that would make it fit."""
+    """By how much the smallest plan exceeds its budget, and the single changes that would make it fit."""
     plan, memory = misfit.smallest, misfit.smallest.memory
     assert memory
-    over = memory.process_bytes - memory.budget_bytes
+    host = memory.host if memory.host and not memory.host.fits else None
+    terms = host.terms if host else memory.terms
     checkpointing = ", gradient checkpointing" if plan.recomputes else ""
     first = (
         f"this run does not fit: the smallest plan (micro-batch {plan.micro_batch_size}{checkpointing}) "
-        f"needs {format_bytes(memory.process_bytes)} in the {memory.peak_phase} phase, "
-        f"{format_bytes(over)} more than the budget of {format_bytes(memory.budget_bytes)}"
+        f"{_excess(memory, host)}"
     )
     if not explain:
         return first
-    terms = sorted(memory.terms.items(), key=lambda item: -item[1])[:4]
-    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size)
-    lines = [first, f"largest parts: {largest}"]
+    largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+    lines = [first, f"largest parts{' of a process' if host else ''}: {parts}"]
     enough = [change for change in misfit.changes if change.fits]
     if enough:
         lines.append("any one of these changes makes it fit:")
     else:
         lines.append("no single change is enough; these help most:")
         enough = sorted(misfit.changes, key=lambda change: change.process_bytes)[:4]
-    for change in enough:
-        difference = format_bytes(change.process_bytes - memory.process_bytes)
-        lines.append(f"  {change.what}: {difference}, then {format_bytes(change.process_bytes)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {change.what}: {_then(change, memory, host)}" for change in enough)])
+
+
+def _excess(memory: Memory, host: HostMemory | None) -> str:
+    """What is needed, and how much more than the budget that is; of RAM, if `host` has too little."""
+    needed, budget = memory.process_bytes, memory.budget_bytes
+    where, whose = f" in the {memory.peak_phase} phase", "the budget"
+    if host:
+        needed, budget = host.needed_bytes, host.budget_bytes or 0
+        where, whose = (
+            f" of RAM for {counted(host.processes, 'process')}",
+            "the RAM that may be used, which is",
+        )
+    more = f"{format_bytes(needed - budget)} more than {whose}"
+    return f"needs {format_bytes(needed)}{where}, {more}{'' if host else ' of'} {format_bytes(budget)}"
+
+
+def _then(change: reasons.Change, memory: Memory, host: HostMemory | None) -> str:
+    """What is needed after a change; of RAM too, if that is what it takes."""
+    if host:
+        needed = change.host.needed_bytes if change.host else 0
+        return f"then {format_bytes(needed)} of RAM"
+    difference = format_bytes(change.process_bytes - memory.process_bytes)
+    return f"{difference}, then {format_bytes(change.process_bytes)}{_needs(change.host)}"

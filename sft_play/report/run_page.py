@@ -198,7 +198,7 @@ def _chosen(run: RunRecord) -> Iterator[Block]:
     rows = []
     for name, key in CHOICES.items():
         asked = run.settings.get(name)
-        value = label_of(plan[key]) if key == "engine" else _text(plan[key])
+        value = _engine_label(plan) if key == "engine" else _text(plan[key])
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(plan[key])
         origin = "planner" if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
@@ -212,12 +212,16 @@ def _chosen(run: RunRecord) -> Iterator[Block]:
         yield Text(said, warning=True)
 
 
+def _engine_label(plan: Tree) -> str:
+    return label_of(plan["engine"], plan["replicas"], plan["offload"])
+
+
 def _alternative(plan: Tree) -> dict[str, str]:
     """The texts of another plan, by the name of their column."""
     return {
         "micro-batch x accumulation": f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
         "checkpointing": _text(plan["gradient_checkpointing"]),
-        "engine": label_of(plan["engine"]),
+        "engine": _engine_label(plan),
         "predicted peak": formatted(plan["peak_bytes"] or None, format_bytes),
         "fits": _text(plan["fits"]),
         "speed": formatted(plan["relative_speed"] or None, "{:.0%} of the plan's".format),

@@ -153,9 +153,10 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def memory_facts(summary: Mapping[str, Any], *labels: str) -> list[tuple[str, str]]:
-    """Peak, reserved bytes and bytes of the process, under these labels, as far as they are known."""
+    """Peak, reserved bytes and bytes of the process, under these labels, and RAM, as far as known."""
     facts, origin = [], summary.get("predicted_memory_origin")
-    for label, name in zip(labels, ("peak", "reserved", "process"), strict=True):
+    names = ("peak", "reserved", "process", "ram")
+    for label, name in zip((*labels, "RAM of the machine"), names, strict=True):
         predicted, measured = (summary.get(f"{kind}_{name}_bytes") for kind in ("predicted", "measured"))
         if predicted or measured:
             facts.append((label, memory_line(predicted, measured, origin)))

@@ -11,9 +11,10 @@ from sft_play.report.layout import make_command
 
 def training_command(plan: Plan, config: str | Path = "", overrides: Sequence[str] = ()) -> str:
     """The `make` command that trains by a plan: on GPUs on machines of eight, on a CPU on this one."""
+    engine, offload = engine_of(plan.engine), None if plan.offload == "none" else plan.offload
     machines, rest = divmod(plan.world_size, LARGEST_MACHINE)
     if plan.device != "cpu" and machines > 1 and not rest:
-        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.engine)
+        several = dict(NODES=machines, NGPU=LARGEST_MACHINE, ENGINE=plan.engine, OFFLOAD=offload)
         return make_command("train-slurm", config, overrides, **several)
-    processes = plan.world_size if plan.world_size > 1 else None
-    return make_command(engine_of(plan.engine).target, config, overrides, NGPU=processes)
+    processes = plan.world_size if engine.distributes else None
+    return make_command(engine.target, config, overrides, NGPU=processes, OFFLOAD=offload)

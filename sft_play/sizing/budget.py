@@ -7,7 +7,7 @@ benchmarks/results; tests/unit/sizing/test_benchmark_results.py compares the fig
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sft_play.units import MIB
+from sft_play.units import GIB, MIB
 
 SAFETY = 2  # times the worst measured under-prediction: a benchmark grid does not contain the worst case
 LEAST_SHARE = 0.01
@@ -26,6 +26,8 @@ HOPPER_WORKSPACE, OTHER_WORKSPACE, HANDLES = 32 * MIB, 8 * MIB + 128 * 1024, 2
 # Communicator: 544 and 688 MB on A100 (nccl #964), 1.06 GB on 8 H100 (nccl #1685).
 CONTEXTS = {(7, 5): 141 * MIB}
 ASSUMED_CONTEXT, ASSUMED_COMMUNICATOR = 500 * MIB, 700 * MIB
+# RAM of a process on a GPU besides tensors: 412 MiB were measured on a CPU, and CUDA's share is a guess.
+ASSUMED_RAM = 3 * GIB
 
 
 class MeasuredError(NamedTuple):
@@ -95,6 +97,15 @@ def _share(kind: str, measured: MeasuredError | None) -> tuple[float, str]:
     return share, f"{share:.1%}, from under-predictions of at most {measured.worst:.2%} in {measured.where}"
 
 
+@dataclass(frozen=True)
+class HostBudget:
+    """The RAM of a machine for processes that offload to it, and their fixed costs besides tensors."""
+
+    budget_bytes: int | None  # for all of them: free memory minus the guard; None if unknown
+    processes: int
+    own_bytes: int = ASSUMED_RAM  # of each
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
     """What a process may use, and its fixed costs besides tensors."""
@@ -106,11 +117,17 @@ class DeviceBudget:
     guard: Guard = Guard(0, "")
     expandable: bool = True  # segments of PyTorch's allocator
     assumed: tuple[str, ...] = ()  # names of the costs that were not measured on this machine
+    host: HostBudget = HostBudget(None, 1)  # of a GPU's machine
 
     @property
     def granularity(self) -> int:
         """Block sizes are rounded up to a multiple of this."""
         return CUDA_GRANULARITY if self.kind == "cuda" else 1
+
+
+def host_budget(free_bytes: int | None, processes: int) -> HostBudget:
+    """The second budget of so many processes of a machine with this much free RAM."""
+    return HostBudget(free_bytes and free_bytes - guard("cpu", free_bytes).bytes, processes)
 
 
 def cublas_workspace(compute_capability: tuple[int, int] | None) -> int:
@@ -128,6 +145,7 @@ def device_budget(
     context_bytes: int | None = None,
     expandable: bool = True,
     quantized: bool = False,
+    host: HostBudget = HostBudget(None, 1),
 ) -> DeviceBudget:
     """The budget of a process on a device, "cuda" or "cpu".
 
@@ -139,6 +157,7 @@ def device_budget(
         context_bytes: measured size, with that of the communicator; None to assume both.
         expandable: whether PyTorch's allocator has expandable segments.
         quantized: whether weights become 4-bit while they are loaded.
+        host: the RAM of the GPU's machine.
     """
     kept_free = guard(kind, free_bytes, loose=quantized and not expandable)
     if kind == "cpu":
@@ -158,4 +177,5 @@ def device_budget(
         guard=kept_free,
         expandable=expandable,
         assumed=assumed,
+        host=host,
     )

@@ -152,7 +152,8 @@ class Traces:
         self.count = 0  # of steps that were traced, not read
         self._kinds: dict[str, dict[Size, StepTrace]] = {}
         self._all_layers: dict[bool, bool] = {}  # whether fewer did not do, by whether tensors are divided
-        self._untraceable: UntraceableModel | None = None  # kept, since finding out may take a while
+        # kept, since finding out may take a while; by whether tensors are divided
+        self._untraceable: dict[bool, UntraceableModel] = {}
 
     def step(self, spec: StepSpec) -> Step:
         """The step of this micro-batch, traced or derived from other traces.
@@ -160,8 +161,8 @@ class Traces:
         Raises:
             UntraceableModel: the architecture cannot be traced.
         """
-        if self._untraceable:
-            raise self._untraceable
+        if spec.divided in self._untraceable:
+            raise self._untraceable[spec.divided]
         if spec.lengths or spec.eval_lengths:
             return self._traced(spec).step
         alike = replace(spec, eval_batch=None, eval_share=None)
@@ -243,7 +244,7 @@ class Traces:
             whole = self._all_layers.get(spec.divided, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
-            self._untraceable = error
+            self._untraceable[spec.divided] = error
             raise
         self._add(spec, trace)
         self.count += 1
@@ -262,7 +263,10 @@ def save_trace(path: Path, trace: StepTrace) -> None:
     work = {f"work.{name}": value for name, value in vars(trace.work).items()}
     segments = json.dumps([astuple(segment) for segment in trace.segments])
     content = BytesIO()
-    np.savez_compressed(content, **arrays, **work, segments=segments, stand_ins=trace.stand_ins)
+    in_ram = np.array(trace.in_ram, dtype=np.int64)
+    np.savez_compressed(
+        content, **arrays, **work, segments=segments, stand_ins=trace.stand_ins, in_ram=in_ram
+    )
     write_bytes(path, content.getvalue())
 
 
@@ -275,8 +279,8 @@ def load_trace(path: Path) -> StepTrace | None:
         arrays = {name: array if array.ndim else array.item() for name, array in file.items()}
     work = {name[5:]: arrays.pop(name) for name in list(arrays) if name.startswith("work.")}
     segments = tuple(Segment(*parts) for parts in json.loads(arrays.pop("segments")))
-    stand_ins = tuple(arrays.pop("stand_ins").tolist())
-    return StepTrace(**arrays, segments=segments, stand_ins=stand_ins, work=Work(**work))
+    stand_ins, in_ram = (tuple(arrays.pop(name).tolist()) for name in ("stand_ins", "in_ram"))
+    return StepTrace(**arrays, segments=segments, stand_ins=stand_ins, work=Work(**work), in_ram=in_ram)
 
 
 BatchesOf = Callable[[Plan], RunBatches]  # of a plan
@@ -353,9 +357,9 @@ def _exceeds(step: Step, others: Iterable[Step]) -> bool:
     """Whether some phase of the step has a higher peak than in all others."""
     highest: dict[str, int] = {}
     for other in others:
-        for phase, peak in other.peaks().items():
+        for phase, peak in other.on_device().peaks().items():
             highest[phase] = max(highest.get(phase, 0), peak.bytes)
-    return any(peak.bytes > highest[phase] for phase, peak in step.peaks().items())
+    return any(peak.bytes > highest[phase] for phase, peak in step.on_device().peaks().items())
 
 
 def work_of_plans(

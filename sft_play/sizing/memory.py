@@ -7,15 +7,18 @@ import numpy as np
 
 from sft_play.engines.base import Division, Engine
 from sft_play.engines.registry import ALONE
-from sft_play.plan import Memory
+from sft_play.plan import HostMemory, Memory
 from sft_play.sizing.allocator import replay_steps
 from sft_play.sizing.budget import HANDLES, DeviceBudget
-from sft_play.timeline import Peak, Step, StepTrace
+from sft_play.timeline import TERMS, Peak, Step, StepTrace
 from sft_play.work import directions
 
 # Below this share of the budget, fragmentation cannot matter: in no replayed step with expandable segments
 # did it need the other 20%. Fixed ones need more, up to a third in published runs (benchmarks/evidence).
 FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether segments are expandable
+
+# Of what is in RAM: what is copied to the GPU or from it. The optimizer's states stay where they are.
+PINNED = ("weights", "adapters", "gradients")
 
 Counts = tuple[int, int]  # rows, and supervised tokens
 
@@ -55,7 +58,8 @@ def estimate(
     process according to its division. With `complete`, reserved bytes are predicted, which takes time, also
     where they cannot decide.
     """
-    steps = [step.rounded(device.granularity) for step in steps]
+    host = host_memory(steps, device, division.world_size if division else 1)
+    steps = [step.on_device().rounded(device.granularity) for step in steps]
     if division:
         steps = [engine.transform(step, division) for step in steps]
     peaks: dict[str, Peak] = {}
@@ -79,6 +83,7 @@ def estimate(
         terms={**peaks[top].terms, "context": device.context_bytes},
         phase_terms={phase: peak.terms for phase, peak in peaks.items()},
         guard_bytes=device.guard.bytes,
+        host=host,
     )
     if device.kind == "cpu" or not (complete or _is_tight(memory, device)):
         return memory
@@ -86,6 +91,30 @@ def estimate(
     step = step_of.get(top, steps[0])
     warmup = 0 if engine.shards_weights else step.peaks()["load"].terms["weights"]
     return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device, warmup))
+
+
+def host_memory(steps: Sequence[Step], device: DeviceBudget, world_size: int) -> HostMemory | None:
+    """The RAM that the processes of a GPU's machine need for what they offload; None if they do not."""
+    peaks = [peak for step in steps for peak in _with_pinned(step.in_ram()).peaks().values()]
+    highest = max(peaks, key=lambda peak: peak.bytes)
+    if not highest.bytes:
+        return None
+    budget = device.host
+    terms = {name: size for name, size in highest.terms.items() if size}
+    return HostMemory(
+        budget_bytes=budget.budget_bytes,
+        processes=budget.processes,
+        own_bytes=budget.own_bytes,
+        terms=terms,
+        saved_bytes=world_size * max(step.in_ram().bytes_of("gradients") for step in steps),
+    )
+
+
+def _with_pinned(step: Step) -> Step:
+    """The step with pinned blocks as large as CachingHostAllocator.h of PyTorch 2.13 makes them."""
+    pinned = np.isin(step.timeline.terms, [TERMS.index(term) for term in PINNED]) & (step.sizes > 0)
+    powers = 2 ** np.ceil(np.log2(np.maximum(step.sizes, 1))).astype(np.int64)
+    return replace(step, sizes=np.where(pinned, powers, step.sizes))
 
 
 def _is_tight(memory: Memory, device: DeviceBudget) -> bool:

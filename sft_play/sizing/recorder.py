@@ -49,6 +49,8 @@ class AllocationRecorder(TorchDispatchMode):
         self.segments: list[Segment] = []
         self.live = self.peak = 0  # bytes
         self.term = "temporaries"  # of what operations allocate
+        self.in_ram: set[int] = set()  # blocks that a GPU does not hold
+        self._into_ram = False  # whether such a block is allocated now
         self.layer_of_parameter: list[int] = []  # of each trained parameter, in the optimizer's order
         self.elements_of_parameter: list[int] = []  # in the same order
         self.operations: list[tuple[float, ...]] = []
@@ -90,6 +92,8 @@ class AllocationRecorder(TorchDispatchMode):
         self.sizes.append(size)
         self.terms.append(term)
         self.owners.append(owner)
+        if self._into_ram:
+            self.in_ram.add(block)
         self.events.append(block + 1)
         self._open[address] = block, weakref.ref(storage, partial(self._freed, address))
         self.live += size
@@ -141,6 +145,19 @@ class AllocationRecorder(TorchDispatchMode):
             yield
         finally:
             self.term = before
+
+    @contextmanager
+    def placing(self, *, in_ram: bool) -> Iterator[None]:
+        """Within this context, what is allocated is in RAM, or else on the device."""
+        before, self._into_ram = self._into_ram, in_ram
+        try:
+            yield
+        finally:
+            self._into_ram = before
+
+    def is_in_ram(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of any shape is known to be in RAM."""
+        return any(block in self.in_ram for block in self.blocks_of([tensor]))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -226,6 +243,7 @@ class AllocationRecorder(TorchDispatchMode):
             segments=tuple(self.segments),
             stand_ins=tuple(stand_ins),
             work=self._work(stand_ins),
+            in_ram=tuple(sorted(self.in_ram)),
         )
 
     def _work(self, stand_ins: Sequence[int]) -> Work:

@@ -18,11 +18,13 @@ from torch import distributed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sft_play.engines import shards
@@ -30,9 +32,11 @@ from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture import units_of
 from sft_play.sizing.fake import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
 from sft_play.sizing.kernels import SymbolicRecorder, patched
+from sft_play.sizing.operations import Description
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
+from sft_play.work import FREE, IN_RAM, TRANSFER
 
 # Of process groups, in torch. Names of groups are numbers, and must not be used twice.
 REGISTRIES: dict[str, Any] = {
@@ -50,7 +54,7 @@ class ShardRecorder(SymbolicRecorder):
     def __init__(self, **settings: Any) -> None:
         """As the base class."""
         super().__init__(**settings)
-        self._computes_shapes = False
+        self._computes_shapes = self._copies = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -60,17 +64,36 @@ class ShardRecorder(SymbolicRecorder):
             return NotImplemented  # DTensor then calls the operation for its shard
         if self._computes_shapes:
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.in_ram or self._copies:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        # the processor that has the arguments computes
+        found = (each for value in args for each in (value if isinstance(value, (list, tuple)) else (value,)))
+        in_ram = any(self.is_in_ram(each) for each in found if isinstance(each, torch.Tensor))
+        with self.placing(in_ram=in_ram):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def count(self, operation: Description, fresh: int = 0) -> None:
+        """Records the work of an operation; what is in RAM is none of the GPU's work."""
+        if operation is not None and operation[0] != FREE and (self._copies or self._into_ram):
+            operation = (TRANSFER if self._copies else IN_RAM, *operation[1:])
+            fresh = 0
+        super().count(operation, fresh)
+
+    def copied(self, tensor: torch.Tensor, *, in_ram: bool) -> torch.Tensor:
+        """A copy of a tensor of any shape, in RAM or on the device."""
+        self._copies = True
+        try:
+            with self.placing(in_ram=in_ram):
+                return tensor.clone()
+        finally:
+            self._copies = False
 
     @contextmanager
-    def watching(self, *, gloo: bool) -> Iterator[None]:
+    def watching(self, spec: StepSpec) -> Iterator[None]:
         """Records what FSDP2 does besides calling operations.
 
         It resizes storages. DTensor finds out the shapes of its results with whole fake tensors, which nobody
-        allocates.
-
-        Args:
-            gloo: whether the processes communicate through gloo, which copies what it gathers and scatters.
+        allocates. Processes on a CPU communicate through gloo, which copies what it gathers and scatters.
         """
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -93,7 +116,8 @@ class ShardRecorder(SymbolicRecorder):
                 (FSDPParamGroup, name, _attributed(self, getattr(FSDPParamGroup, name)))
                 for name in ("unshard", "wait_for_unshard", "post_backward")
             ),
-            *(_copying() if gloo else ()),
+            *(_copying() if spec.device == "cpu" else ()),
+            *(_transferring(self) if offloads(spec) else ()),
         ]
         with ExitStack() as stack:
             for target, name, replacement in replacements:
@@ -123,6 +147,47 @@ def _copying() -> Iterator[tuple[Any, str, Any]]:
 
     yield DefaultAllGather, "__call__", with_copy_of(DefaultAllGather, "output_tensor")
     yield DefaultReduceScatter, "__call__", with_copy_of(DefaultReduceScatter, "input_tensor")
+
+
+def offloads(spec: StepSpec) -> bool:
+    """Whether a step leaves to RAM what its device would hold; a CPU has nothing else."""
+    return spec.offload and spec.device == "cuda"
+
+
+class _Transfer(TorchFunctionMode):
+    """Makes the copies from a GPU to RAM or back that `fully_shard` asks for; both are fake CPU tensors."""
+
+    def __init__(self, recorder: ShardRecorder, to: str) -> None:
+        super().__init__()
+        self.recorder, self.to = recorder, to
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        moves = func is torch.Tensor.to and "non_blocking" in (kwargs or {})
+        if func is torch.Tensor.cpu or moves:
+            return self.recorder.copied(args[0], in_ram=self.to == "ram")
+        return func(*args, **(kwargs or {}))
+
+
+def _transferring(recorder: ShardRecorder) -> Iterator[tuple[Any, str, Any]]:
+    """Where tensors are copied: shards to RAM, shards to the GPU to be gathered, gradients to RAM.
+
+    On a GPU, these copies go on beside its computation, from and to pinned memory: which of them overlap, and
+    how long their GPU memory stays taken, is not traced.
+    """
+
+    def during(function: Callable[..., Any], to: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _Transfer(recorder, to):
+                return function(*args, **kwargs)
+
+        return call
+
+    gathered: Any = FSDPParam.all_gather_inputs
+    yield FSDPParam, "_init_sharded_param", during(FSDPParam._init_sharded_param, "ram")
+    yield FSDPParam, "all_gather_inputs", property(during(gathered.fget, "device"))
+    yield _fsdp_param_group, "foreach_reduce", during(_fsdp_param_group.foreach_reduce, "ram")
 
 
 @contextmanager
@@ -186,8 +251,9 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
         move(parameters, buffers, device)
 
     dtype = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
-    with recorder, recorder.watching(gloo=on_host), patched(_fsdp_init, "_move_states_to_device", moved):
-        shards.shard(units_of(model), "cpu", gathered_dtype=dtype, defers_exchange=spec.defers_exchange)
+    settings = dict(gathered_dtype=dtype, offload=spec.offload, defers_exchange=spec.defers_exchange)
+    with recorder, recorder.watching(spec), patched(_fsdp_init, "_move_states_to_device", moved):
+        shards.shard(units_of(model), "cpu", **settings)
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)
     recorder.begin("load")

@@ -84,7 +84,13 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
 
 def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """As `_run_whole`, after a micro-batch that does not count: FSDP2 sets itself up in the first one."""
-    from sft_play.sizing.sharded import ShardRecorder, add_kept_gradients, load_shards, silent_group
+    from sft_play.sizing.sharded import (
+        ShardRecorder,
+        add_kept_gradients,
+        load_shards,
+        offloads,
+        silent_group,
+    )
 
     recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
     replicas = 2 if spec.replicated else 1
@@ -93,9 +99,10 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
         _set_up(model, spec)
         with before, model.no_sync() if spec.accumulates else nullcontext():
             forward(model, make_batch(spec), spec).backward()
-        optimizer = _optimizer_with_states(model, layers, spec, recorder)
+        with recorder.placing(in_ram=offloads(spec)):
+            optimizer = _optimizer_with_states(model, layers, spec, recorder)
         add_kept_gradients(model, layer_of_modules(model, layers), recorder)
-        with recorder, recorder.watching(gloo=spec.device == "cpu"), layer_hooks(layers, recorder):
+        with recorder, recorder.watching(spec), layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
     return recorder, optimizer
 
@@ -149,7 +156,7 @@ def _optimizer_with_states(
 ) -> Any:
     """An optimizer as it is during training: with states and, if the step accumulates, gradients.
 
-    Of a divided model, gradients are there already, as the engine made them.
+    Of a divided model, gradients are there already, as the engine made them, or in RAM, a copy of each.
     """
     owner_of: dict[torch.nn.Parameter, int] = {}
     for module, owner in layer_of_modules(model, layers).items():
@@ -160,12 +167,13 @@ def _optimizer_with_states(
     recorder.elements_of_parameter = [parameter.numel() for parameter in parameters]
     with unset_fake_temporarily():  # bitsandbytes computes tables
         optimizer = make_optimizer(spec.optimizer, parameters)
+    copied = spec.offload and spec.device == "cuda"
     for owner in (*range(len(layers)), WHOLE_MODEL):
         recorder.begin("forward", owner)
         for parameter in (p for p in parameters if owner_of[p] == owner):
             if not spec.accumulates:
                 parameter.grad = None
-            elif spec.shards == 1:
+            elif not spec.divided or (copied and parameter.grad is not None):
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad is not None:
                 recorder.add(parameter.grad, "gradients")
@@ -244,7 +252,7 @@ def run_step(
     recorder.begin("optimizer")
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     # foreach as PyTorch would choose it on that device, where it does not know divided tensors
-    foreach = spec.device == "cuda" and spec.shards == 1
+    foreach = spec.device == "cuda" and not spec.divided
     torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

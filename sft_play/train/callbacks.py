@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.launch.beats import Pulse
+from sft_play.machine.host import own_ram_bytes
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
 from sft_play.train.memory_meter import MemoryMeter
@@ -226,6 +227,21 @@ class EvaluateAtEnd(TrainerCallback):
         """Requests both after the last step."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
+
+
+class RamWatch(TrainerCallback):
+    """Looks at the RAM of this process when gradients and states are there, in a run that offloads to RAM."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before gradients are freed."""
+        self.peak_bytes = max(self.peak_bytes, own_ram_bytes())
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the whole weights were gathered."""
+        self.peak_bytes = max(self.peak_bytes, own_ram_bytes())
 
 
 class Heartbeat(TrainerCallback):

@@ -23,12 +23,14 @@ from sft_play.model.decomposition import save_trained
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_speed
 from sft_play.train.answers import answers_of, hand_over
+from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
 from sft_play.train.memory_meter import measured_memory, predicted_memory
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
+from sft_play.train.ranks import from_all
 from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
 from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.session import Session, prepare_session
@@ -161,6 +163,16 @@ def evaluations_by_step(run: RunDir) -> dict[int, dict[str, float]]:
     return found
 
 
+def measured_ram(session: Session) -> int | None:
+    """RAM of the processes of a machine in a run that offloads to it; all ranks must call it.
+
+    Seen before updates and after checkpoints. Pinned memory may be counted by the driver instead.
+    """
+    callbacks = session.trainer.callback_handler.callbacks
+    watch = next((each for each in callbacks if isinstance(each, RamWatch)), None)
+    return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.machines
+
+
 def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> dict[str, Any]:
     """Writes summary.json on the main rank.
 
@@ -196,6 +208,8 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "measured_step_seconds": reporter.step_seconds,
         **predicted_memory(plan),
         **measured_memory(reporter.meter, session.trainer.args.device, probed),
+        "predicted_ram_bytes": plan.memory.host.needed_bytes if plan.memory and plan.memory.host else None,
+        "measured_ram_bytes": measured_ram(session),
         "probe": asdict(probed) if probed else None,
         "train_loss": losses[-1] if losses else None,
         "data": data_counts(job.data),

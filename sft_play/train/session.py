@@ -25,7 +25,7 @@ from sft_play.planning.speed import device_speed
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
-from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, Reporter
+from sft_play.train.callbacks import EarlyStopping, EvaluateAtEnd, Heartbeat, RamWatch, Reporter
 from sft_play.train.checkpoints import CheckpointWriter
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.nonfinite import SkippedSteps
@@ -151,6 +151,8 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = [reporter, NoiseOfStep()]
     if job.plan.world_size > 1:
         callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
+    if job.plan.offload != "none":
+        callbacks.append(RamWatch())
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
     callbacks += trackers(job)

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from sft_play.runlog import read_json
 from sft_play.train.ranks import process_group
 from sft_play.train.run import train
 from sft_play.train.session import prepare_session
+from sft_play.units import MIB
 from tests.integration.jobs import losses, make_job
 from tests.integration.processes import launch_jobs
 from tests.rounding import assert_same_values, summed
@@ -42,6 +44,8 @@ def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in (model, *model.model.layers)]
         assert all(part.offload_to_cpu for group in groups for part in group.fsdp_params)
         train(job)
+    assert read_json(job.run.summary)["measured_ram_bytes"] > 100 * MIB  # interpreter and libraries
+    assert "measured_ram_bytes" in read_json(alone.run.summary)
     for ours, theirs in zip(losses(job), losses(alone), strict=True):
         assert_same_values(ours, theirs, summed(16 * 64))
 

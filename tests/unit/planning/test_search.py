@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import ParallelConfig, RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.plan import Device, Memory, Plan
+from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.changes import fewest
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
-from sft_play.reasons import Activations, EngineChoice, MicroBatch, OtherKind
+from sft_play.reasons import Activations, EngineChoice, MicroBatch, Offload, OtherKind
 from sft_play.units import GIB
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
@@ -416,3 +416,46 @@ def test_advice_for_more_gpus_than_rows_names_the_batch_that_they_need():
     estimate, _ = divided_memory(11, row=1)
     with pytest.raises(DoesNotFitError, match="train-fsdp NGPU=8 ARGS=.train.effective_batch_size=8"):
         choose(config(effective_batch_size=4), estimate, slower_with_fsdp2(1.0), 2)
+
+
+def offloading(budget_gib: float, ram_gib: float | None):
+    """As `memory_of`; what offloads has no weights on the GPU, and needs 100 GiB of RAM."""
+    plain = memory_of(budget_gib)
+
+    def estimate(run: RunConfig, plan, complete=False) -> Memory:
+        memory = plain(run, plan)
+        if plan.offload == "none":
+            return memory
+        budget = None if ram_gib is None else int(ram_gib * GIB)
+        host = HostMemory(
+            budget_bytes=budget, processes=1, own_bytes=0, terms={"weights": 100 * GIB}, saved_bytes=0
+        )
+        rows = memory.terms["activations"]
+        return replace(memory, peak_bytes=rows, terms={"activations": rows}, host=host)
+
+    return estimate
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("ram", [None, 128])
+def test_what_fits_nowhere_else_is_offloaded(world_size, ram):
+    """Weights of 10 GiB: on 9 GiB only with them in RAM, on 40 never, even where that would be faster."""
+    run, faster = config(), lambda run, plan: 1.0 if plan.offload == "none" else 0.1
+    small, why = chosen_because(run, offloading(9, ram), faster, world_size)
+    assert (small.engine, small.offload, why[Offload].cause) == ("fsdp2", "ram", "exceed")
+    assert choose(run, offloading(40, ram), faster, world_size).offload == "none"
+
+
+def test_what_does_not_fit_names_offloading_and_the_ram_that_it_needs():
+    never = config().model_copy(update={"parallel": ParallelConfig(offload="none")})
+    with pytest.raises(
+        DoesNotFitError, match=r"offload to RAM \(make train-fsdp NGPU=1 OFFLOAD=ram\): .*100.00 GiB"
+    ):
+        choose(never, offloading(9, 128), None)
+    with pytest.raises(DoesNotFitError, match=r"needs 11.00 GiB in the backward phase"):
+        choose(config(), offloading(9, 64), None)  # neither the GPU nor RAM is enough
+    asked = config().model_copy(update={"parallel": ParallelConfig(offload="ram")})
+    with pytest.raises(
+        DoesNotFitError, match=r"needs 100.00 GiB of RAM for 1 process, 36.00 GiB more than .* 64.00"
+    ):
+        choose(asked, offloading(9, 64), None)
