@@ -213,7 +213,7 @@ def _chosen(run: RunRecord) -> Iterator[Block]:
 
 
 def _engine_label(plan: Tree) -> str:
-    return label_of(plan["engine"], plan["replicas"], plan["offload"])
+    return label_of(plan["engine"], plan.get("replicas", 1), plan.get("offload", "none"))
 
 
 def _alternative(plan: Tree) -> dict[str, str]:

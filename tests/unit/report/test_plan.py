@@ -95,7 +95,7 @@ def test_a_problem_takes_a_line_of_its_own():
 PLAN = {
     "plan": {
         "packing": False, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "world_size": 1,
-        "effective_batch_size": 8, "steps_per_epoch": 1, "total_steps": 2, "engine": "none", "replicas": 1,
+        "effective_batch_size": 8, "steps_per_epoch": 1, "total_steps": 2, "engine": "none", "replicas": 1, "offload": "none",
         "gradient_checkpointing": False, "step_seconds": 0.5, "tokens_per_second": 1000.0, "device": "cuda",
     },
     "why": ["what was chosen", "a reason"], "alternatives": [],
@@ -118,6 +118,7 @@ def other(size: int, speed: float | None, gib: float, *, recomputed: bool = Fals
         "gradient_checkpointing": recomputed,
         "engine": "none",
         "replicas": 1,
+        "offload": "none",
         "process_bytes": int(gib * GIB),
         "fits": gib <= 4,
         "relative_speed": speed,
