@@ -140,7 +140,7 @@ def large(tmp_path):
     published.published_models.cache_clear()
 
 
-FULL = ("tuning.mode=full", "model.max_seq_len=64")
+FULL, NEVER = ("tuning.mode=full", "model.max_seq_len=64"), "parallel.offload=none"
 
 
 def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
@@ -158,15 +158,19 @@ def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
         f"NGPU={count} " in alone["command"]
         and alone["memory"]["process_bytes"] <= alone["memory"]["budget_bytes"]
     )
+    half = ("--model", "large-1", "--gpu", "small", "--gpus", str(count // 2), *FULL)
     with pytest.raises(DoesNotFitError, match=f"{count} GPUs with FSDP2 .make train-fsdp NGPU={count}."):
-        plan("--model", "large-1", "--gpu", "small", "--gpus", str(count // 2), *FULL)
+        plan(*half, NEVER)
+    offloaded, _ = plan(*half)
+    assert offloaded["plan"]["offload"] == "ram" and offloaded["memory"]["host"]["budget_bytes"] is None
+    assert f"NGPU={count // 2} OFFLOAD=ram" in offloaded["command"]
 
 
 @pytest.mark.slow
 def test_the_batch_grows_with_the_gpus_unless_it_was_typed(large, one_gpu_of):
     one_gpu_of(2.5)
     with pytest.raises(DoesNotFitError):
-        plan("--model", "large-1", "--gpu", "small", *FULL, "train.effective_batch_size=1")
+        plan("--model", "large-1", "--gpu", "small", *FULL, "train.effective_batch_size=1", NEVER)
     tree, _ = plan("--model", "large-1", "--gpu", "small", *FULL, "train.batch_size=8")
     count = tree["plan"]["world_size"]
     assert tree["plan"]["effective_batch_size"] == 8 * count > 16
