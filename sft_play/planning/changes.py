@@ -62,7 +62,7 @@ def _offloaded(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[C
     """For each engine that offloads, what a process and its machine need then."""
     if plan.offload != "none" or plan.device == "cpu" or plan.mixed_precision == "fp16":
         return
-    for engine in distributed_engines():
+    for engine in chosen_engines():
         for place in engine.offloads if not engine.problem(config) else ():
             changed = replace(plan, engine=engine.name, offload=place, replicas=1)
             with suppress(ConfigError):
@@ -112,12 +112,14 @@ def _fewest_processes(
     sized: dict[int, Memory] = {}
 
     def fits(world: int) -> bool:
-        sized[world] = estimate(config, replace(plan, engine=engine.name, world_size=world, replicas=1))
+        more = replace(plan, engine=engine.name, world_size=world, replicas=1, offload="none")
+        sized[world] = estimate(config, more)
         return sized[world].fits
 
     world = fewest(counts, fits) or max(sized)
     batch = batch_for(config.train, world, plan.max_seq_len if plan.packing else 1)
     settings = [f"train.effective_batch_size={batch}"] if batch else []
-    typed = training_command(replace(plan, engine=engine.name, world_size=world), overrides=settings)
+    chosen = replace(plan, engine=engine.name, world_size=world, offload="none")
+    typed = training_command(chosen, overrides=settings)
     what = f"{counted(world, process_unit(plan.device))} with {engine.label} ({typed})"
     return Change(what, sized[world].process_bytes, sized[world].fits)
