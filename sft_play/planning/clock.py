@@ -35,7 +35,6 @@ class StepSeconds(NamedTuple):
     exchange: float
     update: float
     overhead: float  # data and trainer
-    transfer: float = 0.0  # between GPU and RAM, and sums there
 
 
 def step_seconds(
@@ -116,7 +115,7 @@ def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> 
     update += cpu.update_tensor_s * share * work.trained_tensors
     # a copy counts as read and written, which is once over the link
     transfer = copied / 2 / link + float(cpu.elementwise.at(np.array(summed)) if summed else 0.0)
-    return sum(parts._replace(update=update, transfer=transfer))
+    return sum(parts) - parts.update + update + transfer
 
 
 def batches_of(config: AnyArchitecture, facts: DataFacts) -> BatchesOf:

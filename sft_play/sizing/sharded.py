@@ -251,9 +251,14 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
         move(parameters, buffers, device)
 
     dtype = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
-    settings = dict(gathered_dtype=dtype, offload=spec.offload, defers_exchange=spec.defers_exchange)
     with recorder, recorder.watching(spec), patched(_fsdp_init, "_move_states_to_device", moved):
-        shards.shard(units_of(model), "cpu", **settings)
+        shards.shard(
+            units_of(model),
+            "cpu",
+            gathered_dtype=dtype,
+            offload=spec.offload,
+            defers_exchange=spec.defers_exchange,
+        )
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)
     recorder.begin("load")
