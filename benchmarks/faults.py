@@ -79,9 +79,7 @@ def under_launcher(fault: str, folder: Path, limit_s: int = LIMIT_S) -> Outcome:
     command = launch_command(script, engine="ddp", device="cpu", processes=2)
     (folder / "faulty").mkdir(exist_ok=True)
     before = descendants()
-    result = run_launcher(
-        command, RunDir(folder / "faulty"), processes=2, environment=environment, timeout_s=120
-    )
+    result = run_launcher(command, RunDir(folder / "faulty"), environment=environment, timeout_s=120)
     ended = time.time()
     if not note.exists():
         raise RuntimeError(f"the run ended before the fault: {result.message}")

@@ -141,7 +141,7 @@ def measure(mode: str, processes: int, device: str, steps: int | None) -> dict[s
         engine = "ddp" if processes > 1 else "none"
         command = launch_command(argv, engine=engine, device=device, processes=processes, cores=processes)
         # The result file counts, not the outcome: accelerate starts a single process without torchrun.
-        result = run_launcher(command, RunDir(Path(folder)), processes=processes, timeout_s=600)
+        result = run_launcher(command, RunDir(Path(folder)), timeout_s=600)
         if not out.is_file():
             raise RuntimeError(result.message)
         return json.loads(out.read_text())

@@ -21,7 +21,7 @@ from sft_play.job import Job, prepare_job
 from sft_play.launch.accelerate_config import CPU_PROCESSES
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes
-from sft_play.launch.ranks import PLAN_VARIABLE, RankEnvironment
+from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing_packages
 from sft_play.machine.process import collector_off, ended_by_signals
@@ -206,19 +206,9 @@ def launch_ranks(job: Job, link: Link | None = None, *, flags: Sequence[str] = (
     """
     from sft_play.launch.accelerate import launch
 
-    nodes = ALONE
-    if link:
-        job, nodes = agree_on_plan(job, link)
-    handed_over = job.run.next_plan.with_suffix(f".node{nodes.rank}.json" if nodes.rank else ".json")
-    job.run.write_json(handed_over, job.plan.to_json())
-    launch(
-        job.plan,
-        ["--config", str(job.resolved.path), *job.resolved.overrides, *flags],
-        run=job.run,
-        environment={PLAN_VARIABLE: str(handed_over.absolute())},
-        nodes=nodes,
-        link=link,
-    )
+    job, nodes = agree_on_plan(job, link) if link else (job, ALONE)
+    arguments = ["--config", str(job.resolved.path), *job.resolved.overrides, *flags]
+    launch(job.plan, arguments, run=job.run, nodes=nodes, link=link)
 
 
 def compare(job: Job) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +14,7 @@ from sft_play.launch.accelerate_config import REPOSITORY, config_file, stale_def
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, LOOPBACK, Nodes, interface_towards
 from sft_play.launch.ranks import (
+    PLAN_VARIABLE,
     PROCESSES_VARIABLE,
     REPORTS_VARIABLE,
     SAVED,
@@ -45,11 +46,12 @@ TAIL_LINES = 12  # of the launcher's log, in messages
 
 @dataclass(frozen=True)
 class Launch:
-    """A command and the environment variables that it adds to ours."""
+    """A command, the environment variables that it adds to ours, and the ranks of this machine."""
 
     argv: tuple[str, ...]
     script: str
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str]
+    ranks: range
 
 
 def launch_command(
@@ -75,10 +77,11 @@ def launch_command(
             f"{counted(processes, 'process')} cannot be divided among {counted(nodes.count, 'machine')}; set "
             "NGPU to the number of processes on each machine"
         )
+    local = processes // nodes.count
     file = config or config_file(engine, device, nodes.count)
     flags: dict[str, Any] = {"config_file": file, "num_processes": processes, "num_machines": nodes.count}
     if cores is not None:
-        flags["num_cpu_threads_per_process"] = max(1, cores // (processes // nodes.count))
+        flags["num_cpu_threads_per_process"] = max(1, cores // local)
     if nodes.count > 1:
         flags |= {
             "machine_rank": nodes.rank,
@@ -94,7 +97,8 @@ def launch_command(
         options += [f"--{name}", str(value)]
     argv = (sys.executable, "-m", LAUNCHER_MODULE, *options, *script)
     interface = interface_towards(nodes.main_address if nodes.count > 1 else LOOPBACK)
-    return Launch(argv, script[0], launch_environment(device, processes, interface))
+    ranks = range(nodes.rank * local, (nodes.rank + 1) * local)
+    return Launch(argv, script[0], launch_environment(device, processes, interface), ranks)
 
 
 def launch_environment(device: str, processes: int, interface: str | None) -> dict[str, str]:
@@ -120,11 +124,10 @@ def launch(
     arguments: Sequence[str],
     *,
     run: RunDir,
-    environment: Mapping[str, str] | None = None,
     nodes: Nodes = ALONE,
     link: Link | None = None,
 ) -> None:
-    """Trains in this machine's share of the plan's processes, and waits until they end.
+    """Trains in this machine's share of the plan's processes, which read it, and waits until they end.
 
     `link` connects to the launchers on the other machines.
 
@@ -145,18 +148,16 @@ def launch(
         cores=None if "OMP_NUM_THREADS" in os.environ else detect_host().cpu_cores,
         nodes=nodes,
     )
-    result = run_launcher(
-        command, run, processes=plan.world_size, nodes=nodes, link=link, environment=environment
-    )
-    raise_unless_done(result)
+    handed_over = run.next_plan.with_suffix(f".node{nodes.rank}.json" if nodes.rank else ".json")
+    run.write_json(handed_over, plan.to_json())
+    environment = {PLAN_VARIABLE: str(handed_over.absolute())}
+    raise_unless_done(run_launcher(command, run, link=link, environment=environment))
 
 
 def run_launcher(
     command: Launch,
     run: RunDir,
     *,
-    processes: int,
-    nodes: Nodes = ALONE,
     link: Link | None = None,
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
@@ -166,11 +167,11 @@ def run_launcher(
     The ranks print to our console; the output of accelerate and torchrun goes to launcher.log in the run
     directory. After `timeout_s` seconds everything is killed.
     """
-    local = processes // nodes.count
-    ranks = range(nodes.rank * local, (nodes.rank + 1) * local)
+    ranks = command.ranks
     clear_reports(run, ranks)
     kills = oom_kills()
-    log_path = run.path / ("launcher.log" if nodes.rank == 0 else f"launcher.node{nodes.rank}.log")
+    node = ranks.start // len(ranks)
+    log_path = run.path / (f"launcher.node{node}.log" if node else "launcher.log")
     with log_path.open("w", encoding="utf-8") as log:
         process = _started(command, run, environment or {}, log)
         watch = Watch(process, command.script, ranks, run, link)

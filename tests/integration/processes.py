@@ -30,7 +30,7 @@ def launch_jobs(folder: Path, engine: str, processes: int, specs: list[dict[str,
         processes=processes,
         cores=1,
     )
-    result = run_launcher(command, RunDir(folder), processes=processes, timeout_s=500)
+    result = run_launcher(command, RunDir(folder), timeout_s=500)
     log = file.with_name(f"{file.stem}.0.log")
     assert result.code == 0, f"{result.message}\n{log.read_text()[-3000:] if log.exists() else ''}"
 

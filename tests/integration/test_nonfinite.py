@@ -130,7 +130,7 @@ def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine)
     file.write_text(json.dumps([spec | {"settings": settings | {"engine": engine}}]))
     worker = [str(Path(__file__).with_name("worker.py")), str(file)]
     command = launch_command(worker, engine=engine, device="cpu", processes=2, cores=1)
-    result = run_launcher(command, RunDir(tmp_path), processes=2, timeout_s=300)
+    result = run_launcher(command, RunDir(tmp_path), timeout_s=300)
     assert result.code == 0, result.message
     assert capfd.readouterr().out.count("row 42 (") == 1
     two = RunDir(tmp_path / "two")

@@ -36,7 +36,7 @@ def test_a_toy_engine_is_planned_launched_and_trained(tiny_model, tmp_path, monk
     specs.write_text(json.dumps([{**where, "name": "toy", "settings": {}}]))
     script = [str(Path(__file__).with_name("toy_engine.py")), str(specs)]
     command = launch_command(script, engine="toy", device="cpu", processes=2, cores=1)
-    result = run_launcher(command, RunDir(tmp_path), processes=2, timeout_s=300)
+    result = run_launcher(command, RunDir(tmp_path), timeout_s=300)
     assert result.code == 0, result.message
 
     assert json.loads((tmp_path / "toy" / "plan.json").read_text())["plan"]["engine"] == "toy"
