@@ -35,6 +35,7 @@ class Division:
 
     world_size: int
     accumulates: bool  # whether an optimizer step has several micro-batches
+    device: str = "cuda"  # "cuda" or "cpu"
     element_bytes: int  # of a trained element and of its gradient
     state_bytes: Callable[[int], int]  # of the optimizer, for so many elements in one fp32 vector
 
@@ -59,6 +60,7 @@ class Engine:
     replicates = False  # each machine may divide a whole model among its processes
     for_the_asking = False  # `parallel.engine=auto` leaves it out
     answers_together = False  # the processes that trained also generate
+    regathers = False  # also what belongs to no layer, for the backward pass
     wraps_shards = False  # accelerate wraps a model that is divided already
     can_defer = False  # gradients of divided weights may stay whole until the last micro-batch of a step
     loads_own_state = True  # the trainer's library does, if it was saved by as many processes

@@ -16,6 +16,7 @@ from sft_play.errors import ConfigError
 from sft_play.plan import Plan
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+UNPLANNED = ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size")  # settings of stage 3
 AUTO = "auto"  # the trainer fills it in from its own arguments
 BUILD_IS_SLOW_S = 2.0  # to load one that was compiled before takes less
 BUILD_BEGINS_WITHIN_S = 30  # the most time between the creation of a lock and the start of the compiler
@@ -61,7 +62,7 @@ def check_config(
         ConfigError: lists every field that contradicts the plan, or that DeepSpeed would misread.
     """
     problems = [*_quoted_numbers(tree, ""), *_contradictions(tree, plan, stage, max_grad_norm)]
-    problems += _unsupported(tree)
+    problems += _unsupported(tree, stage)
     if problems:
         raise ConfigError("\n  ".join([f"{source} does not match the run:", *problems]))
 
@@ -137,7 +138,7 @@ def _is_quoted_number(value: Any) -> bool:
     return isinstance(value, str) and any(_quoted_numbers(value, ""))
 
 
-def _unsupported(tree: dict[str, Any]) -> Iterator[str]:
+def _unsupported(tree: dict[str, Any], stage: int) -> Iterator[str]:
     for section, key in (("optimizer", "train.optimizer"), ("scheduler", "train.lr_schedule")):
         if section in tree:
             yield f"{section}: remove this section and set {key} in the run's config instead"
@@ -145,6 +146,11 @@ def _unsupported(tree: dict[str, Any]) -> Iterator[str]:
         path = _at(tree, f"zero_optimization.{name}.nvme_path")
         if isinstance(path, str) and not Path(path).is_dir():
             yield f"zero_optimization.{name}.nvme_path: {path} is not a folder"
+        elif stage == 3 and _at(tree, f"zero_optimization.{name}") is not None:
+            yield f"zero_optimization.{name}: remove it; parallel.offload=ram with fsdp2 does that"
+    for name in UNPLANNED if stage == 3 else ():
+        if _at(tree, f"zero_optimization.{name}") is not None:
+            yield f"zero_optimization.{name}: remove it; no plan knows what it does to memory"
 
 
 def _at(tree: Any, dotted: str) -> Any:

@@ -40,6 +40,7 @@ def shard(
     replicas: int = 1,
     offload: bool = False,
     defers_exchange: bool = False,
+    regathers: bool = False,
 ) -> None:
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
 
@@ -53,6 +54,7 @@ def shard(
         replicas: how often the model is held, by as many processes each, which have consecutive ranks.
         offload: keep shards, their gradients and states in RAM, and copy a unit to the device for use.
         defers_exchange: whether gradients stay whole until the last micro-batch of a step.
+        regathers: free the last unit after the forward pass, too, as ZeRO-3 does.
 
     Raises:
         ConfigError: what is trained in a unit has several types, as torch finds out in the first pass.
@@ -70,6 +72,8 @@ def shard(
         give_back_freed_memory()
     # accelerate enters it in all micro-batches of a step but the last
     units[-1].no_sync = partial(_without_exchange, units[-1], defers_exchange)  # type: ignore[assignment]
+    if regathers:
+        units[-1].set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
     # an adapter around a model generates without the forward pass that would gather the last unit
     register_fsdp_forward_method(units[-1], "generate")
     # the last unit stays gathered for the backward pass, which an evaluation does not have
@@ -110,7 +114,7 @@ def _require_one_type(unit: torch.nn.Module) -> None:
     types = {str(parameter.dtype).removeprefix("torch.") for parameter in own}
     if len(types) > 1:
         raise ConfigError(
-            "parallel.engine=fsdp2 divides what is trained of a layer together, here of several types: "
+            "An engine that divides weights joins what is trained of a layer, here of several types: "
             f"{', '.join(sorted(types))}. Without autocast, tuning.lora.modules_to_save stay in model.dtype; "
             "set train.mixed_precision=bf16 or model.dtype=float32"
         )

@@ -30,7 +30,7 @@ class Zero3(Zero):
 
     name, label, target, mark, stage = "deepspeed_z3", "ZeRO-3", "train-deepspeed", "Z", 3
     principle = "partitions weights, gradients and optimizer states among the processes"
-    shards_weights = wraps_shards = for_the_asking = True
+    shards_weights = regathers = wraps_shards = for_the_asking = True
     loads_own_state = False
     file_of_rank = SHARD
 
@@ -109,28 +109,27 @@ class Zero3(Zero):
         return gathered_weights(model)
 
     def transform(self, step: Step, division: Division) -> Step:
-        """Puts fp32 weights and flat buffers in the place of optimizer states and gradients.
+        """Puts fp32 weights and flat buffers in the place of gradients and optimizer states.
 
-        The step is that of a model that `fully_shard` has divided into the same units, which are gathered
-        alike.
+        The step is that of a model that `fully_shard` has divided into the same units: weights are gathered
+        alike, into a buffer from which each is copied. A process keeps the reduced gradients of its part,
+        and a bucket for those that it computes, which is copied to be reduced. It flattens its part and casts
+        it to fp32 before the optimizer step. A GPU gathers a bucket of weights ahead of their use.
         """
-        own = step.bytes_of("gradients")
-        share = own // division.element_bytes
-        trained = share * division.world_size * division.element_bytes
-        bucket = min(self.bucket_elements() * division.element_bytes, trained)
-        wide = FP32 * share if division.element_bytes != FP32 else 0
+        own, element = step.bytes_of("gradients"), division.element_bytes
+        share = own // element
+        zero = deepspeed.read_config(deepspeed.config_file(self.stage))["zero_optimization"]
+        bucket = element * min(zero["reduce_bucket_size"], share * division.world_size)
+        ahead = element * zero["stage3_prefetch_bucket_size"] if division.device == "cuda" else 0
+        cast = FP32 * share if element != FP32 else 0
         return step.without("optimizer", "gradients").with_buffers(
             Buffer("optimizer", FP32 * share + division.state_bytes(share), "load", None),
             Buffer("gradients", own, "load", None),
             Buffer("engine", bucket, "load", None),
+            Buffer("engine", ahead, "forward", "evaluation"),
             Buffer("engine", bucket, "backward", "backward"),
-            Buffer("engine", own + wide, "optimizer", "optimizer"),
+            Buffer("engine", own + cast, "optimizer", "optimizer"),
         )
-
-    def bucket_elements(self) -> int:
-        """Elements of gradients that are reduced together."""
-        zero = deepspeed.read_config(deepspeed.config_file(self.stage))["zero_optimization"]
-        return int(zero["reduce_bucket_size"])
 
     def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
         """Weights are gathered in both passes, and gradients reduced."""

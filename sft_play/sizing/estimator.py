@@ -305,6 +305,7 @@ def estimator(
         division = Division(
             world_size=plan.world_size,
             accumulates=plan.gradient_accumulation_steps > 1,
+            device=plan.device,
             element_bytes=spec.trained_element_bytes,
             state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
         )

@@ -258,6 +258,7 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
             gathered_dtype=dtype,
             offload=spec.offload,
             defers_exchange=spec.defers_exchange,
+            regathers=spec.regathers,
         )
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)

@@ -126,6 +126,7 @@ class StepSpec:
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
     shards: int = 1  # processes among which the engine divides each tensor
     offload: bool = False  # what is divided is in RAM, and copied to the device for use
+    regathers: bool = False  # what belongs to no layer is freed after the forward pass, and gathered again
     replicated: bool = False  # on several machines, over which gradients are reduced
     defers_exchange: bool = False  # gradients of divided tensors stay whole until the last micro-batch
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
@@ -234,6 +235,7 @@ class StepSpec:
             neftune=config.train.neftune_noise_alpha is not None,
             shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
             replicated=engine.shards_weights and plan.replicas > 1,
+            regathers=engine.regathers,
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
             **_batches(plan, micro, evaluated),

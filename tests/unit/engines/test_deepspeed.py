@@ -92,6 +92,20 @@ def test_what_contradicts_the_plan_is_refused_before_the_launch(values, message)
         check_config(changed(**values), PLAN, 2, max_grad_norm=1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("offload_param", {"device": "cpu"}, "remove it; parallel.offload=ram with fsdp2"),
+        ("zero_hpz_partition_size", 8, "remove it; no plan knows"),
+    ],
+)
+def test_what_zero3_could_do_and_no_plan_knows_is_refused(name, value, message):
+    tree = read_config(config_file(3))
+    tree["zero_optimization"][name] = value
+    with pytest.raises(ConfigError, match=message):
+        check_config(tree, replace(PLAN, engine="deepspeed_z3"), 3, max_grad_norm=1.0)
+
+
 def test_all_contradictions_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         check_config(changed(train_batch_size=16, gradient_clipping="1"), PLAN, 2, max_grad_norm=1.0)

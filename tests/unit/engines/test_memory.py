@@ -17,7 +17,7 @@ from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import TraceBuilder, step_of
 
-DDP, ZERO2 = engine_of("ddp"), engine_of("deepspeed_z2")
+DDP, ZERO2, ZERO3 = engine_of("ddp"), engine_of("deepspeed_z2"), engine_of("deepspeed_z3")
 TRAINED = 1_000_000  # elements of 2 bytes, with 4 bytes of states in the step of one process
 
 
@@ -89,6 +89,21 @@ def test_zero2_holds_a_share_of_the_states():
     assert shared["backward"].terms["engine"] == Buckets.shipped().bytes(TRAINED, 2)
     assert shared["optimizer"].terms["engine"] == 6 * share
     assert shared["evaluation"].terms["gradients"] == 0
+    assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_zero3_holds_fp32_weights_states_and_flat_gradients_of_its_share(device):
+    """The step is that of one of two processes: its gradients are those of its share. All fill a bucket."""
+    share = TRAINED
+    two = replace(division(), device=device)
+    shared = ZERO3.transform(trained_step(), two).peaks()
+    ahead = 2 * 50_000_000 if device == "cuda" else 0
+    assert shared["forward"].terms["optimizer"] == 12 * share
+    assert shared["evaluation"].terms["gradients"] == 2 * share
+    assert shared["forward"].terms["engine"] == 4 * share + ahead
+    assert shared["backward"].terms["engine"] == 8 * share + ahead
+    assert shared["optimizer"].terms["engine"] == 10 * share + ahead
     assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
 
 

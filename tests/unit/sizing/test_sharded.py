@@ -126,6 +126,21 @@ def test_weights_are_gathered_twice_and_the_last_unit_once(steps):
     assert sum(one.tensor_bytes * one.times for one in messages) == 3 * sum(sent.values())
 
 
+def test_zero3_gathers_what_belongs_to_no_layer_once_more(steps):
+    """Embedding and head are one unit here or two; it is freed after the forward pass."""
+    again = trace_step(LLAMA, spec(regathers=True))
+    tail = 4 * (LLAMA.vocab_size * LLAMA.hidden_size + LLAMA.hidden_size)
+    more, less = (
+        sum(size * times for size, times in trace.work.exchanged(ALL_GATHER).items())
+        for trace in (again, steps[2])
+    )
+    assert more - less == tail
+    held, freed = (trace.step.peaks()["optimizer"] for trace in (steps[2], again))
+    assert held == freed
+    messages = engine_of("deepspeed_z3").messages(again.work, 4, PLAN)
+    assert {message.kind for message in messages} == {"all_gather", "reduce_scatter"}
+
+
 def test_weights_that_autocast_would_cast_are_gathered_in_16_bits():
     config = small_config("llama", SMALL | {"layers": 3})
     whole, half = (

@@ -1,0 +1,224 @@
+"""Measures each process's memory in steps under ZeRO-3, on this CPU, and compares it with the prediction.
+
+    python -m benchmarks.zero3                     # 20 random cases, on 2 processes
+    python -m benchmarks.zero3 --cases 4 --seed 3
+
+As benchmarks/sharding.py, whose small models and meter these are. DeepSpeed runs three steps; the highest
+number of bytes in each phase of the third is compared with the prediction: the trace of a step that
+`fully_shard` has divided, and DeepSpeed's buffers.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from benchmarks.heap_meter import built_meter, loaded_meter
+from benchmarks.measurement_log import RESULTS, versions, write_result
+from benchmarks.random_models import random_model
+from benchmarks.sharding import CPU, SEED, Case, HeapMeter, case_of, draw
+from sft_play.config.schema import TuningConfig
+from sft_play.engines.base import Division
+from sft_play.engines.deepspeed import config_file, read_config
+from sft_play.engines.registry import engine_of
+from sft_play.model.architecture import units_of
+from sft_play.model.loss_head import add_loss_head
+from sft_play.runlog import console
+from sft_play.sizing.optimizers import make_optimizer, state_bytes
+from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace import forward, make_batch, prepare_for_training, trace_step, trained_parameters
+
+WORLD, CASES, STEPS = 2, 20, 3
+STAGE = 3
+
+
+def drawn(number: int, seed: int) -> Case:
+    """The case of this number, in fp32 or bf16; random weights in 4 bits are left out."""
+    case = draw(number, WORLD, seed)
+    mode = "lora" if case.mode == "qlora" else case.mode
+    dtype = "float32" if number % 2 else "bfloat16"
+    return replace(case, mode=mode, dtype=dtype, mixed_precision="no")
+
+
+def step_of(case: Case, rank: int) -> StepSpec:
+    """The step of one process, as `StepSpec.of` has it for this engine."""
+    return replace(case.step(rank), cast_adapters=case.dtype != "float32", regathers=True)
+
+
+def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
+    """DeepSpeed's config for a step that trains so many elements."""
+    zero = read_config(config_file(STAGE))["zero_optimization"]
+    zero |= {"reduce_bucket_size": min(trained, zero["reduce_bucket_size"]), "overlap_comm": False}
+    accumulation = 2 if spec.accumulates else 1
+    return {
+        "zero_optimization": zero | {"stage3_prefetch_bucket_size": 0},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": WORLD * accumulation,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": spec.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def measure(case: Case, meter: Any) -> dict[str, int]:
+    """The bytes of this process: the highest of each phase, with its part of the weights."""
+    import deepspeed
+
+    from sft_play.engines.zero3_parts import let_go, partition
+
+    spec, marks = step_of(case, distributed.get_rank()), HeapMeter(meter)
+    gc.collect()
+    before = meter.meter_live()
+    torch.manual_seed(case.number)
+    model: Any = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
+    gc.collect()
+    meter.meter_reset()
+    partition(units_of(model), "cpu", None if spec.dtype == "float32" else spec.dtype)
+    add_loss_head(model if spec.mode == "full" else model.get_base_model())
+    prepare_for_training(model, spec)
+    parameters = trained_parameters(model)
+    assert not any(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.ds_numel for parameter in parameters)  # type: ignore[attr-defined]
+    optimizer = make_optimizer(spec.optimizer, parameters)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(spec, trained))
+    marks.begin("forward")
+    load = marks.peaks["load"]
+    for _ in range(STEPS):
+        _step(engine, model, spec, marks)
+    let_go(engine)
+    del model, optimizer, engine, parameters
+    gc.collect()
+    return {name: peak - before for name, peak in {**marks.peaks, "load": load}.items()}
+
+
+def _step(engine: Any, model: Any, spec: StepSpec, marks: HeapMeter) -> None:
+    """An optimizer step and an evaluation batch, of which the last micro-batch counts."""
+    if spec.accumulates:
+        engine.backward(forward(engine, make_batch(spec), spec), scale_wrt_gas=False)
+        engine.step()
+    marks.begin("forward")
+    marks.peaks = {}
+    prefetched = make_batch(spec)  # noqa: F841 - by the data loader
+    loss = forward(engine, make_batch(spec), spec)
+    marks.begin("backward")
+    engine.backward(loss, scale_wrt_gas=False)
+    del loss
+    marks.begin("optimizer")
+    engine.step()
+    marks.begin("evaluation")
+    model.eval()
+    with torch.no_grad():
+        forward(model, make_batch(spec, evaluation=True), spec)
+    model.train()
+    marks.begin("forward")
+
+
+def work(path: Path, out: Path) -> None:
+    """What each process does: measures the cases in a file and writes the figures of all to another."""
+    import deepspeed
+
+    distributed.init_process_group("gloo")
+    deepspeed.init_distributed("gloo")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    meter, lines = loaded_meter(), []
+    for tree in json.loads(path.read_text()):
+        found: list[Any] = [None] * WORLD
+        distributed.all_gather_object(found, measure(case_of(tree), meter))
+        lines.append({"case": tree, "measured": found})
+    if distributed.get_rank() == 0:
+        out.write_text(json.dumps(lines))
+    distributed.destroy_process_group()
+
+
+def predicted(case: Case) -> list[dict[str, int]]:
+    """The same for each process, from traces."""
+    found = []
+    for rank in range(case.world):
+        spec = step_of(case, rank)
+        division = Division(
+            world_size=case.world,
+            accumulates=case.accumulates,
+            device="cpu",
+            element_bytes=spec.trained_element_bytes,
+            state_bytes=lambda elements, spec=spec: state_bytes(spec, elements),  # type: ignore[misc]
+        )
+        step = engine_of("deepspeed_z3").transform(trace_step(case.config, spec).step, division)
+        found.append({phase: peak.bytes for phase, peak in step.peaks().items()})
+    return found
+
+
+def compare(case: Case, real: list[dict[str, int]]) -> dict[str, Any]:
+    """A row of the result: bytes by process, and the errors of the peaks without loading, and by phase."""
+    pairs = list(zip(predicted(case), real, strict=True))
+    steps = [name for name in real[0] if name != "load"]
+    errors = [max(p[n] for n in steps) / max(m[n] for n in steps) - 1 for p, m in pairs]
+    by_phase = {name: max((p[name] / m[name] - 1 for p, m in pairs), key=abs) for name in real[0]}
+    return {
+        **asdict(case),
+        "measured": real,
+        "predicted": [p for p, _ in pairs],
+        "error": round(max(errors, key=abs), 6),
+        "errors": {name: round(error, 6) for name, error in by_phase.items()},
+    }
+
+
+def main() -> None:
+    """Runs the benchmark, or is one of its processes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "zero3.json")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if options.work:
+        work(options.work, options.out)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder, found = Path(name), Path(name) / "measured.json"
+        cases = [asdict(drawn(number, options.seed)) for number in range(options.cases)]
+        (folder / "cases.json").write_text(json.dumps(cases))
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+        files = ["--work", str(folder / "cases.json"), "--out", str(found)]
+        environment = {
+            "LD_PRELOAD": str(built_meter(folder)),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+        }
+        subprocess.run(
+            [sys.executable, *launch, "-m", "benchmarks.zero3", *files],
+            env={**os.environ, **environment, "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"},
+            check=True,
+        )
+        lines = json.loads(found.read_text())
+    rows = [compare(case_of(line["case"]), line["measured"]) for line in lines]
+    errors = [row["error"] for row in rows]
+    summary = {
+        "cases": len(rows),
+        "median": statistics.median(errors),
+        "lowest": min(errors),
+        "highest": max(errors),
+        "median_by_phase": {
+            name: statistics.median(row["errors"][name] for row in rows) for name in rows[0]["errors"]
+        },
+    }
+    write_result(options.out, {"seed": options.seed, "versions": versions(), **summary}, {"rows": rows})
+    console().print(summary)
+
+
+if __name__ == "__main__":
+    main()
