@@ -30,6 +30,13 @@ CALLED = {
     "deepspeed.utils.tensor_fragment:fragment_address": "numel start",
     "deepspeed.utils:safe_set_full_fp32_param": "",
     "deepspeed.utils:safe_set_full_optimizer_state": "",
+    "deepspeed.utils:safe_get_local_fp32_param": "",
+    "deepspeed.utils:safe_get_local_optimizer_state": "",
+    "deepspeed.utils:safe_set_local_fp32_param": "",
+    "deepspeed.utils:safe_set_local_optimizer_state": "",
+    "deepspeed.runtime.zero.partition_parameters:register_external_parameter": "",
+    "deepspeed.runtime.zero.partitioned_param_coordinator:"
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": "",
     "bitsandbytes.functional:QuantState": "absmax shape code blocksize quant_type dtype offset state2",
     "huggingface_hub.utils._http:default_client_factory": "",
     "huggingface_hub.utils._xet:abort_xet_session": "",
@@ -93,7 +100,15 @@ CALLED = {
 TRAINER, LOSS = "transformers:Trainer", "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
 PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 ZERO2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module"
 WRITTEN = [
+    ("_z3_optimizer", ZERO3, "p._z3_optimizer = self"),
+    ("z3_leaf_parameter", ZERO3, "if z3_leaf_parameter(param):"),
+    ("fp16_groups", ZERO3, "self.fp16_groups.append("),
+    ("fp32_partitioned_groups_flat", ZERO3, "self.fp32_partitioned_groups_flat.append("),
+    ("pre_bwd_fn", OFFLOAD, '"pre_bwd_fn" not in module.__dict__'),
+    ("post_bwd_fn", OFFLOAD, '"post_bwd_fn" not in module.__dict__'),
     ("_local_tensor", "torch.distributed.tensor._api", "_local_tensor: torch.Tensor"),
     ("is_distributed_loading_by_transformers", TRAINER, "if self.is_distributed_loading_by_transformers:"),
     ("_fsdp_init", "torch.distributed.fsdp._fully_shard._fully_shard", "from ._fsdp_init import"),
