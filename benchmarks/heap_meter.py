@@ -4,9 +4,17 @@ import ctypes
 import os
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 SOURCE = Path(__file__).with_name("heap_meter.c")
+SETTLE_S, SETTLED_BYTES, LONGEST_S = 0.001, 1024, 10.0
 
 
 def built_meter(folder: Path) -> Path:
@@ -32,3 +40,30 @@ def loaded_meter() -> ctypes.CDLL:
         getattr(meter, name).restype = ctypes.c_int64
     meter.meter_start()
     return meter
+
+
+def wait_for_gloo(meter: ctypes.CDLL) -> None:
+    """Lets the collectives of this process return only when gloo's threads hold nothing of them."""
+    for kind in (DefaultAllGather, DefaultReduceScatter):
+        kind.__call__ = _settled(kind.__call__, meter)  # type: ignore[method-assign]
+    distributed.all_reduce = _settled(distributed.all_reduce, meter)
+
+
+def _settled(communicate: Callable[..., None], meter: ctypes.CDLL) -> Callable[..., None]:
+    """The same, until gloo's threads have let go of the tensors and freed their copies.
+
+    That may take long on a busy machine.
+    """
+
+    def call(*args: Any, **named: Any) -> None:
+        tensors = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
+        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+        users = list(map(torch._C._storage_Use_Count, storages))
+        live, latest = meter.meter_live() + SETTLED_BYTES, time.monotonic() + LONGEST_S
+        communicate(*args, **named)
+        while time.monotonic() < latest and (
+            meter.meter_live() > live or list(map(torch._C._storage_Use_Count, storages)) > users
+        ):
+            time.sleep(SETTLE_S)
+
+    return call

@@ -29,12 +29,18 @@ from sft_play.planning.run import plan_run
 from sft_play.runlog import open_run
 from sft_play.train.ranks import from_main
 
-ARCHITECTURES = (*NAMES, *MORE_NAMES, "nemotron", "deepseek_v3")
+ARCHITECTURES = (*NAMES, *MORE_NAMES, "nemotron", "deepseek_v3", "qwen3_5_text")
+PADDED = ("nemotron", "qwen3_5_text")  # no row boundaries reach their attention
+FUSED = ("mixtral", "qwen3_moe", "deepseek_v3")  # experts, whose adapters have no dropout
+WITHOUT_INPUT_NORM = ("gpt2", "olmo2", "olmo3", "exaone4")
 UNPACKED = ("gpt2", "mixtral", "qwen3_moe", "deepseek_v3")  # weights that QLoRA does not pack, or refuses
 LATENT = dict(  # of DeepSeek's attention and experts
     q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
     n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
     first_k_dense_replace=1, moe_intermediate_size=128,
+)  # fmt: skip
+LINEAR = dict(  # attention of Qwen 3.5, of three layers in four
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
 )  # fmt: skip
 NEW_TOKENS = ["<tool>", "<end of tool>"]
 LONGEST = 800  # tokens
@@ -45,7 +51,7 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"modules_to_save": ["input_layernorm"]}, {"use_dora": True, "modules_to_save": ["lm_head"]},
     {"use_rslora": True},
 )  # fmt: skip
-DIVIDING, DIVIDED_OPTIMIZERS = ("deepspeed_z2", "fsdp2"), ("adamw", "adamw", "adamw_8bit")
+OPTIMIZERS_OF = {"deepspeed_z2": ("adamw", "adamw", "adamw_8bit"), "fsdp2": ("adamw",)}
 OPTIMIZERS = ("adamw", "adamw", "adamw", "adafactor", "lion_32bit", "adamw_8bit", "lion_8bit")
 
 
@@ -80,6 +86,8 @@ class RandomRun:
         changes: dict[str, Any] = {}
         if self.architecture == "deepseek_v3":
             changes = LATENT | {"num_key_value_heads": self.geometry["heads"]}
+        if self.architecture == "qwen3_5_text":
+            changes = LINEAR | {"head_dim": 64}
         return drawn_config(self.architecture, self.geometry, tied=self.tied, **changes)
 
 
@@ -92,9 +100,19 @@ def draw(number: int, seed: int, engines: tuple[str, ...]) -> RandomRun:
     precision, engine = pick.choice(("fp32", "bf16", "autocast")), pick.choice(engines)
     rows = _draw_rows(pick, pick.randint(12, 60))
     longest = max(tokens for tokens, _ in rows)
-    tree = _draw_settings(pick, mode, precision, longest)
-    if engine in DIVIDING:
-        tree["train"]["optimizer"] = pick.choice(DIVIDED_OPTIMIZERS)
+    world = 1 if engine == "none" else 2
+    tree = {
+        "model": {"dtype": "bfloat16" if precision == "bf16" else "float32", "new_tokens": []},
+        "tuning": _draw_tuning(pick, mode, architecture),
+        "train": _draw_steps(pick, architecture, longest, world)
+        | {
+            "mixed_precision": "bf16" if precision == "autocast" else "no",
+            "optimizer": pick.choice(OPTIMIZERS_OF.get(engine, OPTIMIZERS)),
+        },
+        "eval": {"batch_size": pick.choice(("auto", "auto", 1, 3))},
+    }
+    if "modules_to_save" not in tree["tuning"].get("lora", {}) and pick.random() < 0.2:
+        tree["model"]["new_tokens"] = NEW_TOKENS
     return RandomRun(
         number=number,
         seed=seed,
@@ -115,37 +133,35 @@ def _draw_rows(pick: random.Random, count: int) -> tuple[tuple[int, int], ...]:
     return tuple((tokens, max(1, round(tokens * pick.uniform(0, 0.9)))) for tokens in lengths)
 
 
-def _draw_settings(pick: random.Random, mode: str, precision: str, longest: int) -> dict[str, Any]:
-    layout = pick.choice(("joined", "joined", "packed", "padded"))
-    unit = longest if layout == "packed" else 1
-    train = {
+def _draw_steps(pick: random.Random, architecture: str, longest: int, world: int) -> dict[str, Any]:
+    """How rows are dealt to so many processes."""
+    layout = "padded" if architecture in PADDED else pick.choice(("joined", "joined", "packed", "padded"))
+    accumulation = pick.choice((None, 1, 2, 2))
+    shares = world * (accumulation or 1)
+    sequences = pick.choice((1, 1, 2, 3) if layout == "packed" else (2, 3, 4, 8)) * shares
+    steps: dict[str, Any] = {
         "packing": layout == "packed",
         "padding_free": False if layout == "padded" else "auto",
-        "effective_batch_size": unit * pick.choice((2, 3, 4, 8) if layout == "packed" else (4, 6, 8, 16)),
+        "effective_batch_size": longest * sequences if layout == "packed" else sequences,
         "max_steps": pick.randint(2, 4),
         "gradient_checkpointing": pick.random() < 0.5,
-        "mixed_precision": "bf16" if precision == "autocast" else "no",
-        "optimizer": pick.choice(OPTIMIZERS),
         "seed": pick.randrange(1000),
     }
-    if pick.random() < 0.7:
-        train["grad_accum"] = pick.choice((1, 2))
+    if accumulation:
+        steps["grad_accum"] = accumulation
     if pick.random() < 0.2:
-        train["neftune_noise_alpha"] = 5
-    tuning: dict[str, Any] = {"mode": mode}
-    if mode != "full":
-        methods = [each for each in METHODS if mode == "lora" or "use_dora" not in each]
-        tuning["lora"] = {"r": pick.choice((4, 8, 16, 33)), **pick.choice(methods)}
-    whole = "modules_to_save" in tuning.get("lora", {})
-    return {
-        "model": {
-            "dtype": "bfloat16" if precision == "bf16" else "float32",
-            "new_tokens": NEW_TOKENS if not whole and pick.random() < 0.2 else [],
-        },
-        "tuning": tuning,
-        "train": train,
-        "eval": {"batch_size": pick.choice(("auto", "auto", 1, 3))},
-    }
+        steps["neftune_noise_alpha"] = 5
+    return steps
+
+
+def _draw_tuning(pick: random.Random, mode: str, architecture: str) -> dict[str, Any]:
+    if mode == "full":
+        return {"mode": mode}
+    left_out = {"use_dora"} if mode == "qlora" else {"dropout"} if architecture in FUSED else set()
+    methods = [method for method in METHODS if not left_out & set(method)]
+    if architecture in WITHOUT_INPUT_NORM:
+        methods = [method for method in methods if method.get("modules_to_save") != ["input_layernorm"]]
+    return {"mode": mode, "lora": {"r": pick.choice((4, 8, 16, 33)), **pick.choice(methods)}}
 
 
 def save_model(run: RandomRun, folder: Path) -> None:

@@ -4,11 +4,13 @@
     make bench-random ARGS="--runs 20 --seed 3"
     make bench-random ARGS="--minutes 15"           # those that can be measured in this time
 
-Each run has another architecture, other settings and rows of very different lengths, all drawn from a seed.
-Its plan predicts the peak of each phase. Then the run's own trainer goes through its micro-batches twice; in
-the second pass, when optimizer states exist, the bytes that PyTorch's allocator holds are counted in all
-threads (heap_meter.c). What oneDNN takes there for products of 16 bits is no tensor and not predicted: it is
-measured apart. Joined rows lie in NumPy's memory; here they are copied into PyTorch's, to be counted.
+Each run has another architecture, other settings and rows of very different lengths, all drawn from a seed;
+three of five are on two processes. Its plan predicts the peak of each phase. Then the run's own trainer goes
+through its micro-batches twice; in the second pass, when optimizer states exist, the bytes that PyTorch's
+allocator holds are counted in all threads of each process (heap_meter.c). The highest process counts. What
+oneDNN takes there for products of 16 bits is no tensor and not predicted: it is measured apart. Joined rows
+and loaded weights lie in other memory; here they are copied into PyTorch's, to be counted. What is measured
+is kept beside the result until all is, so a benchmark that was interrupted goes on where it was.
 """
 
 import argparse
@@ -28,21 +30,26 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import concatenate_datasets
+from deepspeed import DeepSpeedEngine
 from rich.table import Table
+from torch.distributed.tensor import DTensor
 from transformers import DefaultFlowCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from benchmarks.heap_meter import built_meter, loaded_meter
+from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
 from benchmarks.random_cases import RandomRun, draw, job_of, save_model
+from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.job import Job
+from sft_play.launch.accelerate import launch_command
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.model.cpu import storage_bytes
 from sft_play.model.weights import release_memory
@@ -54,15 +61,16 @@ from sft_play.train.trainer import NoiseOfStep
 
 RUNS, SEED = 200, 23
 TARGET = 0.001
-ENGINES = ("none",)  # others run on two processes
+ENGINES = ("none", "none", "ddp", "deepspeed_z2", "fsdp2")  # all but the first run on two processes
+WAIT = timedelta(minutes=5)  # for another process
 SCRATCH = "with_scratch"
 
 
 class Marks(TrainerCallback):
     """The highest number of bytes of each phase, from the first step of the second pass on."""
 
-    def __init__(self, meter: ctypes.CDLL, pass_steps: int, before: int) -> None:
-        self.meter, self.pass_steps, self.before = meter, pass_steps, before
+    def __init__(self, meter: ctypes.CDLL, trainer: Any, pass_steps: int, before: int) -> None:
+        self.meter, self.trainer, self.pass_steps, self.before = meter, trainer, pass_steps, before
         self.phase, self.with_scratch = "load", 0
         self.peaks: dict[str, int] = {}
 
@@ -83,15 +91,37 @@ class Marks(TrainerCallback):
         """The update begins."""
         self.begin("optimizer")
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """To fetch the next micro-batches belongs to their forward passes."""
+        self.begin("forward")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """So it does after an evaluation."""
+        self.begin("forward")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """DeepSpeed updates within what the trainer takes for the backward pass."""
+        engine = self.trainer.model_wrapped
+        if not isinstance(engine, DeepSpeedEngine):
+            return
+        step = engine.step
+
+        def marked(*arguments: Any, **named: Any) -> None:
+            self.begin("optimizer")
+            step(*arguments, **named)
+
+        engine.step = marked
+
 
 def measure(job: Job, meter: ctypes.CDLL) -> dict[str, int]:
     """The highest bytes of this process in each phase but loading; with oneDNN's by the name SCRATCH."""
     session = prepare_session(job, announce=False)
     trainer: Any = session.trainer
+    _take_over(trainer.model)
     release_memory()
-    before = meter.meter_live() - storage_bytes(trainer.model)  # weights may be files that are mapped
+    before = meter.meter_live() - storage_bytes(trainer.model)
     steps, args = job.plan.total_steps, trainer.args
-    marks = Marks(meter, steps, before)
+    marks = Marks(meter, trainer, steps, before)
     trainer.begin_phase = marks.begin
     for name in ("data_collator", "_train_collator", "_eval_collator"):
         setattr(trainer, name, _counted(getattr(trainer, name)))
@@ -101,13 +131,20 @@ def measure(job: Job, meter: ctypes.CDLL) -> dict[str, int]:
     args.max_steps = 2 * steps
     args.eval_on_start = args.load_best_model_at_end = False
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.STEPS
-    args.eval_steps = steps + 1  # in the second pass, before its end
+    args.eval_steps, args.eval_delay = 1, steps + 1  # in the second pass
     trainer.train()
     marks.begin("load")
     trainer.accelerator.free_memory()
     return {name: peak for name, peak in marks.peaks.items() if name != "load"} | {
         SCRATCH: marks.with_scratch
     }
+
+
+def _take_over(model: torch.nn.Module) -> None:
+    """Moves weights that are files, mapped into memory, to PyTorch's, as DDP and DeepSpeed do."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.clone()
 
 
 def _counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -150,7 +187,8 @@ def work(path: Path, log: MeasurementLog, until: float) -> None:
     warnings.simplefilter("ignore")
     ranks, meter = RankEnvironment.read(), loaded_meter()
     if ranks.world_size > 1:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", timeout=WAIT)
+        wait_for_gloo(meter)
     for tree in json.loads(path.read_text()):
         if from_main(lambda: time.time() > until):
             break
@@ -172,24 +210,50 @@ def run_of(tree: dict[str, Any]) -> RandomRun:
 
 
 def measure_all(runs: list[RandomRun], meter: Path, folder: Path, log: Path, until: float) -> None:
-    """Measures runs of one engine; begins none after a time, in seconds since 1970."""
-    path = folder / "runs.json"
+    """Measures runs of one engine, launched as a run is; begins none after a time, in seconds since 1970."""
+    path, engine, world = folder / "runs.json", engine_of(runs[0].engine), runs[0].world_size
     path.write_text(json.dumps([asdict(run) for run in runs]))
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={runs[0].world_size}"]
-    own = ["-m", "benchmarks.random_runs", "--work", str(path), "--lines", str(log), "--until", str(until)]
+    own = ("-m", "benchmarks.random_runs", "--work", str(path), "--lines", str(log), "--until", str(until))
+    argv, environment = (sys.executable, *own), dict[str, str]()
+    if world > 1:
+        launch = launch_command(own, engine=engine.name, device="cpu", processes=world, cores=world)
+        argv, environment = launch.argv, launch.environment
     subprocess.run(
-        [sys.executable, *(launch if runs[0].world_size > 1 else []), *own],
+        argv,
         env={
             **os.environ,
+            **environment,
             "LD_PRELOAD": str(meter),
             "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "SFT_PLAY_CACHE": str(folder / "cache"),
         },
         check=False,
     )
+
+
+def measure_missing(runs: list[RandomRun], folder: Path, log: MeasurementLog, minutes: float) -> None:
+    """Measures the runs that are not in the log, engine by engine; one whose processes end counts as crashed.
+
+    Args:
+        runs: of all engines.
+        folder: for models and traces.
+        log: of what is measured.
+        minutes: after which no run begins.
+    """
+    meter, known = built_meter(folder), {run_of(line["run"]).key for line in log.read()}
+    missing = [run for run in runs if run.key not in known]
+    for engine in dict.fromkeys(run.engine for run in missing):
+        own = [run for run in missing if run.engine == engine]
+        until = time.time() + 60 * minutes * len(own) / len(missing)
+        while own and time.time() < until:
+            measure_all(own, meter, folder, log.path, until)
+            known = {run_of(line["run"]).key for line in log.read()}
+            left = [run for run in own if run.key not in known]
+            if left and time.time() < until:
+                log.add({"run": asdict(left.pop(0)), "found": [{"crashed": "its processes ended"}]})
+            own = left
 
 
 def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -289,21 +353,16 @@ def main() -> None:
     numbers = options.only or range(options.first, options.first + options.runs)
     runs = [draw(number, options.seed, tuple(options.engines)) for number in numbers]
     console().print(f"{len(runs)} runs, drawn from seed {options.seed}")
-    known = {run_of(line["run"]).key for line in log.read()}
     with tempfile.TemporaryDirectory() as name:
-        meter = built_meter(Path(name))
-        for engine in dict.fromkeys(options.engines):
-            missing = [run for run in runs if run.engine == engine and run.key not in known]
-            if missing:
-                until = time.time() + 60 * options.minutes * len(missing) / len(runs)
-                measure_all(missing, meter, Path(name), log.path, until)
+        measure_missing(runs, Path(name), log, options.minutes)
     lines = {run_of(line["run"]).key: line["found"] for line in log.read()}
     rows = [row_of(run, lines[run.key]) for run in runs if run.key in lines]
     for row in rows:
         console().print(f"  {describe(row)}", highlight=False, soft_wrap=True, markup=False)
     made = {"machine": platform.processor() or platform.machine(), "versions": versions()}
     write_result(options.out, {"seed": options.seed, **made, **summary(rows)}, {"rows": rows})
-    log.path.unlink(missing_ok=True)
+    if len(rows) == len(runs):
+        log.path.unlink(missing_ok=True)
     console().print(table(summary(rows)))
 
 

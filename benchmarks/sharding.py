@@ -21,9 +21,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,10 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import distributed
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from benchmarks.heap_meter import built_meter, loaded_meter
+from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
 from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_config, random_model
 from benchmarks.small_models import NAMES
@@ -61,7 +59,6 @@ from sft_play.timeline import PHASES, WHOLE_MODEL
 CPU = torch.device("cpu")
 WORLDS, CASES, SEED = (2, 4), 200, 22
 UNPACKED = ("gpt2",)  # its products are no torch.nn.Linear, which random_models packs
-SETTLE_S, SETTLED_BYTES, LONGEST_S = 0.001, 1024, 10.0
 TARGET = 0.001  # of the peak
 SCRATCH = "with_scratch"
 PRECISIONS = ("fp32", "bf16", "autocast")
@@ -201,33 +198,11 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, int]:
     return {name: peak - before for name, peak in (*marks.peaks.items(), (SCRATCH, marks.with_scratch))}
 
 
-def _settled(communicate: Callable[..., None], meter: ctypes.CDLL) -> Callable[..., None]:
-    """The same, until gloo's threads have let go of the tensors and freed their copies.
-
-    That may take long on a busy machine.
-    """
-
-    def call(*args: Any, **named: Any) -> None:
-        tensors = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
-        storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-        users = list(map(torch._C._storage_Use_Count, storages))
-        live, latest = meter.meter_live() + SETTLED_BYTES, time.monotonic() + LONGEST_S
-        communicate(*args, **named)
-        while time.monotonic() < latest and (
-            meter.meter_live() > live or list(map(torch._C._storage_Use_Count, storages)) > users
-        ):
-            time.sleep(SETTLE_S)
-
-    return call
-
-
 def work(path: Path, log: MeasurementLog) -> None:
     """What each process does: measures the cases in a file and adds the figures to the log."""
     distributed.init_process_group("gloo")
     meter = loaded_meter()
-    for kind in (DefaultAllGather, DefaultReduceScatter):
-        kind.__call__ = _settled(kind.__call__, meter)  # type: ignore[method-assign]
-    distributed.all_reduce = _settled(distributed.all_reduce, meter)
+    wait_for_gloo(meter)
     for tree in json.loads(path.read_text()):
         case = case_of(tree)
         found: list[Any] = [None] * case.world

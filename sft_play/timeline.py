@@ -112,9 +112,34 @@ class Timeline:
         """What `sft_play.sizing.allocator` has replayed of this timeline."""
         return {}
 
+    @cached_property
+    def longer(self) -> dict[tuple[str, str, str | None], "Timeline | None"]:
+        """This timeline with one block more, by term and phases: so that steps share what was replayed."""
+        return {}
+
     def changes(self, sizes: np.ndarray) -> np.ndarray:
         """Bytes that each event allocates or, negative, frees, [E], for traced blocks of `sizes`, [B]."""
         return np.sign(self.events) * sizes[self._source_of_event]
+
+    def with_block(self, term: str, first: str, last: str | None) -> "Timeline | None":
+        """This timeline with a block of a term, from the begin of a phase to the end of another one.
+
+        None if it does not have the first phase. `last` None: it is never freed.
+        """
+        number = len(self.source) + 1
+        begins = np.flatnonzero(self.phases == PHASES.index(first))[:1]
+        if not begins.size:
+            return None
+        ends = np.flatnonzero(self.phases == PHASES.index(last))[-1:] if last else begins[:0]
+        places = np.concatenate([begins, ends + 1])
+        return replace(
+            self,
+            events=np.insert(self.events, places, [number, -number][: len(places)]),
+            source=np.append(self.source, len(self.terms)),
+            phases=np.insert(self.phases, places, self.phases[np.concatenate([begins, ends])]),
+            layers=np.insert(self.layers, places, WHOLE_MODEL),
+            terms=np.append(self.terms, TERMS.index(term)),
+        )
 
     def terms_at(self, event: int, changes: np.ndarray) -> dict[str, int]:
         """Live bytes after the event, by term; `changes` is [E], as returned by the method of that name."""
@@ -187,21 +212,11 @@ class Step:
         return step
 
     def _with_buffer(self, buffer: Buffer) -> "Step":
-        line, number = self.timeline, len(self.timeline.source) + 1
-        begins = np.flatnonzero(line.phases == PHASES.index(buffer.first))[:1]
-        if not begins.size:
-            return self
-        ends = np.flatnonzero(line.phases == PHASES.index(buffer.last))[-1:] if buffer.last else begins[:0]
-        places = np.concatenate([begins, ends + 1])
-        changed = replace(
-            line,
-            events=np.insert(line.events, places, [number, -number][: len(places)]),
-            source=np.append(line.source, len(self.sizes)),
-            phases=np.insert(line.phases, places, line.phases[np.concatenate([begins, ends])]),
-            layers=np.insert(line.layers, places, WHOLE_MODEL),
-            terms=np.append(line.terms, TERMS.index(buffer.term)),
-        )
-        return Step(changed, np.append(self.sizes, buffer.bytes))
+        known, key = self.timeline.longer, (buffer.term, buffer.first, buffer.last)
+        if key not in known:
+            known[key] = self.timeline.with_block(*key)
+        line = known[key]
+        return self if line is None else Step(line, np.append(self.sizes, buffer.bytes))
 
     def peaks(self, *, in_layers: bool = False) -> dict[str, Peak]:
         """The peak of each phase that the step has; with `in_layers`, only while a decoder layer runs."""

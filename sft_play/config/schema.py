@@ -240,6 +240,9 @@ class TrainConfig(Section):
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
     """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5."""
+    router_aux_loss_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed for each
+    micro-batch by itself, and no reported loss contains it."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
     max_skipped_steps: Count = 3

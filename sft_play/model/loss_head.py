@@ -47,15 +47,23 @@ def _has_routers(model: Any) -> bool:
 def token_loss(
     model: Any, batch: dict[str, Any], tokens: Any = None, *, router_weight: float = 0.0
 ) -> torch.Tensor:
-    """The scalar loss of a micro-batch of [rows, tokens], for a model with the head of `add_loss_head`.
+    """The sum of the `losses`, a scalar; `router_weight` is that of the loss that balances experts."""
+    loss, balance = losses(model, batch, tokens)
+    return loss if balance is None else loss + router_weight * balance
 
-    It is averaged over `tokens`, by default the supervised ones of the micro-batch. `router_weight` is that
-    of the loss that balances experts, where the model computes one.
+
+def losses(model: Any, batch: dict[str, Any], tokens: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The losses of a micro-batch of [rows, tokens], for a model with the head of `add_loss_head`.
+
+    The first is averaged over `tokens`, by default the supervised ones of the micro-batch. The second is low
+    where experts get equally many tokens; None unless the model's config asks for it.
+
+    Returns:
+        Two scalars.
     """
     outputs = model(**batch, use_cache=False, fused_lm_head=True)
     count = outputs.label_mask.sum() if tokens is None else torch.as_tensor(tokens)
-    loss = -outputs.log_probs.sum() / count.clamp(min=1)
-    return loss if outputs.aux_loss is None else loss + router_weight * outputs.aux_loss
+    return -outputs.log_probs.sum() / count.clamp(min=1), outputs.aux_loss
 
 
 def is_on_cpu(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """What a plan needs to know about the training rows."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from sft_play.runlog import console
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.micro_batches import front
-from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches
+from sft_play.sizing.step import OWN_TOKEN, JoinedRows, MicroBatch, PaddedRows, RunBatches
 
 if TYPE_CHECKING:
     from sft_play.data.prepare import PreparedData
@@ -98,7 +99,7 @@ class DataFacts:
     shares: tuple[Share, ...] = ()  # how often the entries are seen per epoch; () for once
     parts: np.ndarray | None = None  # tokens of the rows of all packed entries, one entry after the other
     parts_from: np.ndarray | None = None  # where those of each entry begin
-    _known: dict[Any, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False, compare=False)
+    _known: dict[Any, RunBatches] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def of(cls, data: "PreparedData", config: RunConfig) -> "DataFacts":
@@ -164,13 +165,13 @@ class DataFacts:
         """The most tokens (with padding) and the most supervised tokens of any micro-batch of such a run."""
         if not self.seen:
             return (split.micro * self.longest_row,) * 2
-        found = self._heaviest(split, total_steps, hidden_size, padding_free)
+        found = self._heaviest(split, total_steps, hidden_size, padding_free).train
         supervised = max(each.supervised for each in found)
         return max(each.tokens for each in found), supervised
 
     def _heaviest(
         self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool
-    ) -> tuple[MicroBatch, ...]:
+    ) -> RunBatches:
         """The micro-batches that no other one exceeds in everything."""
         key = split, total_steps, hidden_size, padding_free
         if key not in self._known:
@@ -187,20 +188,21 @@ class DataFacts:
             self._known[key] = self._heaviest_of(schedule, split, padding_free)
         return self._known[key]
 
-    def _heaviest_of(
-        self, schedule: Schedule, split: BatchSplit, padding_free: bool
-    ) -> tuple[MicroBatch, ...]:
+    def _heaviest_of(self, schedule: Schedule, split: BatchSplit, padding_free: bool) -> RunBatches:
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
         later = np.broadcast_to(np.arange(split.bins) >= split.world_size, tokens.shape)
-        columns = [tokens, schedule.sums(self.supervised), later | (split.accumulation == 1)]
+        held = _held(tokens, split)
+        carried = OWN_TOKEN * tokens + held - tokens
+        columns = [tokens, schedule.sums(self.supervised), later | (split.accumulation == 1), carried]
         if padding_free:
             columns.append(schedule.sums(self._squares))
         table = np.stack([column.ravel() for column in columns], axis=1)
         values, offsets = schedule.micro_batches()
-        return tuple(
+        found = (
             self._micro_batch(values[offsets[index] : offsets[index + 1]], table[index], padding_free)
             for index in front(table)
         )
+        return RunBatches(tuple(found), held=int(held.max()))
 
     @cached_property
     def _squares(self) -> np.ndarray:
@@ -210,27 +212,29 @@ class DataFacts:
         return np.add.reduceat(self.parts.astype(np.int64) ** 2, self.parts_from)
 
     def _micro_batch(self, rows: np.ndarray, sizes: np.ndarray, padding_free: bool) -> MicroBatch:
-        tokens, supervised, later, *_ = sizes.tolist()
+        tokens, supervised, later, carried, *_ = sizes.tolist()
+        rest: dict[str, Any] = dict(first=not later, held=carried - OWN_TOKEN * tokens)
         if not padding_free:
-            return MicroBatch(PaddedRows(len(rows), tokens // len(rows)), supervised, first=not later)
+            return MicroBatch(PaddedRows(len(rows), tokens // len(rows)), supervised, **rest)
         lengths = tuple(self.lengths[rows].tolist())
         if self.parts is not None and self.parts_from is not None:
             ends = np.append(self.parts_from[1:], len(self.parts))
             own = [self.parts[self.parts_from[row] : ends[row]] for row in rows]
             lengths = tuple(np.concatenate(own).tolist())
-        return MicroBatch(JoinedRows(tokens), supervised, lengths, first=not later)
+        return MicroBatch(JoinedRows(tokens), supervised, lengths, **rest)
 
     def batches_of(self, plan: Plan, hidden_size: int) -> RunBatches:
         """The batches of a plan's run of which one has the highest peak, as far as they are known."""
-        return RunBatches(self._training_batches(plan, hidden_size), self._evaluation_batches(plan))
+        return replace(self._training_batches(plan, hidden_size), evaluation=self._evaluation_batches(plan))
 
-    def _training_batches(self, plan: Plan, hidden_size: int) -> tuple[MicroBatch, ...]:
-        """Those of the schedule; () for a plan that was changed, so that it would need other rows."""
+    def _training_batches(self, plan: Plan, hidden_size: int) -> RunBatches:
+        """Those of the schedule; none for a plan that was changed, so that it would need other rows."""
         if not self.seen:
-            return ()
+            return RunBatches()
         split = BatchSplit(plan.rows_per_step, plan.gradient_accumulation_steps, plan.world_size)
         found = self._heaviest(split, plan.total_steps, hidden_size, plan.padding_free)
-        return found if max(each.tokens for each in found) == plan.micro_batch_tokens else ()
+        largest = max(each.tokens for each in found.train)
+        return found if largest == plan.micro_batch_tokens else RunBatches()
 
     def _evaluation_batches(self, plan: Plan) -> tuple[MicroBatch, ...]:
         if self.eval_lengths is None or self.eval_supervised is None:
@@ -244,7 +248,21 @@ class DataFacts:
             else:
                 padded = PaddedRows(len(rows), padded_length(int(lengths.max())))
                 found.append(MicroBatch(padded, supervised))
-        return tuple(found)
+        after = zip_longest(found, found[plan.world_size :])  # of the same process
+        return tuple(replace(each, held=following.tokens if following else 0) for each, following in after)
+
+
+def _held(tokens: np.ndarray, split: BatchSplit) -> np.ndarray:
+    """Tokens of all batches that the trainer holds beside the model, at each micro-batch, [steps, bins].
+
+    It fetches the micro-batches of a step before the first one, and keeps them until those of the next step
+    are there. The data loader is one ahead; for a GPU, that one is still in the memory of the host.
+    """
+    own = tokens.reshape(len(tokens), split.accumulation, split.world_size)
+    following = np.zeros_like(own[:, 0])
+    following[:-1] = own[1:, 0]
+    held = own.sum(axis=1) + following
+    return np.broadcast_to(held[:, None], own.shape).reshape(tokens.shape)
 
 
 def _sums(values: np.ndarray, groups: list[list[int]]) -> np.ndarray:

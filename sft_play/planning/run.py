@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import RunConfig
-from sft_play.errors import DoesNotFitError, UntraceableModel
+from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
@@ -184,6 +184,11 @@ def allowed_plans(
         ConfigError: settings contradict each other, the model or the device.
     """
     architecture, train = Architecture.of(model_config), config.train
+    if train.router_aux_loss_coef and not architecture.ask(questions.balances_experts):
+        raise ConfigError(
+            f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances the experts of a mixture; "
+            f"{architecture.config.model_type} is not one whose routers can be asked; leave it at 0"
+        )
     quantized = config.tuning.mode == "qlora"
     packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
     attention = _attention(config, architecture, device)

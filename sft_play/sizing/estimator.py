@@ -26,7 +26,7 @@ from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.memory import Counts, scaled_step
-from sft_play.sizing.micro_batches import heaviest
+from sft_play.sizing.micro_batches import heaviest, with_held
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.timeline import Segment, Step, StepTrace
 from sft_play.work import Work, WorkLine
@@ -300,7 +300,7 @@ def estimator(
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
             questions.require_packable(ask(questions.four_bit))
-        steps = (steps_of if complete else largest_step)(traces, run, plan, batches_of(plan))
+        steps, firsts = (steps_of if complete else largest_step)(traces, run, plan, batches_of(plan))
         spec = StepSpec.of(run, plan)
         division = Division(
             world_size=plan.world_size,
@@ -309,7 +309,8 @@ def estimator(
             element_bytes=spec.trained_element_bytes,
             state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
         )
-        return memory.estimate(steps, device, engine_of(plan.engine), division, complete=complete)
+        engine = engine_of(plan.engine)
+        return memory.estimate(steps, device, engine, division, firsts=firsts, complete=complete)
 
     return estimate
 
@@ -320,38 +321,44 @@ def _is_by_length(traces: Traces, run: RunConfig, plan: Plan) -> bool:
     return kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
 
 
-def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[Step]:
+Steps = tuple[list[Step], list[bool]]  # and whether each is the first of an optimizer step
+
+
+def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> Steps:
     """One step with no lower peak than any micro-batch of a plan, in few traces for all plans of a run."""
     evaluated = next(iter(heaviest(batches.evaluation)), None)
     if batches.train and _is_by_length(traces, run, plan):
         widest = replace(max(batches.train, key=lambda micro: micro.squares), first=False)
-        return [traces.step(StepSpec.of(run, plan, widest, evaluated))]
-    spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
-    return [traces.step(replace(spec, eval_share=None))]
+        spec = StepSpec.of(run, plan, widest, evaluated)
+    else:
+        spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
+        spec = replace(spec, eval_share=None)
+    return [with_held(traces.step(spec), spec, plan, batches, None, evaluated)], [False]
 
 
-def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[Step]:
+def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> Steps:
     """Steps of a plan, of which one has the highest peak of each phase."""
     by_length = _is_by_length(traces, run, plan)
-    known = batches.train
-    if engine_of(plan.engine).makes_gradients_early:
-        known = tuple(replace(micro, first=False) for micro in known)
-    train = heaviest(known, by_length=by_length)
+    train = heaviest(batches.train, by_length=by_length)
     evaluation = heaviest(batches.evaluation, by_length=by_length)
     later = [micro for micro in train if not micro.first] or train
 
     def step(micro: MicroBatch | None, evaluated: MicroBatch | None) -> Step:
         spec = StepSpec.of(run, plan, micro, evaluated)
-        return traces.step(spec if by_length else spec.without_lengths())
+        spec = spec if by_length else spec.without_lengths()
+        return with_held(traces.step(spec), spec, plan, batches, micro, evaluated)
 
     most = next(iter(later), None), next(iter(evaluation), None)
-    steps = [step(micro or most[0], other or most[1]) for micro, other in zip_longest(later, evaluation)]
-    steps = steps or [step(*most)]
+    pairs = [(micro or most[0], other or most[1]) for micro, other in zip_longest(later, evaluation)]
+    pairs = pairs or [most]
+    steps = [step(*pair) for pair in pairs]
+    firsts = [micro is not None and micro.first for micro, _ in pairs]
     for micro in train if len(later) < len(train) else ():
         # of the first ones of their steps, few have higher peaks even with the gradients of others
         if micro.first and _exceeds(step(replace(micro, first=False), most[1]), steps):
             steps.append(step(micro, most[1]))
-    return steps
+            firsts.append(True)
+    return steps, firsts
 
 
 def _exceeds(step: Step, others: Iterable[Step]) -> bool:

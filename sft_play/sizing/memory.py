@@ -50,18 +50,22 @@ def estimate(
     engine: Engine = ALONE,
     division: Division | None = None,
     *,
+    firsts: Sequence[bool] = (),
     complete: bool = False,
 ) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
     Each phase counts in the step in which its peak is highest. The engine transforms the steps of a single
-    process according to its division. With `complete`, reserved bytes are predicted, which takes time, also
-    where they cannot decide.
+    process according to its division; `firsts` says which are the first micro-batches of their optimizer
+    steps, so that no earlier one has left gradients. With `complete`, reserved bytes are predicted, which
+    takes time, also where they cannot decide.
     """
     host = host_memory(steps, device, division.world_size if division else 1)
     steps = [step.on_device().rounded(device.granularity) for step in steps]
     if division:
-        steps = [engine.transform(step, division) for step in steps]
+        alone = replace(division, accumulates=False)
+        divisions = [alone if first else division for first in firsts] or [division] * len(steps)
+        steps = list(map(engine.transform, steps, divisions))
     peaks: dict[str, Peak] = {}
     step_of: dict[str, Step] = {}
     for step in steps:

@@ -1,11 +1,17 @@
-"""Which micro-batches of a run can have the highest peak: those that no other one exceeds in everything."""
+"""Which micro-batches of a run can have the highest peak, and what the trainer holds beside them.
 
+Those that no other one exceeds in everything can have it.
+"""
+
+import math
 from collections.abc import Sequence
 from operator import itemgetter
 
 import numpy as np
 
-from sft_play.sizing.step import JoinedRows, MicroBatch
+from sft_play.plan import Plan
+from sft_play.sizing.step import TOKEN_BYTES, JoinedRows, MicroBatch, RunBatches, StepSpec
+from sft_play.timeline import Buffer, Step
 
 
 def front(columns: np.ndarray) -> np.ndarray:
@@ -43,8 +49,36 @@ def heaviest(batches: Sequence[MicroBatch], *, by_length: bool = False) -> list[
 def _heaviest(batches: Sequence[MicroBatch], by_length: bool) -> list[MicroBatch]:
     if not batches:
         return []
-    sizes = [(each.tokens, each.supervised, *([each.squares] * by_length)) for each in batches]
+    sizes = [(each.tokens, each.supervised, *([each.squares] * by_length), each.carried) for each in batches]
     if by_length or not isinstance(batches[0].batch, JoinedRows):
-        most = [max(sizes, key=itemgetter(at, *range(len(sizes[0])))) for at in range(len(sizes[0]))]
+        columns = range(len(sizes[0]))
+        most = [max(sizes, key=itemgetter(at, *columns)) for at in columns[:-1]]
         return [batches[sizes.index(size)] for size in dict.fromkeys(most)]
     return [batches[index] for index in front(np.array(sizes))]
+
+
+def with_held(
+    step: Step,
+    spec: StepSpec,
+    plan: Plan,
+    batches: RunBatches,
+    micro: MicroBatch | None,
+    evaluated: MicroBatch | None,
+) -> Step:
+    """A step of a run, with the batches that the trainer holds beside the one that the step is of.
+
+    Args:
+        step: the step.
+        spec: its description.
+        plan: the run's plan.
+        batches: those of the run, as far as they are known.
+        micro: the micro-batch; default one at which no other holds more.
+        evaluated: the batch of the evaluation; default one that another of its size follows.
+    """
+    most = (batches.held or spec.tokens * (plan.gradient_accumulation_steps + 1)) - spec.tokens
+    ahead = evaluated.held if evaluated else math.prod(spec.evaluated.shape)
+    sizes = (max(0, most) if micro is None else micro.held), max(0, most), ahead
+    phases = ("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")
+    return step.with_buffers(
+        *(Buffer("activations", TOKEN_BYTES * size, *ends) for size, ends in zip(sizes, phases, strict=True))
+    )

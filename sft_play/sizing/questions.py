@@ -61,6 +61,12 @@ def why_padded(
     return why_padded(packing, padding_free, config, attention_name)
 
 
+def balances_experts(config: "PretrainedConfig") -> bool:
+    """Whether the model can be asked for what its routers chose, which a loss may balance."""
+    text = config.get_text_config()
+    return hasattr(text, "output_router_logits") and hasattr(text, "router_aux_loss_coef")
+
+
 def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:
     """As in `sizing.attention_kernels`."""
     from sft_play.sizing.attention_kernels import attention_kernel

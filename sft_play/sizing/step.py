@@ -19,6 +19,8 @@ SHARES = 20  # where rows are not known one by one, the supervised share is roun
 ASSUMED_CAPABILITY = (8, 0)  # of a GPU that does not say: flash attention, as on all that have bf16
 # Of a tensor: a trace takes longer with more, and the parts of so many are small. More processes need less.
 MOST_SHARDS = 512
+TOKEN_BYTES = 24  # of a batch: id, label and position, as 64-bit integers
+OWN_TOKEN = 10  # a token of the micro-batch itself takes more memory than so many of batches that wait
 SHARED = ("plan.py", "timeline.py", "units.py", "work.py")
 SOURCES = tuple(PACKAGE / name for name in ("engines", "sizing", "model", *SHARED))
 
@@ -82,6 +84,7 @@ class MicroBatch:
     supervised: int  # tokens
     lengths: tuple[int, ...] = ()  # tokens of each sequence, if they are joined
     first: bool = False  # of its optimizer step, so that there are no gradients yet
+    held: int = 0  # tokens of the other batches that the trainer holds meanwhile
 
     @property
     def tokens(self) -> int:
@@ -93,6 +96,11 @@ class MicroBatch:
         """The sum of the squares of the sequence lengths."""
         return sum(length**2 for length in self.lengths)
 
+    @property
+    def carried(self) -> int:
+        """More than another one's, if with as many supervised tokens it has the higher peak."""
+        return OWN_TOKEN * self.tokens + self.held
+
 
 @dataclass(frozen=True)
 class RunBatches:
@@ -100,6 +108,7 @@ class RunBatches:
 
     train: tuple[MicroBatch, ...] = ()
     evaluation: tuple[MicroBatch, ...] = ()
+    held: int = 0  # the most tokens of batches that the trainer holds at the end of an optimizer step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +130,7 @@ class StepSpec:
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
     optimizer: str = "adamw"
     neftune: bool = False  # noise on the embeddings
+    balanced: bool = False  # a loss balances the experts
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
     eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
@@ -133,6 +143,7 @@ class StepSpec:
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
     eval_share: float | None = None  # supervised tokens of the evaluation batch; default `supervised_share`
     eval_lengths: tuple[int, ...] = ()  # as `lengths`
+    of_run: bool = False  # the trainer keeps its batch until the next step, and others (micro_batches.py)
 
     @property
     def joined(self) -> bool:
@@ -233,11 +244,13 @@ class StepSpec:
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
             neftune=config.train.neftune_noise_alpha is not None,
+            balanced=config.train.router_aux_loss_coef > 0,
             shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
             replicated=engine.shards_weights and plan.replicas > 1,
             regathers=engine.regathers,
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
+            of_run=True,
             **_batches(plan, micro, evaluated),
         )
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

@@ -28,8 +28,6 @@ from sft_play.units import AUTOCAST
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-PREFETCHED_BATCHES = 1  # batches that the data loader holds besides the current one
-
 
 def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool = False) -> StepTrace:
     """Traces a training step in the middle of a run (optimizer states exist), then an evaluation batch.
@@ -131,6 +129,9 @@ def _target_device(spec: StepSpec) -> Any:
 
 def _set_up(model: Any, spec: StepSpec) -> None:
     """As the trainer does, which gets a model that its engine has divided."""
+    text = model.config.get_text_config()
+    if hasattr(text, "router_aux_loss_coef"):
+        text.output_router_logits = spec.balanced  # by TRL's trainer
     add_loss_head(model.get_base_model() if spec.mode != "full" else model)
     if spec.neftune:
         add_noise(model, 1.0)
@@ -242,8 +243,9 @@ def run_step(
     recorder.begin("forward")
     parameters = trained_parameters(model)
     device = parameters[0].device
-    prefetched = [make_batch(spec, device=device) for _ in range(PREFETCHED_BATCHES)]  # noqa: F841
-    loss = forward(model, make_batch(spec, device=device), spec)
+    # the trainer keeps its batch; a step by itself has one that waits
+    batch = make_batch(spec, device=device)  # noqa: F841
+    loss = forward(model, batch if spec.of_run else make_batch(spec, device=device), spec)
     saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
     recorder.retag(saved, "activations")
     recorder.begin("backward")
@@ -268,4 +270,4 @@ def forward(model: Any, batch: dict[str, Any], spec: StepSpec) -> torch.Tensor:
     device, dtype = batch["input_ids"].device.type, AUTOCAST.get(spec.mixed_precision)
     autocast = torch.autocast(device, dtype=getattr(torch, dtype)) if dtype else nullcontext()
     with autocast:
-        return token_loss(model, batch)
+        return token_loss(model, batch, router_weight=1.0)

@@ -156,6 +156,8 @@ class Reporter(TrainerCallback):
                 **numbers,
                 "memory/peak_bytes": peak,
             }
+            if "router_aux_loss" in logs:
+                record["train/router_aux_loss"] = logs["router_aux_loss"]
             append_metrics(self.run, record)
         width = len(str(state.max_steps))
         # what a process on the CPU takes is not what is predicted, so it would only confuse

@@ -264,4 +264,5 @@ def _optimization(config: RunConfig, plan: Plan) -> dict[str, Any]:
         optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
+        router_aux_loss_coef=train.router_aux_loss_coef,
     )

@@ -13,7 +13,7 @@ from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
 from sft_play.engines.base import Engine
-from sft_play.model.loss_head import TokenScore, add_loss_head, score_batch, token_loss
+from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.runlog import console
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
 from sft_play.train.convert import load_moved, use_own_rate
@@ -74,6 +74,7 @@ class PlannedTrainer(SFTTrainer):
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
         self._plus_ratio = plus_ratio  # LoRA+: learning rate of the B matrices / that of the A matrices
         self._step_loss: torch.Tensor | float = 0.0
+        self._balance: list[torch.Tensor] = []  # of this process's micro-batches since the last record
         add_loss_head(self.model)
         self._train_collator, self._eval_collator = self.data_collator, eval_collator
         self._engine, self._checkpoint_parts, self._writer = engine, checkpoint_parts, writer
@@ -115,7 +116,7 @@ class PlannedTrainer(SFTTrainer):
             )
         self.accelerator.backward(loss, **self._engine.backward_arguments())
         # added to the mean loss of the log, which a NaN would never leave again
-        share = loss.detach().nan_to_num(0.0, 0.0, 0.0)
+        share = self._reported.nan_to_num(0.0, 0.0, 0.0)
         self._step_loss = self._step_loss + share
         return share
 
@@ -131,8 +132,12 @@ class PlannedTrainer(SFTTrainer):
         # DDP and ZeRO-2 average gradients over the ranks, and the loss is divided by the tokens of all.
         ranks = self.accelerator.num_processes
         shares = self.current_gradient_accumulation_steps * ranks
-        balance = self.router_aux_loss_coef / shares if self.aux_loss_enabled else 0.0
-        loss = ranks * token_loss(model, inputs, num_items_in_batch, router_weight=balance)
+        loss, balance = losses(model, inputs, num_items_in_batch)
+        loss = ranks * loss
+        self._reported = loss.detach()
+        if balance is not None:
+            loss = loss + ranks * self.router_aux_loss_coef / shares * balance
+            self._balance.append(balance.detach())
         self.begin_phase("backward")
         return poisoned_if_not_finite(loss)
 
@@ -190,6 +195,9 @@ class PlannedTrainer(SFTTrainer):
         if "loss" in record:
             numbers = self._numbers(self.state.global_step)
             record = record | {name: value for name, value in numbers.items() if value is not None}
+            if self._balance:
+                record["router_aux_loss"] = torch.stack(self._balance).mean().item()
+                self._balance.clear()
         super().log(record, start_time)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:

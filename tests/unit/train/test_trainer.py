@@ -1,17 +1,21 @@
 """What the trainer does otherwise than the library, method by method, on a real model in one process."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.small_models import WIDE, small_config
 from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
 from sft_play.model.loss_head import TokenScore, score_batch
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged
+from tests.conftest import VOCABULARY
 from tests.integration.jobs import make_job
 from tests.rounding import assert_same_values
 from tests.unit.test_manifest import flip_bit
@@ -237,3 +241,24 @@ def test_a_checkpoint_is_listed_once_all_ranks_have_written_their_files(trainer_
         (folder / ".tmpAbCd").write_bytes(b"half")
     published = writer.staging.parent / "checkpoint-1"
     assert set(read_manifest(published)["files"]) == {"trainer_state.json", "optimizer_shard_0.safetensors"}
+
+
+def test_the_loss_that_balances_experts_is_learned_but_not_reported(tiny_model, tmp_path):
+    torch.manual_seed(0)
+    config = small_config("mixtral", WIDE | {"layers": 2, "vocabulary": VOCABULARY})
+    mixture = shutil.copytree(tiny_model, tmp_path / "mixture")
+    AutoModelForCausalLM.from_config(config).save_pretrained(mixture)
+    shares, gradients = [], []
+    for weight in (0.0, 0.5):
+        settings = {"mode": "full", "batch_size": 4, "router_aux_loss_coef": weight}
+        trainer = prepare_session(
+            make_job(mixture, tmp_path, f"{weight}", **settings), announce=False
+        ).trainer
+        batch = first_step(trainer)[0]
+        shares.append(trainer.training_step(trainer.model, batch, supervised([batch])).item())
+        gradients.append([each.grad for name, each in trainer.model.named_parameters() if "gate." in name])
+        trainer.skipped.count(finite=True)
+        trainer.log({"loss": shares[-1], "learning_rate": 0.1})
+        assert ("router_aux_loss" in trainer.state.log_history[-1]) == (weight > 0)
+    assert shares[0] == shares[1]
+    assert len(gradients[0]) == 2 and not any(map(torch.equal, *gradients))
