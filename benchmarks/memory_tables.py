@@ -91,14 +91,13 @@ def memory_on_a_cpu() -> str:
 
 
 def random_on_a_cpu() -> str:
-    """Errors of the predicted peaks of random runs with uneven rows, in all, by type, and of each phase."""
-    tree = results("random")
+    """Errors of predicted peaks of random runs with uneven rows, in all, by type and engine, of each phase."""
     rows = []
-    for name, found in tree["errors"].items():
-        if not name.startswith("engine "):
-            worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
-            share = f"{found['within_target']} of {found['runs']}"
-            rows.append([name.removeprefix("precision "), f"{found['median']:.3%}", share, *worst])
+    for name, found in results("random")["errors"].items():
+        worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
+        share = f"{found['within_target']} of {found['runs']}"
+        name = name.replace("engine none", "one process").removeprefix("precision ")
+        rows.append([name, f"{found['median']:.3%}", share, *worst])
     return table(("peak of", "median error", "within 0.1%", "highest", "lowest"), rows)
 
 

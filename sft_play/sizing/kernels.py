@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from sft_play.errors import ConfigError
@@ -294,8 +295,21 @@ def few_tiles(recorder: AllocationRecorder) -> Iterator[None]:
             with recorder.standing_for(times):
                 yield begin
 
+    leaf = cpu._leaf
+
+    def kept(tensor: torch.Tensor, requires_grad: bool) -> Any:
+        """The leaf; autocast keeps a cast of each until it ends, also of those that this one stands for."""
+        found = leaf(tensor, requires_grad)
+        others = round((recorder.times - 1) * len(tensor)) if recorder.times > 1 and requires_grad else 0
+        if others and torch.is_autocast_enabled("cpu"):
+            alike = tensor.detach().as_strided((others, tensor.shape[1]), tensor.stride(), 0)
+            with recorder.standing_for(0.0), torch.enable_grad():
+                linear(leaf(alike, requires_grad), tensor.new_empty(1, tensor.shape[1]))
+        return found
+
     with patched(chunked_logprob, "range", few, builtin=True), patched(cpu, "range", few, builtin=True):
-        yield
+        with patched(cpu, "_leaf", kept):
+            yield
 
 
 def _forward_tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:

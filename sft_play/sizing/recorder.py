@@ -54,7 +54,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.layer_of_parameter: list[int] = []  # of each trained parameter, in the optimizer's order
         self.elements_of_parameter: list[int] = []  # in the same order
         self.operations: list[tuple[float, ...]] = []
-        self._times = 1.0  # how many equal operations each one stands for
+        self.times = 1.0  # how many equal operations each one stands for
         self._rules: dict[Any, Any] = {}
         self._stops: list[int] = []  # operations recorded by the end of each segment
         self._open: dict[int, tuple[int, weakref.ref]] = {}
@@ -207,16 +207,16 @@ class AllocationRecorder(TorchDispatchMode):
             kind, dtype, *sizes, times, moved = operation
             by_python = self.phase != "backward" or torch.is_grad_enabled()
             each = fresh / max(times, 1)
-            self.operations.append((kind, dtype, by_python, *sizes, times * self._times, moved, each))
+            self.operations.append((kind, dtype, by_python, *sizes, times * self.times, moved, each))
 
     @contextmanager
     def standing_for(self, times: float) -> Iterator[None]:
         """Within this context, each operation stands for `times` equal ones."""
-        before, self._times = self._times, self._times * times
+        before, self.times = self.times, self.times * times
         try:
             yield
         finally:
-            self._times = before
+            self.times = before
 
     def record(self, out: Any) -> None:
         """Records the result of an operation: a tensor, or a tuple or list that may contain tensors.
