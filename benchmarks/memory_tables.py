@@ -91,7 +91,7 @@ def memory_on_a_cpu() -> str:
 
 
 def random_on_a_cpu() -> str:
-    """Errors of predicted peaks of random runs with uneven rows, in all, by type and engine, of each phase."""
+    """Errors of predicted peaks of random runs with uneven rows: in all, by type, engine and phase."""
     rows = []
     for name, found in results("random")["errors"].items():
         worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
