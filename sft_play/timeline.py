@@ -122,10 +122,7 @@ class Timeline:
         return np.sign(self.events) * sizes[self._source_of_event]
 
     def with_block(self, term: str, first: str, last: str | None) -> "Timeline | None":
-        """This timeline with a block of a term, from the begin of a phase to the end of another one.
-
-        None if it does not have the first phase. `last` None: it is never freed.
-        """
+        """This timeline with a block from the begin of a phase, if it has that, to the end of another one."""
         number = len(self.source) + 1
         begins = np.flatnonzero(self.phases == PHASES.index(first))[:1]
         if not begins.size:

@@ -49,7 +49,9 @@ def token_loss(
 ) -> torch.Tensor:
     """The sum of the `losses`, a scalar; `router_weight` is that of the loss that balances experts."""
     loss, balance = losses(model, batch, tokens)
-    return loss if balance is None else loss + router_weight * balance
+    if balance is not None:
+        loss = loss + router_weight * balance
+    return loss
 
 
 def losses(model: Any, batch: dict[str, Any], tokens: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -233,8 +232,9 @@ class DataFacts:
             return RunBatches()
         split = BatchSplit(plan.rows_per_step, plan.gradient_accumulation_steps, plan.world_size)
         found = self._heaviest(split, plan.total_steps, hidden_size, plan.padding_free)
-        largest = max(each.tokens for each in found.train)
-        return found if largest == plan.micro_batch_tokens else RunBatches()
+        if max(each.tokens for each in found.train) != plan.micro_batch_tokens:
+            return RunBatches()
+        return found
 
     def _evaluation_batches(self, plan: Plan) -> tuple[MicroBatch, ...]:
         if self.eval_lengths is None or self.eval_supervised is None:
@@ -248,8 +248,9 @@ class DataFacts:
             else:
                 padded = PaddedRows(len(rows), padded_length(int(lengths.max())))
                 found.append(MicroBatch(padded, supervised))
-        after = zip_longest(found, found[plan.world_size :])  # of the same process
-        return tuple(replace(each, held=following.tokens if following else 0) for each, following in after)
+        following = [each.tokens for each in found[plan.world_size :]]  # of the same process
+        pairs = zip(found, [*following, *[0] * plan.world_size], strict=False)
+        return tuple(replace(each, held=held) for each, held in pairs)
 
 
 def _held(tokens: np.ndarray, split: BatchSplit) -> np.ndarray:
