@@ -20,9 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported,
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several workers share the cores
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a suite in the background of a shell would ignore Ctrl-C, tests too
+# a suite in the background of a shell would ignore Ctrl-C, one under nohup a closed terminal, and its tests too
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"

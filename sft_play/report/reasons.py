@@ -166,11 +166,11 @@ def _needs(host: HostMemory | None) -> str:
     """What offloading needs of RAM, in brackets."""
     if host is None:
         return ""
-    of = "of which it is unknown how much there is"
+    limit = "; how much the machine has is unknown"
     if host.budget_bytes is not None:
-        of = f"of {format_bytes(host.budget_bytes)} that may be used"
-    own = f"{counted(host.processes, 'process')}, {format_bytes(host.own_bytes)} of each assumed for itself"
-    return f" ({format_bytes(host.needed_bytes)} {of}; {own})"
+        limit = f" of {format_bytes(host.budget_bytes)} that may be used"
+    own = f"{counted(host.processes, 'process')}, with {format_bytes(host.own_bytes)} assumed for each itself"
+    return f" ({format_bytes(host.needed_bytes)}{limit}; {own})"
 
 
 @sentence.register
