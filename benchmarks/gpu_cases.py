@@ -174,12 +174,13 @@ def planned_cases(
     )
     checkpointed = [draft for draft in drafts if draft.recomputes]
     random_share = random.Random(f"{model} {mode}")
+    needed = estimator(architecture_, target.budget)
     cases = []
     sizes = [draft.rows_per_micro_batch * row_tokens for draft in checkpointed]
     for tokens in _planned_tokens(model, quick):
         first = next(index for index, size in enumerate(sizes) if size >= tokens)
-        low = _needed(model, StepSpec.of(config, checkpointed[first]), target)
-        high = _needed(model, StepSpec.of(config, checkpointed[first + 1]), target)
+        around = checkpointed[first : first + 2]
+        low, high = (needed(config, draft, complete=True).process_bytes for draft in around)
         budget = round(low + random_share.random() * (high - low))
         estimate = estimator(architecture_, replace(target.budget, budget_bytes=budget))
         plan, _ = choose_plan(config, drafts, estimate, _prefer_large)
@@ -193,12 +194,6 @@ def _planned_tokens(model: str, quick: bool) -> tuple[int, ...]:
     models = list(MEASURED)
     is_large = models.index(model) >= models.index(LARGE_FROM)
     return PLANNED_TOKENS["large" if is_large else "small"]
-
-
-def _needed(model: str, spec: StepSpec, target: Target) -> int:
-    """Free memory that a device must have for the step."""
-    predicted = predict(model, spec, target)
-    return (predicted["reserved"] or max(predicted["phases"].values())) + predicted["context"]
 
 
 def _prefer_large(config: RunConfig, plan: Plan) -> float:
