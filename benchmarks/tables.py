@@ -244,11 +244,14 @@ def _speed() -> str:
 
 
 def _memory() -> str:
-    errors, uneven = list(map(abs, published("", "allocated"))), results("random")["errors"]["all"]
+    errors, random = list(map(abs, published("", "allocated"))), results("random")
+    uneven = random["errors"]["all"]
+    all_drawn = [row["number"] for row in random["rows"]] == list(range(len(random["rows"])))
+    sample = "settings drawn at random" if all_drawn else "random settings, some of them picked,"
     return (
         f"{len(errors)} peaks of allocated memory that others measured on GPUs are predicted, without a GPU, "
         f"with an error of {statistics.median(errors):.2%} in the median and {max(errors):.2%} at worst. Of "
-        f"{uneven['runs']} runs on a CPU with settings drawn at random and rows of 1 to 800 tokens, "
+        f"{uneven['runs']} runs on a CPU with {sample} and rows of 1 to 800 tokens, "
         f"{uneven['within_target']} were within 0.1% of the prediction; at worst it was "
         f"{-uneven['worst_low']:.1%} too low."
     )

@@ -25,8 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sft_play.engines.state import MOMENTS, StateOf, saved_weights
-from sft_play.engines.stored import give_back_freed_memory, put_to_use
-from sft_play.errors import ConfigError
+from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 
 FILE = "optimizer_shard_{rank}.safetensors"
 
@@ -67,7 +66,7 @@ def shard(
     away = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     for unit in units:
         _put_to_use(unit, device, like_first)
-        _require_one_type(unit)
+        require_one_type(each for each in unit.parameters() if not isinstance(each, DTensor))
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=away)
         give_back_freed_memory()
     # accelerate enters it in all micro-batches of a step but the last
@@ -108,18 +107,6 @@ def _put_to_use(unit: torch.nn.Module, device: str, like_first: bool) -> None:
                 _take_from_first(parameter, device)
 
 
-def _require_one_type(unit: torch.nn.Module) -> None:
-    """Raises ConfigError if what is trained of the part that is not divided yet has several types."""
-    own = (each for each in unit.parameters() if each.requires_grad and not isinstance(each, DTensor))
-    types = {str(parameter.dtype).removeprefix("torch.") for parameter in own}
-    if len(types) > 1:
-        raise ConfigError(
-            "An engine that divides weights joins what is trained of a layer, here of several types: "
-            f"{', '.join(sorted(types))}. Without autocast, tuning.lora.modules_to_save stay in model.dtype; "
-            "set train.mixed_precision=bf16 or model.dtype=float32"
-        )
-
-
 def _take_from_first(parameter: Tensor, device: str) -> None:
     sent = parameter.data.to(device)
     distributed.broadcast(sent, src=0)
@@ -140,7 +127,7 @@ def gathered_weights(model: Any) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=options)  # type: ignore[return-value]
 
 
-def save_shards(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
+def save_parts(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:
     """Writes this process's part of AdamW's state, an empty part too; only the first of several replicas."""
     mesh = optimizer.param_groups[0]["params"][0].device_mesh
     if mesh.ndim > 1 and mesh.get_local_rank(0):
@@ -183,7 +170,7 @@ def read_shards(files: Sequence[Path]) -> StateOf:
     return state_of
 
 
-def set_shards(optimizer: Any, parameters: Mapping[str, DTensor], state_of: StateOf) -> None:
+def set_parts(optimizer: Any, parameters: Mapping[str, DTensor], state_of: StateOf) -> None:
     """Sets this process's part of parameters and of their states, from whole tensors."""
     for name, parameter in parameters.items():
         state = state_of(name)

@@ -6,11 +6,13 @@ what has been cast or quantized of it. A parameter says by an attribute what it 
 
 import ctypes
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from sft_play.errors import ConfigError
 
 TYPE = "type_in_use"
 
@@ -60,6 +62,20 @@ def put_to_use(parameter: torch.Tensor, device: str) -> None:
         parameter.data = parameter.data.to(device, dtype)
     if not getattr(parameter, "bnb_quantized", True):
         parameter.to(device)  # bitsandbytes quantizes what is moved
+
+
+def require_one_type(joined: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigError if what is trained of these weights has several types.
+
+    FSDP2 joins what it divides of a unit, DeepSpeed all that is trained; both find out in the first pass.
+    """
+    types = {str(each.dtype).removeprefix("torch.") for each in joined if each.requires_grad}
+    if len(types) > 1:
+        raise ConfigError(
+            "An engine that divides weights joins what is trained, here of several types: "
+            f"{', '.join(sorted(types))}. Without autocast, tuning.lora.modules_to_save stay in model.dtype; "
+            "set train.mixed_precision=bf16 or model.dtype=float32"
+        )
 
 
 def give_back_freed_memory() -> None:

@@ -3,36 +3,29 @@
 After partition_parameters.py, parameter_offload.py and stage3.py of DeepSpeed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
-from sft_play.engines.base import Division, Message
-from sft_play.engines.fsdp2 import SHARD, messages_of_units, shard_files
+from sft_play.engines.base import Division
+from sft_play.engines.sharded import Sharded
 from sft_play.engines.zero import Zero
 from sft_play.plan import Plan
 from sft_play.timeline import Buffer, Step
 from sft_play.units import AUTOCAST
-from sft_play.work import Work
-
-if TYPE_CHECKING:
-    from sft_play.engines.state import Load, StateOf
-
 
 FP32 = 4  # bytes
 
 
-class Zero3(Zero):
+class Zero3(Sharded, Zero):
     """DeepSpeed's ZeRO, stage 3."""
 
     name, label, target, mark, stage = "deepspeed_z3", "ZeRO-3", "train-deepspeed", "Z", 3
     principle = "partitions weights, gradients and optimizer states among the processes"
-    shards_weights = regathers = wraps_shards = for_the_asking = True
-    loads_own_state = False
-    file_of_rank = SHARD
+    regathers = wraps_shards = for_the_asking = True
 
     def divide(self, units: Sequence[Any], config: RunConfig, plan: Plan) -> None:
         """Each process keeps its part of each parameter."""
@@ -52,32 +45,15 @@ class Zero3(Zero):
 
         let_go(model)
 
-    def state_files(self, checkpoint: Path) -> list[Path]:
-        """One file for each rank that saved it."""
-        return shard_files(checkpoint)
+    def torch_half(self) -> ModuleType:
+        """Parameters have their part in `ds_tensor`."""
+        from sft_play.engines import zero3_parts
 
-    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
-        """Each process writes its part, and of the fp32 weights."""
-        from sft_play.engines.zero3_parts import save_parts
-
-        save_parts(optimizer, {parameter: name for name, parameter in model.named_parameters()}, checkpoint)
-        return True
-
-    def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
-        """Joins the parts of all ranks."""
-        from sft_play.engines.shards import read_shards
-
-        return read_shards(self.state_files(checkpoint))
+        return zero3_parts
 
     def trained_by(self, optimizer: Any) -> list[Any]:
         """DeepSpeed's own optimizer has one vector for each group in place of the parameters."""
         return [parameter for group in optimizer.fp16_groups for parameter in group]
-
-    def set_state(self, optimizer: Any, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
-        """Each process takes its part."""
-        from sft_play.engines.zero3_parts import set_parts
-
-        set_parts(optimizer, parameters, state_of)
 
     def trainer_arguments(
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
@@ -90,23 +66,6 @@ class Zero3(Zero):
             zero = {**arguments["deepspeed"]["zero_optimization"], "stage3_prefetch_bucket_size": 0}
             arguments["deepspeed"] = {**arguments["deepspeed"], "zero_optimization": zero}
         return arguments
-
-    def load_weights(self, model: Any, checkpoint: Path) -> bool:
-        """Each process takes its part of the trained weights."""
-        from sft_play.engines.state import saved_weights
-        from sft_play.engines.zero3_parts import set_weight
-
-        weight_of = saved_weights(checkpoint)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                set_weight(parameter, weight_of(name))
-        return True
-
-    def full_weights(self, model: Any) -> dict[str, Any] | None:
-        """Gathered tensor by tensor, into the memory of the first process's machine."""
-        from sft_play.engines.zero3_parts import gathered_weights
-
-        return gathered_weights(model)
 
     def transform(self, step: Step, division: Division) -> Step:
         """Puts fp32 weights and flat buffers in the place of gradients and optimizer states.
@@ -130,10 +89,6 @@ class Zero3(Zero):
             Buffer("engine", bucket, "backward", "backward"),
             Buffer("engine", own + cast, "optimizer", "optimizer"),
         )
-
-    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
-        """Weights are gathered in both passes, and gradients reduced."""
-        return messages_of_units(work, plan)
 
     def state_on_disk(self, elements: int, state_bytes: int) -> int:
         """The fp32 weights of all processes are saved with their states."""

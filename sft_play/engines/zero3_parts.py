@@ -28,8 +28,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
-from sft_play.engines.stored import give_back_freed_memory, put_to_use
-from sft_play.errors import ConfigError
+from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 
 # What DeepSpeed leaves on modules, which would call the engine of an earlier training.
 RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
@@ -43,6 +42,9 @@ def partition(units: Sequence[torch.nn.Module], device: str, cast_to: str | None
         units: gathered one at a time, the whole model last; on any device, the same in all processes.
         device: where its parts go, "cuda" or "cpu".
         cast_to: 16-bit type of all weights; default their own.
+
+    Raises:
+        ConfigError: what is trained has several types.
     """
     unset_hf_deepspeed_config()  # transformers would load the next model in a way of its own
     *inner, whole = units
@@ -59,7 +61,7 @@ def partition(units: Sequence[torch.nn.Module], device: str, cast_to: str | None
     for module in whole.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-    _require_one_type(whole)
+    require_one_type(whole.parameters())
     in_units = {parameter for unit in inner for parameter in unit.parameters()}
     for unit in inner:
         set_z3_leaf_module(unit, True)
@@ -68,16 +70,6 @@ def partition(units: Sequence[torch.nn.Module], device: str, cast_to: str | None
             register_external_parameter(whole, parameter)
     # DeepSpeed would reduce the gradients of a unit before they are computed, if its input needs none
     stage3.z3_leaf_parameter = lambda parameter: False
-
-
-def _require_one_type(model: torch.nn.Module) -> None:
-    """Raises ConfigError if what is trained has several types, which DeepSpeed cannot join."""
-    types = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.requires_grad}
-    if len(types) > 1:
-        raise ConfigError(
-            "parallel.engine=deepspeed_z3 joins all that is trained, here of several types: "
-            f"{', '.join(sorted(types))}; set train.mixed_precision=bf16 or model.dtype=float32"
-        )
 
 
 @contextmanager

@@ -23,7 +23,6 @@ Pure: memory and time are functions, so traced, measured and made-up numbers are
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -55,9 +54,7 @@ MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
 
 _engine = attrgetter("engine", "replicas", "offload")
-_kind = attrgetter(
-    "engine", "replicas", "offload", "activations"
-)  # what plans of different micro-batches may share
+_kind = attrgetter("engine", "replicas", "offload", "activations")  # plans differ in the micro-batch only
 
 
 def choose_plan(
@@ -91,8 +88,11 @@ def choose_plan(
     waiting = [[draft for draft in drafts if (draft.offload == "none") == plain] for plain in (True, False)]
     while True:
         if not _fitting(sized) and waiting:
-            with suppress(*([ConfigError] if sized else [])):  # an engine that nobody asked for cannot do it
+            try:
                 sized += _size_all(waiting.pop(0), memory_of, seconds_of)
+            except ConfigError:  # offloading, which nobody asked for, cannot do it
+                if not sized:
+                    raise
             continue
         fitting = _fitting(sized) or _least_of_those_that_ran_out(sized)
         if not fitting:

@@ -143,7 +143,6 @@ class StepSpec:
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
     eval_share: float | None = None  # supervised tokens of the evaluation batch; default `supervised_share`
     eval_lengths: tuple[int, ...] = ()  # as `lengths`
-    of_run: bool = False  # the trainer keeps its batch until the next step, and others (micro_batches.py)
 
     @property
     def joined(self) -> bool:
@@ -250,7 +249,6 @@ class StepSpec:
             regathers=engine.regathers,
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
-            of_run=True,
             **_batches(plan, micro, evaluated),
         )
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

@@ -243,9 +243,8 @@ def run_step(
     recorder.begin("forward")
     parameters = trained_parameters(model)
     device = parameters[0].device
-    # the trainer keeps its batch; a step by itself has one that waits
-    batch = make_batch(spec, device=device)  # noqa: F841
-    loss = forward(model, batch if spec.of_run else make_batch(spec, device=device), spec)
+    batch = make_batch(spec, device=device)  # the trainer, too, keeps it until the next one
+    loss = forward(model, batch, spec)
     saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
     recorder.retag(saved, "activations")
     recorder.begin("backward")

@@ -188,6 +188,13 @@ def test_more_than_there_is_cannot_be_asked_for(machine, processes, asked, messa
         memory_of_a_process(run(memory_gib=asked), machine, processes)
 
 
+def test_only_a_mixture_has_experts_to_balance():
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef=0\.01 balances the experts .* leave it at 0"
+    ):
+        plan_run(run(router_aux_loss_coef=0.01), MODEL, FACTS, CPU, 1)
+
+
 def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
     machine = what_if("RTX 4090")
     budget = memory_device(run(memory_gib=2), machine, 1)

@@ -1,0 +1,85 @@
+"""What the engines that divide weights have in common: FSDP2 and ZeRO-3."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sft_play.engines.base import Engine, Message
+from sft_play.plan import Plan
+from sft_play.work import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Work
+
+if TYPE_CHECKING:
+    from sft_play.engines.state import Load, StateOf
+
+SHARD = re.compile(r"(?:optimizer_shard_|rng_state_)(\d+)")  # files that each process writes
+
+
+class Sharded(Engine):
+    """An engine of which each process holds a part of each weight."""
+
+    distributes = trades_speed = shards_state = shards_weights = True
+    loads_own_state = False
+    file_of_rank = SHARD
+
+    def torch_half(self) -> ModuleType:
+        """A module with `save_parts`, `set_parts`, `set_weight` and `gathered_weights` for its parts."""
+        raise NotImplementedError
+
+    def state_files(self, checkpoint: Path) -> list[Path]:
+        """One file for each rank that saved it, in the order of ranks."""
+        files = checkpoint.glob("optimizer_shard_*.safetensors")
+        return sorted(files, key=lambda path: int(SHARD.search(path.name)[1]))  # type: ignore[index]
+
+    def save_state(self, optimizer: Any, model: Any, checkpoint: Path) -> bool:
+        """Each process writes its part."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.torch_half().save_parts(optimizer, names, checkpoint)
+        return True
+
+    def read_state(self, checkpoint: Path, names: Sequence[str], load: "Load") -> "StateOf":
+        """Joins the parts of all ranks."""
+        from sft_play.engines.shards import read_shards
+
+        return read_shards(self.state_files(checkpoint))
+
+    def set_state(self, optimizer: Any, parameters: Mapping[str, Any], state_of: "StateOf") -> None:
+        """Each process takes its part."""
+        self.torch_half().set_parts(optimizer, parameters, state_of)
+
+    def load_weights(self, model: Any, checkpoint: Path) -> bool:
+        """Each process takes its part of the trained weights."""
+        from sft_play.engines.state import saved_weights
+
+        weight_of = saved_weights(checkpoint)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self.torch_half().set_weight(parameter, weight_of(name))
+        return True
+
+    def full_weights(self, model: Any) -> dict[str, Any] | None:
+        """Gathered tensor by tensor, into the memory of the first process's machine."""
+        return self.torch_half().gathered_weights(model)  # type: ignore[no-any-return]
+
+    def update_share(self, world_size: int) -> float:
+        """A process updates its part."""
+        return 1 / world_size
+
+    def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:
+        """Those of gathering a model unit by unit, as in the trace of a step's last micro-batch.
+
+        Weights are gathered for the forward and for the backward pass, and gradients reduced, each process
+        getting its part; replicas reduce theirs once per step.
+        """
+        each = plan.gradient_accumulation_steps
+        kinds = {
+            "all_gather": (ALL_GATHER, each),
+            "reduce_scatter": (REDUCE_SCATTER, 1 if plan.defers_exchange else each),
+            "all_reduce": (ALL_REDUCE, 1),
+        }
+        return tuple(
+            Message(name, size, passes * times)
+            for name, (kind, passes) in kinds.items()
+            for size, times in work.exchanged(kind).items()
+        )
