@@ -25,7 +25,9 @@ def weights(run: RunDir) -> bytes:
     return file.read_bytes()
 
 
-@pytest.mark.parametrize("mode", ["lora", "full", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["lora", *(pytest.param(m, marks=pytest.mark.slow) for m in ("full", "qlora"))]
+)
 def test_they_are_those_of_one_process_and_training_does_not_notice(tiny_model, tmp_path, mode):
     config, run = make_workspace(tmp_path, tiny_model), RunDir(tmp_path / "runs" / "one")
     words = [*WORDS, f"tuning.mode={mode}"]

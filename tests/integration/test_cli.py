@@ -130,8 +130,18 @@ def test_training_again_moves_the_earlier_run_aside_whole(finished, workspace):
     assert summary["optimizer_steps"] == 2 and summary["train_loss"] > 0  # though no tenth step was logged
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("mode", "packing"),
+    [
+        ("lora", False),
+        ("qlora", False),
+        ("full", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("lora", True), ("qlora", True), ("full", False))
+        ),
+    ],
+)
 def test_every_mode_learns(workspace, mode, packing):
     config, run = workspace
     batch = (

@@ -13,7 +13,13 @@ LIMIT_S = 4  # parallel.timeout_s
     ("fault", "seconds", "code", "words"),
     [
         pytest.param("raise", 5, 1, ["in _raise", "ValueError: an injected fault"], marks=pytest.mark.faults),
-        ("kill", 5, 9, ["rank 1 died without reporting an error: killed by SIGKILL"]),
+        pytest.param(
+            "kill",
+            5,
+            9,
+            ["rank 1 died without reporting an error: killed by SIGKILL"],
+            marks=pytest.mark.faults,
+        ),
         (
             "sleep",
             LIMIT_S + 10,

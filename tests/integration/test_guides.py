@@ -38,6 +38,7 @@ ELSEWHERE = {
     r"torchrun ": "integration/test_distributed.py::test_torchrun_needs_no_launcher_of_ours",
     r"bash scripts/train_multi_gpu.sh": "unit/test_makefile.py::test_the_shell_script_is_the_make_target",
 }
+RARELY = ("make bench-", "python scripts/train_distributed.py")  # by make test-faults
 TRAINING = re.compile(r"make train|train_distributed\.py|train_multi_gpu\.sh")
 
 
@@ -155,7 +156,10 @@ def on_the_cpu(text: str, config: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("text", EXECUTED)
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(text, marks=pytest.mark.slow) if text.startswith(RARELY) else text for text in EXECUTED],
+)
 def test_what_the_guides_say_to_type_works(place, text):
     if text == "ss -ltnp" and not shutil.which("ss"):
         pytest.skip("this machine has no ss")

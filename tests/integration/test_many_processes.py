@@ -8,6 +8,7 @@ import json
 import shutil
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,26 @@ KINDS = {
     "full-padded": {"mode": "full", "learning_rate": 1e-3, "padding_free": False},
     "full-packed": {"mode": "full", "learning_rate": 1e-3, "probe": True, **PACKED},
 }
+# Of the engines' kinds, those of `make test`; the others, and more of what resumes, are of `make test-faults`.
+ALWAYS = {
+    "zero2": ("lora-padded", "full-padded"),
+    "ddp": ("lora-padded", "full-packed"),
+    "fsdp2": ("lora-padded", "full-padded"),
+    "zero3": ("lora-padded", "full-packed"),
+}
 EPOCH_ROWS = 31  # no batch divides them
+
+
+def kinds_of(engine: str, *, always: bool) -> dict[str, dict]:
+    """Jobs of an engine by name, a kind each."""
+    chosen = [kind for kind in KINDS if (kind in ALWAYS[engine]) == always]
+    return {f"{engine}-{kind}": KINDS[kind] for kind in chosen}
+
+
+def resumed(folder: Path, source: str, engine: str, kind: str, **settings) -> dict[str, dict]:
+    """A job by name that goes on from what another engine saved."""
+    job = {**KINDS[kind], **settings, "resume": saved_by(folder, f"{source}-{kind}")}
+    return {f"{source}-to-{engine}-{kind}": job}
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +110,17 @@ def one(tiny_model, folder):
 
 @pytest.fixture(scope="module")
 def zero2(one, launch, folder):
-    """ZeRO-2 on two processes: all kinds, and what resumes from one process."""
-    jobs = {f"zero2-{kind}": settings for kind, settings in KINDS.items()}
-    for kind in ("lora-padded", "full-padded"):
-        jobs[f"one-to-zero2-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"one-{kind}")}
+    """ZeRO-2 on two processes, and what resumes from one process."""
+    jobs = kinds_of("zero2", always=True) | resumed(folder, "one", "zero2", "lora-padded")
     jobs["best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
+    launch("deepspeed_z2", 2, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zero2_more(zero2, launch, folder):
+    """The other kinds."""
+    jobs = kinds_of("zero2", always=False) | resumed(folder, "one", "zero2", "full-padded")
     launch("deepspeed_z2", 2, jobs)
     return folder
 
@@ -114,45 +140,59 @@ def checkpoint_that_stays_best(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def ddp(fsdp2, launch, folder):
-    """DDP on two processes: every kind, resuming from the others, and the rows of each rank."""
-    jobs = {f"ddp-{kind}": settings for kind, settings in KINDS.items()}
-    for kind, engine in product(("lora-padded", "full-padded"), ("zero2", "fsdp2")):
-        jobs[f"{engine}-to-ddp-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"{engine}-{kind}")}
-    jobs["one-to-ddp-full-padded"] = {**KINDS["full-padded"], "resume": saved_by(folder, "one-full-padded")}
-    for mode in ("lora", "full"):
-        jobs[f"recomputed-{mode}-padded"] = {**KINDS[f"{mode}-padded"], "gradient_checkpointing": True}
+    """DDP on two processes, resuming from the others, and the rows of each rank."""
+    jobs = kinds_of("ddp", always=True) | resumed(folder, "zero2", "ddp", "full-padded")
+    jobs |= resumed(folder, "fsdp2", "ddp", "lora-padded")
+    jobs["ddp-recomputed-full-padded"] = {**KINDS["full-padded"], "gradient_checkpointing": True}
     jobs["looked"] = {"only_look": True, "rows": token_rows(EPOCH_ROWS, seed=5), "max_steps": 3}
     launch("ddp", 2, jobs)
     return folder
 
 
 @pytest.fixture(scope="module")
+def ddp_more(ddp, launch, folder):
+    """The other kinds, and what resumes from them."""
+    jobs = kinds_of("ddp", always=False) | resumed(folder, "one", "ddp", "full-padded")
+    jobs |= resumed(folder, "zero2", "ddp", "lora-padded") | resumed(folder, "fsdp2", "ddp", "full-padded")
+    jobs["ddp-recomputed-lora-padded"] = {**KINDS["lora-padded"], "gradient_checkpointing": True}
+    launch("ddp", 2, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def fsdp2(zero2, launch, folder):
-    """FSDP2 on two processes: all kinds, two also in other ways, and what resumes from ZeRO-2."""
-    jobs = {f"fsdp2-{kind}": settings for kind, settings in KINDS.items()}
-    for kind in ("lora-padded", "full-padded"):
-        jobs[f"zero2-to-fsdp2-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"zero2-{kind}")}
-        jobs[f"fsdp2-recomputed-{kind}"] = {**KINDS[kind], "gradient_checkpointing": True}
-    for kind in ("lora-packed", "full-padded"):
-        jobs[f"fsdp2-deferring-{kind}"] = {**KINDS[kind], "defers_exchange": True}
+    """FSDP2 on two processes, in other ways too, and what resumes from ZeRO-2."""
+    jobs = kinds_of("fsdp2", always=True) | resumed(folder, "zero2", "fsdp2", "lora-padded")
+    jobs["fsdp2-recomputed-lora-padded"] = {**KINDS["lora-padded"], "gradient_checkpointing": True}
+    jobs["fsdp2-deferring-full-padded"] = {**KINDS["full-padded"], "defers_exchange": True}
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("fsdp2", 2, jobs)
     return folder
 
 
 @pytest.fixture(scope="module")
+def fsdp2_more(fsdp2, launch, folder):
+    """The other kinds and ways."""
+    jobs = kinds_of("fsdp2", always=False) | resumed(folder, "zero2", "fsdp2", "full-padded")
+    jobs["fsdp2-recomputed-full-padded"] = {**KINDS["full-padded"], "gradient_checkpointing": True}
+    jobs["fsdp2-deferring-lora-packed"] = {**KINDS["lora-packed"], "defers_exchange": True}
+    launch("fsdp2", 2, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def zero3(one, launch, folder):
-    """ZeRO-3 on two processes: a kind of each mode."""
-    launch("deepspeed_z3", 2, {f"zero3-{kind}": KINDS[kind] for kind in ("lora-padded", "full-packed")})
+    """ZeRO-3 on two processes."""
+    launch("deepspeed_z3", 2, kinds_of("zero3", always=True))
     return folder
 
 
 @pytest.fixture(scope="module")
 def zero3_more(zero3, fsdp2, launch, folder):
     """The other kinds, recomputed too, and what resumes from every other engine and from itself."""
-    jobs = {f"zero3-{kind}": KINDS[kind] for kind in ("lora-packed", "full-padded")}
+    jobs = kinds_of("zero3", always=False)
     for kind, engine in product(("lora-padded", "full-padded"), ("one", "zero2", "fsdp2", "zero3")):
-        jobs[f"{engine}-to-zero3-{kind}"] = {**KINDS[kind], "resume": saved_by(folder, f"{engine}-{kind}")}
+        jobs |= resumed(folder, engine, "zero3", kind)
     for kind in ("lora-padded", "full-padded"):
         jobs[f"zero3-recomputed-{kind}"] = {**KINDS[kind], "gradient_checkpointing": True}
     jobs["zero3-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
@@ -166,27 +206,19 @@ def from_zero3(zero3_more, launch, folder):
     for name, engine, processes in (
         ("ddp", "ddp", 2), ("zero2", "deepspeed_z2", 2), ("fsdp2", "fsdp2", 2), ("three", "deepspeed_z3", 3),
     ):  # fmt: skip
-        jobs = {
-            f"zero3-to-{name}-{kind}": {**KINDS[kind], "resume": saved_by(folder, f"zero3-{kind}")}
-            for kind in ("lora-padded", "full-padded")
-        }
+        jobs = {}
+        for kind in ("lora-padded", "full-padded"):
+            jobs |= resumed(folder, "zero3", name, kind)
         launch(engine, processes, jobs)
     return folder
 
 
 @pytest.fixture(scope="module")
-def four(fsdp2, launch, folder):
+def four(fsdp2_more, launch, folder):
     """FSDP2 on four processes, from the start and from two; some have no part of a small weight."""
-    jobs = {
-        f"two-to-four-{kind}": {
-            **KINDS[kind],
-            "batch_size": rows,
-            "resume": saved_by(folder, f"fsdp2-{kind}"),
-        }
-        for kind, rows in (("lora-packed", 3 * SEQ), ("full-padded", 3))
-    }
-    for kind in ("lora-padded", "full-padded"):
-        jobs[f"four-{kind}"] = KINDS[kind] | {"batch_size": 3}
+    jobs = {f"four-{kind}": KINDS[kind] | {"batch_size": 3} for kind in ("lora-padded", "full-padded")}
+    jobs |= resumed(folder, "fsdp2", "four", "lora-packed", batch_size=3 * SEQ)
+    jobs |= resumed(folder, "fsdp2", "four", "full-padded", batch_size=3)
     launch("fsdp2", 4, jobs)
     return folder
 
@@ -194,22 +226,18 @@ def four(fsdp2, launch, folder):
 @pytest.fixture(scope="module")
 def back(fsdp2, launch, folder):
     """ZeRO-2 on two processes, resuming from FSDP2."""
-    jobs = {
-        f"fsdp2-to-zero2-{kind}": {**KINDS[kind], "resume": saved_by(folder, f"fsdp2-{kind}")}
-        for kind in ("lora-padded", "full-padded")
-    }
+    jobs = resumed(folder, "fsdp2", "zero2", "lora-padded") | resumed(folder, "fsdp2", "zero2", "full-padded")
     launch("deepspeed_z2", 2, jobs)
     return folder
 
 
 @pytest.fixture(scope="module")
-def three(zero2, launch, folder):
+def three(zero2_more, launch, folder):
     """ZeRO-2 on three processes, resuming from two; its partitions are filled up at the end."""
-    jobs = {
-        f"two-to-three-{kind}": {**KINDS[kind], "resume": saved_by(folder, f"zero2-{kind}")}
-        for kind in ("lora-packed", "full-padded")
-    }
-    jobs["three-full-padded"] = KINDS["full-padded"]
+    jobs = {"three-full-padded": KINDS["full-padded"]}
+    jobs |= resumed(folder, "zero2", "three", "lora-packed") | resumed(
+        folder, "zero2", "three", "full-padded"
+    )
     launch("deepspeed_z2", 3, jobs)
     return folder
 
@@ -220,23 +248,21 @@ def assert_same_as_one(folder: Path, name: str, kind: str, after: int = 0) -> No
     assert read_metrics(RunDir(folder / name))[-1]["step"] == STEPS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["zero2", "ddp", "fsdp2"])
-def test_two_processes_learn_what_one_does(request, engine, kind):
-    assert_same_as_one(request.getfixturevalue(engine), f"{engine}-{kind}", kind)
+def slow(*values: str) -> Any:
+    """A case of `make test-faults`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    ("launched", "kind"),
+    ("launched", "engine", "kind"),
     [
-        ("zero3", "lora-padded"),
-        ("zero3", "full-packed"),
-        pytest.param("zero3_more", "lora-packed", marks=pytest.mark.slow),
-        pytest.param("zero3_more", "full-padded", marks=pytest.mark.slow),
+        (engine, engine, kind) if kind in always else slow(f"{engine}_more", engine, kind)
+        for engine, always in ALWAYS.items()
+        for kind in KINDS
     ],
 )
-def test_two_processes_with_zero3_learn_what_one_does(request, launched, kind):
-    assert_same_as_one(request.getfixturevalue(launched), f"zero3-{kind}", kind)
+def test_two_processes_learn_what_one_does(request, launched, engine, kind):
+    assert_same_as_one(request.getfixturevalue(launched), f"{engine}-{kind}", kind)
 
 
 @pytest.mark.slow
@@ -256,25 +282,22 @@ def test_zero3_goes_on_from_its_own_checkpoint_bit_for_bit(zero3_more, kind):
 @pytest.mark.parametrize(
     ("launched", "name", "kind"),
     [
-        ("zero2", "one-to-zero2", "lora-padded"), ("zero2", "one-to-zero2", "full-padded"),
-        ("ddp", "zero2-to-ddp", "lora-padded"), ("ddp", "zero2-to-ddp", "full-padded"),
-        ("ddp", "fsdp2-to-ddp", "lora-padded"), ("ddp", "fsdp2-to-ddp", "full-padded"),
-        ("ddp", "one-to-ddp", "full-padded"),
-        ("fsdp2", "zero2-to-fsdp2", "lora-padded"), ("fsdp2", "zero2-to-fsdp2", "full-padded"),
+        ("zero2", "one-to-zero2", "lora-padded"), slow("zero2_more", "one-to-zero2", "full-padded"),
+        ("ddp", "zero2-to-ddp", "full-padded"), slow("ddp_more", "zero2-to-ddp", "lora-padded"),
+        ("ddp", "fsdp2-to-ddp", "lora-padded"), slow("ddp_more", "fsdp2-to-ddp", "full-padded"),
+        slow("ddp_more", "one-to-ddp", "full-padded"),
+        ("fsdp2", "zero2-to-fsdp2", "lora-padded"), slow("fsdp2_more", "zero2-to-fsdp2", "full-padded"),
         *(
-            pytest.param("zero3_more", f"{engine}-to-zero3", kind, marks=pytest.mark.slow)
+            slow("zero3_more", f"{engine}-to-zero3", kind)
             for engine, kind in product(("one", "zero2", "fsdp2"), ("lora-padded", "full-padded"))
         ),
         *(
-            pytest.param("from_zero3", f"zero3-to-{engine}", kind, marks=pytest.mark.slow)
+            slow("from_zero3", f"zero3-to-{engine}", kind)
             for engine, kind in product(("ddp", "zero2", "fsdp2", "three"), ("lora-padded", "full-padded"))
         ),
-        pytest.param("back", "fsdp2-to-zero2", "lora-padded", marks=pytest.mark.slow),
-        pytest.param("back", "fsdp2-to-zero2", "full-padded", marks=pytest.mark.slow),
-        pytest.param("four", "two-to-four", "lora-packed", marks=pytest.mark.slow),
-        pytest.param("four", "two-to-four", "full-padded", marks=pytest.mark.slow),
-        pytest.param("three", "two-to-three", "lora-packed", marks=pytest.mark.slow),
-        pytest.param("three", "two-to-three", "full-padded", marks=pytest.mark.slow),
+        slow("back", "fsdp2-to-zero2", "lora-padded"), slow("back", "fsdp2-to-zero2", "full-padded"),
+        slow("four", "fsdp2-to-four", "lora-packed"), slow("four", "fsdp2-to-four", "full-padded"),
+        slow("three", "zero2-to-three", "lora-packed"), slow("three", "zero2-to-three", "full-padded"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name, kind):
@@ -282,47 +305,53 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name,
 
 
 @pytest.mark.parametrize(
-    ("launched", "kind"),
+    ("launched", "engine", "kind"),
     [
-        ("zero2", "lora-packed"),
-        ("zero2", "full-padded"),
-        ("ddp", "lora-padded"),
-        ("fsdp2", "lora-packed"),
-        ("fsdp2", "full-padded"),
-        ("zero3", "lora-padded"),
-        ("zero3", "full-packed"),
-        pytest.param("four", "full-padded", marks=pytest.mark.slow),
-        pytest.param("three", "full-padded", marks=pytest.mark.slow),
+        slow("zero2_more", "zero2", "lora-packed"),
+        ("zero2", "zero2", "full-padded"),
+        ("ddp", "ddp", "lora-padded"),
+        slow("fsdp2_more", "fsdp2", "lora-packed"),
+        ("fsdp2", "fsdp2", "full-padded"),
+        ("zero3", "zero3", "lora-padded"),
+        ("zero3", "zero3", "full-packed"),
+        slow("four", "four", "full-padded"),
+        slow("three", "three", "full-padded"),
     ],
 )
-def test_many_processes_go_on_as_one(request, tiny_model, launched, kind):
+def test_many_processes_go_on_as_one(request, tiny_model, launched, engine, kind):
     folder = request.getfixturevalue(launched)
-    source = Path(saved_by(folder, f"{launched}-{kind}"))
+    source = Path(saved_by(folder, f"{engine}-{kind}"))
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     train(
         make_job(
             tiny_model,
             folder,
-            f"{launched}-to-one-{kind}",
+            f"{engine}-to-one-{kind}",
             **{**COMMON, **KINDS[kind], "resume": str(source)},
         )
     )
-    assert_same_as_one(folder, f"{launched}-to-one-{kind}", kind, after=SAVED)
+    assert_same_as_one(folder, f"{engine}-to-one-{kind}", kind, after=SAVED)
     assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
-    ("launched", "engine"),
-    [("fsdp2", "fsdp2"), pytest.param("zero3_more", "zero3", marks=pytest.mark.slow)],
+    ("launched", "engine", "kind"),
+    [
+        ("fsdp2", "fsdp2", "lora-padded"),
+        slow("fsdp2_more", "fsdp2", "full-padded"),
+        slow("zero3_more", "zero3", "lora-padded"),
+        slow("zero3_more", "zero3", "full-padded"),
+        ("ddp", "ddp", "full-padded"),  # it needs no static graph
+        slow("ddp_more", "ddp", "lora-padded"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["lora-padded", "full-padded"])
-def test_recomputing_in_a_divided_model_changes_nothing(request, launched, engine, kind):
+def test_recomputing_among_processes_changes_nothing(request, launched, engine, kind):
     assert_same_as_one(request.getfixturevalue(launched), f"{engine}-recomputed-{kind}", kind)
 
 
-@pytest.mark.parametrize("kind", ["lora-packed", "full-padded"])
-def test_gradients_may_wait_for_the_last_micro_batch(fsdp2, kind):
-    assert_same_as_one(fsdp2, f"fsdp2-deferring-{kind}", kind)
+@pytest.mark.parametrize(("launched", "kind"), [("fsdp2", "full-padded"), slow("fsdp2_more", "lora-packed")])
+def test_gradients_may_wait_for_the_last_micro_batch(request, launched, kind):
+    assert_same_as_one(request.getfixturevalue(launched), f"fsdp2-deferring-{kind}", kind)
 
 
 @pytest.mark.slow
@@ -336,7 +365,7 @@ def test_four_processes_learn_what_one_does(four, kind):
     [
         ("zero2", "best-before"),
         ("fsdp2", "fsdp2-best-before"),
-        pytest.param("zero3_more", "zero3-best-before", marks=pytest.mark.slow),
+        slow("zero3_more", "zero3-best-before"),
     ],
 )
 def test_the_best_checkpoint_may_be_from_before_the_move(request, engine, name):
@@ -398,11 +427,6 @@ def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp, fs
         lines = run.metrics.read_text().splitlines()
         assert len(lines) == len({(json.loads(line)["step"], "eval/loss" in line) for line in lines})
         assert len(list(run.tensorboard.glob("events*"))) <= 1
-
-
-@pytest.mark.parametrize("mode", ["lora", "full"])
-def test_checkpointing_needs_no_static_graph(ddp, mode):
-    assert_same_as_one(ddp, f"recomputed-{mode}-padded", f"{mode}-padded")
 
 
 def test_ddp_looks_for_no_unused_parameters_and_keeps_gradients_once(ddp):

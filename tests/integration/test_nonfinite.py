@@ -113,15 +113,8 @@ def test_a_single_gradient_that_is_infinite_costs_its_step(tiny_model, tmp_path,
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("ddp", marks=pytest.mark.faults),
-        "deepspeed_z2",
-        pytest.param("fsdp2", marks=pytest.mark.faults),
-        pytest.param("deepspeed_z3", marks=pytest.mark.faults),
-    ],
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3"])
 def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine):
     rows = rows_without(BROKEN)
     settings = dict(rows=with_token(rows, {42}), val=rows[:21], max_steps=6, batch_size=4)

@@ -11,7 +11,7 @@ from tests.integration.jobs import make_job
 from tests.integration.processes import assert_same_curve, launch_jobs
 from tests.integration.test_many_processes import CLOSE, COMMON, KINDS, SAVED, saved_by
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 TRIED = ("lora-packed", "full-padded")
 SETTINGS = {kind: {**COMMON, **KINDS[kind], "probe": False} for kind in TRIED}

@@ -144,26 +144,28 @@ FULL, NEVER = ("tuning.mode=full", "model.max_seq_len=64"), "parallel.offload=no
 
 
 def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
-    """By the plans for the fewest and for half of them; the batch follows where it may."""
+    """By the plans for the fewest and for half of them."""
+    one_gpu_of(2.5)
+    alone, _ = plan("--model", "large-1", "--gpu", "small", *FULL)
+    count, memory = alone["plan"]["world_size"], alone["memory"]
+    assert count > 2 and alone["plan"]["engine"] == "fsdp2"
+    assert f"{count} x small: the fewest that fit" in " ".join(alone["why"])
+    assert f"NGPU={count} " in alone["command"] and memory["process_bytes"] <= memory["budget_bytes"]
+    half = ("--model", "large-1", "--gpu", "small", "--gpus", str(count // 2), *FULL)
+    with pytest.raises(DoesNotFitError, match=f"{count} GPUs with FSDP2 .make train-fsdp NGPU={count}."):
+        plan(*half, NEVER)
+
+
+@pytest.mark.slow
+def test_fewer_gpus_than_the_fewest_offload_and_a_table_of_cards_has_the_fewest(large, one_gpu_of):
     one_gpu_of(2.5)
     tree, _ = plan("--model", "large-1", *FULL)
     found = tree["cards"][0]["plans"]["full"]
     assert found["gpus"] > 2 and found["engine"] == "fsdp2"
-    count = found["gpus"]
-    alone, report = plan("--model", "large-1", "--gpu", "small", *FULL)
-    assert alone["plan"]["world_size"] == count and f"{count} x small: the fewest that fit" in " ".join(
-        alone["why"]
-    )
-    assert (
-        f"NGPU={count} " in alone["command"]
-        and alone["memory"]["process_bytes"] <= alone["memory"]["budget_bytes"]
-    )
-    half = ("--model", "large-1", "--gpu", "small", "--gpus", str(count // 2), *FULL)
-    with pytest.raises(DoesNotFitError, match=f"{count} GPUs with FSDP2 .make train-fsdp NGPU={count}."):
-        plan(*half, NEVER)
-    offloaded, _ = plan(*half)
+    half = found["gpus"] // 2
+    offloaded, _ = plan("--model", "large-1", "--gpu", "small", "--gpus", str(half), *FULL)
     assert offloaded["plan"]["offload"] == "ram" and offloaded["memory"]["host"]["budget_bytes"] is None
-    assert f"NGPU={count // 2} OFFLOAD=ram" in offloaded["command"]
+    assert f"NGPU={half} OFFLOAD=ram" in offloaded["command"]
 
 
 @pytest.mark.slow
