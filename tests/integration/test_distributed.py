@@ -82,13 +82,14 @@ def assert_same_result(run: RunDir, alone: RunDir) -> None:
     assert ended[0]["status"] == "done" and [ended[0][key] for key in SAME] == [ended[1][key] for key in SAME]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "engine", "banner"),
     [
-        pytest.param("packed", "ddp", "MULTI_CPU", marks=pytest.mark.slow),
-        pytest.param("lora", "deepspeed_z2", "DEEPSPEED", marks=pytest.mark.slow),
+        ("packed", "ddp", "MULTI_CPU"),
+        ("lora", "deepspeed_z2", "DEEPSPEED"),
         ("lora", "fsdp2", "MULTI_CPU"),
-        pytest.param("lora", "deepspeed_z3", "DEEPSPEED", marks=pytest.mark.slow),
+        ("lora", "deepspeed_z3", "DEEPSPEED"),
     ],
 )
 def test_two_processes_learn_what_one_does(config, alone, kind, engine, banner):

@@ -11,20 +11,21 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from sft_play.machine.process import die_with_parent
+from sft_play.machine.process import die_with_parent, importing_libraries
 
 die_with_parent()
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a script finds its own folder alone
 
-from sft_play.job import Job  # noqa: E402
-from sft_play.launch.ranks import RankEnvironment, finish_rank  # noqa: E402
-from sft_play.model import decomposition  # noqa: E402
-from sft_play.runlog import quiet_libraries  # noqa: E402
-from sft_play.train.ranks import process_group  # noqa: E402
-from sft_play.train.run import train  # noqa: E402
-from sft_play.train.session import prepare_session  # noqa: E402
-from tests.integration.jobs import make_job  # noqa: E402
-from tests.integration.loading import load  # noqa: E402
+with importing_libraries():  # as a rank does
+    from sft_play.job import Job
+    from sft_play.launch.ranks import RankEnvironment, finish_rank
+    from sft_play.model import decomposition
+    from sft_play.runlog import quiet_libraries
+    from sft_play.train.ranks import process_group
+    from sft_play.train.run import train
+    from sft_play.train.session import prepare_session
+    from tests.integration.jobs import make_job
+    from tests.integration.loading import load
 
 
 def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:

@@ -143,6 +143,7 @@ def large(tmp_path):
 FULL, NEVER = ("tuning.mode=full", "model.max_seq_len=64"), "parallel.offload=none"
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
     """By the plans for the fewest and for half of them."""
     one_gpu_of(2.5)
