@@ -188,6 +188,7 @@ def test_two_processes_agree_on_a_smaller_plan(tiny_model, tmp_path):
     assert max(found["probe"]["phases"].values()) <= found["plan"]["memory"]["budget_bytes"]
 
 
+@pytest.mark.slow
 def test_search_leaves_out_what_the_first_probe_showed_not_to_fit(tiny_model, tmp_path, capsys):
     """Once the correction is right, the larger plans are no longer candidates, and the run continues."""
     job = make_job(tiny_model, tmp_path, "search", rows=ROWS, probe="search", gradient_checkpointing=False)

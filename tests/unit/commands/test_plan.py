@@ -213,9 +213,10 @@ def test_another_model_can_be_planned_with_a_config_and_overrides():
             ["--gpus", "2", "tuning.mode=full"],
             "make train-distributed NGPU=2 CONFIG=configs/run_full.yaml ARGS=",
         ),
-        (
+        pytest.param(
             ["--gpus", "4", "parallel.engine=fsdp2"],
             "make train-fsdp NGPU=4 CONFIG=configs/run_lora.yaml ARGS=",
+            marks=pytest.mark.slow,
         ),
         (
             ["--gpus", "16", "tuning.mode=qlora"],

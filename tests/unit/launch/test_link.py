@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import product
 
 import pytest
 
@@ -73,11 +74,11 @@ finally:
 
 
 @pytest.fixture
-def start(port):
+def start():
     """Starts a machine in a process."""
     started: list[subprocess.Popen] = []
 
-    def process(rank: int, count: int) -> subprocess.Popen:
+    def process(rank: int, count: int, port: int) -> subprocess.Popen:
         words = [str(number) for number in (rank, count, port)]
         started.append(subprocess.Popen([sys.executable, "-c", OTHER, *words], stdout=subprocess.DEVNULL))
         return started[-1]
@@ -130,20 +131,26 @@ def test_the_reason_reaches_all_even_if_the_first_machine_ends_at_once(links, po
             future.result(5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_machine_that_goes_without_a_word_is_named(start, port, impatient, rank, number):
-    other = start(1 - rank, 2)
-    link = joined(rank, port, 2)
-    assert link.failure() is None
-    other.send_signal(number)
-    began = time.monotonic()
-    while (cause := link.failure()) is None:
-        assert time.monotonic() - began < 2 * link_module.LOST_S
-        time.sleep(0.05)
-    assert cause.code == LaunchError.exit_code
-    assert cause.message.startswith(f"lost the connection to machine {1 - rank} ({socket.gethostname()})")
-    link.close()
+def test_a_machine_that_goes_without_a_word_is_named(start, pool, impatient):
+    """The first one or the other, killed or stopped; all at the same time, since each waits for seconds."""
+
+    def lose(rank: int, number: int) -> None:
+        port = free_port()
+        other = start(1 - rank, 2, port)
+        link = joined(rank, port, 2)
+        assert link.failure() is None
+        other.send_signal(number)
+        began = time.monotonic()
+        while (cause := link.failure()) is None:
+            assert time.monotonic() - began < 2 * link_module.LOST_S
+            time.sleep(0.05)
+        assert cause.code == LaunchError.exit_code
+        assert cause.message.startswith(f"lost the connection to machine {1 - rank} ({socket.gethostname()})")
+        link.close()
+
+    cases = product((0, 1), (signal.SIGKILL, signal.SIGSTOP))
+    for waiting in [pool.submit(lose, *case) for case in cases]:
+        waiting.result()
 
 
 def test_a_machine_that_is_done_is_not_lost(links, impatient):
@@ -180,7 +187,7 @@ def test_one_of_two_machines_with_the_same_rank_is_told_so_and_the_others_go_on(
 
 def test_a_machine_that_leaves_while_it_waits_may_come_again(pool, port, start, capsys):
     main = pool.submit(joined, 0, port)
-    first = start(1, 3)
+    first = start(1, 3, port)
     said = ""
     while "machine 1 joined" not in said:
         said += capsys.readouterr().out

@@ -44,8 +44,15 @@ def test_the_front_has_what_nothing_exceeds():
     assert dominated.all() and len(kept) < 100
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])  # whose scores grow with squares of lengths
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        ("llama", "full"),
+        ("deepseek_v3", "lora"),  # whose scores grow with squares of lengths
+        pytest.param("llama", "lora", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_no_micro_batch_of_the_run_has_a_higher_peak(family, mode):
     config = small_config("llama", WIDE | {"layers": 3}) if family == "llama" else miniature(family)
     run = RunConfig.model_validate(
