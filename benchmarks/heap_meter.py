@@ -58,11 +58,16 @@ def _settled(communicate: Callable[..., None], meter: ctypes.CDLL) -> Callable[.
     def call(*args: Any, **named: Any) -> None:
         tensors = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-        users = list(map(torch._C._storage_Use_Count, storages))
+
+        def users() -> list[int]:
+            counts = list(map(torch._C._storage_Use_Count, storages))
+            return counts + [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
+
+        before = users()
         live, latest = meter.meter_live() + SETTLED_BYTES, time.monotonic() + LONGEST_S
         communicate(*args, **named)
         while time.monotonic() < latest and (
-            meter.meter_live() > live or list(map(torch._C._storage_Use_Count, storages)) > users
+            meter.meter_live() > live or any(now > then for now, then in zip(users(), before, strict=True))
         ):
             time.sleep(SETTLE_S)
 

@@ -107,7 +107,8 @@ class Marks(TrainerCallback):
         step = engine.step
 
         def marked(*arguments: Any, **named: Any) -> None:
-            self.begin("optimizer")
+            if engine.is_gradient_accumulation_boundary():
+                self.begin("optimizer")
             step(*arguments, **named)
 
         engine.step = marked

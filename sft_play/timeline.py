@@ -9,7 +9,7 @@ Shapes: E events, B traced blocks (a block is one allocation), N blocks of the e
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -18,7 +18,7 @@ from sft_play.work import Work
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation")
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries", "engine")
-
+Place = Literal["begin", "layers", "end"]
 WHOLE_MODEL = -1  # stands in for a layer index where a block or segment belongs to no decoder layer
 
 
@@ -113,7 +113,7 @@ class Timeline:
         return {}
 
     @cached_property
-    def longer(self) -> dict[tuple[str, str, str | None], "Timeline | None"]:
+    def longer(self) -> dict[tuple[str, str, str | None, str], "Timeline | None"]:
         """This timeline with one block more, by term and phases: so that steps share what was replayed."""
         return {}
 
@@ -121,14 +121,17 @@ class Timeline:
         """Bytes that each event allocates or, negative, frees, [E], for traced blocks of `sizes`, [B]."""
         return np.sign(self.events) * sizes[self._source_of_event]
 
-    def with_block(self, term: str, first: str, last: str | None) -> "Timeline | None":
-        """This timeline with a block from the begin of a phase, if it has that, to the end of another one."""
+    def with_block(self, term: str, first: str, last: str | None, place: Place) -> "Timeline | None":
+        """This timeline with a block from a place in a phase, if it has that, to the end of another one."""
         number = len(self.source) + 1
-        begins = np.flatnonzero(self.phases == PHASES.index(first))[:1]
+        events, after = np.flatnonzero(self.phases == PHASES.index(first)), place == "end"
+        begins = events[-1:] if after else events[:1]
+        if place == "layers":
+            begins = np.append(events[self.layers[events] != WHOLE_MODEL], begins)[:1]
         if not begins.size:
             return None
         ends = np.flatnonzero(self.phases == PHASES.index(last))[-1:] if last else begins[:0]
-        places = np.concatenate([begins, ends + 1])
+        places = np.concatenate([begins + after, ends + 1])
         return replace(
             self,
             events=np.insert(self.events, places, [number, -number][: len(places)]),
@@ -153,8 +156,9 @@ class Buffer:
 
     term: str
     bytes: int
-    first: str  # phase at whose beginning it is allocated
+    first: str  # phase in which it is allocated
     last: str | None  # phase at whose end it is freed; None: never
+    place: Place = "begin"  # of the first phase: with its first event, its first in a layer, or after all
 
 
 @dataclass(frozen=True)
@@ -198,22 +202,23 @@ class Step:
 
     def bytes_of(self, term: str) -> int:
         """Bytes of all blocks of a term, whenever they live."""
+        return int(self.sizes_of(term).sum())
+
+    def sizes_of(self, term: str) -> np.ndarray:
+        """Bytes of each block of a term, [blocks]."""
         line = self.timeline
-        return int(self.sizes[line.source][line.terms[line.source] == TERMS.index(term)].sum())
+        return self.sizes[line.source][line.terms[line.source] == TERMS.index(term)]
 
     def with_buffers(self, *buffers: Buffer) -> "Step":
         """The step with these blocks; those of phases that it does not have are left out."""
-        step = self
-        for buffer in buffers:
-            step = step._with_buffer(buffer) if buffer.bytes else step
-        return step
-
-    def _with_buffer(self, buffer: Buffer) -> "Step":
-        known, key = self.timeline.longer, (buffer.term, buffer.first, buffer.last)
-        if key not in known:
-            known[key] = self.timeline.with_block(*key)
-        line = known[key]
-        return self if line is None else Step(line, np.append(self.sizes, buffer.bytes))
+        line, sizes = self.timeline, self.sizes
+        for buffer in (each for each in buffers if each.bytes):
+            key = (buffer.term, buffer.first, buffer.last, buffer.place)
+            if key not in line.longer:
+                line.longer[key] = line.with_block(*key)
+            if longer := line.longer[key]:
+                line, sizes = longer, np.append(sizes, buffer.bytes)
+        return replace(self, timeline=line, sizes=sizes)
 
     def peaks(self, *, in_layers: bool = False) -> dict[str, Peak]:
         """The peak of each phase that the step has; with `in_layers`, only while a decoder layer runs."""
@@ -229,14 +234,13 @@ class Step:
         return peaks
 
 
-def _lifetimes(trace: StepTrace) -> tuple[np.ndarray, np.ndarray]:
-    """The segments in which each traced block is allocated and freed, [B] each; -1 if it is never freed."""
-    birth = np.full(len(trace.sizes), -1)
-    death = np.full(len(trace.sizes), -1)
+def _lifetimes(trace: StepTrace) -> np.ndarray:
+    """The segments in which each traced block is allocated and freed, [2, B]; -1 if it is never freed."""
+    found = np.full((2, len(trace.sizes)), -1)
     for index, segment in enumerate(trace.segments):
         for event in trace.events[segment.start : segment.stop].tolist():
-            (birth if event > 0 else death)[abs(event) - 1] = index
-    return birth, death
+            found[int(event < 0), abs(event) - 1] = index
+    return found
 
 
 def sweeps(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
@@ -348,10 +352,9 @@ class _Expansion:
 def expand(trace: StepTrace) -> Timeline:
     """Repeats the traced layers as `trace.stand_ins` says.
 
-    A model of five equal layers is traced with three: the first, one from the middle and the last, so
-    `stand_ins` is (0, 1, 1, 1, 2). In the forward pass each layer saves one block (`s`) for its backward
-    pass, allocates its output (`o`) and frees its input, which is the output of the layer before. Block
-    numbers in the trace and, after expansion, in the timeline:
+    A model of five equal layers is traced with three, the first, a middle and the last one: `stand_ins` is
+    (0, 1, 1, 1, 2). In the forward pass, a layer saves a block (`s`) for its backward pass, allocates its
+    output (`o`) and frees its input. Block numbers in the trace and, after expansion, in the timeline:
 
         traced layer     0            1            2
         traced events    +1 +2        +3 +4 -2     +5 +6 -4
@@ -362,15 +365,14 @@ def expand(trace: StepTrace) -> Timeline:
         events           +1 +2   +3 +4 -2     +5 +6 -4     +7 +8 -6      +9 +10 -8
         source           s0 o0   s1 o1 -o0    s1 o1 -o1    s1 o1 -o1     s2 o2 -o1
 
-    Each copy of layer 1 gets blocks of its own (3 and 4, 5 and 6, 7 and 8), which have the sizes of s1 and
-    o1. The interesting event is the free: in the trace layer 1 frees o0, but layer 2 of the model must free
-    the output of its own neighbor, layer 1. So a block that crosses from one layer to the next is looked up
-    by what it is - the n-th block that a layer allocates in this phase for the next one to free - in the
-    traced layer that represents the neighbor. If two traced layers leave their neighbors different numbers
-    of such blocks, they cannot represent one another, and all layers have to be traced.
+    Each copy of layer 1 gets blocks of its own (3 to 8), which have the sizes of s1 and o1. In the trace,
+    layer 1 frees o0, but layer 2 of the model must free the output of its own neighbor. So a block that goes
+    from one layer to the next is looked up by what it is - the n-th block that a layer allocates in this
+    phase for the next to free - in the traced layer that represents the neighbor. If traced layers leave
+    their neighbors different numbers of such blocks, they cannot represent one another, and all are traced.
 
-    The backward pass is expanded in the same way with the layers in reverse order, and events outside the
-    layers that touch a layer's block (an optimizer update, say) are repeated once for each copy.
+    The backward pass is expanded alike, with the layers in reverse order, and events outside the layers that
+    touch a layer's block (an optimizer update, say) are repeated once for each copy.
 
     Raises:
         LayersDiffer: the blocks that traced layers pass to each other do not match when layers are repeated.

@@ -37,6 +37,7 @@ class Division:
     accumulates: bool  # whether an optimizer step has several micro-batches
     device: str = "cuda"  # "cuda" or "cpu"
     element_bytes: int  # of a trained element and of its gradient
+    autocasts: bool = False  # operations of a step are in 16 bits
     state_bytes: Callable[[int], int]  # of the optimizer, for so many elements in one fp32 vector
 
 

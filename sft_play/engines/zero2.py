@@ -13,13 +13,13 @@ from sft_play.engines import deepspeed
 from sft_play.engines.base import Division, Message
 from sft_play.engines.zero import Zero
 from sft_play.plan import Plan
-from sft_play.timeline import Buffer, Step
+from sft_play.timeline import Buffer, Place, Step
 from sft_play.work import Work
 
 if TYPE_CHECKING:
     from sft_play.engines.state import Load, StateOf
 
-FP32 = 4  # bytes
+FP32, NORM = 4, 8  # bytes of an element, and of one for the norm of gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +96,36 @@ class Zero2(Zero):
         """Puts this process's part in the place of optimizer states and gradients, and adds the buffers.
 
         All trained parameters are copied into one flat buffer while the model is loaded. From then on a
-        process has fp32 weights and states of its part. It keeps the reduced gradients of its part, beside
-        those of earlier micro-batches, and flattens them and casts them to fp32 before the optimizer step.
+        process has fp32 weights and states of its part. Gradients are moved into a bucket, which is flattened
+        once more to be reduced, and those of the part are kept, beside those of earlier micro-batches. Before
+        the optimizer step they are flattened and cast to fp32. Without autocast, DeepSpeed takes the run for
+        one in fp32: it reduces and keeps gradients in fp32 whatever the weights are.
         """
-        gradients = step.bytes_of("gradients")
-        elements = gradients // division.element_bytes
+        element, accumulates = division.element_bytes, division.accumulates
+        elements = step.bytes_of("gradients") // element
         share = -(-elements // division.world_size)
-        own = share * division.element_bytes
-        buckets = Buckets.shipped().bytes(elements, division.element_bytes)
+        in_fp32 = not division.autocasts and element != FP32
+        own = share * max(element, FP32 * in_fp32)
+        buckets = Buckets.shipped()
+        # all in one bucket is reduced at the end; else, the last process begins to keep its part at once
+        at_end = elements <= buckets.elements
+        reducing: Place = "end" if at_end else "layers"
+        reduced = (element + FP32 * in_fp32) * min(elements, buckets.elements)
+        beside = own * (accumulates and not at_end and not in_fp32)  # to be added to earlier ones
+        if at_end and not accumulates and not in_fp32:
+            reduced -= own  # which is kept when that is freed
+        first: str = "forward" if accumulates else "backward"
+        place: Place = "begin" if accumulates else reducing
+        flattened = (own + FP32 * share * (element != FP32)) * (not in_fp32)
+        norm = NORM * int(step.sizes_of("gradients").max(initial=0)) // element
         return step.without("optimizer", "gradients").with_buffers(
             Buffer("optimizer", FP32 * share + division.state_bytes(share), "load", None),
-            Buffer("engine", gradients, "load", "load"),
-            Buffer("gradients", own if division.accumulates else 0, "forward", "backward"),
-            Buffer("gradients", own, "backward", "optimizer"),
-            Buffer("engine", buckets, "backward", "backward"),
-            Buffer("engine", own + FP32 * share, "optimizer", "optimizer"),
+            Buffer("engine", elements * element, "load", "load"),
+            Buffer("gradients", own, first, "optimizer", place),
+            Buffer("gradients", beside, "backward", "backward", reducing),
+            Buffer("engine", reduced, "backward", "backward", reducing),
+            Buffer("engine", buckets.bytes(elements, element), "backward", "backward", "layers"),
+            Buffer("engine", max(norm, flattened), "optimizer", "optimizer"),
         )
 
     def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:

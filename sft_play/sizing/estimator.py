@@ -307,6 +307,7 @@ def estimator(
             accumulates=plan.gradient_accumulation_steps > 1,
             device=plan.device,
             element_bytes=spec.trained_element_bytes,
+            autocasts=plan.mixed_precision != "no",
             state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
         )
         engine = engine_of(plan.engine)

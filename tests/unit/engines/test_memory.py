@@ -41,12 +41,13 @@ def trained_step(trained=TRAINED):
     return r.trace(()).step
 
 
-def division(world_size=2, accumulates=False, states=8):
+def division(world_size=2, accumulates=False, states=8, **settings):
     return Division(
         world_size=world_size,
         accumulates=accumulates,
         element_bytes=2,
         state_bytes=lambda elements: states * elements,
+        **settings,
     )
 
 
@@ -79,17 +80,34 @@ def test_the_broadcast_of_weights_has_a_bound():
     assert DDP.transform(step, division()).peaks()["load"].terms["engine"] == 250 * MIB
 
 
-def test_zero2_holds_a_share_of_the_states():
-    world = 4
-    shared = ZERO2.transform(trained_step(), division(world, accumulates=True)).peaks()
-    share = TRAINED // world
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize(("autocasts", "kept", "cast"), [(True, 2, 0), (False, 4, 4)])
+def test_zero2_holds_a_share_of_states_and_gradients(autocasts, kept, cast, accumulates):
+    """Without autocast, DeepSpeed keeps and reduces those of 16-bit weights in fp32."""
+    world, share = 4, TRAINED // 4
+    shared = ZERO2.transform(trained_step(), division(world, accumulates, autocasts=autocasts)).peaks()
     assert shared["forward"].terms["optimizer"] == 12 * share
-    assert shared["forward"].terms["gradients"] == 2 * share
-    assert shared["backward"].terms["gradients"] == 4 * share
-    assert shared["backward"].terms["engine"] == Buckets.shipped().bytes(TRAINED, 2)
-    assert shared["optimizer"].terms["engine"] == 6 * share
+    assert shared["forward"].terms["gradients"] == (kept * share if accumulates else 0)
+    # all fit into one bucket, which is flattened, and cast, when the backward pass is done
+    joined = (2 + 2 + cast) * TRAINED - (0 if accumulates or cast else kept * share)
+    assert shared["backward"].terms["engine"] == joined
+    assert shared["backward"].terms["gradients"] == kept * share
+    assert shared["backward"].terms["activations"] == 0
+    assert shared["optimizer"].terms["gradients"] == kept * share
+    assert shared["optimizer"].terms["engine"] == 8 * TRAINED  # the norm of the largest gradient, in 64 bits
     assert shared["evaluation"].terms["gradients"] == 0
     assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
+
+
+def test_zero2_keeps_reduced_gradients_during_the_backward_pass_if_buckets_are_filled(monkeypatch):
+    monkeypatch.setattr(Buckets, "shipped", lambda: Buckets(elements=TRAINED // 10, overlap=False))
+    share = TRAINED // 2
+    shared = ZERO2.transform(trained_step(), division(2, accumulates=True, autocasts=True)).peaks()
+    assert shared["backward"].terms["gradients"] == 2 * 2 * share
+    assert (
+        shared["backward"].terms["engine"] == 2 * 2 * TRAINED // 10
+        and shared["backward"].terms["activations"]
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -156,7 +174,8 @@ def test_events_keep_the_layer_that_they_belong_to():
 
 def test_a_buffer_of_phases_that_a_step_lacks_is_left_out():
     step = step_of(3, (0, 1, 2)).step
-    assert step.with_buffers(Buffer("engine", 10, "evaluation", "evaluation")) is step
+    same = step.with_buffers(Buffer("engine", 10, "evaluation", "evaluation"))
+    assert same.timeline is step.timeline and same.sizes is step.sizes
 
 
 def test_blocks_that_are_taken_out_leave_the_others_alone():
