@@ -16,6 +16,7 @@ from rich.table import Table
 from benchmarks.evidence.predict import described, errors_of
 from benchmarks.evidence.runs import ROWS, read_sources
 from benchmarks.measurement_log import RESULTS, versions, write_result
+from sft_play.errors import ConfigError
 from sft_play.runlog import console
 
 FILE = RESULTS / "evidence.json"
@@ -29,7 +30,11 @@ def main(arguments: list[str]) -> int:
     files = parser.parse_args(arguments).files
     warnings.simplefilter("ignore")
     began = time.monotonic()
-    sources = read_sources(files or sorted(ROWS.glob("*.json")))
+    try:
+        sources = list(read_sources(files or sorted(ROWS.glob("*.json"))))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
     found = [described(source, errors_of(source)) for source in sources]
     if files:
         for source in found:

@@ -11,42 +11,58 @@ A file is a JSON object with
   shown where they were measured.
 """
 
+import difflib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
+from sft_play.errors import ConfigError
+
 ROWS = Path(__file__).parent / "rows"
+PEAKS, MOMENTS = ("allocated", "reserved", "process"), ("forward", "backward", "optimizer")
+MEASURED = (*PEAKS, "after_load", *MOMENTS, "after_step")  # what a row may say
+DType = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """How a step was run, as far as its memory depends on it."""
 
-    mode: str  # "full", "lora" or "qlora"
-    rows: int
-    row_tokens: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    mode: Literal["full", "lora", "qlora"]
+    rows: PositiveInt
+    row_tokens: PositiveInt
     compute_capability: tuple[int, int]
-    dtype: str  # of the weights
+    dtype: DType  # of the weights
     target_modules: tuple[str, ...] = ()
-    r: int = 16
+    r: PositiveInt = 16
+    dropout: float = 0.0  # of what goes into the adapters
     use_dora: bool = False
     only_b: bool = False  # LoRA-FA: A is frozen
-    attention: str = "sdpa"  # "eager", "sdpa", "repeated" (key and value heads), "masked" (and repeated)
+    # "repeated": key and value heads; "masked": and repeated
+    attention: Literal["sdpa", "eager", "repeated", "masked"] = "sdpa"
+    autocast: Literal["no", "bf16", "fp16"] = "no"  # by accelerate, which also returns the outputs in fp32
     checkpointing: bool = False
     reentrant: bool = False  # the older kind of checkpointing
     input_gradients: bool = True  # model.enable_input_require_grads() with checkpointing
     warmup: bool = False  # transformers loads onto the GPU, after it has reserved the size of the weights
     clears_cache: bool = False  # of the allocator, after `upcast`: PEFT since 0.20
     upcast: bool = False  # PEFT's prepare_model_for_kbit_training: all that is not 4-bit in fp32
+    upcast_norms: bool = False  # of 4-bit models, to fp32, as TRL did until 0.13 after PEFT's preparation
     double_quantization: bool = True
-    optimizer: str = "adamw"  # PyTorch's, with foreach; or "adamw8bit"
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"  # "adamw" is PyTorch's, with foreach
+    # "shifted": the logits in fp32 are copied without the last token, as in transformers 4.48
+    loss: Literal["stock", "shifted"] = "stock"
     clip: bool = False  # gradients
     use_cache: bool = False  # keys and values of the forward pass live as long as its outputs
-    outputs_kept_until: str = "step"  # the optimizer has stepped; or "next forward"
+    # "loss": freed before the backward pass, as Trainer does; "step": the optimizer has stepped
+    outputs_kept_until: Literal["loss", "step", "next forward"] = "step"
     gradients_kept: bool = False  # until the next step begins
     expandable: bool = False  # expandable segments of the allocator
 
@@ -55,12 +71,17 @@ class Run:
 class Head:
     """A loss alone, of [tokens, vocabulary] logits, whose inputs have gradients of an earlier round."""
 
-    head: str  # "cross_entropy", or "linear_cross_entropy" of [tokens, hidden] states
-    tokens: int
-    vocabulary: int
-    dtype: str
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    head: Literal["cross_entropy", "linear_cross_entropy"]  # the latter of [tokens, hidden] states
+    tokens: PositiveInt
+    vocabulary: PositiveInt
+    dtype: DType
     compute_capability: tuple[int, int]
     hidden: int = 0
+
+
+Settings = TypeVar("Settings", Run, Head)
 
 
 @dataclass(frozen=True)
@@ -87,30 +108,66 @@ def read_sources(paths: list[Path]) -> Iterator[Source]:
     """Reads files of the form above.
 
     Raises:
-        KeyError: a row names a model that `models` lacks, or has nothing measured.
-        TypeError: a setting is unknown or missing.
+        ConfigError: a file is not of this form; names the file, the row and what is wrong with it.
     """
     for path in paths:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        models = {name: _config(model["config"]) for name, model in tree.get("models", {}).items()}
-        about, common = tree["source"], tree["source"].get("settings", {})
-        rows = tuple(_row(common | entry, models) for entry in tree["rows"])
-        yield Source(path.stem, about, rows)
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+        try:
+            yield Source(path.stem, tree["source"], tuple(_rows(tree)))
+        except KeyError as error:
+            raise ConfigError(f"{path} lacks {error}; docs/reference/evidence.md has an example") from None
+        except (AttributeError, TypeError):
+            raise ConfigError(
+                f"{path} is not of the form that docs/reference/evidence.md has an example of"
+            ) from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}, {error}") from None
 
 
-def _config(tree: dict[str, Any]) -> PretrainedConfig:
-    return AutoConfig.for_model(**tree)
+def _rows(tree: dict[str, Any]) -> Iterator[Row]:
+    """The rows of a file."""
+    models = {name: _config(name, model["config"]) for name, model in tree.get("models", {}).items()}
+    common = tree["source"].get("settings", {})
+    for number, entry in enumerate(tree["rows"], start=1):
+        try:
+            yield _row(common | entry, models)
+        except ConfigError as error:
+            raise ConfigError(f"row {number}: {error}") from None
+
+
+def _config(name: str, tree: dict[str, Any]) -> PretrainedConfig:
+    """The architecture of a model, from its config.json.
+
+    Raises:
+        ConfigError: transformers does not know it.
+    """
+    try:
+        return AutoConfig.for_model(**tree)
+    except (TypeError, ValueError) as error:
+        reason = str(error).partition(".")[0]
+        raise ConfigError(f"model {name}: its config is not one that transformers takes ({reason})") from None
 
 
 def _row(entry: dict[str, Any], models: dict[str, PretrainedConfig]) -> Row:
+    """A row with what is the same in all rows.
+
+    Raises:
+        ConfigError: a setting, a model or what was measured is missing or unknown.
+    """
     entry = dict(entry)
-    measured, publisher = entry.pop("measured_mib"), entry.pop("publisher_mib", {})
+    measured = _sizes("measured_mib", entry.pop("measured_mib", None))
+    publisher = _sizes("publisher_mib", entry.pop("publisher_mib", {}))
     if "head" in entry:
-        head = Head(**_tuples(entry))
+        head = _checked(Head, entry)
         return Row(f"{head.head} {head.tokens} x {head.vocabulary}", None, head, measured, publisher)
-    model, name = entry.pop("model"), entry.pop("name", None)
+    model, name = entry.pop("model", None), entry.pop("name", None)
+    if model not in models:
+        raise ConfigError(f"model {model!r} is not among the file's models ({', '.join(models) or 'none'})")
     entry.pop("trained", None)
-    run = Run(**_tuples(entry))
+    run = _checked(Run, entry)
     name = name or " ".join(
         [model.split("/")[-1], run.mode, run.attention, f"{run.rows}x{run.row_tokens}"]
         + ["recomputed"] * run.checkpointing
@@ -118,6 +175,35 @@ def _row(entry: dict[str, Any], models: dict[str, PretrainedConfig]) -> Row:
     return Row(name, models[model], run, measured, publisher)
 
 
-def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
-    """The settings with tuples for lists, so that equal runs can be found."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+def _sizes(name: str, found: Any) -> dict[str, float]:
+    """What a row says was measured or predicted, in MiB.
+
+    Raises:
+        ConfigError: it is no size, or of something that we do not predict.
+    """
+    sizes = found if isinstance(found, dict) else {str(found): None}
+    wrong = [key for key, size in sizes.items() if key not in MEASURED or not isinstance(size, int | float)]
+    if wrong:
+        raise ConfigError(f"{name} takes MiB of {', '.join(MEASURED)} (found {wrong[0]:.80})")
+    return sizes
+
+
+def _checked(form: type[Settings], entry: dict[str, Any]) -> Settings:
+    """The settings of a row; lists become tuples, so that equal runs can be found.
+
+    Raises:
+        ConfigError: one is unknown, missing or has a value that is not allowed.
+    """
+    try:
+        return TypeAdapter(form).validate_python(entry)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    name, known = str(first["loc"][0]), [each.name for each in fields(form)]
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        raise ConfigError(f"{name} is no setting; {hint}")
+    if first["type"] in ("missing", "missing_argument") and len(first["loc"]) == 1:
+        raise ConfigError(f"the setting {name} is missing")
+    reason = first["msg"][0].lower() + first["msg"][1:]
+    raise ConfigError(f"{name}: {reason} (found {json.dumps(first['input'], default=str):.80})")

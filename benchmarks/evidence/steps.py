@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils.operations import convert_to_fp32
 from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,7 +28,7 @@ from sft_play.sizing.optimizers import optimizer_state
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import layer_hooks, trained_parameters
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer, StepTrace
-from sft_play.units import SIXTEEN_BIT
+from sft_play.units import AUTOCAST, SIXTEEN_BIT
 
 
 def trace_run(config: PretrainedConfig, run: Run, *, all_layers: bool = False) -> StepTrace:
@@ -54,11 +55,14 @@ def trace_run(config: PretrainedConfig, run: Run, *, all_layers: bool = False) -
 
 def _spec(run: Run) -> StepSpec:
     modules = list(run.target_modules) or "auto"
-    lora = LoraSettings(r=run.r, alpha=2 * run.r, target_modules=modules, use_dora=run.use_dora)
+    lora = LoraSettings(
+        r=run.r, alpha=2 * run.r, dropout=run.dropout, target_modules=modules, use_dora=run.use_dora
+    )
     return StepSpec(
         mode=run.mode,
         lora=lora,
         dtype=run.dtype,
+        mixed_precision=run.autocast,
         attention="eager" if run.attention == "eager" else attention.NAME,
         activations="recompute" if run.checkpointing else "keep",
         batch=PaddedRows(run.rows, run.row_tokens),
@@ -79,14 +83,16 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers)
         model: Any = fake.attach(base, spec)
         layers: Any = fake.layers_told_apart(base, stand_ins)
+        if run.loss == "shifted":
+            base.loss_function = _shifted_loss
         _prepare(model, layers, run)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, windows=False))
         stack.enter_context(patched(attention, "_supports_groups", lambda *_: run.attention == "sdpa"))
         recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
         fake.materialise(model, layers, recorder)
-        if run.upcast:
-            _upcast(model, layers, recorder)
+        if run.upcast or run.upcast_norms:
+            _upcast(model, layers, recorder, norms_only=run.upcast_norms)
         optimizer = _states(model, layers, spec, recorder)
         with recorder, layer_hooks(layers, recorder):
             _run_step(model, optimizer, run, recorder)
@@ -125,13 +131,18 @@ def _single_quantized(module: Linear4bit) -> list[tuple[torch.Tensor, bool]]:
     return [(original, False), (state.absmax, True), (weight, True), (state.code, True)]
 
 
-def _upcast(model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: SymbolicRecorder) -> None:
-    """Every 16-bit parameter becomes fp32, while its original is there as well."""
+def _upcast(
+    model: torch.nn.Module, layers: torch.nn.ModuleList, recorder: SymbolicRecorder, *, norms_only: bool
+) -> None:
+    """Every 16-bit parameter, or those of norms, becomes fp32, while its original is there as well."""
     owners = fake.layer_of_modules(model, layers)
+    norms = {module for name, module in model.named_modules() if "norm" in name or "ln_" in name}
     done: set[int] = set()
     for owner in (WHOLE_MODEL, *range(len(layers))):
         recorder.begin("load", owner)
         for module in (each for each in model.modules() if owners[each] == owner):
+            if norms_only and module not in norms:
+                continue
             for parameter in module.parameters(recurse=False):
                 if type_name(parameter.dtype) in SIXTEEN_BIT and id(parameter) not in done:
                     done.add(id(parameter))
@@ -165,12 +176,14 @@ def _states(
 def _run_step(
     model: Any, states: dict[torch.Tensor, dict[str, torch.Tensor]], run: Run, recorder: SymbolicRecorder
 ) -> None:
-    """A step with the stock loss; what is freed after the optimizer belongs to the phase `evaluation`."""
+    """A step; what is freed after the optimizer belongs to the phase `evaluation`."""
     recorder.begin("forward")
     parameters = trained_parameters(model)
     ids = torch.zeros((run.rows, run.row_tokens), dtype=torch.int64)
-    outputs = model(input_ids=ids, labels=ids, use_cache=run.use_cache)
+    outputs = _outputs(model, ids, run)
     loss = outputs.loss
+    if run.outputs_kept_until == "loss":
+        del outputs
     saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
     recorder.retag(saved, "activations")
     recorder.begin("backward")
@@ -185,9 +198,29 @@ def _run_step(
         roots = torch._foreach_sqrt([states[parameter]["exp_avg_sq"] for parameter in parameters])
         del roots
     recorder.begin("evaluation")
-    del loss, outputs
+    loss = outputs = None
     for parameter in parameters:
         parameter.grad = None
+
+
+def _outputs(model: Any, ids: torch.Tensor, run: Run) -> Any:
+    """What the model returns for `ids`, [rows, tokens], as accelerate prepares it under autocast."""
+    if run.autocast == "no":
+        return model(input_ids=ids, labels=ids, use_cache=run.use_cache)
+    with torch.autocast("cpu", dtype=getattr(torch, AUTOCAST[run.autocast])):
+        outputs = model(input_ids=ids, labels=ids, use_cache=run.use_cache)
+    return convert_to_fp32(outputs)
+
+
+def _shifted_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+    """The scalar loss of logits [rows, tokens, vocabulary] as ForCausalLMLoss of transformers 4.48 has it.
+
+    Later versions pad the labels, [rows, tokens], instead of copying the logits.
+    """
+    logits = logits.float()
+    shift_logits = logits[..., :-1, :].contiguous().view(-1, vocab_size)
+    shift_labels = labels[..., 1:].contiguous().view(-1)
+    return torch.nn.functional.cross_entropy(shift_logits, shift_labels)
 
 
 def warmup_bytes(config: PretrainedConfig, run: Run) -> int:

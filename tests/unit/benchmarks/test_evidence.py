@@ -1,6 +1,9 @@
 """Our predictions of what others measured on GPUs: errors do not get worse."""
 
 import json
+import math
+import re
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -11,6 +14,7 @@ from benchmarks.evidence.habits import Habits, history
 from benchmarks.evidence.predict import errors_of, predict, spread, summary
 from benchmarks.evidence.runs import ROWS, Head, Run, read_sources
 from benchmarks.evidence.steps import trace_run, warmup_bytes
+from sft_play.errors import ConfigError
 from sft_play.model.architecture import empty_model
 from sft_play.sizing.allocator import replay
 from sft_play.sizing.budget import CONTEXTS, LOOSE_SHARE, PUBLISHED_ERRORS, guard
@@ -166,12 +170,122 @@ def test_a_file_of_ones_own_is_predicted(tmp_path, capsys, monkeypatch):
     assert FILE.read_text() == before
 
 
-def test_an_unknown_setting_is_an_error(tmp_path):
-    tree = json.loads((ROWS / "a100_loss.json").read_text())
+TREE = json.loads((ROWS / "t4_holdout.json").read_text())
+ROW = TREE["rows"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"colour": "red"}, r"row 1: colour is no setting; known are mode, rows, "),
+        ({"chekpointing": True}, "row 1: chekpointing is no setting; did you mean checkpointing\\?"),
+        ({"mode": "lorra"}, "mode: input should be 'full', 'lora' or 'qlora' \\(found \"lorra\"\\)"),
+        ({"autocast": True}, "autocast: input should be 'no', 'bf16' or 'fp16' \\(found true\\)"),
+        ({"rows": 0}, "rows: input should be greater than 0 \\(found 0\\)"),
+        ({"compute_capability": [8]}, "row 1: compute_capability: field required"),
+        ({"model": "mine"}, "model 'mine' is not among the file's models \\(Qwen/"),
+        ({"measured_mib": {"alocated": 1.0}}, "measured_mib takes MiB of allocated, .* \\(found alocated\\)"),
+        ({"measured_mib": {"allocated": "1"}}, "measured_mib takes MiB of .* \\(found allocated\\)"),
+        ({"measured_mib": None}, "measured_mib takes MiB of .* \\(found None\\)"),
+    ],
+)
+def test_a_wrong_row_ends_in_one_sentence(tmp_path, capsys, change, message):
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps(tree | {"rows": [tree["rows"][0] | {"colour": "red"}]}))
-    with pytest.raises(TypeError, match="colour"):
+    file.write_text(json.dumps(TREE | {"rows": [ROW | change]}))
+    assert main([str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(f"{file}, row 1: ") and re.search(message, error)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON: "),
+        ("[]", "is not of the form that "),
+        ("{}", "lacks 'source'; "),
+        ('{"source": {}}', "lacks 'rows'; "),
+        ('{"source": {}, "rows": [1]}', "is not of the form that "),
+        (
+            '{"source": {}, "models": {"a": {"config": {"model_type": "b"}}}, "rows": []}',
+            "model a: its config is not one that transformers takes \\(.*b\\)\n",
+        ),
+    ],
+)
+def test_a_wrong_file_ends_in_one_sentence(tmp_path, capsys, text, message):
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    assert main([str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(str(file)) and re.search(message, error)
+
+
+def test_a_missing_setting_is_named(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(TREE | {"source": {}, "rows": [ROW | {"mode": "lora"}]}))
+    with pytest.raises(ConfigError, match="row 1: the setting rows is missing"):
         list(read_sources([file]))
+
+
+ROWS_TOKENS, HIDDEN, VOCABULARY, LAYERS = (2, 128), 64, 1024, 3
+SMALL = AutoConfig.for_model(
+    model_type="llama",
+    hidden_size=HIDDEN,
+    intermediate_size=128,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCABULARY,
+    tie_word_embeddings=False,
+)
+SMALL_RUN = Run(
+    mode="lora",
+    rows=ROWS_TOKENS[0],
+    row_tokens=ROWS_TOKENS[1],
+    compute_capability=(8, 0),
+    dtype="float32",
+    target_modules=("q_proj",),
+    outputs_kept_until="loss",
+)
+
+
+def small_peaks(**changes):
+    """Peak bytes of each phase of a small run."""
+    peaks = trace_run(SMALL, replace(SMALL_RUN, **changes)).step.peaks()
+    return {phase: peak.bytes for phase, peak in peaks.items()}
+
+
+def test_outputs_that_a_trainer_frees_are_not_there_in_the_backward_pass():
+    freed, kept = small_peaks(), small_peaks(outputs_kept_until="step")
+    logits = 4 * math.prod(ROWS_TOKENS) * VOCABULARY
+    assert kept["forward"] == freed["forward"]
+    assert kept["backward"] == freed["backward"] + logits
+    assert kept["optimizer"] == freed["optimizer"] + logits
+
+
+def test_dropout_of_adapters_keeps_a_byte_for_each_element():
+    masks = (LAYERS - 1) * math.prod(ROWS_TOKENS) * HIDDEN  # what goes into the first layer has no gradient
+    without, dropped = small_peaks(), small_peaks(dropout=0.1)
+    assert dropped["forward"] == without["forward"] + masks
+    assert dropped["backward"] == without["backward"] + masks
+
+
+def test_a_shifted_loss_copies_the_logits_of_all_tokens_but_the_last():
+    rows, tokens = ROWS_TOKENS
+    stock, shifted = small_peaks(), small_peaks(loss="shifted")
+    logits = 4 * rows * (tokens - 1) * VOCABULARY - 4 * rows * VOCABULARY  # the copy; shorter logarithms
+    labels = 8 * rows * ((tokens - 1) - (tokens + 1) - tokens)  # cut, instead of padded and then cut
+    assert shifted["forward"] == stock["forward"] + logits + labels
+
+
+def test_autocast_of_fp32_weights_keeps_activations_in_bf16():
+    assert small_peaks(autocast="bf16")["forward"] < 0.8 * small_peaks()["forward"]
+
+
+def test_norms_in_fp32_pass_their_type_on_through_4_bit_layers():
+    four_bit = dict(mode="qlora", dtype="bfloat16", autocast="bf16")
+    plain, upcast = small_peaks(**four_bit), small_peaks(**four_bit, upcast_norms=True)
+    assert upcast["load"] == plain["load"] + 2 * HIDDEN * (2 * LAYERS + 1) + 2 * HIDDEN
+    assert upcast["forward"] > plain["forward"] + 2 * LAYERS * math.prod(ROWS_TOKENS) * HIDDEN
 
 
 def test_errors_are_relative_to_what_was_measured():
