@@ -11,7 +11,8 @@ GPUS = {
     "Tesla T4": "t4_",
     "RTX 4080": "rtx4080",
     "L40S, after a step": "l40s",
-    "A100, the loss alone": "a100_",
+    "A100": "a100_fms",
+    "A100, the loss alone": "a100_loss",
 }
 RESERVED_AIM = 0.04
 
@@ -36,7 +37,7 @@ def memory_on_gpus() -> str:
 def evidence() -> str:
     """The same for each published series, beside the publisher's own predictor."""
     tree = results("evidence")
-    kinds = ("publisher_allocated", "reserved", "process", "publisher_process")
+    kinds = ("publisher_allocated", "reserved", "process", "publisher_process", "tokens_per_second")
     rows = []
     for source in tree["sources"]:
         found, name = source["summary"], source["source"]
@@ -45,7 +46,7 @@ def evidence() -> str:
         errors = (tensors, *(found[kind] for kind in kinds))
         rows.append([f"{gpu}, `{name}`", str(len(tree[f"rows_{name}"])), *map(summarized, errors)])
     head = ("measured by others", "rows", "allocated", "the publisher's own predictor", "reserved", "process")
-    return table((*head, "the publisher's"), rows)
+    return table((*head, "the publisher's", "tokens/s"), rows)
 
 
 def reserved() -> str:
@@ -67,6 +68,19 @@ def reserved_open() -> str:
             process = signed(errors["process"], 1) if "process" in errors else "-"
             rows.append([f"`{source}`", name, signed(errors["reserved"], 1), process])
     return table(("series", "row", "reserved", "process"), rows)
+
+
+def evidence_seconds() -> str:
+    """Tokens per second of the published rows that say them, beside those of the clock."""
+    tree = results("evidence")
+    found = (row for name in tree if name.startswith("rows_") for row in tree[name])
+    rows = []
+    for row in found:
+        if "tokens_per_second" in row:
+            speed = row["tokens_per_second"]
+            sizes = (f"{speed['measured']:.0f}", f"{speed['predicted']:.0f}")
+            rows.append([row["name"], *sizes, signed(speed["error"], 1)])
+    return table(("row", "measured tokens/s", "predicted", "error"), rows)
 
 
 def _whole_runs() -> list[tuple[str, dict[str, Any]]]:

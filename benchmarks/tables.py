@@ -14,6 +14,7 @@ from benchmarks.markdown import ROOT, results, signed, table
 from benchmarks.memory_tables import (
     divided_on_a_cpu,
     evidence,
+    evidence_seconds,
     memory_on_a_cpu,
     memory_on_gpus,
     published,
@@ -281,6 +282,7 @@ TABLES = {
     "divided-on-a-cpu": divided_on_a_cpu,
     "random-on-a-cpu": random_on_a_cpu,
     "evidence": evidence,
+    "evidence-seconds": evidence_seconds,
     "reserved": reserved,
     "reserved-open": reserved_open,
     "faults": faults,

@@ -20,7 +20,7 @@ from sft_play.errors import ConfigError
 from sft_play.runlog import console
 
 FILE = RESULTS / "evidence.json"
-ERRORS = ("allocated", "publisher_allocated", "reserved", "process", "publisher_process")
+ERRORS = ("allocated", "publisher_allocated", "reserved", "process", "publisher_process", "tokens_per_second")
 
 
 def main(arguments: list[str]) -> int:
@@ -63,6 +63,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         "reserved",
         "process",
         "publisher's",
+        "tokens/s",
     ):
         result.add_column(name, justify="left" if name.startswith("measured") else "right")
     for source in found:
@@ -85,6 +86,10 @@ def rows_table(source: dict[str, Any]) -> Table:
         for what, error in row["errors"].items():
             measured, predicted = row["measured_mib"][what], row["predicted_mib"][what]
             result.add_row(row["name"], what, f"{measured:.0f}", f"{predicted:.0f}", f"{error:+.2%}")
+        if "tokens_per_second" in row:
+            speed = row["tokens_per_second"]
+            sizes = (f"{speed['measured']:.0f} tokens/s", f"{speed['predicted']:.0f} tokens/s")
+            result.add_row(row["name"], "speed", *sizes, f"{speed['error']:+.2%}")
     return result
 
 

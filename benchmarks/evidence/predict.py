@@ -10,20 +10,22 @@ from transformers import PretrainedConfig
 
 from benchmarks.evidence.habits import Habits, history
 from benchmarks.evidence.runs import Head, Row, Run, Source
+from benchmarks.evidence.seconds import tokens_per_second
 from benchmarks.evidence.steps import head_peak, trace_run, warmup_bytes
 from sft_play.cache import entry, read_value, write_value
-from sft_play.fingerprints import sources_digest
+from sft_play.fingerprints import PACKAGE, sources_digest
 from sft_play.sizing.allocator import replay
 from sft_play.sizing.budget import ASSUMED_CONTEXT, CONTEXTS, CUDA_GRANULARITY, HANDLES, cublas_workspace
 from sft_play.sizing.step import step_code
 from sft_play.timeline import PHASES, Step
 from sft_play.units import MIB
 
+SPEED = "tokens_per_second"
 KINDS = ("allocated", "reserved", "process")
 
 
 def predict(row: Row) -> dict[str, float]:
-    """Predicted MiB under the keys of `Row.measured`, cached by content.
+    """Predicted MiB under the keys of `Row.measured`, cached by content; `tokens_per_second` if it is asked.
 
     The peaks of the run come from a replay of the allocator, which gives a block whole if little would
     remain; `after_load`, phases and `after_step` are sums of tensors.
@@ -34,13 +36,17 @@ def predict(row: Row) -> dict[str, float]:
     path = entry("evidence", row.config.to_json_string(use_diff=False), row.run, *_code())
     found = read_value(path)
     if found is None:
-        found = {name: size / MIB for name, size in predict_run(row.config, row.run).items()}
+        trace = trace_run(row.config, row.run)
+        found = {name: size / MIB for name, size in _bytes(trace.step, row.config, row.run).items()}
+        if row.run.gpu:
+            found[SPEED] = tokens_per_second(trace, row.run)
         write_value(path, found)
     return found
 
 
-def _code() -> tuple[str, str]:
-    return step_code(), sources_digest(Path(__file__).parent)
+def _code() -> tuple[str, ...]:
+    clock = (PACKAGE / "planning", PACKAGE.parent / "configs" / "hardware.yaml")
+    return step_code(), sources_digest(Path(__file__).parent), sources_digest(*clock)
 
 
 def head_bytes(head: Head) -> int:
@@ -49,9 +55,8 @@ def head_bytes(head: Head) -> int:
     return head_peak(head) + workspace
 
 
-def predict_run(config: PretrainedConfig, run: Run) -> dict[str, int]:
-    """Predicted bytes of a run, under the keys of `Row.measured`."""
-    trace = trace_run(config, run)
+def _bytes(step: Step, config: PretrainedConfig, run: Run) -> dict[str, int]:
+    """Predicted bytes of a run of such steps, under the keys of `Row.measured`."""
     workspace = cublas_workspace(run.compute_capability)
     habits = Habits(
         workspace_bytes=workspace,
@@ -59,15 +64,15 @@ def predict_run(config: PretrainedConfig, run: Run) -> dict[str, int]:
         clears_cache=run.clears_cache,
         holds_outputs=run.outputs_kept_until == "next forward",
     )
-    replayed = replay(history(trace.step, habits), expandable=run.expandable)
-    peaks = trace.step.rounded(CUDA_GRANULARITY).peaks()
+    replayed = replay(history(step, habits), expandable=run.expandable)
+    peaks = step.rounded(CUDA_GRANULARITY).peaks()
     context = CONTEXTS.get(run.compute_capability, ASSUMED_CONTEXT)
     return {
         "allocated": replayed.allocated,
         "reserved": replayed.reserved,
         "process": replayed.reserved + context,
-        "after_load": live_after(trace.step, "load"),
-        "after_step": live_after(trace.step, "optimizer") + HANDLES * workspace,
+        "after_load": live_after(step, "load"),
+        "after_step": live_after(step, "optimizer") + HANDLES * workspace,
         **{
             phase: peaks[phase].bytes + HANDLES * workspace
             for phase in ("forward", "backward", "optimizer")
@@ -96,8 +101,18 @@ def errors_of(source: Source) -> list[dict]:
                 "errors": _relative(found, row.measured),
                 "publisher_errors": _relative(row.publisher, row.measured),
             }
+            | _speed(found, row)
         )
     return rows
+
+
+def _speed(found: dict[str, float], row: Row) -> dict[str, dict[str, float]]:
+    """Tokens per second, if they were measured; the error is positive if the prediction is too fast."""
+    measured = row.tokens_per_second
+    if measured is None:
+        return {}
+    error = round(found[SPEED] / measured - 1, 6)
+    return {SPEED: {"measured": measured, "predicted": round(found[SPEED], 1), "error": error}}
 
 
 def _relative(found: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
@@ -118,6 +133,7 @@ def summary(rows: list[dict]) -> dict[str, dict[str, float] | None]:
     kinds = (*KINDS, "after_step")
     found = {kind: spread(row["errors"].get(kind, math.nan) for row in rows) for kind in kinds}
     theirs = {kind: spread(row["publisher_errors"].get(kind, math.nan) for row in rows) for kind in KINDS}
+    found[SPEED] = spread(row[SPEED]["error"] for row in rows if SPEED in row)
     return found | {f"publisher_{kind}": value for kind, value in theirs.items()}
 
 

@@ -8,7 +8,7 @@ A file is a JSON object with
 - `rows`: for each measured step its own settings, `model`, what was `measured_mib` and, if the publisher
   predicts memory too, `publisher_mib`. Both have some of the keys `allocated`, `reserved` and `process`
   (peaks of the run); `after_load`, `forward`, `backward`, `optimizer` (peaks by phase) and `after_step` are
-  shown where they were measured.
+  shown where they were measured. `tokens_per_second` needs the setting `gpu`.
 """
 
 import difflib
@@ -22,6 +22,7 @@ from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from transformers import AutoConfig, PretrainedConfig
 
 from sft_play.errors import ConfigError
+from sft_play.machine.gpus import what_if
 
 ROWS = Path(__file__).parent / "rows"
 PEAKS, MOMENTS = ("allocated", "reserved", "process"), ("forward", "backward", "optimizer")
@@ -65,6 +66,7 @@ class Run:
     outputs_kept_until: Literal["loss", "step", "next forward"] = "step"
     gradients_kept: bool = False  # until the next step begins
     expandable: bool = False  # expandable segments of the allocator
+    gpu: str = ""  # its name in configs/hardware.yaml, where tokens per second are predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,7 @@ class Row:
     run: Run | Head
     measured: dict[str, float]
     publisher: dict[str, float] = field(default_factory=dict)  # what the publisher's own predictor says
+    tokens_per_second: float | None = None  # measured
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,28 @@ def _row(entry: dict[str, Any], models: dict[str, PretrainedConfig]) -> Row:
     if model not in models:
         raise ConfigError(f"model {model!r} is not among the file's models ({', '.join(models) or 'none'})")
     entry.pop("trained", None)
+    speed = entry.pop("tokens_per_second", None)
     run = _checked(Run, entry)
+    if speed is not None:
+        _check_speed(speed, run)
     name = name or " ".join(
         [model.split("/")[-1], run.mode, run.attention, f"{run.rows}x{run.row_tokens}"]
         + ["recomputed"] * run.checkpointing
     )
-    return Row(name, models[model], run, measured, publisher)
+    return Row(name, models[model], run, measured, publisher, speed)
+
+
+def _check_speed(speed: Any, run: Run) -> None:
+    """Whether a row says how fast a known GPU was.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not isinstance(speed, int | float) or speed <= 0:
+        raise ConfigError(f"tokens_per_second must be a number above 0 (found {speed!r:.80})")
+    if not run.gpu:
+        raise ConfigError("tokens_per_second needs the setting gpu: a name in configs/hardware.yaml")
+    what_if(run.gpu)
 
 
 def _sizes(name: str, found: Any) -> dict[str, float]:

@@ -1,0 +1,25 @@
+"""How fast the clock of the planner predicts published steps to be, from the data sheet of their GPU."""
+
+from benchmarks.evidence.runs import Run
+from sft_play.machine.gpus import what_if
+from sft_play.planning.clock import step_seconds
+from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
+from sft_play.planning.speed import device_name, device_speed
+from sft_play.timeline import StepTrace
+
+
+def tokens_per_second(trace: StepTrace, run: Run) -> float:
+    """Tokens that a GPU trains on in a second, if its steps are as the traced one; as `plan --gpu` predicts.
+
+    Nothing that was measured on a GPU is used, on this machine neither.
+
+    Raises:
+        ConfigError: the GPU is not in configs/hardware.yaml, or its speed is not.
+    """
+    machine = what_if(run.gpu)
+    speed = device_speed(machine, 1)
+    assert speed.flops and speed.bandwidth, f"configs/hardware.yaml does not say how fast {run.gpu} is"
+    profile = derived_from_data_sheet(device_name(machine), "cuda", speed.flops, speed.bandwidth)
+    tokens = run.rows * run.row_tokens
+    batch = MicroBatch(tokens, tokens * run.row_tokens)
+    return tokens / sum(step_seconds(trace.work, profile, batch))
