@@ -213,6 +213,7 @@ VALUES = {
     "torch:ops.c10d._reduce_scatter_base_": ...,
     "torch._C:_storage_Use_Count": ...,
     "torch:Tensor._is_view": ...,
+    "torch:Tensor._use_count": ...,
     "torch:UntypedStorage._cdata": ...,
     "torch:UntypedStorage.nbytes": ...,
     "transformers:AutoModelForCausalLM._model_mapping": ...,
