@@ -1,5 +1,6 @@
 """TensorBoard's files, read back as TensorBoard reads them."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,7 @@ def test_answers_and_their_scores_are_shown(job):
         "before": {"exact_match": 0.0, "max_new_tokens": 40},
         "after": {"exact_match": 0.5, "chrf": None},
     }
+    time.sleep(1)  # event files are read in the order of their names, in which the second comes first
     show_answers(job.run, 6, [sample], scores)
     board = board_of(job)
     ((step, text),) = texts(board)["answers/1"]
