@@ -93,6 +93,14 @@ class Precision(Reason):
     device: str
 
 
+class MasterWeights(Reason):
+    """The type of weights, gradients and optimizer states of full fine-tuning."""
+
+    dtype: Literal["float32", "bfloat16"]  # "float32": masters
+    bytes: int  # by which bf16 needs less
+    place: Literal["memory", "RAM"] = "memory"  # "RAM": of a machine whose processes offload
+
+
 class LearningRate(Reason, kw_only=True):
     """The learning rate, and the rule that scaled it from another effective batch."""
 

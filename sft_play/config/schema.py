@@ -40,7 +40,9 @@ class ModelConfig(Section):
     supports."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the weights. auto: for adapters bf16 if the device supports it, else fp16, and fp32 on the
-    CPU; for full fine-tuning fp32 master weights (autocast computes in 16 bit)."""
+    CPU; for full fine-tuning fp32 master weights (autocast computes in 16 bit). bfloat16 there: pure bf16,
+    which takes half of their memory, but loses updates below 1/512 of a weight; ZeRO keeps fp32 weights all
+    the same."""
     attention: Literal["auto", "varlen_sdpa", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = (
         "auto"
     )

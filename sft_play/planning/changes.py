@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from sft_play.config.methods import lighter_modes
 from sft_play.config.schema import RunConfig
@@ -13,7 +14,7 @@ from sft_play.engines.registry import chosen_engines, engine_of
 from sft_play.errors import ConfigError
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.planning.batch import batch_for
-from sft_play.reasons import Change
+from sft_play.reasons import Change, MasterWeights, Reason
 from sft_play.report.plan import process_unit
 from sft_play.report.training import training_command
 from sft_play.units import AUTOCAST, counted
@@ -48,6 +49,8 @@ def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
 
 def _lighter_methods(config: RunConfig, plan: Plan) -> Iterator[Changed]:
     tuning, train = config.tuning, config.train
+    if plan.dtype == "float32":
+        yield from _other_dtype(config, plan)
     if train.optimizer == "adamw":
         lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
         if not engine_of(plan.engine).problem(lighter):
@@ -56,6 +59,31 @@ def _lighter_methods(config: RunConfig, plan: Plan) -> Iterator[Changed]:
         changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
         dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
         yield f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)
+
+
+def _other_dtype(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    """Full fine-tuning in pure bf16 instead of with fp32 masters, or the other way round, if it can be.
+
+    An engine that casts the model keeps fp32 masters of its own either way.
+    """
+    bf16 = plan.device == "cpu" or plan.mixed_precision == "bf16"
+    if config.tuning.mode == "full" and bf16 and not engine_of(plan.engine).casts_model:
+        dtype = "bfloat16" if plan.dtype == "float32" else "float32"
+        changed = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+        yield f"model.dtype={dtype}", changed, replace(plan, dtype=dtype)
+
+
+def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
+    """What fp32 masters cost, or pure bf16 saves: the same plan in the other type is sized."""
+    for _, changed_config, changed_plan in _other_dtype(config, plan):
+        other = estimate(changed_config, changed_plan, complete=True)
+        masters, pure = (plan.memory, other) if plan.dtype == "float32" else (other, plan.memory)
+        dtype: Any = plan.dtype
+        assert masters and pure
+        if masters.host and pure.host:
+            yield MasterWeights(dtype, masters.host.needed_bytes - pure.host.needed_bytes, "RAM")
+        else:
+            yield MasterWeights(dtype, masters.process_bytes - pure.process_bytes)
 
 
 def _offloaded(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Change]:

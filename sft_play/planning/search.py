@@ -32,7 +32,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.planning.changes import helpful_changes
+from sft_play.planning.changes import helpful_changes, master_weights
 from sft_play.reasons import (
     Activations,
     Dealing,
@@ -72,8 +72,8 @@ def choose_plan(
         drafts: the plans that the config allows, in preferred order (`drafts.draft_plans`).
         estimate: predicts the memory of a plan; None if the model cannot be traced.
         clock: predicts the time of a step; None if unknown.
-        explain: also size what is only reported: the chosen plan with activations recomputed, and changes
-            that would help if no draft fits.
+        explain: also size what is only reported: the chosen plan with activations recomputed and with its
+            weights in another type, and changes that would help if no draft fits.
 
     Raises:
         DoesNotFitError: no draft fits; the message says by how much, and which changes would help.
@@ -109,6 +109,7 @@ def choose_plan(
         sized += [replace(draft, memory=memory_of(draft)) for draft in recomputing]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = _reasons(config, chosen, sized, seconds)
+    why += master_weights(config, chosen, estimate) if explain else ()
     return replace(chosen, step_seconds=seconds_of(chosen), alternatives=alternatives), why
 
 

@@ -41,6 +41,16 @@ BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
         "cpu": "fp32 on the CPU",
         "device": "{precision} autocast, which {device} supports",
     }),
+    reasons.MasterWeights: ("dtype", {
+        "float32": (
+            "fp32 master weights: pure bf16 (model.dtype=bfloat16) would save {bytes} of {place}, but lose "
+            "updates below 1/512 of a weight"
+        ),
+        "bfloat16": (
+            "pure bf16 (model.dtype=bfloat16): saves {bytes} of {place} over fp32 master weights, but "
+            "loses updates below 1/512 of a weight"
+        ),
+    }),
     reasons.RanOutBefore: ("outcome", {
         "again": f"{RAN_OUT}; the config allows no smaller plan that fits, so this one is tried again",
         "more_free": f"{RAN_OUT}, when less of it was free",

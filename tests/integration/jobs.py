@@ -34,6 +34,7 @@ def make_job(
     name: str,
     *,
     mode: str = "lora",
+    dtype: str = "auto",
     dropout: float = 0.0,
     lora: dict | None = None,
     new_tokens: tuple[str, ...] = (),
@@ -60,7 +61,7 @@ def make_job(
     }
     config = RunConfig.model_validate(
         {
-            "model": {"name": str(model), "new_tokens": new_tokens},
+            "model": {"name": str(model), "new_tokens": new_tokens, "dtype": dtype},
             "data": {"train_path": "generated"},
             "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,

@@ -10,7 +10,7 @@ from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.changes import fewest
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
-from sft_play.reasons import Activations, EngineChoice, MicroBatch, Offload, OtherKind
+from sft_play.reasons import Activations, EngineChoice, MasterWeights, MicroBatch, Offload, OtherKind
 from sft_play.units import GIB
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
@@ -176,6 +176,48 @@ def test_a_misfit_says_by_how_much_and_what_would_fit():
 def test_a_hopeless_misfit_says_that_no_single_change_is_enough():
     with pytest.raises(DoesNotFitError, match="no single change is enough; these help most"):
         choose(config("qlora"), memory_of(1), clock(0.1))
+
+
+def in_halves(budget_gib: float, host_gib: float | None = None):
+    """Weights of 10 GiB in fp32 and of 5 in bf16; if `host_gib` is given, RAM has them."""
+    plain = memory_of(budget_gib, base=0, row=1)
+
+    def estimate(run: RunConfig, plan, complete=False) -> Memory:
+        if run.tuning.mode == "full":
+            assert plan.dtype == ("float32" if run.model.dtype == "auto" else run.model.dtype)
+        weights, memory = (10 if plan.dtype == "float32" else 5) * GIB, plain(run, plan)
+        if host_gib:
+            budget = int(host_gib * GIB)
+            host = HostMemory(
+                budget_bytes=budget, processes=1, own_bytes=0, terms={"weights": weights}, saved_bytes=0
+            )
+            return replace(memory, host=host)
+        return replace(memory, peak_bytes=memory.peak_bytes + weights)
+
+    return estimate
+
+
+def test_the_plan_says_what_masters_cost_and_what_pure_bf16_saves():
+    full = config("full", batch_size=1)
+    pure = full.model_copy(update={"model": full.model.model_copy(update={"dtype": "bfloat16"})})
+    for run, dtype in ((full, "float32"), (pure, "bfloat16")):
+        plan, why = chosen_because(run, in_halves(40), None)
+        assert (plan.dtype, why[MasterWeights]) == (dtype, MasterWeights(dtype, 5 * GIB))
+        plan, why = chosen_because(run, in_halves(40, 40), None)
+        assert why[MasterWeights] == MasterWeights(dtype, 5 * GIB, "RAM")
+    assert MasterWeights not in chosen_because(config(), memory_of(40), None)[1]
+    zero = config("full", "deepspeed_z2", batch_size=1)  # which keeps masters in any case
+    assert MasterWeights not in chosen_because(zero, in_halves(40), None, world_size=2)[1]
+
+
+@pytest.mark.parametrize("device", [GPU, replace(GPU, bf16=False)])
+def test_advice_for_full_fine_tuning_offers_pure_bf16_where_the_gpu_has_it(device):
+    run = config("full", gradient_checkpointing=True)
+    drafts = draft_plans(run, device=device, world_size=1, rows=10, max_seq_len=1024, attention="sdpa")
+    with pytest.raises(DoesNotFitError) as caught:
+        choose_plan(run, drafts, in_halves(7), None)
+    offered = "model.dtype=bfloat16: -5.00 GiB, then 6.00 GiB" in str(caught.value)
+    assert offered == device.bf16
 
 
 def test_what_the_model_does_not_allow_is_not_among_the_changes():

@@ -19,6 +19,7 @@ from sft_play.reasons import (
     EngineChoice,
     FourBitBase,
     LearningRate,
+    MasterWeights,
     MemoryLimit,
     MicroBatch,
     Misfit,
@@ -77,6 +78,16 @@ SENTENCES = [
     ),
     (Unsized(given=True), "micro-batch as set in the config"),
     (Precision("bf16", "device", "NVIDIA A100"), "bf16 autocast, which NVIDIA A100 supports"),
+    (
+        MasterWeights("float32", GIB),
+        "fp32 master weights: pure bf16 (model.dtype=bfloat16) would save 1.00 GiB of memory, but lose updates "
+        "below 1/512 of a weight",
+    ),
+    (
+        MasterWeights("bfloat16", GIB, "RAM"),
+        "pure bf16 (model.dtype=bfloat16): saves 1.00 GiB of RAM over fp32 master weights, but loses updates "
+        "below 1/512 of a weight",
+    ),
     (LearningRate(given=2e-4, used=2e-4, effective=16), "learning rate 0.0002 as given, not scaled"),
     (
         LearningRate(given=2e-4, used=4e-4, rule="linear", reference=8, effective=16),
