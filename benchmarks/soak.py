@@ -3,10 +3,12 @@
     make soak MINUTES=60                       # writes benchmarks/results/soak.json
     make soak MINUTES=10 ARGS="--seed 3"       # other faults; writes nothing
 
-A run begins again until it is done. One process and each engine on two processes take turns. Half of the runs
-stay on their engine: their weights must be those of an undisturbed run, bit for bit. The others go on with a
-random one whenever they begin again, and must come close. All that is random is drawn from the seed; in which
-step a fault finds a run is up to the machine.
+A run begins again until it is done. One process and each engine on two processes take turns. Half of the
+runs stay on their engine: their weights must be those of an undisturbed run, bit for bit. The others go
+on with a random one whenever they begin again, and the loss of each step must be that of an undisturbed
+run to 1e-6: Adam magnifies roundings of single weights, so that undisturbed runs, too, differ in them
+from engine to engine. All that is random is drawn from the seed; in which step a fault finds a run is up
+to the machine.
 """
 
 import argparse
@@ -35,9 +37,9 @@ from sft_play.runlog import RunDir, console, read_metrics
 
 ENGINES = (ALONE.name, *(engine.name for engine in distributed_engines()))
 STEPS, SAVED_EVERY = 60, 5
-CLOSE = 1e-6  # of the largest weight, after moves between engines
+CLOSE = 1e-6  # of the loss, after moves between engines
 LIMIT_S, STOPPED_S, FULL_S = 600, 5, 5
-MOST_STARTS = 40
+MOST_STARTS = 20  # that are disturbed; one more is left alone
 SOON = 0.8  # of the time of an undisturbed run, so that each is disturbed at least once
 FULL_BYTES = 50_000  # less than a checkpoint's weights
 BUG = 1  # exit code of an error that nobody expected
@@ -60,13 +62,16 @@ class Soaked:
     moves: bool  # from engine to engine
     starts: list[Start] = field(default_factory=list)
     difference: float | None = None  # of a weight, relative to the largest; None: it has no weights
+    loss_difference: float | None = None  # of a step's loss, relative; infinite if steps are missing
     seconds: float = 0.0
 
     @property
     def fine(self) -> bool:
         """Whether it ended with the weights that it should have, and no start with a bug."""
         ended = self.starts[-1].exit_code == 0 and all(start.exit_code != BUG for start in self.starts)
-        return ended and self.difference is not None and self.difference <= (CLOSE if self.moves else 0)
+        if not ended or self.difference is None or self.loss_difference is None:
+            return False
+        return self.loss_difference <= CLOSE if self.moves else self.difference == 0
 
 
 # --- faults: each gets the processes that train, and what started them ---
@@ -146,6 +151,11 @@ def start(folder: Path, name: str, engine: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
 
 
+def left_alone(folder: Path, name: str, engine: str) -> Start:
+    """Starts a run once, and nothing happens to it."""
+    return Start(engine, (), start(folder, name, engine).wait(LIMIT_S))
+
+
 def disturbed(folder: Path, name: str, engine: str, rng: random.Random, usual_s: float) -> Start:
     """Starts a run once, and does something to it, maybe several times, until it has ended."""
     process, began, faults = start(folder, name, engine), time.monotonic(), []
@@ -165,20 +175,41 @@ def disturbed(folder: Path, name: str, engine: str, rng: random.Random, usual_s:
     return Start(engine, tuple(faults), process.returncode)
 
 
-def undisturbed(folder: Path, engine: str) -> tuple[dict[str, torch.Tensor], float]:
-    """The weights of a run that nothing happens to, and its seconds.
+@dataclass(frozen=True)
+class Whole:
+    """A run that nothing happened to."""
+
+    weights: dict[str, torch.Tensor]
+    losses: dict[int, float]  # by step
+    seconds: float
+
+
+def undisturbed(folder: Path, engine: str) -> Whole:
+    """A run that nothing happens to.
 
     Raises:
         RuntimeError: it fails.
     """
     began, run = time.monotonic(), folder / f"whole-{engine}"
-    if start(folder, run.name, engine).wait(LIMIT_S) != 0:
+    if left_alone(folder, run.name, engine).exit_code != 0:
         raise RuntimeError(f"the undisturbed run fails: {(run / 'log.txt').read_text()}")
-    return _weights(run), time.monotonic() - began
+    return Whole(_weights(run), _losses(run), time.monotonic() - began)
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def _losses(run: Path) -> dict[int, float]:
+    lines = read_metrics(RunDir(run))
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def largest_loss_difference(found: dict[int, float], expected: dict[int, float]) -> float:
+    """Between the losses of the same step, relative; infinite if one has steps that the other lacks."""
+    if found.keys() != expected.keys():
+        return float("inf")
+    return max(abs(found[step] / loss - 1) for step, loss in expected.items())
 
 
 def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -191,19 +222,23 @@ def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch
     )
 
 
-def soak(folder: Path, number: int, seed: int, whole: dict[str, tuple]) -> Soaked:
+def soak(folder: Path, number: int, seed: int, whole: dict[str, Whole]) -> Soaked:
     """One run under faults, from its first start to its end."""
     rng, began, name = random.Random(f"{seed} {number}"), time.monotonic(), f"run-{number}"
     engine = ENGINES[number // 2 % len(ENGINES)]
     one = Soaked(number, moves=number % 2 == 1)
-    while len(one.starts) < MOST_STARTS and not (one.starts and one.starts[-1].exit_code == 0):
+    while len(one.starts) <= MOST_STARTS and not (one.starts and one.starts[-1].exit_code == 0):
         using = rng.choice(ENGINES) if one.moves else engine
         if using not in whole:
             whole[using] = undisturbed(folder, using)
-        one.starts.append(disturbed(folder, name, using, rng, usual_s=whole[using][1]))
-    expected = whole[one.starts[0].engine][0]
+        if len(one.starts) == MOST_STARTS:
+            one.starts.append(left_alone(folder, name, using))
+        else:
+            one.starts.append(disturbed(folder, name, using, rng, usual_s=whole[using].seconds))
+    expected = whole[one.starts[0].engine]
     with contextlib.suppress(OSError):
-        one.difference = largest_difference(_weights(folder / name), expected)
+        one.difference = largest_difference(_weights(folder / name), expected.weights)
+        one.loss_difference = largest_loss_difference(_losses(folder / name), expected.losses)
     one.seconds = round(time.monotonic() - began, 1)
     return one
 
@@ -218,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     seed, until = args.seed or 0, time.monotonic() + 60 * args.minutes
     runs: list[Soaked] = []
-    whole: dict[str, tuple] = {}
+    whole: dict[str, Whole] = {}
     console().print(f"seed {seed}")
     with tempfile.TemporaryDirectory() as name:
         while time.monotonic() < until:
@@ -228,7 +263,8 @@ def main(argv: list[str] | None = None) -> int:
                 did = "; ".join(begun.faults) or "left alone"
                 console().print(f"  {begun.engine}: {did}; exit {begun.exit_code}", highlight=False)
             said = "as undisturbed" if one.fine else "WRONG"
-            console().print(f"run {one.number}: {said}, largest difference {one.difference}", highlight=False)
+            differences = f"weights differ by {one.difference}, losses by {one.loss_difference}"
+            console().print(f"run {one.number}: {said}, {differences}", highlight=False)
             if one.fine:
                 shutil.rmtree(Path(name) / f"run-{one.number}")
             else:
