@@ -373,6 +373,10 @@ bench-step-time: $(READY) ## Compare predicted with measured step time on the CP
 bench-gpu: $(READY) ## Compare speed on a GPU with plain TRL
 	$(PY) -m benchmarks.throughput $(WORDS)
 
+.PHONY: bench-sharded-gpu
+bench-sharded-gpu: $(READY) ## Measure models that are divided among GPUs
+	$(PY) -m benchmarks.sharded_gpu $(WORDS)
+
 .PHONY: gpu-proof
 gpu-proof: $(READY) ## Run tests and benchmarks on a GPU, part by part
 	$(PY) -m benchmarks.gpu_proof $(WORDS)

@@ -11,6 +11,7 @@ import torch
 from benchmarks.cpu_meter import LAYER, PhaseMarks, measure_step
 from sft_play.errors import SftPlayError
 from sft_play.model.architecture import decoder_layers
+from sft_play.model.cpu import CpuMeter
 from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.phase_meter import CudaMeter
@@ -40,7 +41,8 @@ class Measured:
     kept_by_libraries: int | None = None  # still allocated after the model is deleted: cuBLAS workspaces
     outside_allocator: int | None = None  # device memory not reserved by PyTorch: the CUDA context
     retries: int | None = None  # allocations that succeeded only after cached blocks were freed
-    seconds: float = 0.0
+    step_seconds: float | None = None  # of the second optimizer step, with its evaluation batch
+    seconds: float = 0.0  # of all of it
     problem: str | None = None  # the error that ended the step
     out_of_memory: bool = False
 
@@ -53,7 +55,7 @@ class Measured:
 class MeteredPhases(PhaseMarks):
     """A recorder that records nothing itself: it tells a meter where phases and layers begin."""
 
-    def __init__(self, meter: CudaMeter):
+    def __init__(self, meter: CudaMeter | CpuMeter):
         super().__init__()
         self._meter = meter
 
@@ -63,7 +65,7 @@ class MeteredPhases(PhaseMarks):
         self._meter.begin(phase + (LAYER if layer != WHOLE_MODEL else ""))
 
 
-def two_steps(model: Any, spec: StepSpec, device: torch.device) -> Measured:
+def two_steps(model: Any, spec: StepSpec, device: torch.device, meter: CudaMeter | CpuMeter) -> Measured:
     """Runs two optimizer steps, of two micro-batches each if the step accumulates, with an evaluation batch.
 
     The peaks are those of the second step, when optimizer states exist.
@@ -73,19 +75,30 @@ def two_steps(model: Any, spec: StepSpec, device: torch.device) -> Measured:
     prepare_for_training(model, spec)
     parameters = trained_parameters(model)
     optimizer = make_optimizer(spec.optimizer, parameters)
-    meter = CudaMeter(device)
     meter.start()
     recorder = MeteredPhases(meter)
     for _ in range(2):
+        _wait_for(device)
+        started = time.perf_counter()
         meter.begin("accumulated")
         if spec.accumulates:
             forward(model, make_batch(spec, device=parameters[0].device), spec).backward()
         with layer_hooks(decoder_layers(base)[2], recorder):
             run_step(model, optimizer, spec, recorder)
-    peaks, reserved, retries = meter.stop()
+        _wait_for(device)
+        seconds = time.perf_counter() - started
+    found, reserved, retries = meter.stop()
+    peaks = found or {}  # gloo frees on a thread of its own, so that a CPU's meter may have lost events
     in_layers = {phase: peaks[phase + LAYER] for phase in PHASES if phase + LAYER in peaks}
     phases = {phase: max(peaks[phase], in_layers.get(phase, 0)) for phase in PHASES if phase in peaks}
-    return Measured(phases=phases, in_layers=in_layers, reserved=reserved, retries=retries)
+    return Measured(
+        phases=phases, in_layers=in_layers, reserved=reserved, retries=retries, step_seconds=seconds
+    )
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def empty_device(device: torch.device) -> None:
@@ -115,6 +128,9 @@ def measure(
     try:
         if device.type == "cuda":
             found = _on_cuda(build, spec, device, allowed_bytes)
+        elif spec.divided:
+            model = build()
+            found = two_steps(model, spec, device, CpuMeter(model))
         else:
             found = _on_cpu(build, spec)
             found.out_of_memory = allowed_bytes is not None and found.peak > allowed_bytes
@@ -143,7 +159,7 @@ def _on_cuda(
     torch.cuda.set_per_process_memory_fraction(min(1.0, (allowed_bytes or total) / total))
     weights = torch.cuda.memory_allocated()
     try:
-        found = two_steps(model, spec, device)
+        found = two_steps(model, spec, device, CudaMeter(device))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.synchronize()

@@ -218,7 +218,7 @@ def _planned(
 def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
     """Predicted bytes of the weights, of each phase, reserved by the allocator, and of the context."""
     budget = target.budget
-    step = shared_traces(architecture(model)).step(spec)
+    step = shared_traces(architecture(model)).step(spec).on_device()
     found = estimate([step], budget, complete=True)
     rounded = step.rounded(budget.granularity)
     in_layers = rounded.peaks(in_layers=True)

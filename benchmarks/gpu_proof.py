@@ -3,9 +3,9 @@
     make gpu-proof                          # on a CUDA machine; repeat it until it says that all is done
     make gpu-proof ARGS="--device cpu"      # the same program with tiny models, for trying it out
 
-First the tests that need a GPU, then bench-sizing-gpu, then bench-gpu. What is done is kept in
-benchmarks/results and not repeated, as long as the hardware and the versions are the same. gpu_proof.md is a
-summary on one page. With --device cpu nothing is written there.
+First the tests that need a GPU, then bench-sizing-gpu, bench-sharded-gpu and bench-gpu. What is done is
+kept in benchmarks/results and not repeated, as long as the hardware and the versions are the same.
+gpu_proof.md is a summary on one page. With --device cpu nothing is written there.
 """
 
 import argparse
@@ -122,6 +122,7 @@ def all_turns_done(result: dict[str, Any]) -> bool:
 PARTS = (
     Part("tests", TESTS, run_tests, lambda result: bool(result)),
     Part("memory", "sizing_gpu.json", run_benchmark("benchmarks.sizing_gpu"), all_cases_done),
+    Part("sharded", "sharded_gpu.json", run_benchmark("benchmarks.sharded_gpu"), all_cases_done),
     Part("speed", "throughput_gpu.json", run_benchmark("benchmarks.throughput"), all_turns_done),
 )
 
@@ -129,7 +130,7 @@ PARTS = (
 def page(now: Slice) -> str:
     """The summary in Markdown."""
     where = now.made["made_on"]
-    tests, memory, speed = (now.result(part.file) for part in PARTS)
+    tests, memory, sharded, speed = (now.result(part.file) for part in PARTS)
     lines = [
         "# Measured on a GPU",
         "",
@@ -140,15 +141,17 @@ def page(now: Slice) -> str:
         lines.append(
             f"- Tests: {tests['passed']} passed, {len(tests['failed'])} failed {tests['failed'] or ''}"
         )
-    if memory:
+    for title, result in (("Memory", memory), ("Divided models", sharded)):
         lines += [
-            f"- Memory, {kind}: median error {found['median']:.2%}, 95th percentile {found['p95']:.2%}, "
+            f"- {title}, {kind}: median error {found['median']:.2%}, 95th percentile {found['p95']:.2%}, "
             f"worst {found['worst']:.2%}"
-            for kind, found in memory["errors"].items()
+            for kind, found in result.get("errors", {}).items()
         ]
+    if memory:
         lines.append(
             f"- Planned runs: {memory['planned_runs']}, out of memory: {memory['planned_runs_out_of_memory']}"
         )
+    lines += [f"- Not measured: {problem}" for problem in sharded.get("problems", ())]
     for entry in speed.get("summary", ()):
         ours, ratio = entry["sft-play"]["tokens_per_second"], entry["times_as_fast"]
         if ours and ratio:

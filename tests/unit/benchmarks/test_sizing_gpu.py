@@ -23,6 +23,7 @@ from benchmarks.random_models import random_model
 from benchmarks.sizing_gpu import alternately, figures, missed_targets, run_case, with_errors
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.model.cpu import storage_bytes
+from sft_play.sizing.phase_meter import CudaMeter
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import PaddedRows, StepSpec
 
@@ -79,7 +80,7 @@ def test_the_meter_books_each_phase_of_the_second_step_by_the_allocators_counter
     )
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 0})
     with recorder:
-        found = two_steps(model, spec, CPU)
+        found = two_steps(model, spec, CPU, CudaMeter(CPU))
     predicted = predict("small-llama", spec, HERE)
     assert set(found.phases) == {"forward", "backward", "optimizer", "evaluation"}
     for phase, size in found.phases.items():
