@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,13 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.model.load import load_model_config, load_tokenizer
 from sft_play.plan import Plan
+from sft_play.planning.clock import batches_of
+from sft_play.planning.devices import memory_device
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.runlog import open_run
+from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.estimator import estimator
 from sft_play.train.ranks import from_main
 
 ARCHITECTURES = (*NAMES, *MORE_NAMES, "nemotron", "deepseek_v3", "qwen3_5_text")
@@ -167,9 +171,15 @@ def _draw_tuning(pick: random.Random, mode: str, architecture: str) -> dict[str,
 def save_model(run: RandomRun, folder: Path) -> None:
     """Writes the model with random weights and its tokenizer."""
     torch.manual_seed(run.number)
+    save_architecture(run, folder)
+    AutoModelForCausalLM.from_config(run.architecture_config).save_pretrained(folder)
+
+
+def save_architecture(run: RandomRun, folder: Path) -> None:
+    """Writes the model without weights: its config and its tokenizer."""
     config = run.architecture_config
     byte_level_tokenizer([], 300, config.max_position_embeddings).save_pretrained(folder)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    config.save_pretrained(folder)
 
 
 def config_of(run: RandomRun, model: Path, output: Path) -> RunConfig:
@@ -213,6 +223,13 @@ def _planned(config: RunConfig, architecture: PretrainedConfig, facts: DataFacts
         return str(error)
 
 
+def facts_of(run: RandomRun, config: RunConfig, output: Path) -> tuple[PreparedData, DataFacts]:
+    """The rows of the run, and what a plan needs to know of them."""
+    longest = max(tokens for tokens, _ in run.rows)
+    data = PreparedData(_dataset(run.rows), _dataset(run.val), None, longest, dict.fromkeys(SPLITS), output)
+    return data, DataFacts.of(data, config)
+
+
 def job_of(run: RandomRun, model: Path, output: Path, ranks: RankEnvironment) -> Job:
     """The job with its plan, which holds the prediction.
 
@@ -221,13 +238,29 @@ def job_of(run: RandomRun, model: Path, output: Path, ranks: RankEnvironment) ->
         ValueError: settings contradict each other.
     """
     config = config_of(run, model, output)
-    longest = max(tokens for tokens, _ in run.rows)
-    data = PreparedData(_dataset(run.rows), _dataset(run.val), None, longest, dict.fromkeys(SPLITS), output)
+    data, facts = facts_of(run, config, output)
     architecture = load_model_config(config.model)
-    facts = DataFacts.of(data, config)
     planned = from_main(lambda: _planned(config, architecture, facts, run.world_size))
     if isinstance(planned, str):
         raise ConfigError(planned)
     folder = open_run(str(output), f"run-{run.number}", ranks.rank)
     resolved = ResolvedConfig(config, {}, Path("bench"))
     return Job(resolved, folder, architecture, load_tokenizer(config.model), data, detect(), planned, ranks)
+
+
+def predicted_again(run: RandomRun, tree: dict[str, Any], folder: Path) -> dict[str, int]:
+    """Bytes of each phase of a run that was planned and measured before, as today's code predicts them.
+
+    Args:
+        run: the run.
+        tree: its plan, as `Plan.to_json` writes it.
+        folder: for the model's config and tokenizer.
+    """
+    save_architecture(run, folder)
+    config, plan = config_of(run, folder, folder), Plan.from_json(tree)
+    architecture = Architecture.of(load_model_config(config.model))
+    usual = memory_device(config, detect(), run.world_size)
+    assert usual
+    batches = batches_of(architecture, facts_of(run, config, folder)[1])
+    estimate = estimator(architecture, replace(usual, budget_bytes=ENOUGH), batches)
+    return estimate(config, plan, complete=True).phases

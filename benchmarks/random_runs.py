@@ -9,8 +9,10 @@ three of five are on two processes. Its plan predicts the peak of each phase. Th
 through its micro-batches twice; in the second pass, when optimizer states exist, the bytes that PyTorch's
 allocator holds are counted in all threads of each process (heap_meter.c). The highest process counts. What
 oneDNN takes there for products of 16 bits is no tensor and not predicted: it is measured apart. Joined rows
-and loaded weights lie in other memory; here they are copied into PyTorch's, to be counted. What is measured
-is kept beside the result until all is, so a benchmark that was interrupted goes on where it was.
+and loaded weights lie in other memory; here they are copied into PyTorch's, to be counted. Runs are measured
+in the order of their numbers, BLOCK after BLOCK, and the result is of the first ones: none is picked. What is
+measured is kept beside the result with its plan: a benchmark that was interrupted goes on where it was, and
+plans that other code has predicted are predicted again.
 """
 
 import argparse
@@ -31,6 +33,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
-from benchmarks.random_cases import RandomRun, draw, job_of, save_model
+from benchmarks.random_cases import RandomRun, draw, job_of, predicted_again, save_model
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.job import Job
@@ -54,12 +57,14 @@ from sft_play.launch.ranks import RankEnvironment
 from sft_play.model.cpu import storage_bytes
 from sft_play.model.weights import release_memory
 from sft_play.runlog import console, quiet_libraries
+from sft_play.sizing.step import step_code
 from sft_play.timeline import PHASES
 from sft_play.train.ranks import from_main
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import NoiseOfStep
 
 RUNS, SEED = 200, 7
+BLOCK = 20  # runs
 TARGET = 0.001
 ENGINES = ("none", "none", "ddp", "deepspeed_z2", "fsdp2")  # all but the first run on two processes
 WAIT = timedelta(minutes=5)  # for another process
@@ -169,7 +174,7 @@ def outcome(run: RandomRun, folder: Path, ranks: RankEnvironment, meter: ctypes.
             torch.distributed.barrier()
         job = job_of(run, model, output, ranks)
         assert job.plan.memory
-        found["predicted"] = {name: job.plan.memory.phases[name] for name in PHASES[1:]}
+        found |= {"plan": job.plan.to_json(), "code": step_code(), "predicted": job.plan.memory.phases}
         with quiet_libraries(folder / "log.txt"):
             found["measured"] = measure(job, meter)
     except (SftPlayError, ValueError) as error:
@@ -235,26 +240,45 @@ def measure_all(runs: list[RandomRun], meter: Path, folder: Path, log: Path, unt
 
 
 def measure_missing(runs: list[RandomRun], folder: Path, log: MeasurementLog, minutes: float) -> None:
-    """Measures the runs that are not in the log, engine by engine; one whose processes end counts as crashed.
+    """Measures the runs that are not in the log, in order; one whose processes end counts as crashed.
 
     Args:
-        runs: of all engines.
+        runs: of all engines. The processes of an engine measure all of its runs in a block, since to start
+            them takes as long as to measure one.
         folder: for models and traces.
         log: of what is measured.
         minutes: after which no run begins.
     """
-    meter, known = built_meter(folder), {run_of(line["run"]).key for line in log.read()}
-    missing = [run for run in runs if run.key not in known]
-    for engine in dict.fromkeys(run.engine for run in missing):
-        own = [run for run in missing if run.engine == engine]
-        until = time.time() + 60 * minutes * len(own) / len(missing)
-        while own and time.time() < until:
-            measure_all(own, meter, folder, log.path, until)
-            known = {run_of(line["run"]).key for line in log.read()}
-            left = [run for run in own if run.key not in known]
-            if left and time.time() < until:
-                log.add({"run": asdict(left.pop(0)), "found": [{"crashed": "its processes ended"}]})
-            own = left
+    meter, until = built_meter(folder), time.time() + 60 * minutes
+    for first in range(0, len(runs), BLOCK):
+        block = runs[first : first + BLOCK]
+        for engine in dict.fromkeys(run.engine for run in block):
+            own = [run for run in block if run.engine == engine]
+            while (own := _unmeasured(own, log)) and time.time() < until:
+                measure_all(own, meter, folder, log.path, until)
+                left = _unmeasured(own, log)
+                if left and time.time() < until:
+                    log.add({"run": asdict(left[0]), "found": [{"crashed": "its processes ended"}]})
+
+
+def _unmeasured(runs: list[RandomRun], log: MeasurementLog) -> list[RandomRun]:
+    known = {run_of(line["run"]).key for line in log.read()}
+    return [run for run in runs if run.key not in known]
+
+
+def predict_again(runs: list[RandomRun], folder: Path, log: MeasurementLog) -> None:
+    """Adds to the log what today's code predicts of the plans that other code predicted."""
+    latest = {run_of(line["run"]).key: line["found"] for line in log.read()}
+    for run in runs:
+        found = latest.get(run.key, [{}])
+        if "measured" not in found[0] or found[0]["code"] == step_code():
+            continue
+        model = folder / f"model-{run.number}"
+        made = predicted_again(run, found[0]["plan"], model)
+        log.add(
+            {"run": asdict(run), "found": [each | {"code": step_code(), "predicted": made} for each in found]}
+        )
+        shutil.rmtree(model)
 
 
 def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -268,7 +292,7 @@ def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
     highest = {name: max(each[name] for each in measured) for name in phases}
     peak = max(highest.values())
     return row | {
-        "predicted": predicted,
+        "predicted": {name: predicted[name] for name in phases},
         "measured": highest,
         "error": max(predicted[name] for name in phases) / peak - 1,
         "scratch": round(max(each[SCRATCH] for each in measured) / peak - 1, 6),
@@ -356,14 +380,13 @@ def main() -> None:
     console().print(f"{len(runs)} runs, drawn from seed {options.seed}")
     with tempfile.TemporaryDirectory() as name:
         measure_missing(runs, Path(name), log, options.minutes)
+        predict_again(runs, Path(name), log)
     lines = {run_of(line["run"]).key: line["found"] for line in log.read()}
-    rows = [row_of(run, lines[run.key]) for run in runs if run.key in lines]
+    rows = [row_of(run, lines[run.key]) for run in takewhile(lambda run: run.key in lines, runs)]
     for row in rows:
         console().print(f"  {describe(row)}", highlight=False, soft_wrap=True, markup=False)
     made = {"machine": platform.processor() or platform.machine(), "versions": versions()}
     write_result(options.out, {"seed": options.seed, **made, **summary(rows)}, {"rows": rows})
-    if len(rows) == len(runs):
-        log.path.unlink(missing_ok=True)
     console().print(table(summary(rows)))
 
 

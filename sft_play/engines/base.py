@@ -39,6 +39,8 @@ class Division:
     element_bytes: int  # of a trained element and of its gradient
     autocasts: bool = False  # operations of a step are in 16 bits
     state_bytes: Callable[[int], int]  # of the optimizer, for so many elements in one fp32 vector
+    # what it allocates while it updates these: nothing, unless its kernel is written in Python
+    update_bytes: Callable[[int], int] = lambda elements: 0
 
 
 class Engine:

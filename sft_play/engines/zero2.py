@@ -5,7 +5,7 @@ After stage_1_and_2.py of DeepSpeed.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from sft_play.engines import deepspeed
 from sft_play.engines.base import Division, Message
 from sft_play.engines.zero import Zero
 from sft_play.plan import Plan
-from sft_play.timeline import Buffer, Place, Step
+from sft_play.timeline import PHASES, TERMS, Buffer, Place, Step
 from sft_play.work import Work
 
 if TYPE_CHECKING:
@@ -44,6 +44,15 @@ class Buckets:
         """
         overlaps = self.overlap and self.elements < trained_elements
         return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_elements)
+
+
+def _without_updates(step: Step) -> Step:
+    """The step without what an update of one tensor after the other allocates."""
+    line, sizes = step.timeline, step.sizes.copy()
+    allocations = (line.phases == PHASES.index("optimizer")) & (line.events > 0)
+    traced = line.source[line.events[allocations] - 1]
+    sizes[traced[line.terms[traced] == TERMS.index("temporaries")]] = 0
+    return replace(step, sizes=sizes)
 
 
 class Zero2(Zero):
@@ -98,7 +107,8 @@ class Zero2(Zero):
         All trained parameters are copied into one flat buffer while the model is loaded. From then on a
         process has fp32 weights and states of its part. Gradients are moved into a bucket, which is flattened
         once more to be reduced, and those of the part are kept, beside those of earlier micro-batches. Before
-        the optimizer step they are flattened and cast to fp32. Without autocast, DeepSpeed takes the run for
+        the optimizer step they are flattened and cast to fp32, and its vector is updated at once; where
+        gradients accumulate, those of the part are still there. Without autocast, DeepSpeed takes the run for
         one in fp32: it reduces and keeps gradients in fp32 whatever the weights are.
         """
         element, accumulates = division.element_bytes, division.accumulates
@@ -117,15 +127,21 @@ class Zero2(Zero):
         first: str = "forward" if accumulates else "backward"
         place: Place = "begin" if accumulates else reducing
         flattened = (own + FP32 * share * (element != FP32)) * (not in_fp32)
+        beyond = (FP32 * share - own * (not accumulates)) * (not in_fp32)  # of flat gradients, once in fp32
+        updated = beyond + division.update_bytes(share)
         norm = NORM * int(step.sizes_of("gradients").max(initial=0)) // element
-        return step.without("optimizer", "gradients").with_buffers(
-            Buffer("optimizer", FP32 * share + division.state_bytes(share), "load", None),
-            Buffer("engine", elements * element, "load", "load"),
-            Buffer("gradients", own, first, "optimizer", place),
-            Buffer("gradients", beside, "backward", "backward", reducing),
-            Buffer("engine", reduced, "backward", "backward", reducing),
-            Buffer("engine", buckets.bytes(elements, element), "backward", "backward", "layers"),
-            Buffer("engine", max(norm, flattened), "optimizer", "optimizer"),
+        return (
+            _without_updates(step)
+            .without("optimizer", "gradients")
+            .with_buffers(
+                Buffer("optimizer", FP32 * share + division.state_bytes(share), "load", None),
+                Buffer("engine", elements * element, "load", "load"),
+                Buffer("gradients", own, first, "optimizer", place),
+                Buffer("gradients", beside, "backward", "backward", reducing),
+                Buffer("engine", reduced, "backward", "backward", reducing),
+                Buffer("engine", buckets.bytes(elements, element), "backward", "backward", "layers"),
+                Buffer("engine", max(norm, flattened, updated), "optimizer", "optimizer"),
+            )
         )
 
     def messages(self, work: Work, element_bytes: int, plan: Plan) -> tuple[Message, ...]:

@@ -309,6 +309,7 @@ def estimator(
             element_bytes=spec.trained_element_bytes,
             autocasts=plan.mixed_precision != "no",
             state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
+            update_bytes=lambda elements: ask(questions.update_bytes, spec.optimizer, spec.device, elements),
         )
         engine = engine_of(plan.engine)
         return memory.estimate(steps, device, engine, division, firsts=firsts, complete=complete)

@@ -33,6 +33,13 @@ def state_bytes(config: "PretrainedConfig", optimizer: str, device: str, element
     return state_bytes(StepSpec(mode="full", optimizer=optimizer, device=device), elements)
 
 
+def update_bytes(config: "PretrainedConfig", optimizer: str, device: str, elements: int) -> int:
+    """As `trace.update_bytes`."""
+    from sft_play.sizing.trace import update_bytes
+
+    return update_bytes(StepSpec(mode="full", optimizer=optimizer, device=device), elements)
+
+
 def position_limit(config: "PretrainedConfig") -> int | None:
     """As in `model.load`."""
     from sft_play.model.load import position_limit

@@ -185,6 +185,24 @@ def _optimizer_with_states(
     return optimizer
 
 
+def update_bytes(spec: StepSpec, elements: int) -> int:
+    """Bytes that the optimizer allocates, and frees, while it updates so many elements in one fp32 vector."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        vector = torch.nn.Parameter(torch.empty(elements))
+        vector.grad = torch.empty(elements)
+        with unset_fake_temporarily():
+            optimizer = make_optimizer(spec.optimizer, [vector])
+        optimizer.state[vector] = optimizer_state(vector, spec, embedding=False)
+        recorder = SymbolicRecorder(**_settings(spec))
+        for value in (vector, vector.grad, *optimizer.state[vector].values()):
+            if isinstance(value, torch.Tensor):
+                recorder.add(value, "optimizer")
+        held = recorder.live
+        with recorder:
+            optimizer.step()
+        return recorder.peak - held
+
+
 @contextmanager
 def layer_hooks(layers: torch.nn.ModuleList, recorder: AllocationRecorder) -> Iterator[None]:
     """Tells the recorder which decoder layer runs, in the forward and the backward pass."""

@@ -13,6 +13,7 @@ from sft_play.sizing.budget import device_budget
 from sft_play.sizing.memory import estimate
 from sft_play.sizing.optimizers import state_bytes
 from sft_play.sizing.step import StepSpec
+from sft_play.sizing.trace import update_bytes
 from sft_play.timeline import PHASES, TERMS, WHOLE_MODEL, Buffer
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import TraceBuilder, step_of
@@ -110,6 +111,20 @@ def test_zero2_keeps_reduced_gradients_during_the_backward_pass_if_buckets_are_f
     )
 
 
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("autocasts", [True, False])
+def test_zero2_updates_its_whole_share_at_once(autocasts, accumulates):
+    """What the optimizer allocates is beside the gradients in fp32 and, where these were cast, their sums."""
+    share, sums = TRAINED // 2, 2 * (autocasts and accumulates)
+    updating = division(
+        autocasts=autocasts, accumulates=accumulates, update_bytes=lambda elements: 20 * elements
+    )
+    peak = ZERO2.transform(trained_step(), updating).peaks()["optimizer"]
+    allocated = peak.terms["engine"] + peak.terms["gradients"]
+    assert allocated == (20 + 4 + sums) * share
+    assert peak.terms["temporaries"] == 0  # of an update of one tensor after the other
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_zero3_holds_fp32_weights_states_and_flat_gradients_of_its_share(device):
     """The step is that of one of two processes: its gradients are those of its share. All fill a bucket."""
@@ -132,6 +147,18 @@ def test_states_of_a_share_are_those_of_the_optimizer(optimizer, each, elements)
     found = state_bytes(StepSpec(mode="full", optimizer=optimizer), elements)
     scales = 0 if each == 8 else 2 * 4 * -(-elements // 256)
     assert found == (8 * elements if elements < 4096 else each * elements + scales)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "each"),
+    [("adamw", "cpu", 0), ("adamw_8bit", "cpu", 20), ("adamw_8bit", "cuda", 0)],
+)
+def test_an_update_of_8_bits_on_a_cpu_makes_five_fp32_copies(optimizer, device, each):
+    """Both moments, the scaled gradient, and the root before and after its correction."""
+    elements = 10_000
+    assert (
+        update_bytes(StepSpec(mode="full", optimizer=optimizer, device=device), elements) == each * elements
+    )
 
 
 def test_more_processes_with_zero2_never_need_more():
