@@ -250,7 +250,8 @@ def compare(job: Job) -> dict[str, Any] | None:
 def close(job: Job, summary: dict[str, Any], comparison: dict[str, Any] | None = None) -> None:
     """Ends a run that is done: model card, plans for other numbers of processes, report, closing screen."""
     run, config = job.run, job.resolved.path
-    weights = run.model if job.config.tuning.mode == "full" else run.adapter
+    whole = job.config.tuning.mode == "full"
+    weights = run.model if whole else run.adapter
     write_card(job.config, run, weights)
     try:
         with spinner(PLANNING):
@@ -263,5 +264,6 @@ def close(job: Job, summary: dict[str, Any], comparison: dict[str, Any] | None =
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
     if "override" in job.resolved.origins.values():
         config = run.config  # which has the overrides
-    commands = [make_command(target, config) for target in ("infer", "eval", "merge")]
+    targets = ("infer", "eval", "export" if whole else "merge")
+    commands = [make_command(target, config) for target in targets]
     console().print(closing_screen(summary, comparison, places | try_report(run), commands))
