@@ -19,7 +19,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 
 # cred_expire: a requeued job waits until the credential of its earlier start has expired, two minutes by
 # default. GraceTime: the time between the signal and the end when a job of partition `high` takes the nodes
-# of one in `low`.
+# of one in `low`. The GPUs are counted by SLURM only, so that a node gets two processes, which find none.
 CONFIG = """\
 ClusterName=two
 FirstJobId={first_job}
@@ -47,8 +47,9 @@ KillWait=20
 SlurmdTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000
+GresTypes=gpu
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000 Gres=gpu:2
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000 Gres=gpu:2
 PartitionName=low Nodes=node1,node2 Default=YES PriorityTier=1 GraceTime=60 MaxTime=60 OverTimeLimit=0
 PartitionName=high Nodes=node1,node2 PriorityTier=10 MaxTime=60
 """
@@ -131,6 +132,7 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
     for name in ("state", "spool.node1", "spool.node2"):
         (folder / name).mkdir()
     conf = folder / "slurm.conf"
+    (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null,/dev/zero\n")
     first_job = 10**6 + os.getpid() % 10**6 * 50  # no log of another cluster has its number
     conf.write_text(CONFIG.format(folder=folder, host=host, ports=ports, first_job=first_job))
     key = folder / "munge.key-file"

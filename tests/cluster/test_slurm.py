@@ -45,12 +45,13 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def submit(slurm, config):
-    """`make train-slurm` on both nodes, without GPUs; returns the job id, and removes its logs at the end."""
+    """`make train-slurm` on both nodes; returns the job id, and removes its logs at the end."""
     written: list[Path] = []
 
-    def send(name: str, settings: str) -> str:
-        run = (f"CONFIG={config}", f"ARGS={settings} output.name={name}", "ENGINE=ddp")
-        done = slurm.run(*make_command("train-slurm", "NODES=2", "NGPU=0", "TIME=20", *run), cwd=REPOSITORY)
+    def send(name: str, settings: str, engine: str = "ddp", gpus: int = 0) -> str:
+        run = (f"CONFIG={config}", f"ARGS={settings} output.name={name}", f"ENGINE={engine}")
+        words = ("train-slurm", "NODES=2", f"NGPU={gpus}", "TIME=20", *run)
+        done = slurm.run(*make_command(*words), cwd=REPOSITORY)
         found = re.search(r"squeue --job (\d+)", done.stdout)
         assert found, done.stdout
         job_id = found[1]
@@ -92,6 +93,18 @@ def test_a_job_runs_on_two_nodes_to_the_end(slurm, submit, config, alone):
     said = logs(job_id)
     assert said.count("Number of processes: 2") == 1 and said.count("machine 1 joined") == 1, said
     assert_same_curve(RunDir(config.parent / "runs" / "whole"), alone(BATCH, "eval.generate=false"))
+
+
+@pytest.mark.slow
+def test_each_node_holds_a_model_once_divided_among_its_processes(slurm, submit, config, alone):
+    """FSDP2, with gradients that are reduced over the nodes."""
+    job_id = submit("divided", BATCH, engine="fsdp2", gpus=2)
+    job = slurm.wait(job_id, "COMPLETED", "FAILED", timeout_s=300)
+    assert job["JobState"] == "COMPLETED", logs(job_id)
+    run = RunDir(config.parent / "runs" / "divided")
+    plan = read_json(run.plan)["plan"]
+    assert [plan[key] for key in ("engine", "world_size", "replicas")] == ["fsdp2", 4, 2]
+    assert_same_curve(run, alone(BATCH, "eval.generate=false"))
 
 
 def test_an_interrupted_job_goes_back_into_the_queue_and_on_from_its_checkpoint(slurm, submit, config, alone):
