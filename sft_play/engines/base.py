@@ -34,7 +34,8 @@ class Division:
     """How a step is divided among processes: what an engine's memory depends on besides the step."""
 
     world_size: int
-    accumulates: bool  # whether an optimizer step has several micro-batches
+    accumulates: bool  # whether earlier micro-batches of an optimizer step have left gradients
+    precedes: bool = False  # whether only later ones follow
     device: str = "cuda"  # "cuda" or "cpu"
     element_bytes: int  # of a trained element and of its gradient
     autocasts: bool = False  # operations of a step are in 16 bits

@@ -29,12 +29,12 @@ class Ddp(Engine):
 
         Gradients are views into buckets (gradient_as_bucket_view), which live from the first step on, also
         while the model is evaluated. Those of earlier micro-batches are beside them until the last backward
-        pass of the step copies them.
+        pass of the step copies them; the backward pass of the first one makes them.
         """
-        gradients = step.bytes_of("gradients")
+        gradients, beside = step.bytes_of("gradients"), division.accumulates or division.precedes
         return step.with_buffers(
             Buffer("engine", min(BROADCAST, step.peaks()["load"].bytes), "load", "load"),
-            Buffer("engine", gradients if division.accumulates else 0, "forward", "backward"),
+            Buffer("engine", gradients if beside else 0, "forward", "backward"),
             Buffer("engine", gradients, "evaluation", "evaluation"),
         )
 

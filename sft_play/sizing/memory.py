@@ -63,7 +63,7 @@ def estimate(
     host = host_memory(steps, device, division.world_size if division else 1)
     steps = [step.on_device().rounded(device.granularity) for step in steps]
     if division:
-        alone = replace(division, accumulates=False)
+        alone = replace(division, accumulates=False, precedes=division.accumulates)
         divisions = [alone if first else division for first in firsts] or [division] * len(steps)
         steps = list(map(engine.transform, steps, divisions))
     peaks: dict[str, Peak] = {}

@@ -229,7 +229,9 @@ class StepSpec:
             evaluated: a batch of its evaluation; default one as the micro-batch.
         """
         engine = engine_of(plan.engine)
-        later = plan.gradient_accumulation_steps > 1 and not (micro and micro.first)
+        several = plan.gradient_accumulation_steps > 1
+        later = several and not (micro and micro.first)
+        early = engine.makes_gradients_early and not (several and engine.keeps_gradients)
         spec = cls(
             mode=config.tuning.mode,
             lora=config.tuning.lora,
@@ -238,7 +240,7 @@ class StepSpec:
             mixed_precision=plan.mixed_precision,
             attention=plan.attention,
             activations=plan.activations,
-            accumulates=later or engine.makes_gradients_early,
+            accumulates=later or early,
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,

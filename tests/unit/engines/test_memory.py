@@ -76,6 +76,11 @@ def test_gradients_that_ddp_has_not_exchanged_yet_are_beside_its_buckets():
     assert more_than_alone(DDP, accumulates=True) == expected
 
 
+def test_the_first_micro_batch_of_several_makes_its_gradients_beside_ddps_buckets():
+    kept = more_than_alone(DDP, precedes=True)
+    assert kept["forward"] == kept["backward"] == 2 * TRAINED and kept["optimizer"] == 0
+
+
 def test_the_broadcast_of_weights_has_a_bound():
     step = trained_step(GIB)
     assert DDP.transform(step, division()).peaks()["load"].terms["engine"] == 250 * MIB

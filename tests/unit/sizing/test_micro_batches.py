@@ -1,6 +1,7 @@
 """Which micro-batches of a run are looked at: of all of them, none has a higher peak."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,21 @@ def drawn(count: int, seed: int) -> list[MicroBatch]:
         held = pick.randint(50, 500)
         found.append(MicroBatch(JoinedRows(tokens), supervised, lengths, first=number % 2 == 0, held=held))
     return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_several", "alone"),
+    [("none", False, False), ("ddp", False, True), ("deepspeed_z2", True, True), ("fsdp2", False, False)],
+)
+def test_whether_a_first_micro_batch_is_traced_with_gradients(engine, of_several, alone):
+    """Of several under DDP it makes its own, beside the buckets that its step's last one fills."""
+    run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "x"}})
+    two = replace(PLAN, engine=engine, world_size=2)
+    one = replace(two, gradient_accumulation_steps=1)
+    first = MicroBatch(JoinedRows(8), 4, first=True)
+    assert StepSpec.of(run, two, first).accumulates is of_several
+    assert StepSpec.of(run, one, first).accumulates is alone
+    assert StepSpec.of(run, two, replace(first, first=False)).accumulates
 
 
 def test_the_front_has_what_nothing_exceeds():
