@@ -74,6 +74,7 @@ PYTEST = $(if $(ARGS),PYTEST_ADDOPTS=$(call quote,$(ARGS)))
 SOME = $(call flag,--processes,$(NGPU))
 ALL = --processes $(call quote,$(if $(NGPU),$(NGPU),0))
 STAGE = $(if $(ZERO),$(if $(filter 2 3,$(ZERO)),$(ZERO),$(error ZERO=$(ZERO) is neither 2 nor 3)),2)
+OF_STAGE = $(if $(ZERO), $(call quote,parallel.engine=deepspeed_z$(STAGE)))
 WITH_ENGINE = $(call flag,--engine,$(ENGINE))
 MACHINE = --nodes $(call quote,$(NODES)) --node-rank $(call quote,$(RANK)) --master-addr $(call quote,$(MASTER_ADDR)) --master-port $(call quote,$(MASTER_PORT))
 CLUSTER = --nodes $(call quote,$(NODES)) --gpus $(call quote,$(NGPU)) --partition $(call quote,$(PARTITION)) --time $(call quote,$(TIME)) --account $(call quote,$(ACCOUNT)) $(call quote,--sbatch=$(SBATCH))
@@ -129,7 +130,7 @@ device-profile: $(READY) ## Show what operations cost on this machine
 
 .PHONY: check
 check: $(READY) ## Check config, data, model, devices, disk, versions
-	$(SFT) check $(WITH_CONFIG)
+	$(SFT) check $(WITH_CONFIG)$(OF_STAGE)
 
 .PHONY: setup-accelerate
 setup-accelerate: $(READY) ## Run accelerate's wizard; AUTO=1 answers for you
@@ -161,7 +162,7 @@ dapt-docx: $(READY) ## Documents to raw text: IN=folder OUT=text.jsonl
 
 .PHONY: plan
 plan: $(READY) ## Predict memory and speed, e.g. MODEL=qwen3-8b GPU="L40S"
-	$(SFT) plan $(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(OVERRIDES)$(MORE)
+	$(SFT) plan $(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(OVERRIDES)$(OF_STAGE)$(MORE)
 
 .PHONY: probe
 probe: $(READY) ## Measure the largest batch, compare with the prediction

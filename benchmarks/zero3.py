@@ -1,11 +1,12 @@
 """Measures each process's memory in steps under ZeRO-3, on this CPU, and compares it with the prediction.
 
-    python -m benchmarks.zero3                     # 20 random cases, on 2 processes
+    python -m benchmarks.zero3                     # 20 random cases, each also with offload, on 2 processes
     python -m benchmarks.zero3 --cases 4 --seed 3
 
 As benchmarks/sharding.py, whose small models and meter these are. DeepSpeed runs three steps; the highest
 number of bytes in each phase of the third is compared with the prediction: the trace of a step that
-`fully_shard` has divided, and DeepSpeed's buffers.
+`fully_shard` has divided, and DeepSpeed's buffers. With offload to RAM, all of them are in the memory that is
+measured: a CPU has no other, so that no copy to a device is seen.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +51,21 @@ def drawn(number: int, seed: int) -> Case:
     case = draw(number, WORLD, seed)
     mode = "lora" if case.mode == "qlora" else case.mode
     dtype = "float32" if number % 2 else "bfloat16"
-    return replace(case, mode=mode, dtype=dtype, mixed_precision="no")
+    return replace(case, mode=mode, dtype=dtype, mixed_precision="no", defers_exchange=False)
 
 
-def step_of(case: Case, rank: int) -> StepSpec:
+def step_of(case: Case, rank: int, offload: bool) -> StepSpec:
     """The step of one process, as `StepSpec.of` has it for this engine."""
-    return replace(case.step(rank), cast_adapters=case.dtype != "float32", regathers=True)
+    cast = case.dtype != "float32"
+    return replace(case.step(rank), cast_adapters=cast, regathers=True, offload=offload)
 
 
 def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
     """DeepSpeed's config for a step that trains so many elements."""
     zero = read_config(config_file(STAGE))["zero_optimization"]
     zero |= {"reduce_bucket_size": min(trained, zero["reduce_bucket_size"]), "overlap_comm": False}
+    if spec.offload:
+        zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     accumulation = 2 if spec.accumulates else 1
     return {
         "zero_optimization": zero | {"stage3_prefetch_bucket_size": 0},
@@ -70,23 +75,24 @@ def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": spec.dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
 
 
-def measure(case: Case, meter: Any) -> dict[str, int]:
+def measure(case: Case, meter: Any, offload: bool) -> dict[str, int]:
     """The bytes of this process: the highest of each phase, with its part of the weights."""
     import deepspeed
 
     from sft_play.engines.zero3_parts import let_go, partition
 
-    spec, marks = step_of(case, distributed.get_rank()), HeapMeter(meter)
+    spec, marks = step_of(case, distributed.get_rank(), offload), HeapMeter(meter)
     gc.collect()
     before = meter.meter_live()
     torch.manual_seed(case.number)
     model: Any = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
     gc.collect()
     meter.meter_reset()
-    partition(units_of(model), "cpu", None if spec.dtype == "float32" else spec.dtype)
+    partition(units_of(model), "cpu", None if spec.dtype == "float32" else spec.dtype, offload=offload)
     add_loss_head(model if spec.mode == "full" else model.get_base_model())
     prepare_for_training(model, spec)
     parameters = trained_parameters(model)
@@ -134,25 +140,26 @@ def work(path: Path, out: Path) -> None:
     deepspeed.init_distributed("gloo")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     meter, lines = loaded_meter(), []
-    for tree in json.loads(path.read_text()):
+    for tree, offload in product(json.loads(path.read_text()), (False, True)):
         found: list[Any] = [None] * WORLD
-        distributed.all_gather_object(found, measure(case_of(tree), meter))
-        lines.append({"case": tree, "measured": found})
+        distributed.all_gather_object(found, measure(case_of(tree), meter, offload))
+        lines.append({"case": tree, "offload": offload, "measured": found})
     if distributed.get_rank() == 0:
         out.write_text(json.dumps(lines))
     distributed.destroy_process_group()
 
 
-def predicted(case: Case) -> list[dict[str, int]]:
+def predicted(case: Case, offload: bool) -> list[dict[str, int]]:
     """The same for each process, from traces."""
     found = []
     for rank in range(case.world):
-        spec = step_of(case, rank)
+        spec = step_of(case, rank, offload)
         division = Division(
             world_size=case.world,
             accumulates=case.accumulates,
             device="cpu",
             element_bytes=spec.trained_element_bytes,
+            offloads=offload,
             state_bytes=lambda elements, spec=spec: state_bytes(spec, elements),  # type: ignore[misc]
         )
         step = engine_of("deepspeed_z3").transform(trace_step(case.config, spec).step, division)
@@ -160,18 +167,33 @@ def predicted(case: Case) -> list[dict[str, int]]:
     return found
 
 
-def compare(case: Case, real: list[dict[str, int]]) -> dict[str, Any]:
+def compare(case: Case, offload: bool, real: list[dict[str, int]]) -> dict[str, Any]:
     """A row of the result: bytes by process, and the errors of the peaks without loading, and by phase."""
-    pairs = list(zip(predicted(case), real, strict=True))
+    pairs = list(zip(predicted(case, offload), real, strict=True))
     steps = [name for name in real[0] if name != "load"]
     errors = [max(p[n] for n in steps) / max(m[n] for n in steps) - 1 for p, m in pairs]
     by_phase = {name: max((p[name] / m[name] - 1 for p, m in pairs), key=abs) for name in real[0]}
     return {
         **asdict(case),
+        "offload": offload,
         "measured": real,
         "predicted": [p for p, _ in pairs],
         "error": round(max(errors, key=abs), 6),
         "errors": {name: round(error, 6) for name, error in by_phase.items()},
+    }
+
+
+def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The errors of some rows."""
+    errors = [row["error"] for row in rows]
+    return {
+        "cases": len(rows),
+        "median": statistics.median(errors),
+        "lowest": min(errors),
+        "highest": max(errors),
+        "median_by_phase": {
+            name: statistics.median(row["errors"][name] for row in rows) for name in rows[0]["errors"]
+        },
     }
 
 
@@ -205,17 +227,9 @@ def main() -> None:
             check=True,
         )
         lines = json.loads(found.read_text())
-    rows = [compare(case_of(line["case"]), line["measured"]) for line in lines]
-    errors = [row["error"] for row in rows]
-    summary = {
-        "cases": len(rows),
-        "median": statistics.median(errors),
-        "lowest": min(errors),
-        "highest": max(errors),
-        "median_by_phase": {
-            name: statistics.median(row["errors"][name] for row in rows) for name in rows[0]["errors"]
-        },
-    }
+    rows = [compare(case_of(line["case"]), line["offload"], line["measured"]) for line in lines]
+    plain, away = ([row for row in rows if row["offload"] == offload] for offload in (False, True))
+    summary = {**summarised(plain), "offload": summarised(away)}
     write_result(options.out, {"seed": options.seed, "versions": versions(), **summary}, {"rows": rows})
     console().print(summary)
 

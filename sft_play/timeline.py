@@ -113,24 +113,23 @@ class Timeline:
         return {}
 
     @cached_property
-    def longer(self) -> dict[tuple[str, str, str | None, str], "Timeline | None"]:
-        """This timeline with one block more, by term and phases: so that steps share what was replayed."""
+    def longer(self) -> dict["Buffer", "Timeline | None"]:
+        """This timeline with one block more, of any size: so that steps share what was replayed."""
         return {}
 
     def changes(self, sizes: np.ndarray) -> np.ndarray:
         """Bytes that each event allocates or, negative, frees, [E], for traced blocks of `sizes`, [B]."""
         return np.sign(self.events) * sizes[self._source_of_event]
 
-    def with_block(self, term: str, first: str, last: str | None, place: Place) -> "Timeline | None":
+    def with_block(self, buffer: "Buffer") -> "Timeline | None":
         """This timeline with a block from a place in a phase, if it has that, to the end of another one."""
         number = len(self.source) + 1
-        events, after = np.flatnonzero(self.phases == PHASES.index(first)), place == "end"
-        begins = events[-1:] if after else events[:1]
-        if place == "layers":
-            begins = np.append(events[self.layers[events] != WHOLE_MODEL], begins)[:1]
+        events, after = np.flatnonzero(self.phases == PHASES.index(buffer.first)), buffer.place == "end"
+        inner = events[(self.layers[events] != WHOLE_MODEL) & (buffer.place == "layers")]
+        begins = events[-1:] if after else np.append(inner, events)[:1]
         if not begins.size:
             return None
-        ends = np.flatnonzero(self.phases == PHASES.index(last))[-1:] if last else begins[:0]
+        ends = np.flatnonzero(self.phases == PHASES.index(buffer.last))[-1:] if buffer.last else begins[:0]
         places = np.concatenate([begins + after, ends + 1])
         return replace(
             self,
@@ -138,7 +137,8 @@ class Timeline:
             source=np.append(self.source, len(self.terms)),
             phases=np.insert(self.phases, places, self.phases[np.concatenate([begins, ends])]),
             layers=np.insert(self.layers, places, WHOLE_MODEL),
-            terms=np.append(self.terms, TERMS.index(term)),
+            terms=np.append(self.terms, TERMS.index(buffer.term)),
+            in_ram=(*self.in_ram, len(self.terms)) if buffer.in_ram else self.in_ram,
         )
 
     def terms_at(self, event: int, changes: np.ndarray) -> dict[str, int]:
@@ -159,6 +159,7 @@ class Buffer:
     first: str  # phase in which it is allocated
     last: str | None  # phase at whose end it is freed; None: never
     place: Place = "begin"  # of the first phase: with its first event, its first in a layer, or after all
+    in_ram: bool = False  # of a process on a GPU
 
 
 @dataclass(frozen=True)
@@ -184,16 +185,16 @@ class Step:
         kept = np.isin(np.arange(len(self.sizes)), self.timeline.in_ram) == in_ram
         return replace(self, sizes=np.where(kept, self.sizes, 0))
 
-    def without(self, *terms: str) -> "Step":
-        """The step without the blocks of these terms."""
+    def without(self, *terms: str, in_ram: bool = False) -> "Step":
+        """The step without the blocks of these terms; with `in_ram`, without those of them that are there."""
         line = self.timeline
         gone = np.isin(line.terms[line.source], [TERMS.index(term) for term in terms])
+        gone &= np.isin(line.source, line.in_ram) | (not in_ram)
         number = np.cumsum(~gone)  # [N] of each block that stays, from 1
         kept = ~gone[np.abs(line.events) - 1]
-        events = line.events[kept]
         changed = replace(
             line,
-            events=np.sign(events) * number[np.abs(events) - 1],
+            events=np.sign(line.events[kept]) * number[np.abs(line.events[kept]) - 1],
             source=line.source[~gone],
             phases=line.phases[kept],
             layers=line.layers[kept],
@@ -213,9 +214,8 @@ class Step:
         """The step with these blocks; those of phases that it does not have are left out."""
         line, sizes = self.timeline, self.sizes
         for buffer in (each for each in buffers if each.bytes):
-            key = (buffer.term, buffer.first, buffer.last, buffer.place)
-            if key not in line.longer:
-                line.longer[key] = line.with_block(*key)
+            if (key := replace(buffer, bytes=0)) not in line.longer:
+                line.longer[key] = line.with_block(key)
             if longer := line.longer[key]:
                 line, sizes = longer, np.append(sizes, buffer.bytes)
         return replace(self, timeline=line, sizes=sizes)

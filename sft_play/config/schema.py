@@ -1,8 +1,8 @@
 """All settings of a run, with units, defaults and limits; reads no files and does not import torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
 from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
 from sft_play.config.values import (
@@ -305,6 +305,16 @@ class ParallelConfig(Section):
     is free."""
     timeout_s: Count = 600
     """Timeout for collectives in seconds; a run that exceeds it is terminated."""
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _not_to_disk(cls, place: Any) -> Any:
+        if place in ("nvme", "disk"):
+            raise ValueError(
+                f"{place} is not possible, since nothing is offloaded to disk; use ram, which works with "
+                "engine=fsdp2 and deepspeed_z3, also on a single GPU"
+            )
+        return place
 
 
 class EvalConfig(Section):

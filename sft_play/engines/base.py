@@ -39,6 +39,7 @@ class Division:
     device: str = "cuda"  # "cuda" or "cpu"
     element_bytes: int  # of a trained element and of its gradient
     autocasts: bool = False  # operations of a step are in 16 bits
+    offloads: bool = False  # to RAM, also where a device has no other memory
     state_bytes: Callable[[int], int]  # of the optimizer, for so many elements in one fp32 vector
     # what it allocates while it updates these: nothing, unless its kernel is written in Python
     update_bytes: Callable[[int], int] = lambda elements: 0
@@ -52,7 +53,7 @@ class Engine:
     target = "train"  # of make, which trains with it
     mark = ""  # in a table of plans, beside the number of processes
     principle = ""  # what it does to the memory of a process, for a sentence of the plan
-    distributed_type = "NO"  # of accelerate
+    distributed_type = distributed_type_alone = "NO"  # of accelerate, also if it offloads in one process
     packages: tuple[str, ...] = ()  # that it needs besides those of every run
     distributes = False  # over several processes
     trades_speed = False  # for memory, more than the clock knows of: chosen only where no other engine fits
@@ -131,6 +132,10 @@ class Engine:
             config: the run.
             plan: of the run.
         """
+
+    def alone(self) -> AbstractContextManager[None]:
+        """A block in which a process that no launcher has started is the only one of a group."""
+        return nullcontext()
 
     def computing(self, model: Any) -> AbstractContextManager[None]:
         """A block in which a divided model computes although no training wraps it.

@@ -147,7 +147,7 @@ def _unsupported(tree: dict[str, Any], stage: int) -> Iterator[str]:
         if isinstance(path, str) and not Path(path).is_dir():
             yield f"zero_optimization.{name}.nvme_path: {path} is not a folder"
         elif stage == 3 and _at(tree, f"zero_optimization.{name}") is not None:
-            yield f"zero_optimization.{name}: remove it; parallel.offload=ram with fsdp2 does that"
+            yield f"zero_optimization.{name}: remove it; parallel.offload=ram does that"
     for name in UNPLANNED if stage == 3 else ():
         if _at(tree, f"zero_optimization.{name}") is not None:
             yield f"zero_optimization.{name}: remove it; no plan knows what it does to memory"

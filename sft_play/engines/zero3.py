@@ -16,6 +16,7 @@ from sft_play.engines.zero import Zero
 from sft_play.plan import Plan
 from sft_play.timeline import Buffer, Step
 from sft_play.units import AUTOCAST
+from sft_play.work import Work
 
 FP32 = 4  # bytes
 
@@ -26,12 +27,20 @@ class Zero3(Sharded, Zero):
     name, label, target, mark, stage = "deepspeed_z3", "ZeRO-3", "train-deepspeed", "Z", 3
     principle = "partitions weights, gradients and optimizer states among the processes"
     regathers = wraps_shards = for_the_asking = True
+    offloads = ("ram",)
+    distributed_type_alone = Zero.distributed_type
 
     def divide(self, units: Sequence[Any], config: RunConfig, plan: Plan) -> None:
         """Each process keeps its part of each parameter."""
         from sft_play.engines.zero3_parts import partition
 
-        partition(units, plan.device, AUTOCAST.get(plan.mixed_precision))
+        partition(units, plan.device, AUTOCAST.get(plan.mixed_precision), offload=plan.offload != "none")
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Sets the variables that DeepSpeed wants of a launcher, and afterwards undoes what it has set up."""
+        from sft_play.engines.zero3_parts import alone
+
+        return alone()
 
     def computing(self, model: Any) -> AbstractContextManager[None]:
         """In the block, modules gather their weights, as they do in training."""
@@ -58,38 +67,86 @@ class Zero3(Sharded, Zero):
     def trainer_arguments(
         self, config: RunConfig, plan: Plan, *, trained_parameters: int, shared: bool
     ) -> dict[str, Any]:
-        """The DeepSpeed config; on a CPU, which waits for what it gathers, nothing is gathered ahead."""
+        """The DeepSpeed config; on a CPU, which waits for what it gathers, nothing is gathered ahead.
+
+        What is offloaded is updated by the trainer's own AdamW, as fast on a CPU as DeepSpeed's, which would
+        have to be compiled.
+        """
         arguments = super().trainer_arguments(
             config, plan, trained_parameters=trained_parameters, shared=shared
         )
+        tree = arguments["deepspeed"]
+        zero = dict(tree["zero_optimization"])
         if plan.device == "cpu":
-            zero = {**arguments["deepspeed"]["zero_optimization"], "stage3_prefetch_bucket_size": 0}
-            arguments["deepspeed"] = {**arguments["deepspeed"], "zero_optimization": zero}
-        return arguments
+            zero["stage3_prefetch_bucket_size"] = 0
+        if plan.offload != "none":
+            place = {"device": "cpu", "pin_memory": plan.device == "cuda"}
+            zero |= {"offload_optimizer": place, "offload_param": place}
+            tree = {**tree, "zero_force_ds_cpu_optimizer": False}
+        return {**arguments, "deepspeed": {**tree, "zero_optimization": zero}}
 
     def transform(self, step: Step, division: Division) -> Step:
         """Puts fp32 weights and flat buffers in the place of gradients and optimizer states.
 
         The step is that of a model that `fully_shard` has divided into the same units: weights are gathered
         alike, into a buffer from which each is copied. A process keeps the reduced gradients of its part,
-        and a bucket for those that it computes, which is copied to be reduced. It flattens its part and casts
-        it to fp32 before the optimizer step. A GPU gathers a bucket of weights ahead of their use.
+        and a bucket for those that it computes, which is copied to be reduced: at the end of the backward
+        pass, if it takes them all. A GPU gathers a bucket of weights ahead of their use.
         """
         own, element = step.bytes_of("gradients"), division.element_bytes
         share = own // element
         zero = deepspeed.read_config(deepspeed.config_file(self.stage))["zero_optimization"]
-        bucket = element * min(zero["reduce_bucket_size"], share * division.world_size)
+        limit, elements = zero["reduce_bucket_size"], share * division.world_size
+        bucket = element * min(limit, elements)
         ahead = element * zero["stage3_prefetch_bucket_size"] if division.device == "cuda" else 0
-        cast = FP32 * share if element != FP32 else 0
-        return step.without("optimizer", "gradients").with_buffers(
-            Buffer("optimizer", FP32 * share + division.state_bytes(share), "load", None),
-            Buffer("gradients", own, "load", None),
+        reduced = bucket * (1 + (division.device == "cpu"))  # gloo makes a copy of its own
+        place = _held_in_ram if division.offloads else _held
+        return place(step.without("optimizer", "gradients"), division, share).with_buffers(
             Buffer("engine", bucket, "load", None),
             Buffer("engine", ahead, "forward", "evaluation"),
-            Buffer("engine", bucket, "backward", "backward"),
-            Buffer("engine", own + cast, "optimizer", "optimizer"),
+            Buffer("engine", reduced, "backward", "backward", "end" if elements <= limit else "layers"),
         )
+
+    def moved_by_offload(self, work: Work, accumulation: int) -> tuple[float, float]:
+        """The GPU adds up gradients, so those of earlier micro-batches are copied there and back.
+
+        FSDP2, whose step is traced, adds them in RAM, which reads two tensors and writes one. The sums are
+        copied once more before the update, and the CPU scales them and copies weights to those that are
+        gathered.
+        """
+        copied, summed = super().moved_by_offload(work, accumulation)
+        gradients = summed / 3 / accumulation  # bytes
+        copies = 2 * (accumulation - 1) + 1
+        return copied + 2 * copies * gradients, 2 * 2 * gradients
 
     def state_on_disk(self, elements: int, state_bytes: int) -> int:
         """The fp32 weights of all processes are saved with their states."""
         return FP32 * elements + state_bytes
+
+
+def _held(step: Step, division: Division, share: int) -> Step:
+    """The step with what a process keeps of its part, which is flattened and cast to be updated."""
+    element = division.element_bytes
+    cast = FP32 if element != FP32 else 0
+    return step.with_buffers(
+        Buffer("optimizer", FP32 * share, "load", None),
+        Buffer("optimizer", division.state_bytes(share), "forward", None),
+        Buffer("gradients", element * share, "load", None),
+        Buffer("engine", (element + cast) * share, "optimizer", "optimizer"),
+    )
+
+
+def _held_in_ram(step: Step, division: Division, share: int) -> Step:
+    """The same in RAM, where gradients are kept in fp32 too, and what is trained is in one pinned block."""
+    element, in_ram = division.element_bytes, division.device == "cuda"
+    step = step.with_buffers(
+        Buffer("optimizer", FP32 * share, "load", None, in_ram=in_ram),
+        Buffer("optimizer", division.state_bytes(share), "forward", None, in_ram=in_ram),
+        Buffer("gradients", element * share, "load", None, in_ram=in_ram),
+        Buffer("gradients", FP32 * share, "load", None, in_ram=in_ram),
+    )
+    if not in_ram:
+        return step
+    trained = "adapters" if step.bytes_of("adapters") else "weights"
+    weights = Buffer(trained, element * share, "load", None, in_ram=True)
+    return step.without(trained, in_ram=True).with_buffers(weights)

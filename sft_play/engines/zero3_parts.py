@@ -4,6 +4,7 @@ A parameter is flattened, filled up, and cut into as many parts as there are pro
 is `parameter.ds_tensor`; `parameter.data` is empty unless it is gathered.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import getclosurevars
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
+from deepspeed import comm
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init, register_external_parameter
@@ -30,18 +33,23 @@ from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 
+# Of a launcher; ports and addresses are not needed in a group that is there already.
+VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 # What DeepSpeed leaves on modules, which would call the engine of an earlier training.
 RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
 LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
 
 
-def partition(units: Sequence[torch.nn.Module], device: str, cast_to: str | None) -> None:
+def partition(
+    units: Sequence[torch.nn.Module], device: str, cast_to: str | None, *, offload: bool = False
+) -> None:
     """Divides a model among all processes, in place; tensor by tensor, each as the first process has it.
 
     Args:
         units: gathered one at a time, the whole model last; on any device, the same in all processes.
         device: where its parts go, "cuda" or "cpu".
         cast_to: 16-bit type of all weights; default their own.
+        offload: keep its parts in RAM.
 
     Raises:
         ConfigError: what is trained has several types.
@@ -56,7 +64,9 @@ def partition(units: Sequence[torch.nn.Module], device: str, cast_to: str | None
             parameter.data = parameter.to(device).data.contiguous()  # with the scales of 4-bit weights
             if cast_to and parameter.is_floating_point():
                 parameter.data = parameter.data.to(getattr(torch, cast_to))
-        Init(module=unit)
+        # DeepSpeed moves what is trained to pinned memory of its own
+        pinned = device == "cuda" and not all(parameter.requires_grad for parameter in unit.parameters())
+        Init(module=unit, remote_device="cpu" if offload else None, pin_memory=offload and pinned)
         give_back_freed_memory()
     for module in whole.modules():
         for name, buffer in module._buffers.items():
@@ -70,6 +80,20 @@ def partition(units: Sequence[torch.nn.Module], device: str, cast_to: str | None
             register_external_parameter(whole, parameter)
     # DeepSpeed would reduce the gradients of a unit before they are computed, if its input needs none
     stage3.z3_leaf_parameter = lambda parameter: False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A block in which this process, which no launcher has started, may train with DeepSpeed."""
+    os.environ.update(VARIABLES)
+    try:
+        yield
+    finally:
+        for name in (*VARIABLES, "ACCELERATE_USE_DEEPSPEED"):
+            os.environ.pop(name, None)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        if comm.is_initialized():
+            comm.destroy_process_group()  # with DeepSpeed's names for it
 
 
 @contextmanager

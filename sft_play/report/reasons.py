@@ -163,7 +163,7 @@ def _engine(reason: reasons.EngineChoice) -> str:
 @sentence.register
 def _offload(reason: reasons.Offload) -> str:
     if reason.device == "cpu":
-        return "parallel.offload=ram: a CPU has no other memory, so this saves nothing and costs nothing"
+        return "parallel.offload=ram: a CPU has no other memory, so this saves nothing"
     cause = "as set in the config" if reason.cause == "config" else "since nothing else fits"
     return (
         f"weights, gradients and optimizer states in RAM{_needs(reason.host)}, {cause}: {reason.engine} "

@@ -308,6 +308,7 @@ def estimator(
             device=plan.device,
             element_bytes=spec.trained_element_bytes,
             autocasts=plan.mixed_precision != "no",
+            offloads=plan.offload != "none",
             state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
             update_bytes=lambda elements: ask(questions.update_bytes, spec.optimizer, spec.device, elements),
         )

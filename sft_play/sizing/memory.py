@@ -60,12 +60,13 @@ def estimate(
     steps, so that no earlier one has left gradients. With `complete`, reserved bytes are predicted, which
     takes time, also where they cannot decide.
     """
-    host = host_memory(steps, device, division.world_size if division else 1)
-    steps = [step.on_device().rounded(device.granularity) for step in steps]
+    host = host_memory(steps, device, engine, division)
+    steps = [step.rounded(device.granularity) for step in steps]
     if division:
         alone = replace(division, accumulates=False, precedes=division.accumulates)
         divisions = [alone if first else division for first in firsts] or [division] * len(steps)
         steps = list(map(engine.transform, steps, divisions))
+    steps = [step.on_device() for step in steps]
     peaks: dict[str, Peak] = {}
     step_of: dict[str, Step] = {}
     for step in steps:
@@ -97,12 +98,18 @@ def estimate(
     return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device, warmup))
 
 
-def host_memory(steps: Sequence[Step], device: DeviceBudget, world_size: int) -> HostMemory | None:
+def host_memory(
+    steps: Sequence[Step], device: DeviceBudget, engine: Engine = ALONE, division: Division | None = None
+) -> HostMemory | None:
     """The RAM that the processes of a GPU's machine need for what they offload; None if they do not."""
+    if not any(step.timeline.in_ram for step in steps):
+        return None
+    saved = max(step.in_ram().bytes_of("gradients") for step in steps)
+    if division:
+        saved *= division.world_size
+        steps = [engine.transform(step, division) for step in steps]
     peaks = [peak for step in steps for peak in _with_pinned(step.in_ram()).peaks().values()]
     highest = max(peaks, key=lambda peak: peak.bytes)
-    if not highest.bytes:
-        return None
     budget = device.host
     terms = {name: size for name, size in highest.terms.items() if size}
     return HostMemory(
@@ -110,7 +117,7 @@ def host_memory(steps: Sequence[Step], device: DeviceBudget, world_size: int) ->
         processes=budget.processes,
         own_bytes=budget.own_bytes,
         terms=terms,
-        saved_bytes=world_size * max(step.in_ram().bytes_of("gradients") for step in steps),
+        saved_bytes=saved,
     )
 
 

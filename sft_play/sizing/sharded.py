@@ -112,10 +112,7 @@ class ShardRecorder(SymbolicRecorder):
         replacements = [
             (torch.UntypedStorage, "resize_", resized),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
-            *(
-                (FSDPParamGroup, name, _attributed(self, getattr(FSDPParamGroup, name)))
-                for name in ("unshard", "wait_for_unshard", "post_backward")
-            ),
+            *((FSDPParamGroup, name, _attributed(self, each)) for name, each in _functions(spec)),
             *(_copying() if spec.device == "cpu" else ()),
             *(_transferring(self) if offloads(spec) else ()),
         ]
@@ -123,6 +120,24 @@ class ShardRecorder(SymbolicRecorder):
             for target, name, replacement in replacements:
                 stack.enter_context(patched(target, name, replacement))
             yield
+
+
+def _functions(spec: StepSpec) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What a group of parameters does besides computing; as ZeRO-3 does it, if that is asked for.
+
+    FSDP2 frees the buffer of what it has gathered with the next one, and gathers ahead in the backward pass.
+    """
+    gather = FSDPParamGroup.wait_for_unshard
+
+    def gathered(group: FSDPParamGroup) -> None:
+        gather(group)
+        group.comm_ctx.all_gather_state = None
+
+    yield "unshard", FSDPParamGroup.unshard
+    yield "wait_for_unshard", gathered if spec.regathers else gather
+    yield "post_backward", FSDPParamGroup.post_backward
+    if spec.regathers:
+        yield "_backward_prefetch", lambda group: None
 
 
 def _attributed(recorder: AllocationRecorder, function: Callable[..., Any]) -> Callable[..., Any]:

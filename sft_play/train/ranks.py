@@ -61,11 +61,15 @@ def process_group(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _group_of_one(job: Job) -> Iterator[None]:
+    engine = engine_of(job.plan.engine)
+    engine.prepare_launch()
     distributed.init_process_group(_backend(job.plan), store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        with engine.alone(), engine.while_starting(_say):
+            yield
     finally:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def _backend(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-from sft_play.engines.registry import ALONE, ENGINES, engine_of
+from sft_play.engines.registry import ENGINES, engine_of
 from sft_play.engines.stored import part_of, whole_elements
 from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
@@ -40,7 +40,8 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
             "MULTI_GPU_GUIDE.md"
         )
     found = accelerator.distributed_type.value.replace("MULTI_CPU", "MULTI_GPU")
-    if found != (engine_of(plan.engine) if plan.world_size > 1 else ALONE).distributed_type:
+    engine = engine_of(plan.engine)
+    if found != (engine.distributed_type if plan.world_size > 1 else engine.distributed_type_alone):
         started = next((engine for engine in ENGINES if engine.distributed_type == found), None)
         override = f"add the override parallel.engine={started.name}, or " if started else ""
         raise LaunchError(

@@ -198,6 +198,13 @@ def test_a_new_lock_installs_again(ready):
         ),
         ("plan", {"MODEL": "qwen3-8b", "ARGS": "a.b=c"}, "--model 'qwen3-8b'    '--args=a.b=c'"),
         ("plan", {"MODEL": "m", "CONFIG": "x.yaml"}, "--model 'm'   --config 'x.yaml'"),
+        (
+            "plan",
+            {"MODEL": "m", "ZERO": "3", "OFFLOAD": "ram"},
+            "'parallel.offload=ram' 'parallel.engine=deepspeed_z3'",
+        ),
+        ("check", {"ZERO": "3", "OFFLOAD": "ram"}, "'parallel.offload=ram' 'parallel.engine=deepspeed_z3'"),
+        ("train-deepspeed", {"ZERO": "3", "NGPU": "1", "OFFLOAD": "ram"}, "'1' --engine deepspeed_z3"),
         ("plan", {"MODEL": "m", "MODE": "qlora"}, "--model 'm'    'tuning.mode=qlora'"),
         ("train", {"MODE": "full"}, "--config 'configs/demo.yaml' 'tuning.mode=full'"),
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, "eval --split 'test' --limit '10'"),

@@ -95,7 +95,7 @@ def test_what_contradicts_the_plan_is_refused_before_the_launch(values, message)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("offload_param", {"device": "cpu"}, "remove it; parallel.offload=ram with fsdp2"),
+        ("offload_param", {"device": "cpu"}, "remove it; parallel.offload=ram does that"),
         ("zero_hpz_partition_size", 8, "remove it; no plan knows"),
     ],
 )

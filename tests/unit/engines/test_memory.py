@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sft_play.config.schema import RunConfig
@@ -137,12 +138,44 @@ def test_zero3_holds_fp32_weights_states_and_flat_gradients_of_its_share(device)
     two = replace(division(), device=device)
     shared = ZERO3.transform(trained_step(), two).peaks()
     ahead = 2 * 50_000_000 if device == "cuda" else 0
+    reduced = 4 * share * (2 if device == "cpu" else 1)  # with gloo's copy
     assert shared["forward"].terms["optimizer"] == 12 * share
     assert shared["evaluation"].terms["gradients"] == 2 * share
     assert shared["forward"].terms["engine"] == 4 * share + ahead
-    assert shared["backward"].terms["engine"] == 8 * share + ahead
+    assert shared["backward"].terms["engine"] == 4 * share + reduced + ahead
+    assert not shared["backward"].terms["activations"]  # they are gone when all gradients are there
     assert shared["optimizer"].terms["engine"] == 10 * share + ahead
     assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
+
+
+def test_zero3_reduces_among_the_layers_what_does_not_fit_into_one_bucket():
+    share = 50_000_000
+    backward = ZERO3.transform(trained_step(share), replace(division(), device="cuda")).peaks()["backward"]
+    assert backward.terms["activations"]
+    assert backward.terms["engine"] == 2 * 2 * share + 2 * share  # two buckets, and what is gathered ahead
+
+
+def test_zero3_leaves_its_share_to_ram_with_gradients_in_fp32_besides():
+    """What a GPU has left are buckets, and what is gathered ahead."""
+    share, step = TRAINED, trained_step()
+    held = ("weights", "gradients", "optimizer")
+    in_ram = tuple(np.flatnonzero(np.isin(step.timeline.terms, [TERMS.index(name) for name in held])))
+    step = replace(step, timeline=replace(step.timeline, in_ram=in_ram))
+    whole = ZERO3.transform(step, replace(division(), device="cuda", offloads=True))
+    ram, left = whole.in_ram().peaks()["evaluation"], whole.on_device().peaks()["optimizer"]
+    assert [ram.terms[name] for name in held] == [2 * share, (2 + 4) * share, (4 + 8) * share]
+    assert ram.bytes == 20 * share
+    assert left.terms["engine"] == 4 * share + 2 * 50_000_000
+    assert not any(left.terms[name] for name in held)
+
+
+def test_zero3_with_offload_on_a_cpu_has_all_of_it_in_its_only_memory():
+    two = replace(division(), device="cpu")
+    plain, away = (
+        ZERO3.transform(trained_step(), replace(two, offloads=offloads)).peaks() for offloads in (False, True)
+    )
+    assert away["evaluation"].bytes == plain["evaluation"].bytes + 4 * TRAINED
+    assert away["optimizer"].terms["engine"] == 4 * TRAINED  # nothing is flattened and cast
 
 
 @pytest.mark.parametrize("elements", [4000, 1_000_000])

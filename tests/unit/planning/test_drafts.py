@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import ParallelConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
@@ -182,6 +182,12 @@ def test_offloading_that_cannot_be_is_refused(device, settings, said):
         offloaded(device, **settings)
 
 
+def test_offloading_to_disk_says_what_works_instead():
+    with pytest.raises(ValueError, match=r"nvme is not possible.*use ram.*fsdp2 and deepspeed_z3"):
+        ParallelConfig(offload="nvme")
+
+
 def test_one_process_offloads_with_an_engine_that_divides():
-    found = offloaded(CPU)
-    assert {(draft.engine, draft.offload, draft.world_size) for draft in found} == {("fsdp2", "ram", 1)}
+    for asked, engine in (("auto", "fsdp2"), ("fsdp2", "fsdp2"), ("deepspeed_z3", "deepspeed_z3")):
+        found = offloaded(CPU, engine=asked)
+        assert {(draft.engine, draft.offload, draft.world_size) for draft in found} == {(engine, "ram", 1)}

@@ -51,6 +51,13 @@ def test_weights_are_copied_twice_and_gradients_once_and_summed_up_in_ram(trace)
     assert summed == 3 * sum(trace.work.exchanged(IN_RAM).elements()) > 0
 
 
+def test_zero3_adds_gradients_up_on_the_gpu(trace):
+    """Those of two earlier micro-batches are copied there and back, and all of them once more in the end."""
+    gradients = 4 * trace.work.trained_elements
+    ours, theirs = (engine_of(name).moved_by_offload(trace.work, 3) for name in ("deepspeed_z3", "fsdp2"))
+    assert ours == (theirs[0] + 2 * 5 * gradients, 4 * gradients)
+
+
 def test_a_machine_needs_what_its_processes_hold_pinned_blocks_as_they_are_allocated(trace):
     host = host_budget(200 * GIB, 2)
     memory = estimate([trace.step], device_budget("cuda", 24 * GIB, host=host))
