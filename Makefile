@@ -339,8 +339,9 @@ bench-random: $(READY) ## Compare predicted with measured memory of random runs
 	$(PY) -m benchmarks.random_runs $(WORDS)
 
 .PHONY: bench-sharding
-bench-sharding: $(READY) ## Compare predicted with measured memory under FSDP2
+bench-sharding: $(READY) ## Measure divided steps: memory, seconds, regret
 	$(PY) -m benchmarks.sharding $(WORDS)
+	$(if $(ARGS),,$(PY) -m benchmarks.sharding_time)
 
 .PHONY: bench-models
 bench-models: $(READY) ## Train two steps of every architecture; write the page

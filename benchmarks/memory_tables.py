@@ -83,6 +83,18 @@ def evidence_seconds() -> str:
     return table(("row", "measured tokens/s", "predicted", "error"), rows)
 
 
+def evidence_overlap() -> str:
+    """Seconds that dividing a model added to published steps, and to those of the clock in two ways."""
+    rows = []
+    for row in results("overlap")["compared"]:
+        name, step = row["model"].rpartition("/")[2], f"{row['mode']} {row['rows']}x{row['row_tokens']}"
+        ways = ("published", "added_in_full", "overlapped")
+        more = (f"{row['more_seconds'][way]:+.2f}" for way in ways)
+        where = f"{row['gpus']} x {row['gpu']}"
+        rows.append([f"{name} {step}", row["from"], where, f"{row['alone']:.2f}", *more])
+    return table(("step", "from", "GPUs", "alone, s", "published", "added in full", "overlapped"), rows)
+
+
 def _whole_runs() -> list[tuple[str, dict[str, Any]]]:
     """The published rows that say what was reserved, each with the name of its series."""
     tree = results("evidence")

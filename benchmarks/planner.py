@@ -190,11 +190,17 @@ class Work:
         found = plan_run(self.config, self.architecture, facts, self.machine, self.load.processes, **settings)
         return require_predicted(found)
 
-    def session(self, plan: Plan) -> Session:
-        """The run's own trainer with a plan, ready for its first step."""
+    def job(self, plan: Plan) -> Job:
+        """A run with a plan."""
         resolved = ResolvedConfig(self.config, {}, self.folder)
         run = open_run(str(self.folder), "run", self.ranks.rank)
-        job = Job(resolved, run, self.architecture, self.tokenizer, self.data, self.machine, plan, self.ranks)
+        return Job(
+            resolved, run, self.architecture, self.tokenizer, self.data, self.machine, plan, self.ranks
+        )
+
+    def session(self, plan: Plan) -> Session:
+        """The run's own trainer with a plan, ready for its first step."""
+        job = self.job(plan)
         torch.manual_seed(0)
         model = random_model(self.architecture, plan, self.config.tuning, CPU)
         return open_session(job, model, ordered_rows(job), MemoryMeter.start("cpu"))
@@ -266,9 +272,9 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "workload": name,
                 "plans": len(plans),
                 "rounds": min(map(len, plans.values())),
-                "chosen": _described(plans[chosen][0]),
+                "chosen": described(plans[chosen][0]),
                 "chosen_seconds": seconds[chosen],
-                "best": _described(plans[best][0]),
+                "best": described(plans[best][0]),
                 "best_seconds": seconds[best],
                 "slowest_seconds": max(seconds.values()),
                 "regret": seconds[chosen] / seconds[best] - 1,
@@ -280,7 +286,8 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _described(line: dict[str, Any]) -> str:
+def described(line: dict[str, Any]) -> str:
+    """The micro-batch, the accumulation and what becomes of activations."""
     return (
         f"{line['micro_batch']:,} x {line['accumulation']}{', recomputed' if line['checkpointing'] else ''}"
     )
@@ -331,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
             for line in sweep(load, rounds, Path(cache)) if rounds else ():
                 log.add(line)
                 said = f"predicted {line['predicted']:.3f} s, measured {line['measured']:.3f} s"
-                console().print(f"{load.name:28} {_described(line):24} {said}", highlight=False)
+                console().print(f"{load.name:28} {described(line):24} {said}", highlight=False)
     lines = log.read()
     found = summary(lines)
     console().print(result_table(found))

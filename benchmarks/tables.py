@@ -10,10 +10,11 @@ from typing import Literal
 
 import yaml
 
-from benchmarks.markdown import ROOT, results, signed, table
+from benchmarks.markdown import RESULTS, ROOT, results, signed, table
 from benchmarks.memory_tables import (
     divided_on_a_cpu,
     evidence,
+    evidence_overlap,
     evidence_seconds,
     memory_on_a_cpu,
     memory_on_gpus,
@@ -24,9 +25,11 @@ from benchmarks.memory_tables import (
 )
 from sft_play.cli import INTERRUPTED_BY_USER
 from sft_play.config.schema import TrainConfig
+from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
 
+SEVERAL = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2", "fsdp2": "FSDP2"}  # engines of make bench-sharding
 FEWEST = "## The fewest GPUs"  # of the cookbook: its last section, a table of another kind
 COOKBOOK = ROOT / "docs" / "reference" / "cookbook.md"
 MARKED = re.compile(r"(<!-- make docs: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -116,6 +119,22 @@ def planner() -> str:
         rows.append([one["workload"], str(one["plans"]), one["chosen"], one["best"], *figures])
     errors = ("error of its predicted seconds", "median of all plans")
     return table(("workload", "plans", "chosen", "fastest", "slower by", *errors), rows)
+
+
+def several_processes() -> str:
+    """Seconds of steps on one, two and four processes of a CPU with each engine: predicted / measured."""
+    if not (RESULTS / "sharding_time.json").exists():
+        return "Not measured yet."
+    rows = []
+    for one in results("sharding_time")["summary"]:
+        seconds = [
+            f"{one['predicted'][name]:.2f} / {one['measured'][name]:.2f}" if name in one["measured"] else ""
+            for name in ("none", *SEVERAL)
+        ]
+        chosen, best = (engine_of(one[which]).label for which in ("chosen", "best"))
+        rows.append([one["case"], str(one["processes"]), chosen, best, f"{one['regret']:.1%}", *seconds])
+    head = ("workload", "processes", "chosen", "fastest", "slower by", "one process", *SEVERAL.values())
+    return table(head, rows)
 
 
 def plan_time() -> str:
@@ -280,9 +299,11 @@ TABLES = {
     "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
     "divided-on-a-cpu": divided_on_a_cpu,
+    "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
     "evidence": evidence,
     "evidence-seconds": evidence_seconds,
+    "evidence-overlap": evidence_overlap,
     "reserved": reserved,
     "reserved-open": reserved_open,
     "faults": faults,

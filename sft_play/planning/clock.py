@@ -1,8 +1,9 @@
 """Predicts how long an optimizer step of a plan takes, and what its processes exchange.
 
 The times of all operations of a traced step are added up, as the device's profile gives them. Communication
-between processes is added in full, as if none of it overlapped with computation, so the predicted speed-up
-from more processes is a lower bound. Units: seconds, bytes.
+between processes is added in full, as if none of it overlapped with computation. On GPUs some of it does, but
+dividing a model has made published steps longer by more than this (benchmarks/evidence/overlap.py): links are
+slower than in data sheets, and computation is, while they are in use. Units: seconds, bytes.
 """
 
 from collections.abc import Iterable

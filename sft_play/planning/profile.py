@@ -198,17 +198,27 @@ class DeviceProfile:
         """
         if processes == 1 or self.kind != "cpu":
             return self
+        source = f"{self.source}, shared by {processes} processes"
+        return replace(self._executing(processes), source=source)
+
+    def slowed(self, times: float) -> "DeviceProfile":
+        """The profile of a CPU whose processes have a part of a core each: all takes `times` as long."""
+        rates = ("call_forward_s", "call_backward_s", "update_tensor_s", "micro_batch_s", "step_s")
+        slower = {name: times * getattr(self, name) for name in rates}
+        return replace(self._executing(times), source=f"{self.source}, with too few cores", **slower)
+
+    def _executing(self, times: float) -> "DeviceProfile":
+        """The profile with operations that take so many times as long once they are dispatched."""
 
         def slower(curve: Any) -> Any:
-            return replace(curve, seconds=tuple(processes * seconds for seconds in curve.seconds))
+            return replace(curve, seconds=tuple(times * seconds for seconds in curve.seconds))
 
         curves = ("attention", "attention_backward", "elementwise", "transcendental")
         rates = ("fresh_byte_s", "unpack_s", "update_element_s")
-        source = f"{self.source}, shared by {processes} processes"
         products = {name: slower(grid) for name, grid in self.products.items()}
         slower_curves = {name: slower(getattr(self, name)) for name in curves}
-        slower_rates = {name: processes * getattr(self, name) for name in rates}
-        return replace(self, source=source, products=products, **slower_curves, **slower_rates)
+        slower_rates = {name: times * getattr(self, name) for name in rates}
+        return replace(self, products=products, **slower_curves, **slower_rates)
 
     def to_json(self) -> str:
         """The profile as a JSON object."""

@@ -170,9 +170,12 @@ def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:
     """The profile of each process's device, as measured before or from its data sheet; None if not even that.
 
     What was measured for one process on a CPU is shared by several, as far as these were not measured.
+    Processes that have less than a core each are slower by as much.
     """
     name, threads = device_name(machine), training_threads(machine, processes)
-    found = read_profile(name, threads)
+    found, cores = read_profile(name, threads), machine.host.cpu_cores or 1
+    if found and threads and processes * min(threads, cores) > cores:
+        found = found.slowed(processes * min(threads, cores) / cores)
     if processes > 1 and not machine.gpus and (found is None or BF16 not in found.products):
         whole = read_profile(name, training_threads(machine, 1))
         shared = whole.shared_by(processes) if whole else None

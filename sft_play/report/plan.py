@@ -181,12 +181,12 @@ def speed_up_notes(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
     for row in measured[-1:]:
         counts = ", ".join(str(one["world_size"]) for one in measured)
         notes.append(
-            f"speed on {counts} {plural(unit)}: lower bound; communication as measured here "
-            f"({_sent(row, unit)}), not overlapped with computation"
+            f"speed on {counts} {plural(unit)}: communication as measured here ({_sent(row, unit)}), "
+            "added in full, as if none overlapped with computation"
         )
     for row in derived[-1:]:
         sent = f"{_sent(row, unit)} at {link_text(row['links'])}"
-        notes.append(f"speed: lower bound; {sent}, not overlapped with computation")
+        notes.append(f"speed: {sent}, added in full, as if none overlapped with computation")
     if unknown:
         notes.append("speed: upper bound (<), without communication, because the link is unknown")
     return notes

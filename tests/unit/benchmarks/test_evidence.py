@@ -9,13 +9,18 @@ from itertools import islice
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.evidence import overlap
 from benchmarks.evidence.__main__ import FILE, main
 from benchmarks.evidence.habits import Habits, history
 from benchmarks.evidence.predict import errors_of, predict, spread, summary
 from benchmarks.evidence.runs import ROWS, Head, Run, read_sources
 from benchmarks.evidence.steps import trace_run, warmup_bytes
+from sft_play.engines.base import Message
 from sft_play.errors import ConfigError
 from sft_play.model.architecture import empty_model
+from sft_play.planning.clock import StepSeconds
+from sft_play.planning.profile import Curve
+from sft_play.planning.speed import Collectives
 from sft_play.sizing.allocator import replay
 from sft_play.sizing.budget import CONTEXTS, LOOSE_SHARE, PUBLISHED_ERRORS, guard
 from sft_play.timeline import PHASES
@@ -313,6 +318,25 @@ def test_norms_in_fp32_pass_their_type_on_through_4_bit_layers():
     plain, upcast = small_peaks(**four_bit), small_peaks(**four_bit, upcast_norms=True)
     assert upcast["load"] == plain["load"] + 2 * HIDDEN * (2 * LAYERS + 1) + 2 * HIDDEN
     assert upcast["forward"] > plain["forward"] + 2 * LAYERS * math.prod(ROWS_TOKENS) * HIDDEN
+
+
+def test_communication_added_in_full_is_nearer_to_published_steps_than_if_it_overlapped():
+    """What the clock does not subtract; a row that says otherwise is a reason to model it."""
+    tree = json.loads(overlap.FILE.read_text())
+    inputs = json.loads(overlap.ROWS.read_text())["rows"]
+    rows = tree["compared"]
+    assert [{name: row[name] for name in inputs[0]} for row in rows] == [
+        {name: row[name] for name in inputs[0]} for row in inputs
+    ]
+    assert overlap.summary(rows)["nearer_added_in_full"] == tree["nearer_added_in_full"] == len(rows)
+
+
+@pytest.mark.parametrize(("forward", "seconds"), [(10.0, 0.2), (0.5, 0.5)])
+def test_of_overlapped_communication_the_ends_are_left_and_what_exceeds_a_pass(forward, seconds):
+    link = Collectives(*[Curve((1, 1000), (0.1, 0.1))] * 2)  # a tenth of a second for each message
+    parts = StepSeconds(forward=forward, backward=10.0, exchange=0.0, update=0.0, overhead=0.0)
+    messages = (Message("all_gather", 100, 20), Message("reduce_scatter", 100, 10))
+    assert overlap.exposed(parts, messages, link) == pytest.approx(seconds)
 
 
 def test_errors_are_relative_to_what_was_measured():

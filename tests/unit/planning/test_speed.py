@@ -114,6 +114,17 @@ def test_what_was_not_measured_for_several_processes_comes_from_one():
     }
 
 
+def test_processes_with_less_than_a_core_each_are_slower_by_as_much():
+    name = "Some CPU @ 2 GHz"
+    own = made(name, 1)
+    speed.write_profile(name, 1, own)
+    host = replace(CPU.host, cpu_cores=2)
+    two, four = (speed.profile_of(replace(CPU, host=host), count) for count in (2, 4))
+    assert two == own
+    assert four.step_s == 2 * own.step_s and four.call_forward_s == 2 * own.call_forward_s
+    assert four.products["float32"].seconds == tuple(2 * each for each in own.products["float32"].seconds)
+
+
 def test_without_a_measurement_the_data_sheet_counts_and_says_so():
     found = speed.profile_of(CPU, 1)
     assert not found.measured and "not measured" in found.source

@@ -1,0 +1,131 @@
+"""How much longer published steps took once weights were divided, beside what the clock says of it.
+
+    python -m benchmarks.evidence.overlap   # needs no GPU; writes benchmarks/results/overlap.json
+
+Each row is a step with the same micro-batch alone and on several GPUs, so what was computed is the same but
+for the update. The clock adds communication in full. Beside that stands what it would say if a gather and a
+reduction went on beside each pass, and only the first gather and the last reduction, or what exceeds a pass,
+took time. Nothing here is fitted: links and GPUs are those of data sheets.
+"""
+
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from benchmarks.measurement_log import RESULTS, versions, write_result
+from sft_play.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, TrainConfig, TuningConfig
+from sft_play.engines.base import Message
+from sft_play.engines.registry import engine_of
+from sft_play.machine.gpus import what_if
+from sft_play.model.published import published_models
+from sft_play.plan import Plan
+from sft_play.planning.clock import StepSeconds, batches_of, mean_micro_batch, messages_of, step_seconds
+from sft_play.planning.devices import training_device
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.profile import derived_from_data_sheet
+from sft_play.planning.run import allowed_plans
+from sft_play.planning.speed import Collectives, collectives_of, device_name, device_speed
+from sft_play.runlog import console
+from sft_play.sizing.estimator import work_of_plans
+from sft_play.work import Work
+
+ROWS, FILE = Path(__file__).with_suffix(".json"), RESULTS / "overlap.json"
+
+
+def run_of(row: dict[str, Any]) -> RunConfig:
+    """The run of a row, all of whose rows are full."""
+    return RunConfig(
+        model=ModelConfig(name=row["model"], max_seq_len=row["row_tokens"], dtype="bfloat16"),
+        data=DataConfig(train_path="none"),
+        tuning=TuningConfig(mode=row["mode"]),
+        train=TrainConfig(batch_size=row["rows"], grad_accum=1, gradient_checkpointing=True),
+        output=OutputConfig(dir="none"),
+    )
+
+
+def parts_of(row: dict[str, Any], gpus: int) -> tuple[StepSeconds, tuple[Message, ...], Collectives | None]:
+    """Seconds of a step as the clock adds them up, without communication; and what is exchanged."""
+    run, machine = run_of(row), what_if(row["gpu"], gpus)
+    config = architecture_of(row["model"])
+    facts = DataFacts.unseen(run, config)
+    drafts, _ = allowed_plans(run, config, facts, training_device(machine), gpus)
+    engine = engine_of("none" if gpus == 1 else "fsdp2")
+    plan: Plan = next(draft for draft in drafts if (draft.engine, draft.offload) == (engine.name, "none"))
+    batch = mean_micro_batch(facts, plan)
+    work: Work = work_of_plans(config, batches_of(config, facts))(run, plan, batch.tokens)
+    speed = device_speed(machine, gpus)
+    assert speed.flops and speed.bandwidth
+    profile = derived_from_data_sheet(device_name(machine), "cuda", speed.flops, speed.bandwidth)
+    parts = step_seconds(work, profile, batch, update_share=engine.update_share(plan.shards))
+    collectives = collectives_of(machine, gpus)
+    if link := row.get("link_gb_s"):  # which the catalogue does not know
+        collectives = Collectives.over_link(1e9 * link, gpus)
+    return parts, messages_of(work, run, plan), collectives
+
+
+def architecture_of(name: str) -> PretrainedConfig:
+    """The architecture of a model of the catalogue."""
+    return AutoConfig.for_model(**published_models()[name.lower()].config)
+
+
+def exposed(parts: StepSeconds, messages: tuple[Message, ...], collectives: Collectives) -> float:
+    """Seconds of communication that no pass could hide."""
+    gathers = [one for one in messages if one.kind == "all_gather"]
+    reduces = [one for one in messages if one.kind != "all_gather"]
+    gather, reduce = collectives.seconds(gathers) / 2, collectives.seconds(reduces)  # twice; once
+    ends = [replace(max(kind, key=_size), times=1) for kind in (gathers, reduces) if kind]
+    hidden = max(0.0, gather - parts.forward) + max(0.0, gather + reduce - parts.backward)
+    return max(hidden, collectives.seconds(ends))
+
+
+def _size(message: Message) -> float:
+    return message.tensor_bytes
+
+
+def compared(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the seconds that dividing added, published and predicted in both ways."""
+    alone, _, _ = parts_of(row, 1)
+    parts, messages, collectives = parts_of(row, row["gpus"])
+    assert collectives
+    more = sum(parts) - sum(alone)
+    found = {
+        "published": row["sharded"] - row["alone"],
+        "added_in_full": more + collectives.seconds(messages),
+        "overlapped": more + exposed(parts, messages, collectives),
+    }
+    more_seconds = {name: round(value, 4) for name, value in found.items()}
+    return {**row, "predicted_alone": round(sum(alone), 3), "more_seconds": more_seconds}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far each way is from the published step, as a share of the step alone."""
+    errors = {
+        way: [(row["more_seconds"][way] - row["more_seconds"]["published"]) / row["alone"] for row in rows]
+        for way in ("added_in_full", "overlapped")
+    }
+    nearer = sum(abs(full) < abs(beside) for full, beside in zip(*errors.values(), strict=True))
+    medians = {way: statistics.median(map(abs, found)) for way, found in errors.items()}
+    return {"rows": len(rows), "nearer_added_in_full": nearer, "median_error": medians}
+
+
+def main() -> int:
+    """Compares all rows and writes the result."""
+    tree = json.loads(ROWS.read_text(encoding="utf-8"))
+    rows = []
+    for row in tree["rows"]:
+        rows.append(compared(row))
+        said = ", ".join(f"{name} {value:+.3f}" for name, value in rows[-1]["more_seconds"].items())
+        console().print(f"{row['model']} {row['mode']} x {row['gpus']} {row['gpu']}: {said}", highlight=False)
+    about = {"what": (__doc__ or "").splitlines()[0], "versions": versions(), "sources": tree["source"]}
+    write_result(FILE, about | summary(rows), {"compared": rows})
+    console().print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
