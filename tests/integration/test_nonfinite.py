@@ -114,13 +114,22 @@ def test_a_single_gradient_that_is_infinite_costs_its_step(tiny_model, tmp_path,
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3"])
-def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine):
+@pytest.mark.parametrize(
+    ("engine", "offload"),
+    [
+        ("ddp", "none"),
+        ("deepspeed_z2", "none"),
+        ("fsdp2", "none"),
+        ("deepspeed_z3", "none"),
+        ("deepspeed_z3", "ram"),
+    ],
+)
+def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine, offload):
     rows = rows_without(BROKEN)
     settings = dict(rows=with_token(rows, {42}), val=rows[:21], max_steps=6, batch_size=4)
     spec = {"model": str(broken_model), "output": str(tmp_path), "name": "two"}
     file = tmp_path / "specs.json"
-    file.write_text(json.dumps([spec | {"settings": settings | {"engine": engine}}]))
+    file.write_text(json.dumps([spec | {"settings": settings | {"engine": engine, "offload": offload}}]))
     worker = [str(Path(__file__).with_name("worker.py")), str(file)]
     command = launch_command(worker, engine=engine, device="cpu", processes=2, cores=1)
     result = run_launcher(command, RunDir(tmp_path), timeout_s=300)
