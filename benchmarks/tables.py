@@ -273,7 +273,7 @@ def _memory() -> str:
         f"with an error of {statistics.median(errors):.2%} in the median and {max(errors):.2%} at worst. Of "
         f"{uneven['runs']} runs on a CPU with {sample} and rows of 1 to 800 tokens, "
         f"{uneven['within_target']} were within 0.1% of the prediction; at worst it was "
-        f"{-uneven['worst_low']:.1%} too low."
+        f"{-uneven['worst_low']:.1%} too low and {uneven['worst_high']:.1%} too high."
     )
 
 
