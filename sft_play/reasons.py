@@ -274,7 +274,7 @@ class AttentionKernel(Reason):
 class Change:
     """A change to a run that does not fit, and the bytes of a process with it."""
 
-    what: str  # the setting, as it is typed
+    what: str  # settings, as they are typed
     process_bytes: int
     fits: bool
     host: HostMemory | None = None  # if it offloads

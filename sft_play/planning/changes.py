@@ -1,10 +1,10 @@
-"""Single changes to a run that fits nowhere, each with what a process would need then. Pure."""
+"""Changes to a run that fits nowhere, alone and together, each with what a process would need then. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import combinations
 from typing import Any
 
 from sft_play.config.methods import lighter_modes
@@ -19,23 +19,51 @@ from sft_play.report.plan import process_unit
 from sft_play.report.training import training_command
 from sft_play.units import AUTOCAST, counted
 
-Changed = tuple[str, RunConfig, Plan]  # a setting, and the config and plan that it gives
+MOST_TOGETHER = 3  # settings that are changed together
+Changed = tuple[str, RunConfig, Plan]  # settings, and the config and plan that they give
 
 
 def helpful_changes(config: RunConfig, smallest: Plan, estimate: Estimator) -> tuple[Change, ...]:
-    """What a process would need after each possible change to the smallest plan, cheapest change first."""
+    """What a process would need after each change to the smallest plan that saves memory.
+
+    Single changes, the one that costs least first; two or three together only where fewer are not enough.
+    """
+    assert smallest.memory
+    now = smallest.memory
     found: list[Change] = []
-    possible = (_smaller_steps, _lighter_methods, _shorter_rows)
-    for what, changed_config, changed_plan in chain.from_iterable(way(config, smallest) for way in possible):
-        with suppress(ConfigError):  # this model or this machine does not allow it
-            memory = estimate(changed_config, changed_plan)
-            found.append(Change(what, memory.process_bytes, memory.fits, memory.host))
-    return (*found, *_offloaded(config, smallest, estimate), *_more_processes(config, smallest, estimate))
+    for number in range(1, MOST_TOGETHER + 1):
+        for what, changed_config, changed_plan in _together(config, smallest, number):
+            with suppress(ConfigError):  # this model or this machine does not allow it
+                memory = estimate(changed_config, changed_plan)
+                found.append(Change(what, memory.process_bytes, memory.fits, memory.host))
+        if number == 1:
+            found += _offloaded(config, smallest, estimate)
+            found += _more_processes(config, smallest, estimate)
+        if any(change.fits for change in found):
+            break
+    return tuple(each for each in found if each.fits or now.host or each.process_bytes < now.process_bytes)
 
 
-def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+def _together(config: RunConfig, plan: Plan, number: int) -> Iterator[Changed]:
+    """So many changes at once, each of another kind."""
+    kinds = (_recomputed, _one_row, _sixteen_bit, _smaller_states, _lighter_modes, _shorter_rows)
+    for ways in combinations(kinds, number):
+        found: list[Changed] = [("", config, plan)]
+        for way in ways:
+            found = [
+                (f"{said} {what}".strip(), changed_config, changed_plan)
+                for said, of, smaller in found
+                for what, changed_config, changed_plan in way(of, smaller)
+            ]
+        yield from found
+
+
+def _recomputed(config: RunConfig, plan: Plan) -> Iterator[Changed]:
     if not plan.recomputes:
         yield "train.gradient_checkpointing=true", config, replace(plan, activations="recompute")
+
+
+def _one_row(config: RunConfig, plan: Plan) -> Iterator[Changed]:
     if plan.rows_per_micro_batch > 1:
         one = plan.max_seq_len if plan.packing else 1
         smallest = replace(
@@ -47,18 +75,25 @@ def _smaller_steps(config: RunConfig, plan: Plan) -> Iterator[Changed]:
         yield f"train.batch_size={one}", config, smallest
 
 
-def _lighter_methods(config: RunConfig, plan: Plan) -> Iterator[Changed]:
-    tuning, train = config.tuning, config.train
-    if plan.dtype == "float32":
-        yield from _other_dtype(config, plan)
+def _smaller_states(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    train = config.train
     if train.optimizer == "adamw":
         lighter = config.model_copy(update={"train": train.model_copy(update={"optimizer": "adamw_8bit"})})
         if not engine_of(plan.engine).problem(lighter):
             yield "train.optimizer=adamw_8bit", lighter, plan
+
+
+def _lighter_modes(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    tuning = config.tuning
     for mode in lighter_modes(tuning.mode, tuning.lora.init):
         changed = config.model_copy(update={"tuning": tuning.model_copy(update={"mode": mode})})
         dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
         yield f"tuning.mode={mode}", changed, replace(plan, dtype=dtype)
+
+
+def _sixteen_bit(config: RunConfig, plan: Plan) -> Iterator[Changed]:
+    if plan.dtype == "float32":
+        yield from _other_dtype(config, plan)
 
 
 def _other_dtype(config: RunConfig, plan: Plan) -> Iterator[Changed]:

@@ -33,6 +33,7 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
         "{share:.0%} of the weights of the base are 4-bit ({bytes} in all, {sixteen_bit_bytes} in 16 bit)"
     ),
 }
+MOST_CHANGES = 6  # that are listed of those that are enough
 RAN_OUT = "in an earlier run of this kind, memory ran out with {tokens:,} tokens in a micro-batch"
 # Those of which one fact, of this name, chooses the sentence.
 BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
@@ -294,7 +295,7 @@ def _trained_whole(reason: reasons.TrainedWhole) -> str:
 
 
 def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:
-    """By how much the smallest plan exceeds its budget, and the single changes that would make it fit."""
+    """By how much the smallest plan exceeds its budget, and the changes that would make it fit."""
     plan, memory = misfit.smallest, misfit.smallest.memory
     assert memory
     host = memory.host if memory.host and not memory.host.fits else None
@@ -311,9 +312,10 @@ def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:
     lines = [first, f"largest parts{' of a process' if host else ''}: {parts}"]
     enough = [change for change in misfit.changes if change.fits]
     if enough:
-        lines.append("any one of these changes makes it fit:")
+        lines.append("any one of these makes it fit:" if enough[1:] else "this makes it fit:")
+        enough = enough[:MOST_CHANGES]
     else:
-        lines.append("no single change is enough; these help most:")
+        lines.append("no three settings are enough; these come closest:")
         enough = sorted(misfit.changes, key=lambda change: change.process_bytes)[:4]
     return "\n".join([*lines, *(f"  {change.what}: {_then(change, memory, host)}" for change in enough)])
 

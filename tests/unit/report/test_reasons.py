@@ -198,11 +198,11 @@ def test_a_misfit_says_by_how_much_and_what_would_help():
         "the backward phase, 3.00 GiB more than the budget of 8.00 GiB"
     )
     assert parts == "largest parts: weights 10.00 GiB, loss 1.00 GiB"
-    assert heading == "any one of these changes makes it fit:"
+    assert heading == "this makes it fit:"
     assert changes == ["  tuning.mode=qlora: -7.00 GiB, then 4.00 GiB"]
     hopeless = misfit_text(Misfit(smallest, (far,))).splitlines()
     assert hopeless[2:] == [
-        "no single change is enough; these help most:",
+        "no three settings are enough; these come closest:",
         "  model.max_seq_len=64: -1.00 GiB, then 10.00 GiB",
     ]
     assert misfit_text(Misfit(smallest), explain=False) == first
