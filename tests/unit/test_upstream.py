@@ -212,6 +212,8 @@ VALUES = {
     "torch:ops.c10d._allgather_base_": ...,
     "torch:ops.c10d._reduce_scatter_base_": ...,
     "torch._C:_storage_Use_Count": ...,
+    "accelerate.state:AcceleratorState._reset_state": ...,
+    f"{PARAM_GROUP}._backward_prefetch": ...,
     "torch:Tensor._is_view": ...,
     "torch:Tensor._use_count": ...,
     "torch:UntypedStorage._cdata": ...,
