@@ -46,13 +46,22 @@ MODELS = (
     "meta-llama/Llama-3.3-70B-Instruct",
 )
 # For the fewest GPUs
-LARGE = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct")
+LARGE = (
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "openai/gpt-oss-120b",
+    "meta-llama/Llama-3.1-405B",
+)
 GPUS = ("RTX 4090", "L40S", "A100 80GB", "H100 80GB", "H200")
+TOKENS = 100_000_000  # whose GPU-hours are in the last table
 FEWEST_HEAD = f"""{FEWEST}
 
-How many of 1, 2, 4 ... 512 GPUs are enough, on machines of eight, with the engine that the plan chooses and
-the predicted tokens per second of all of them. The speed is n/a where the data sheets do not tell how fast
-the GPUs, or their machines, are linked. The effective batch is 16, or a row for each GPU if more are needed.
+How many of 1, 2, 4 ... 512 GPUs are enough, on machines of eight, with the engine that the plan chooses, the
+predicted tokens per second of all of them, and the GPU-hours of {TOKENS // 10**6} million tokens. Both are
+n/a where the data sheets do not tell how fast the GPUs, or their machines, are linked. The effective batch is
+16, or a row for each GPU if more are needed.
 A dash means that not even 512 are enough: what a GPU gathers, a layer or the embedding and head, it holds
 whole.
 """
@@ -108,7 +117,8 @@ def _fewest_cell(plan: dict[str, Any]) -> str:
         return "-"
     speed = plan["tokens_per_second"]
     engine = f" {label_of(plan['engine'])}" if plan["gpus"] > 1 else ""
-    return f"{plan['gpus']}{engine}, {'n/a' if speed is None else f'{speed:,.0f}'}"
+    known = "n/a" if speed is None else f"{speed:,.0f}, {plan['gpus'] * TOKENS / speed / 3600:,.1f} h"
+    return f"{plan['gpus']}{engine}, {known}"
 
 
 def _method(mode: str) -> str:

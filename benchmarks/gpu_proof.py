@@ -1,23 +1,26 @@
-"""Everything that has to be measured on a GPU, in slices of nine minutes: tests, memory, speed.
+"""Everything that has to be measured on a GPU, in twenty minutes and one file: tests, memory, speed.
 
-    make gpu-proof                          # on a CUDA machine; repeat it until it says that all is done
+    make gpu-proof                          # on a CUDA machine; run it again to measure what is left
+    make gpu-proof ARGS="--minutes 9"       # in less time
     make gpu-proof ARGS="--device cpu"      # the same program with tiny models, for trying it out
 
-First the tests that need a GPU, then bench-sizing-gpu, bench-sharded-gpu and bench-gpu. What is done is
-kept in benchmarks/results and not repeated, as long as the hardware and the versions are the same.
-gpu_proof.md is a summary on one page. With --device cpu nothing is written there.
+First the tests that need a GPU, then bench-sizing-gpu, bench-sharded-gpu and bench-gpu, which share the time
+that is left. What is done is kept in benchmarks/results and not repeated, as long as the hardware and the
+versions are the same. All of it is put into one file, whose path is printed at the end: for those who have no
+such GPU. With --device cpu nothing is kept.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,9 @@ import torch
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.throughput import COURSES, ROUNDS, SIDES
 from sft_play.runlog import console
+from sft_play.sizing.step import step_code
 
-MINUTES = 9.0
+MINUTES = 20.0
 LEAST_S = 60  # a part that has less time left waits for the next slice
 TESTS = "gpu_tests.json"
 
@@ -65,6 +69,7 @@ class Part:
     file: str
     run: Callable[[Slice], int]
     is_done: Callable[[dict[str, Any]], bool]
+    continues: bool = True  # where the last slice stopped; otherwise it takes as long as it takes
 
 
 def run_tests(now: Slice) -> int:
@@ -120,7 +125,7 @@ def all_turns_done(result: dict[str, Any]) -> bool:
 
 
 PARTS = (
-    Part("tests", TESTS, run_tests, lambda result: bool(result)),
+    Part("tests", TESTS, run_tests, lambda result: bool(result), continues=False),
     Part("memory", "sizing_gpu.json", run_benchmark("benchmarks.sizing_gpu"), all_cases_done),
     Part("sharded", "sharded_gpu.json", run_benchmark("benchmarks.sharded_gpu"), all_cases_done),
     Part("speed", "throughput_gpu.json", run_benchmark("benchmarks.throughput"), all_turns_done),
@@ -175,22 +180,49 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prove(now: Slice) -> int:
-    """Runs the parts that are not done in this slice, and writes the page."""
-    failed = []
-    for part in PARTS:
-        if part.is_done(now.result(part.file)) or now.left_s < LEAST_S:
-            continue
+    """Runs the parts that are not done in this slice, and puts all results into one file."""
+    failed, waiting = [], unfinished(now)
+    while waiting and now.left_s >= LEAST_S:
+        part = waiting[0]
         console().print(f"[bold]{part.name}[/]")
-        if part.run(now):
+        own_s = now.left_s / (len(waiting) if part.continues else 1)
+        if part.run(replace(now, deadline=time.monotonic() + own_s)):
             failed.append(part.name)
-    (now.results / "gpu_proof.md").write_text(page(now), encoding="utf-8")
+        waiting = waiting[1:]
     console().print(page(now), markup=False, highlight=False)
-    left = [part.name for part in PARTS if not part.is_done(now.result(part.file))]
-    if left and now.device.type == "cuda":
-        console().print(f"left: {', '.join(left)}; run the same command again to continue")
     if failed:
         console().print(f"failed: {', '.join(failed)}", style="red")
+    if now.device.type == "cuda":
+        say_what_to_do(unfinished(now), gathered(now))
     return 1 if failed else 0
+
+
+def unfinished(now: Slice) -> list[Part]:
+    """The parts of which something is left."""
+    return [part for part in PARTS if not part.is_done(now.result(part.file))]
+
+
+def gathered(now: Slice) -> Path:
+    """Writes what all parts have found on this hardware into one file; returns its path."""
+    where = now.made["made_on"]
+    name = re.sub(r"\W+", "-", f"{where.get('gpu', 'cpu')} x{max(1, torch.cuda.device_count())}")
+    path = now.results / "gpu" / f"{name}.json"
+    parts = {part.name: now.result(part.file) for part in PARTS}
+    found = {"what": "What make gpu-proof has found", **now.made, "step_code": step_code(), "parts": parts}
+    write_result(path, found, {})
+    return path
+
+
+def say_what_to_do(left: Sequence[Part], path: Path) -> None:
+    """The last lines: what is left, and what the file is good for."""
+    if left:
+        names = ", ".join(part.name for part in left)
+        console().print(f"not finished: {names}; run the same command again to go on")
+    console().print(
+        f"\nAll results are in {path}. Please attach it to an issue of this project, so that predictions for "
+        "this GPU can be compared with it. It names the GPU, its driver, versions and errors; read it first.",
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Tables of the documentation: how far predicted memory is off."""
 
+import json
 import re
 import statistics
+from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import results, signed, spread, summarized, table
+from benchmarks.markdown import RESULTS, results, signed, spread, summarized, table
 
 # The start of the names of the series that were measured on a GPU.
 GPUS = {
@@ -47,6 +49,25 @@ def evidence() -> str:
         rows.append([f"{gpu}, `{name}`", str(len(tree[f"rows_{name}"])), *map(summarized, errors)])
     head = ("measured by others", "rows", "allocated", "the publisher's own predictor", "reserved", "process")
     return table((*head, "the publisher's", "tokens/s"), rows)
+
+
+def gpu_proofs(folder: Path = RESULTS / "gpu") -> str:
+    """What `make gpu-proof` has found on each machine that sent its file."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        tests, memory, sharded, speed = (
+            tree["parts"][name] for name in ("tests", "memory", "sharded", "speed")
+        )
+        passed = f"{tests['passed']}, {len(tests['failed'])} failed" if tests else "-"
+        errors = [memory.get("errors", {}).get(kind) for kind in ("allocated", "reserved")]
+        errors.append(sharded.get("errors", {}).get("allocated"))
+        ratios = [one["times_as_fast"] for one in speed.get("summary", ()) if one["times_as_fast"]]
+        faster = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
+        rows.append([path.stem, tree["versions"]["torch"], passed, *map(summarized, errors), faster])
+    if not rows:
+        return "No file yet."
+    return table(("machine", "torch", "tests", "allocated", "reserved", "divided", "times plain TRL"), rows)
 
 
 def reserved() -> str:

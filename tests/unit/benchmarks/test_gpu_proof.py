@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_proof
-from benchmarks.gpu_proof import PARTS, Slice, all_cases_done, all_turns_done, outcome, page
+from benchmarks.gpu_proof import PARTS, Slice, all_cases_done, all_turns_done, gathered, outcome, page
+from benchmarks.memory_tables import gpu_proofs
 from benchmarks.throughput import COURSES, ROUNDS, SIDES
 
 
@@ -67,6 +68,41 @@ def test_the_memory_benchmark_runs_from_it_with_a_tiny_model(now):
     """The speed benchmark is started in the same way; test_throughput.py runs what it does."""
     _, memory, *_ = PARTS
     assert memory.run(now) == 0
+
+
+def test_all_results_of_this_hardware_are_in_one_file_and_in_a_table(now):
+    assert gpu_proofs(now.results / "gpu") == "No file yet."
+    errors = {"allocated": {"median": 0.0012, "p95": 0.01, "worst": -0.02}}
+    found = {
+        "gpu_tests.json": {"passed": 40, "failed": ["one"], "skipped": []},
+        "sizing_gpu.json": {"cases": {"done": 2, "planned_for": 3}, "errors": errors},
+        "throughput_gpu.json": {"turns": [], "summary": [{"times_as_fast": 1.25}, {"times_as_fast": None}]},
+    }
+    for name, record in found.items():
+        (now.results / name).write_text(json.dumps({**now.made, **record}))
+    path = gathered(now)
+    tree = json.loads(path.read_text())
+    assert tree["made_on"] == now.made["made_on"] and tree["parts"]["sharded"] == {}
+    assert tree["parts"]["memory"]["errors"] == errors
+    row = gpu_proofs(path.parent).splitlines()[-1]
+    assert row.split(" | ")[2:] == ["40, 1 failed", "0.12% / -2.00%", "-", "-", "1.25 to 1.25 |"]
+
+
+def test_parts_share_the_time_but_tests_take_theirs(now, monkeypatch):
+    had = []
+    parts = [
+        gpu_proof.Part(
+            part.name,
+            part.file,
+            lambda slice, name=part.name: had.append((name, round(slice.left_s, -1))) or 0,
+            part.is_done,
+            part.continues,
+        )
+        for part in PARTS
+    ]
+    monkeypatch.setattr(gpu_proof, "PARTS", tuple(parts))
+    gpu_proof.prove(now)
+    assert had == [("tests", 600), ("memory", 200), ("sharded", 300), ("speed", 600)]
 
 
 def test_without_a_gpu_it_says_how_to_try_it_out():
