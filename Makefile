@@ -9,7 +9,7 @@
 #? MODEL=qwen3-8b GPU="RTX 4090"    what to plan, and on which GPU
 #? MODE=qlora                       how to train: full, lora or qlora
 #? OFFLOAD=ram                      keep weights, gradients and states in RAM
-#? RUN=name                         name of the run directory
+#? RUN=name                         name of a run, new or trained
 #? RUNS="one two"                   runs to compare; elsewhere the folder of runs
 #? ZERO=3                           stage of DeepSpeed's ZeRO: 2 or 3
 #? PROBE=search                     time several plans, use the fastest
@@ -61,10 +61,14 @@ unexport RANK MASTER_ADDR MASTER_PORT
 
 PY = $(call quote,$(VENV)/bin/python)
 SFT = $(PY) -m sft_play
-OVERRIDES = $(if $(RUN), $(call quote,output.name=$(RUN)))$(if $(MODE), $(call quote,tuning.mode=$(MODE)))$(if $(OFFLOAD), $(call quote,parallel.offload=$(OFFLOAD)))$(if $(PROBE), $(call quote,train.probe=$(PROBE)))$(if $(ALLOW), $(call quote,train.allow_changed=[$(ALLOW)]))
+SETTINGS = $(if $(MODE), $(call quote,tuning.mode=$(MODE)))$(if $(OFFLOAD), $(call quote,parallel.offload=$(OFFLOAD)))$(if $(PROBE), $(call quote,train.probe=$(PROBE)))$(if $(ALLOW), $(call quote,train.allow_changed=[$(ALLOW)]))
+OVERRIDES = $(if $(RUN), $(call quote,output.name=$(RUN)))$(SETTINGS)
 # ARGS is one string: the program splits it into words like a shell, but runs nothing.
 MORE = $(if $(ARGS), $(call quote,--args=$(ARGS)))
 WITH_CONFIG = --config $(call quote,$(CONFIG))$(OVERRIDES)$(MORE)
+# After training, RUN names a run or its folder, with the settings that it was trained with.
+FOLDER = $(if $(findstring /,$(RUN)),$(RUN:%/=%),$(RUNS)/$(RUN))
+OF_RUN = $(if $(and $(RUN),$(filter file,$(origin CONFIG))),--config $(call quote,$(FOLDER)/config.resolved.yaml)$(SETTINGS)$(MORE),$(WITH_CONFIG))
 # A plan for MODEL takes a config only if one was typed.
 PLANNED = $(if $(and $(MODEL),$(filter file,$(origin CONFIG))),,--config $(call quote,$(CONFIG)))
 # The arguments of tools that do not know --args: words at spaces.
@@ -224,27 +228,27 @@ tb-stop: $(READY) ## Stop TensorBoard
 
 .PHONY: eval
 eval: $(READY) ## Compare base, adapter, merged; SPLIT=val|test LIMIT=100
-	$(SFT) eval --split $(call quote,$(if $(SPLIT),$(SPLIT),val)) $(call flag,--limit,$(LIMIT)) $(WITH_CONFIG)
+	$(SFT) eval --split $(call quote,$(if $(SPLIT),$(SPLIT),val)) $(call flag,--limit,$(LIMIT)) $(OF_RUN)
 
 .PHONY: eval-lm
 eval-lm: $(READY) ## Run lm-eval: TASKS=a,b LIMIT=10 WHAT=base IN=dir CHAT=1
-	$(call required,TASKS,hellaswag)$(SFT) eval-lm --tasks $(call quote,$(TASKS)) $(call flag,--what,$(WHAT)) $(call flag,--input,$(IN)) $(call flag,--limit,$(LIMIT)) $(call flag,--shots,$(SHOTS)) $(if $(call yes,CHAT),--chat) $(WITH_CONFIG)
+	$(call required,TASKS,hellaswag)$(SFT) eval-lm --tasks $(call quote,$(TASKS)) $(call flag,--what,$(WHAT)) $(call flag,--input,$(IN)) $(call flag,--limit,$(LIMIT)) $(call flag,--shots,$(SHOTS)) $(if $(call yes,CHAT),--chat) $(OF_RUN)
 
 .PHONY: infer
 infer: $(READY) ## Chat with the trained model
-	$(SFT) infer $(WITH_CONFIG)
+	$(SFT) infer $(OF_RUN)
 
 .PHONY: infer-batch
 infer-batch: $(READY) ## Answer a file of prompts: IN=in.jsonl OUT=out.jsonl
-	$(call required,IN,questions.jsonl)$(SFT) infer --input $(call quote,$(IN)) $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force) $(WITH_CONFIG)
+	$(call required,IN,questions.jsonl)$(SFT) infer --input $(call quote,$(IN)) $(call flag,--output,$(OUT)) $(if $(call yes,FORCE),--force) $(OF_RUN)
 
 .PHONY: merge
 merge: $(READY) ## Merge the adapter into its base; DTYPE=bfloat16 OUT=dir
-	$(SFT) merge $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(WITH_CONFIG)
+	$(SFT) merge $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(OF_RUN)
 
 .PHONY: merge-test
 merge-test: $(READY) ## Compare the merged model with the adapter model
-	$(SFT) merge-test $(call flag,--output,$(OUT)) $(WITH_CONFIG)
+	$(SFT) merge-test $(call flag,--output,$(OUT)) $(OF_RUN)
 
 .PHONY: report
 report: $(READY) ## Write a run as an HTML page: RUN=name (default: latest)
@@ -256,11 +260,11 @@ compare: $(READY) ## Put runs side by side on an HTML page: RUNS="one two"
 
 .PHONY: export
 export: $(READY) ## Write a GGUF and a Modelfile; DTYPE=q8_0 OUT=dir
-	$(SFT) export $(call flag,--format,$(FORMAT)) $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(WITH_CONFIG)
+	$(SFT) export $(call flag,--format,$(FORMAT)) $(call flag,--dtype,$(DTYPE)) $(call flag,--output,$(OUT)) $(OF_RUN)
 
 .PHONY: push
 push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
-	$(call required,REPO,user/name)$(SFT) push --repo $(call quote,$(REPO)) $(call flag,--what,$(WHAT)) $(if $(call yes,PUBLIC),--public) $(WITH_CONFIG)
+	$(call required,REPO,user/name)$(SFT) push --repo $(call quote,$(REPO)) $(call flag,--what,$(WHAT)) $(if $(call yes,PUBLIC),--public) $(OF_RUN)
 
 ##@ Development
 

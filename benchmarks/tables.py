@@ -10,6 +10,7 @@ from typing import Literal
 
 import yaml
 
+from benchmarks.data_formats import examples
 from benchmarks.markdown import RESULTS, ROOT, results, signed, table
 from benchmarks.memory_tables import (
     divided_on_a_cpu,
@@ -317,6 +318,7 @@ TABLES = {
     "grown-batch": grown_batch,
     "exit-codes": exit_codes,
     "largest-models": largest_models,
+    "data-formats": examples,
     "highlights": highlights,
 }
 

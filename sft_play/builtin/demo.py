@@ -23,7 +23,7 @@ from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
-from sft_play.data.reading import fingerprint, open_source, read_rows
+from sft_play.data.reading import fingerprint, opened, read_rows
 from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.fingerprints import sources_digest
@@ -136,7 +136,7 @@ def demo_model() -> Path:
 
 def tiny_model(inputs: Sequence[DataInput]) -> Path:
     """The folder of a small random model with a tokenizer trained on the rows of `inputs`, in equal parts."""
-    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in inputs]
+    sources = [opened(given) for given in inputs]
 
     def make(folder: Path) -> dict[str, Any]:
         console().print(

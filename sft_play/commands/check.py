@@ -102,11 +102,11 @@ def data_findings(config: RunConfig) -> Iterator[Finding]:
 def _first_row(config: RunConfig, given: DataInput) -> Finding:
     from sft_play.data.formats import convert, with_format
     from sft_play.data.prepare import is_raw_text
-    from sft_play.data.reading import open_source, read_rows
+    from sft_play.data.reading import opened, read_rows
 
     key, path = given.key, given.path
     try:
-        source = open_source(path, given.split, key, given.hub_split)
+        source = opened(given)
         name, rows = with_format(read_rows(source, limit=1), given.format, f"{key}: {path}")
         row = next(rows)
         is_raw_text(config, given, source, name)

@@ -1,7 +1,8 @@
 """The data paths of a config, one by one, under the names that messages use."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sft_play.config.schema import DataConfig
 
@@ -20,6 +21,7 @@ class DataInput:
     format: str
     weight: float = 1.0  # how often its rows are seen per epoch
     hub_split: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)  # key of a format -> its name in the data
 
 
 def data_inputs(data: DataConfig) -> list[DataInput]:
@@ -32,13 +34,14 @@ def data_inputs(data: DataConfig) -> list[DataInput]:
             source.format or data.format,
             source.weight,
             source.split,
+            data.columns if source.columns is None else source.columns,
         )
         for number, source in enumerate(data.sources)
         if source.weight
     ]
     paths = {"train": data.train_path, "val": data.val_path, "test": data.test_path}
     found += [
-        DataInput(f"data.{split}_path", split, path, data.format)
+        DataInput(f"data.{split}_path", split, path, data.format, columns=data.columns)
         for split, path in paths.items()
         if path is not None
     ]

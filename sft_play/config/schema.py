@@ -60,8 +60,10 @@ class ModelConfig(Section):
 
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "system_user_assistant",
-    "text",
+    "preference", "text",
 ]  # fmt: skip
+# What keys of a format are called in the data, e.g. {prompt: input_text, completion: target_text}
+Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
 
 
 class SourceConfig(Section):
@@ -74,6 +76,8 @@ class SourceConfig(Section):
     next epoch. 0: the source is left out. With train.packing, it counts packed sequences, not rows."""
     format: RowFormat | None = None
     """Row format. Default: data.format."""
+    columns: Columns | None = None
+    """As data.columns, which is the default."""
     split: str | None = None
     """Split of a Hub dataset. Default: train."""
 
@@ -100,7 +104,11 @@ class DataConfig(Section):
     test_fraction: Fraction = 0.0
     """Share of the rows of each source to hold out for testing if test_path is not set."""
     format: RowFormat = "auto"
-    """Row format. auto: detected from the keys of the first row; all other rows must have the same format."""
+    """Row format. auto: detected from the keys of the first row; all other rows must have the same format.
+    preference: chosen answers are trained on, rejected ones are left out; never detected."""
+    columns: Columns = {}
+    """What the keys of a format are called in your files: {prompt: input_text, completion: target_text} reads
+    input_text as prompt, and target_text as completion."""
     chat_template: PathText = "auto"
     """auto: the tokenizer's own, or "plain" if it has none. Or "plain", "chatml", or the path of a Jinja
     file."""

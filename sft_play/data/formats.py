@@ -267,6 +267,18 @@ def _from_prompt_completion(data: dict[str, Any]) -> tuple[list[Message], int]:
     return context + _messages(data.get("completion"), "completion"), len(context)
 
 
+def _from_preference(data: dict[str, Any]) -> tuple[list[Message], int]:
+    """The chosen answer with its prompt, which a list of messages may begin with; the prompt is context."""
+    chosen, prompt = data["chosen"], data.get("prompt")
+    answer = _messages(chosen, "chosen") if isinstance(chosen, list) else [_turn("assistant", data, "chosen")]
+    if answer[0]["role"] != "assistant":
+        return _system(data) + answer, 0
+    if isinstance(prompt, list):
+        context = _messages(prompt, "prompt")
+        return context + answer, len(context)
+    return [*_system(data), _turn("user", data, "prompt"), *answer], 0
+
+
 Reader = Callable[[dict[str, Any]], tuple[list[Message], int]]
 
 MORE = ("tools", "system")
@@ -279,8 +291,11 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Reader | None]] = {
     "prompt_completion": (("prompt", "completion"), MORE, _from_prompt_completion),
     "question_answer": (("question", "answer"), MORE, partial(_from_pair, "question", "answer")),
     "system_user_assistant": (("user", "assistant"), MORE, partial(_from_pair, "user", "assistant")),
+    "preference": (("chosen", "rejected"), (*MORE, "prompt"), _from_preference),
     "text": (("text",), ("source",), None),
 }
+UNDETECTED = "preference"  # leaving out the rejected answers is for the user to decide
+RENAME = "say what a format's keys are called here: data.columns.prompt=<key> data.columns.completion=<key>"
 
 
 def detect_format(row: Row) -> str:
@@ -290,10 +305,15 @@ def detect_format(row: Row) -> str:
         DataError: the keys match no format; lists the known ones.
     """
     name = _format_of(set(row.data))
+    if name == UNDETECTED:
+        raise DataError(
+            f"{row.where}: the row has a chosen and a rejected answer. To train on the chosen ones and leave "
+            f"out the rejected ones, set data.format={name}; learning from both (DPO) is not supported"
+        )
     if name:
         return name
     meant = _format_of({key.strip().lower() for key in row.data})
-    hint = f"write them as {', '.join(FORMATS[meant][0])}" if meant else "rename them to those of a format"
+    hint = f"write them as {', '.join(FORMATS[meant][0])}" if meant else RENAME
     formats = "\n".join(f"  {name}: {', '.join(keys)}" for name, (keys, *_) in FORMATS.items())
     raise DataError(
         f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}.\n"

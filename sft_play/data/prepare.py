@@ -21,7 +21,7 @@ from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert, with_format
 from sft_play.data.length import block_tokens, length_limit
-from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, open_source, read_rows
+from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, opened, read_rows
 from sft_play.data.splits import SPLITS, Part, write_splits
 from sft_play.data.template import check_template, split_markers, split_warning, use_template
 from sft_play.data.warnings import data_warnings
@@ -112,7 +112,7 @@ def prepare(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
     inputs = data_inputs(config.data)
-    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in inputs]
+    sources = [opened(given) for given in inputs]
     fingerprints = [fingerprint(source) for source in sources]
     key = _cache_key(config, tokenizer, max_tokens, inputs, [digest for digest, _ in fingerprints])
 
@@ -150,7 +150,10 @@ def _cache_key(
     own = {given.split for given in inputs}
     fractions = {"val": data.val_fraction, "test": data.test_fraction}
     held_out = {split: fraction for split, fraction in fractions.items() if split not in own and fraction}
-    files = [[given.split, given.format, digest] for given, digest in zip(inputs, fingerprints, strict=True)]
+    files = [
+        [given.split, given.format, dict(given.columns), digest]
+        for given, digest in zip(inputs, fingerprints, strict=True)
+    ]
     settings = ("task", "system_prompt", "supervise", "learn_tool_calls", "overlong", "dedup", "limit")
     return store.content_key(
         {
@@ -242,6 +245,7 @@ def _encode(
         np.concatenate(digests),
         np.concatenate(row_counts),
         counts,
+        task.format,
         task.block,
     )
 

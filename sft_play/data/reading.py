@@ -10,12 +10,13 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.data.rows import Row, decoding, read_json, read_jsonl, require_shallow
+from sft_play.config.inputs import DataInput
+from sft_play.data.rows import OPTIONAL, Row, decoding, read_json, read_jsonl, require_shallow
 from sft_play.errors import DataError, first_line
 from sft_play.hub import limit_network
 from sft_play.units import counted
@@ -41,6 +42,13 @@ class Source:
     path: str
     files: tuple[Path, ...] = ()
     hub: "datasets.Dataset | None" = None
+    columns: Mapping[str, str] = field(default_factory=dict)  # key of a format -> its name in the rows
+
+
+def opened(given: DataInput) -> Source:
+    """The source of one of a run's data paths; DataError as of `open_source`."""
+    source = open_source(given.path, given.split, given.key, given.hub_split)
+    return replace(source, columns=given.columns)
 
 
 def open_source(path: str, split: str, key: str | None = None, hub_split: str | None = None) -> Source:
@@ -186,6 +194,30 @@ def read_rows(source: Source, limit: int | None = None, notes: Counter[str] | No
     """
     if notes is None:
         notes = Counter()
+    rows = _as_they_are(source, limit, notes)
+    if not source.columns:
+        return rows
+    return (_renamed(row, source.columns) for row in rows)
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with the keys of its format in place of those of the data.
+
+    Raises:
+        DataError: the row lacks one that is not optional.
+    """
+    data = dict(row.data)
+    named = {key: data.pop(name) for key, name in columns.items() if name in data}
+    missing = [key for key in columns if key not in named and key not in OPTIONAL]
+    if missing:
+        raise DataError(
+            f"{row.where}: data.columns.{missing[0]} is {columns[missing[0]]!r}, which is no key of the row: "
+            f"{', '.join(row.data) or '(none)'}"
+        )
+    return replace(row, data=data | named)
+
+
+def _as_they_are(source: Source, limit: int | None, notes: Counter[str]) -> Iterator[Row]:
     if source.hub is not None:
         rows = (Row(_without_none(data), source.path, number) for number, data in enumerate(source.hub, 1))
         yield from itertools.islice(rows, limit)

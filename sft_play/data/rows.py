@@ -11,6 +11,7 @@ from typing import Any
 
 from sft_play.errors import DataError, kind_of
 
+OPTIONAL = ("tools", "system", "input", "history", "source")  # keys that rows of a format may lack
 MAX_DEPTH = 100  # lists and objects inside each other; deeper rows cannot be written or rendered later
 UTF8_BOM = b"\xef\xbb\xbf"
 WHITESPACE = re.compile(r"\s*")

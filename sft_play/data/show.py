@@ -19,7 +19,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.chat import IGNORED, Chat, make_chat, render_rows
 from sft_play.data.formats import Conversation, convert, detect_format, with_format
 from sft_play.data.prepare import PreparedData
-from sft_play.data.reading import Source, open_source, read_rows
+from sft_play.data.reading import Source, open_source, opened, read_rows
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
 from sft_play.errors import ConfigError, StorageError
@@ -117,7 +117,7 @@ def process(config: RunConfig, out: Path) -> Counter[str]:
     """Writes the training rows in the messages format; returns the counts of written and dropped rows."""
     counts: Counter[str] = Counter()
     training = [given for given in data_inputs(config.data) if given.split == "train"]
-    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in training]
+    sources = [opened(given) for given in training]
     rows = chain.from_iterable(
         _conversations(source, given.format, config.data.limit, None, counts)
         for given, source in zip(training, sources, strict=True)

@@ -37,6 +37,7 @@ class Part:
     digests: np.ndarray  # a hash of each conversation, [conversations]
     row_counts: np.ndarray  # rows of each conversation, [conversations]
     counts: Counts
+    format: str
     block: int | None = None  # of raw text: tokens of the rows that it is cut into
 
 

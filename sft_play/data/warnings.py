@@ -8,7 +8,7 @@ import numpy as np
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import HIDDEN_REASONING
 from sft_play.data.splits import Chosen, Part
-from sft_play.data.workers import WITH_PLACEHOLDER
+from sft_play.data.workers import WITH_PLACEHOLDER, is_too_long
 from sft_play.errors import ConfigError
 from sft_play.units import counted
 
@@ -56,7 +56,8 @@ def data_warnings(
     for part in parts:
         lost = sum(part.counts.dropped.values())
         if lost >= WARNING_SHARE * part.counts.read:
-            found.append(f"{lost} of {part.counts.read} rows of {part.given.key} were dropped")
+            what = f"{lost} of {part.counts.read} rows of {part.given.key} were dropped"
+            found.append(what + _how_to_keep(part))
         nulls = {what: count for what, count in part.counts.notes.items() if "null" in what}
         found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
         found += _about_unused_keys(part)
@@ -64,6 +65,20 @@ def data_warnings(
             if count := part.counts.notes[note]:
                 found.append(f"{part.given.key}: {counted(count, what)} {note}{meaning}")
     return found
+
+
+def _how_to_keep(part: Part) -> str:
+    """What would keep most of the rows that were dropped, if they were too long."""
+    (reason, count), *_ = part.counts.dropped.most_common(1)
+    if not is_too_long(reason):
+        return ""
+    found = f"; {count} {reason}: "
+    if part.format == "text":
+        return (
+            found
+            + "data.task=cpt joins and cuts documents, data.overlong=truncate keeps the beginning of each"
+        )
+    return found + "data.overlong=truncate keeps the beginning of each, and model.max_seq_len is the limit"
 
 
 def _about_unused_keys(part: Part) -> list[str]:

@@ -38,6 +38,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False).encode
 _to_sorted_json = json.JSONEncoder(sort_keys=True).encode
 
 NO_ANSWER = "no answer to train on"
+TOO_LONG = "longer than"
 ANSWER_TRUNCATED = "no answer left after truncation"
 WITH_PLACEHOLDER = "with <image>, <video> or <audio> in the text"
 
@@ -84,7 +85,12 @@ class Chunk:
 
 def too_long(max_tokens: int | None) -> str:
     """The reason for dropping a row that is longer than the limit."""
-    return f"longer than {max_tokens} tokens"
+    return f"{TOO_LONG} {max_tokens} tokens"
+
+
+def is_too_long(reason: str) -> bool:
+    """Whether a row was dropped for its length."""
+    return reason.startswith(TOO_LONG)
 
 
 def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:

@@ -19,7 +19,7 @@ from sft_play.data.batching import (
     rows_per_epoch,
 )
 from sft_play.data.length import require_supported
-from sft_play.data.reading import fingerprint, open_source
+from sft_play.data.reading import fingerprint, opened
 from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.files import model_key
@@ -305,10 +305,10 @@ def _data_key(config: RunConfig) -> tuple[str, ...] | None:
     """All that the tokenized rows depend on; None if that cannot be told without libraries.
 
     Raises:
-        DataError: as in `open_source`, before anything is downloaded for nothing.
+        DataError: as of `opened`, before anything is downloaded for nothing.
     """
     inputs = data_inputs(config.data)
-    sources = [open_source(given.path, given.split, given.key, given.hub_split) for given in inputs]
+    sources = [opened(given) for given in inputs]
     model = model_key(config.model)
     if model is None or any(source.hub is not None for source in sources):
         return None

@@ -322,6 +322,18 @@ def test_args_are_words_that_nobody_runs(words_of, tmp_path):
     assert runs[3:6] == ["one", "$(touch", f"{file})"] and not file.exists()
 
 
+@pytest.mark.parametrize("target", ["eval", "infer", "merge", "merge-test", "export"])
+def test_after_training_a_run_stands_for_its_settings(words_of, target):
+    for run in ("one", "runs/one", "runs/one/"):
+        assert words_of(target, RUN=run)[-2:] == ["--config", "runs/one/config.resolved.yaml"]
+    assert words_of(target, RUN="/data/one", ARGS="a=b")[-2:] == [
+        "/data/one/config.resolved.yaml",
+        "--args=a=b",
+    ]
+    assert words_of(target, RUN="one", CONFIG="c.yaml")[-3:] == ["--config", "c.yaml", "output.name=one"]
+    assert words_of("train", RUN="one")[-1] == "output.name=one"
+
+
 def test_args_that_are_no_words_are_refused(capsys):
     from sft_play.cli import build_parser, parse
 

@@ -219,6 +219,24 @@ def test_an_unknown_format_lists_the_known_ones():
     assert all(name in str(error.value) for name in FORMATS)
 
 
+def test_the_chosen_answer_is_trained_on_if_that_was_asked_for():
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    whole = {"prompt": "q", "chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "b"}]}
+    after = {"prompt": [SYSTEM, USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "content": "b"}]}
+    for data, messages, context in (
+        (pair, (USER, ASSISTANT), 0),
+        (whole, (USER, ASSISTANT), 0),
+        (after, (SYSTEM, USER, ASSISTANT), 2),
+        ({**pair, "system": "s"}, (SYSTEM, USER, ASSISTANT), 0),
+    ):
+        found = convert(Row(data, "f", 1), "preference")
+        assert (found.messages, found.context) == (messages, context)
+        with pytest.raises(DataError, match="f:1: the row has a chosen and a rejected answer.*=preference"):
+            detect_format(Row(data, "f", 1))
+    with pytest.raises(DataError, match="f:1: prompt is missing or null; expected a non-blank string"):
+        convert(Row({"chosen": "a", "rejected": "b"}, "f", 1), "preference")
+
+
 def test_keys_in_capitals_are_told_how_they_are_written():
     with pytest.raises(DataError, match=r"keys Question, Answer; write them as question, answer\."):
         detect_format(Row({"Question": "q", "Answer": "a"}, "f", 1))

@@ -342,6 +342,17 @@ def test_odd_data_is_warned_of(run, write_rows):
     assert run(rows(100)).stats["warnings"] == []
 
 
+def test_a_warning_about_rows_that_are_too_long_says_how_to_keep_them(run):
+    long, short = rows(20, seed=1, words=12), rows(60, words=3)
+    long = [{**row, "answer": row["answer"] * 60} for row in long]
+    (said,) = run([*short, *long], max_seq_len=128, val_fraction=0.0).stats["warnings"]
+    assert said.startswith("20 of 80 rows of data.train_path were dropped; 20 longer than 128 tokens: ")
+    assert "data.overlong=truncate keeps the beginning of each, and" in said
+    documents = [{"text": " ".join(row.values())} for row in (*short, *long)]
+    (said,) = run(documents, max_seq_len=128, val_fraction=0.0).stats["warnings"]
+    assert "data.task=cpt joins and cuts documents, " in said
+
+
 def test_split_markers_are_warned_of_and_new_tokens_make_another_cache(run, make_tokenizer):
     turns = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
     split = run(rows(100), tokenizer=make_tokenizer(turns))

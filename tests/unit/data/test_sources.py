@@ -22,6 +22,10 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
 
+OTHER = [{"input_text": f"What is {i}?", "target_text": f"It is {i}."} for i in range(40)]
+COLUMNS = {"prompt": "input_text", "completion": "target_text", "system": "role"}
+
+
 def questions(count, word="What"):
     return [{"question": f"{word} is {i}?", "answer": f"It is {i}."} for i in range(count)]
 
@@ -189,3 +193,24 @@ def test_inputs_have_the_names_that_messages_use(tmp_path):
     assert training_paths(config.data) == ["b"]
     again = load_config(file, ["data.sources=[{path: x, weight: 2}]"]).config
     assert again.data.sources[0].weight == 2
+
+
+def test_columns_say_what_keys_are_called_in_the_data(run):
+    """`system` may be missing from rows, `prompt` may not; other sources have columns of their own."""
+    prepared = run([(OTHER, {}), (questions(40), {"columns": {}})], columns=COLUMNS)
+    as_named = run(
+        [
+            ([{"prompt": o["input_text"], "completion": o["target_text"]} for o in OTHER], {}),
+            (questions(40), {}),
+        ]
+    )
+    assert prepared.train["input_ids"] == as_named.train["input_ids"]
+    assert not any("not used" in warning for warning in prepared.stats["warnings"])
+    with_roles = run([([{**row, "role": "Be brief."} for row in OTHER], {})], columns=COLUMNS)
+    assert with_roles.stats["train"]["tokens"] > run([(OTHER, {})], columns=COLUMNS).stats["train"]["tokens"]
+    with pytest.raises(
+        DataError, match="data.columns.prompt is 'question', which is no key of the row: input_t"
+    ):
+        run([(OTHER, {})], columns={**COLUMNS, "prompt": "question"})
+    with pytest.raises(DataError, match="keys are called here: data.columns.prompt=<key>"):
+        run([(OTHER, {})])
