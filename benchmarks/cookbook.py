@@ -58,12 +58,12 @@ GPUS = ("RTX 4090", "L40S", "A100 80GB", "H100 80GB", "H200")
 TOKENS = 100_000_000  # whose GPU-hours are in the last table
 FEWEST_HEAD = f"""{FEWEST}
 
-How many of 1, 2, 4 ... 512 GPUs are enough, on machines of eight, with the engine that the plan chooses, the
-predicted tokens per second of all of them, and the GPU-hours of {TOKENS // 10**6} million tokens. Both are
-n/a where the data sheets do not tell how fast the GPUs, or their machines, are linked. The effective batch is
-16, or a row for each GPU if more are needed.
-A dash means that not even 512 are enough: what a GPU gathers, a layer or the embedding and head, it holds
-whole.
+How many of 1, 2, 4 ... 512 GPUs are enough, on machines of eight, with the engine that the plan chooses,
+the predicted tokens per second of all of them, and the GPU-hours of {TOKENS // 10**6} million tokens. Both
+are n/a where the data sheets do not tell how fast the GPUs, or their machines, are linked. The effective
+batch is 16, or a row for each GPU if more are needed. A dash means that not even 512 are enough, since what
+a GPU gathers, a layer or the embedding and head, it holds whole; or that the method is refused: QLoRA of
+gpt-oss, nearly all of whose weights are fused experts, which stay in 16 bit.
 """
 HEAD = """# Cookbook: what fits, and how fast
 
