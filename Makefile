@@ -7,6 +7,7 @@
 #? ARGS="train.learning_rate=1e-4"  overrides
 #? NGPU=2                           number of GPUs or processes
 #? MODEL=qwen3-8b GPU="RTX 4090"    what to plan, and on which GPU
+#? WHY=1                            explain every choice of a plan
 #? MODE=qlora                       how to train: full, lora or qlora
 #? OFFLOAD=ram                      keep weights, gradients and states in RAM
 #? RUN=name                         name of a run, new or trained
@@ -27,7 +28,7 @@ $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
 TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
-        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT ZERO
+        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT WHY ZERO
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
 UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
@@ -166,7 +167,7 @@ dapt-docx: $(READY) ## Documents to raw text: IN=folder OUT=text.jsonl
 
 .PHONY: plan
 plan: $(READY) ## Predict memory and speed, e.g. MODEL=qwen3-8b GPU="L40S"
-	$(SFT) plan $(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(OVERRIDES)$(OF_STAGE)$(MORE)
+	$(SFT) plan $(if $(call yes,WHY),--why )$(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(OVERRIDES)$(OF_STAGE)$(MORE)
 
 .PHONY: probe
 probe: $(READY) ## Measure the largest batch, compare with the prediction

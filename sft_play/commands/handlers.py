@@ -106,6 +106,7 @@ def check(args: argparse.Namespace) -> int:
 )
 @flag("--gpu", 'plan for this GPU instead, e.g. "RTX 4090"', metavar="NAME")
 @number("--gpus", "NGPU", "number of GPUs (default: all visible GPUs, or one with --gpu)", 1, MOST_PROCESSES)
+@switch("--why", "also say why, and show memory by phase and other numbers of GPUs")
 def plan(args: argparse.Namespace) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
     if args.config:

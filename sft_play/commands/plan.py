@@ -9,10 +9,13 @@ from rich.console import RenderableType
 
 from sft_play.builtin.demo import materialise
 from sft_play.cache import cache_dir
+from sft_play.config.inputs import asked_name
 from sft_play.config.load import ResolvedConfig, load_config
+from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError
-from sft_play.machine.gpus import detect, what_if
+from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.drafts import with_offload
@@ -21,11 +24,14 @@ from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
 from sft_play.planning.other_machines import MODES, gpu_hours, plans_by_gpu, scaling, tokens_per_second
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
-from sft_play.report.plan import gpus_report, plan_report
+from sft_play.reasons import AssumedRows
+from sft_play.report.plan import gpus_report, plan_answer, plan_report
 from sft_play.report.progress import PLANNING, spinner
+from sft_play.report.reasons import sentence
 from sft_play.report.training import training_command
 from sft_play.runlog import quiet_libraries
 from sft_play.sizing.architecture import Architecture, planning_architecture
+from sft_play.units import counted
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -68,7 +74,22 @@ def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableTy
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if args.gpu and facts.seen else None
     command = _command(args, resolved, config, chosen)
-    return tree | {"scaling": scales, "command": command}, plan_report(tree, scales)
+    report = plan_report(tree, scales)
+    if not facts.seen:
+        notes = [sentence(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
+    if chosen.memory and not args.why:  # what was not sized has to say so
+        report = plan_answer(tree, _title(config, chosen, machine), notes)
+    return tree | {"scaling": scales, "command": command}, report
+
+
+def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:
+    """What fits where."""
+    what = f"{METHODS[config.tuning.mode]} of {asked_name(config.model.name)}"
+    place = counted(chosen.world_size, "process") + " on this CPU"
+    if machine.gpus:
+        place = f"{chosen.world_size} x {machine.gpus[0].name}"
+    engine = label_of(chosen.engine, chosen.replicas, chosen.offload)
+    return f"{what} fits on {place} ({engine})"
 
 
 def _config(args: argparse.Namespace) -> ResolvedConfig:

@@ -12,7 +12,7 @@ from sft_play.engines.registry import ENGINES, engine_of, label_of
 from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
-from sft_play.screen import Words
+from sft_play.screen import NamedValues, Words
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
@@ -200,8 +200,11 @@ def _sent(row: Mapping[str, Any], unit: str) -> str:
 def plan_summary(tree: Mapping[str, Any]) -> RenderableType:
     """What was chosen, and why, from `Plan.to_json()`."""
     plan, why = tree["plan"], tree["why"]
-    steps = f"{counted(plan['steps_per_epoch'], 'step')} per epoch, {plan['total_steps']:,} in total"
-    return Group(Words(Text(why[0], style="bold")), Words(steps), *_time(plan), bullets(why[1:]))
+    return Group(Words(Text(why[0], style="bold")), Words(_steps(plan)), *_time(plan), bullets(why[1:]))
+
+
+def _steps(plan: Mapping[str, Any]) -> str:
+    return f"{counted(plan['steps_per_epoch'], 'step')} per epoch, {plan['total_steps']:,} in total"
 
 
 def _time(plan: Mapping[str, Any]) -> list[Words]:
@@ -212,6 +215,33 @@ def _time(plan: Mapping[str, Any]) -> list[Words]:
     total = format_duration(seconds * plan["total_steps"])
     said = said_of(plan.get("step_seconds_origin"))
     return [Words(f"{said}: {format_duration(seconds)} a step, {total} in total{tokens}")]
+
+
+def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) -> RenderableType:
+    """What a person asks first: whether it fits, the batch, memory and time; and what else was possible.
+
+    Args:
+        tree: as in `plan_report`, of a plan whose memory is predicted.
+        title: what fits where.
+        notes: what is assumed.
+    """
+    plan, memory = tree["plan"], tree["memory"]
+    lines = [("batch", tree["why"][0].removeprefix("effective batch "))]
+    needed = memory.get("process_bytes") or memory["peak_bytes"]
+    share, budget = needed / memory["budget_bytes"], format_bytes(memory["budget_bytes"])
+    said = f"{format_bytes(needed)} a process, predicted: {share:.0%} of the budget of {budget}"
+    lines.append(("memory", said))
+    if host := memory.get("host"):
+        lines.append(("RAM", f"{format_bytes(host['needed_bytes'])} of the machine, predicted"))
+    lines += [("time", words.text.plain) for words in _time(plan)]
+    lines.append(("steps", _steps(plan)))
+    parts: list[RenderableType] = [
+        Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes)),
+    ]
+    if tree["alternatives"]:
+        parts.append(candidates_table(plan, needed, tree["alternatives"]))
+    more = "WHY=1 adds the reason of each choice, memory by phase, and other numbers of "
+    return apart(*parts, Words(Text(more + plural(process_unit(plan["device"])), style="dim")))
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:

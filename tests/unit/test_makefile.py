@@ -108,6 +108,7 @@ def test_a_required_setting_is_asked_for(target, setting):
 YES_NO = {
     "PUBLIC": ("push", "--public"),
     "CHAT": ("eval-lm", "--chat"),
+    "WHY": ("plan", "--why"),
     "AUTO": ("setup-accelerate", "--auto"),
     "CONFIRM": ("clean-all", "rm -rf"),
     "FORCE": ("compare", "--force"),

@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from sft_play.report.plan import plan_report, scaling_table
+from sft_play.report.plan import plan_answer, plan_report, scaling_table
 from sft_play.units import GIB
 
 
@@ -196,3 +196,22 @@ def test_a_gpu_shows_what_is_allocated_reserved_and_counted_by_the_driver():
     assert "…" not in text
     on_cpu = memory | {"reserved_bytes": None, "process_bytes": None}
     assert "allocated" not in screen(plan_report(PLAN | {"memory": on_cpu}))
+
+
+def test_the_answer_comes_in_a_few_lines_before_what_else_was_possible():
+    plan = PLAN["plan"] | {"world_size": 2}
+    memory = MEMORY | {"process_bytes": 3 * GIB, "host": {"needed_bytes": 5 * GIB}}
+    tree = PLAN | {"plan": plan, "memory": memory, "alternatives": [other(2, 0.5, 1)]}
+    tree["why"] = ["effective batch 8 sequences = micro-batch 4 x accumulation 1 x 2 processes", "a reason"]
+    text = screen(plan_answer(tree, "it fits", ["a note"]))
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert lines[:7] == [
+        "it fits",
+        "batch       8 sequences = micro-batch 4 x accumulation 1 x 2 processes",
+        "memory      3.00 GiB a process, predicted: 75% of the budget of 4.00 GiB",
+        "RAM         5.00 GiB of the machine, predicted",
+        "time        predicted: 500 ms a step, 1.0 s in total, 1,000 tokens/s",
+        "steps       1 step per epoch, 2 in total",
+        "  - a note",
+    ]
+    assert "> 4 x 2" in text and "WHY=1" in text and "a reason" not in text
