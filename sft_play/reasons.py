@@ -77,6 +77,14 @@ class Offload(Reason):
     engine: str  # its label
     cause: Literal["config", "exceed"]
     host: HostMemory | None  # on a GPU whose memory is predicted
+    held: str = "weights, gradients and optimizer states"
+
+
+class StatesOnDisk(Reason):
+    """The optimizer's states are in files, as the config says."""
+
+    folder: str
+    saved_bytes: int  # of RAM, of all processes of a machine
 
 
 class Unsized(Reason):

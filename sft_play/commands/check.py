@@ -20,7 +20,7 @@ from sft_play.errors import ConfigError, DataError, first_line
 from sft_play.hub import limit_network
 from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
-from sft_play.machine.host import existing_folder, free_bytes, missing_packages
+from sft_play.machine.host import existing_folder, free_bytes, missing
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, missing_shards
 from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
@@ -249,7 +249,7 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         require_possible(config, device)
     except ConfigError as error:
         yield Finding(ERROR, "method", str(error), "change one of these settings")
-    for text, fix in missing_packages(config).items():
+    for text, fix in missing(config).items():
         yield Finding(ERROR, "method", text, fix)
 
 

@@ -23,7 +23,7 @@ from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, Nodes
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
-from sft_play.machine.host import missing_packages
+from sft_play.machine.host import missing
 from sft_play.machine.process import collector_off, ended_by_signals
 from sft_play.multinode import agree_on_plan, connected_machines
 from sft_play.planning.drafts import with_offload
@@ -129,10 +129,10 @@ def opened_job(resolved: ResolvedConfig, processes: int, nodes: Nodes = ALONE) -
 
 
 def require_packages(config: RunConfig) -> None:
-    """Raises ConfigError if a package that the config needs is not installed."""
-    missing = [f"{text}; {fix}" for text, fix in missing_packages(config).items()]
-    if missing:
-        raise ConfigError("\n".join(missing) + ", or change the setting")
+    """Raises ConfigError if a package that the config needs is not installed, or its disk cannot be used."""
+    lacking = [f"{text}; {fix}" for text, fix in missing(config).items()]
+    if lacking:
+        raise ConfigError("\n".join(lacking) + ", or change the setting")
 
 
 def train_job(job: Job, link: Link | None = None) -> dict[str, Any]:

@@ -308,6 +308,9 @@ class ParallelConfig(Section):
     offload: Literal["auto", "none", "ram"] = "auto"
     """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
     CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""
+    nvme_path: PathText | None = None
+    """With offload=ram, a folder on a fast local disk for AdamW's moments: not in RAM, but in files that each
+    step reads and writes."""
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""
@@ -319,8 +322,8 @@ class ParallelConfig(Section):
     def _not_to_disk(cls, place: Any) -> Any:
         if place in ("nvme", "disk"):
             raise ValueError(
-                f"{place} is not possible, since nothing is offloaded to disk; use ram, which works with "
-                "engine=fsdp2 and deepspeed_z3, also on a single GPU"
+                f"{place} is no place for all of it; set offload=ram, and for the optimizer's states "
+                "nvme_path=<folder on the disk>"
             )
         return place
 

@@ -67,6 +67,8 @@ class Fsdp2(Sharded):
         That is, all that is allocated through PyTorch. NCCL's buffers are in the communicator of the budget.
         To save weights, each is gathered alone, which is less than the layer that a forward pass gathers.
         """
+        if division.states_on_disk:
+            return step.without("optimizer")
         return step
 
     def torch_half(self) -> ModuleType:

@@ -64,6 +64,8 @@ def offload_problem(config: RunConfig, device: str, precision: str) -> str | Non
         precision: the autocast type.
     """
     place, asked = config.parallel.offload, config.parallel.engine
+    if config.parallel.nvme_path and place != "ram":
+        return f"parallel.nvme_path needs parallel.offload=ram (found {place})"
     if place in ("auto", "none"):
         return None
     able = [engine.name for engine in distributed_engines() if place in engine.offloads]

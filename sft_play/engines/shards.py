@@ -176,7 +176,13 @@ def set_parts(optimizer: Any, parameters: Mapping[str, DTensor], state_of: State
         state = state_of(name)
         set_weight(parameter, state["weight"])
         moments = {key: _part_of(parameter, state[key]) for key in MOMENTS}
-        optimizer.state[parameter] = {"step": state["step"].float().clone(), **moments}
+        held = optimizer.state[parameter]
+        held["step"] = state["step"].float().clone()
+        for key, moment in moments.items():
+            if key in held:
+                held[key].copy_(moment)  # it may be on a disk
+            else:
+                held[key] = moment
 
 
 @torch.no_grad()

@@ -154,6 +154,26 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
+def missing(config: "RunConfig") -> dict[str, str]:
+    """What the config needs and is not there, a sentence for each -> what to do about it."""
+    found = missing_packages(config)
+    path = config.parallel.nvme_path
+    if path and (problem := _disk_problem(Path(path))):
+        found[f"parallel.nvme_path={path} {problem}"] = "set it to a folder on a local disk"
+    return found
+
+
+def _disk_problem(folder: Path) -> str | None:
+    """Why files in a folder cannot take what would be in RAM; None if they can."""
+    if not folder.is_dir():
+        return "is not a folder"
+    if not os.access(folder, os.W_OK):
+        return "is not writable"
+    disks = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    around = (disks[each] for each in (folder.resolve(), *folder.resolve().parents) if each in disks)
+    return "is in RAM itself" if next(around, "") in ("tmpfs", "ramfs") else None
+
+
 def missing_packages(config: "RunConfig") -> dict[str, str]:
     """Which packages the config needs and are not installed, a sentence for each -> what to do about it."""
     from sft_play.engines.registry import engine_of  # not needed by `sft-play gpu-info`

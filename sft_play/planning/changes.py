@@ -14,7 +14,7 @@ from sft_play.engines.registry import chosen_engines, engine_of
 from sft_play.errors import ConfigError
 from sft_play.plan import Estimator, Memory, Plan
 from sft_play.planning.batch import batch_for
-from sft_play.reasons import Change, MasterWeights, Reason
+from sft_play.reasons import Change, MasterWeights, Reason, StatesOnDisk
 from sft_play.report.plan import process_unit
 from sft_play.report.training import training_command
 from sft_play.units import AUTOCAST, counted
@@ -119,6 +119,20 @@ def master_weights(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterat
             yield MasterWeights(dtype, masters.host.needed_bytes - pure.host.needed_bytes, "RAM")
         else:
             yield MasterWeights(dtype, masters.process_bytes - pure.process_bytes)
+
+
+def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Reason]:
+    """What `parallel.nvme_path` saves: the same plan without it is sized."""
+    folder = config.parallel.nvme_path
+    if folder and plan.memory:
+        parallel = config.parallel.model_copy(update={"nvme_path": None})
+        kept = estimate(config.model_copy(update={"parallel": parallel}), plan, complete=True)
+        yield StatesOnDisk(folder, _ram(kept) - _ram(plan.memory))
+
+
+def _ram(memory: Memory) -> int:
+    """What the processes need of a machine's RAM; of a CPU, what one needs."""
+    return memory.host.needed_bytes if memory.host else memory.process_bytes
 
 
 def _offloaded(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterator[Change]:

@@ -32,7 +32,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.planning.changes import helpful_changes, master_weights
+from sft_play.planning.changes import helpful_changes, master_weights, states_on_disk
 from sft_play.reasons import (
     Activations,
     Dealing,
@@ -109,7 +109,8 @@ def choose_plan(
         sized += [replace(draft, memory=memory_of(draft)) for draft in recomputing]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = _reasons(config, chosen, sized, seconds)
-    why += master_weights(config, chosen, estimate) if explain else ()
+    if explain:
+        why += [*master_weights(config, chosen, estimate), *states_on_disk(config, chosen, estimate)]
     return replace(chosen, step_seconds=seconds_of(chosen), alternatives=alternatives), why
 
 
@@ -303,7 +304,10 @@ def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
         return []
     cause: Any = "config" if config.parallel.offload != "auto" else "exceed"
     host = chosen.memory.host if chosen.memory else None
-    return [Offload(chosen.device, engine_of(chosen.engine).label, cause, host)]
+    reason = Offload(chosen.device, engine_of(chosen.engine).label, cause, host)
+    if config.parallel.nvme_path:
+        return [replace(reason, held="weights and gradients")]
+    return [reason]
 
 
 def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) -> tuple[dict[str, Any], ...]:

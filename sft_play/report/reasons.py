@@ -21,6 +21,10 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.AssumedRows: (
         "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
     ),
+    reasons.StatesOnDisk: (
+        "AdamW's states in files in {folder}, which takes {saved_bytes} less RAM; each step reads and writes "
+        "them, which the predicted seconds leave out"
+    ),
     reasons.Decomposed: (
         "{init}: every adapted weight is decomposed before the first step; the saved adapter has twice the "
         "rank"
@@ -167,7 +171,7 @@ def _offload(reason: reasons.Offload) -> str:
         return "parallel.offload=ram: a CPU has no other memory, so this saves nothing"
     cause = "as set in the config" if reason.cause == "config" else "since nothing else fits"
     return (
-        f"weights, gradients and optimizer states in RAM{_needs(reason.host)}, {cause}: {reason.engine} "
+        f"{reason.held} in RAM{_needs(reason.host)}, {cause}: {reason.engine} "
         "copies a layer at a time to the GPU, and the CPU runs AdamW, which is slow; pinned copies and their "
         "overlap were never measured on a GPU"
     )

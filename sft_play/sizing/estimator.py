@@ -309,7 +309,10 @@ def estimator(
             element_bytes=spec.trained_element_bytes,
             autocasts=plan.mixed_precision != "no",
             offloads=plan.offload != "none",
-            state_bytes=lambda elements: ask(questions.state_bytes, spec.optimizer, spec.device, elements),
+            states_on_disk=(on_disk := run.parallel.nvme_path is not None),
+            state_bytes=lambda elements: (
+                0 if on_disk else ask(questions.state_bytes, spec.optimizer, spec.device, elements)
+            ),
             update_bytes=lambda elements: ask(questions.update_bytes, spec.optimizer, spec.device, elements),
         )
         engine = engine_of(plan.engine)

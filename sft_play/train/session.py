@@ -124,6 +124,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         checkpoint_parts=job.checkpoint_parts,
         writer=CheckpointWriter(job, settings_of(job)),
         plus_ratio=config.tuning.lora.plus_ratio,
+        nvme_path=config.parallel.nvme_path,
         processing_class=job.tokenizer,
         callbacks=_callbacks(job, reporter),
     )

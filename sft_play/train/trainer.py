@@ -13,6 +13,7 @@ from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
 from sft_play.engines.base import Engine
+from sft_play.engines.states_on_disk import StatesOnDisk
 from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.runlog import console
 from sft_play.train.checkpoints import CheckpointWriter, is_split_as
@@ -68,11 +69,13 @@ class PlannedTrainer(SFTTrainer):
         skipped: SkippedSteps,
         numbers: Callable[[int], dict[str, float | None]],
         plus_ratio: float | None,
+        nvme_path: str | None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._rows, self.skipped, self._numbers = rows, skipped, numbers
         self._plus_ratio = plus_ratio  # LoRA+: learning rate of the B matrices / that of the A matrices
+        self._nvme_path = nvme_path
         self._step_loss: torch.Tensor | float = 0.0
         self._balance: list[torch.Tensor] = []  # of this process's micro-batches since the last record
         add_loss_head(self.model)
@@ -89,17 +92,23 @@ class PlannedTrainer(SFTTrainer):
         """
         exists = self.optimizer is not None
         optimizer = super().create_optimizer(model)
-        if self._plus_ratio is None or exists:
+        if exists:
             return optimizer
+        if self._plus_ratio is not None:
+            self._split_by_rate(optimizer, model, self._plus_ratio)
+        if self._nvme_path:
+            StatesOnDisk(Path(self._nvme_path)).attach(optimizer)
+        return optimizer
+
+    def _split_by_rate(self, optimizer: torch.optim.Optimizer, model: Any, ratio: float) -> None:
         named = (self.model if model is None else model).named_parameters()  # type: ignore[union-attr]
         b_matrices = {weight for name, weight in named if "lora_B" in name}
         for group in list(optimizer.param_groups):
             fast = [weight for weight in group["params"] if weight in b_matrices]
             group["params"] = [weight for weight in group["params"] if weight not in b_matrices]
-            optimizer.add_param_group({**group, "params": fast, "lr": self._plus_ratio * group["lr"]})
+            optimizer.add_param_group({**group, "params": fast, "lr": ratio * group["lr"]})
         # DeepSpeed drops groups without parameters, after the schedule has got a rate for each
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        return optimizer
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward pass of a micro-batch; returns its share of its step's loss, a scalar.

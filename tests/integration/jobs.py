@@ -44,6 +44,7 @@ def make_job(
     machines: int = 1,
     engine: str = "auto",
     offload: str = "auto",
+    nvme_path: str | None = None,
     evaluated: int | str = "auto",
     defers_exchange: bool = False,
     ranks: RankEnvironment = SINGLE_PROCESS,
@@ -65,7 +66,7 @@ def make_job(
             "data": {"train_path": "generated"},
             "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,
-            "parallel": {"engine": engine, "offload": offload},
+            "parallel": {"engine": engine, "offload": offload, "nvme_path": nvme_path},
             "eval": {"batch_size": evaluated},
             "output": {"name": name, "dir": str(output)},
         }

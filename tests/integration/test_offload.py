@@ -1,13 +1,19 @@
 """Offloading changes where tensors are, and nothing that is learned: on a CPU, to the bit."""
 
+import gc
 import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from sft_play.errors import StorageError
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.train.ranks import process_group
 from sft_play.train.run import train
@@ -30,6 +36,14 @@ def assert_equal_weights(one: Path, other: Path, mode: str) -> None:
     found, expected = weights(one, mode), weights(other, mode)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@contextmanager
+def watching_steps(look: Callable[[], None]) -> Iterator[None]:
+    """Looks after each step of an optimizer of torch's."""
+    handle = register_optimizer_step_post_hook(lambda *_: look())
+    yield
+    handle.remove()
 
 
 def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
@@ -84,6 +98,51 @@ def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp
     assert_equal_weights(tmp_path / "again", tmp_path / "offloaded", "full")
 
 
+def mapped_states() -> int:
+    """The files of optimizer states that this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("/sft-play-states-")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed_z3"])
+def test_states_on_a_disk_change_nothing(tiny_model, tmp_path, engine):
+    """In one process, resumed or not; their files have no names."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = dict(mode="full", learning_rate=1e-3, max_steps=4, save_steps=2, eval_steps=2)
+    settings |= dict(engine=engine, offload="ram")
+    checkpoint = str(tmp_path / "files" / "checkpoints" / "checkpoint-2")
+    kinds = {
+        "ram": {},
+        "files": {"nvme_path": str(disk)},
+        "resumed": {"nvme_path": str(disk), "resume": checkpoint},
+    }
+    mapped = {}
+    for name, more in kinds.items():
+        job = make_job(tiny_model, tmp_path, name, **settings, **more)
+        seen = []
+        with process_group(job), watching_steps(lambda seen=seen: seen.append(mapped_states())):
+            train(job)
+        mapped[name] = max(seen)
+        assert not list(disk.iterdir())
+        assert_equal_weights(tmp_path / name, tmp_path / "ram", "full")
+        gc.collect()
+    assert mapped["ram"] == 0 < mapped["files"] == mapped["resumed"]  # those of the run before are gone
+
+
+def test_a_disk_without_room_for_the_states_ends_the_run_in_a_sentence(tiny_model, tmp_path):
+    settings = dict(mode="full", engine="fsdp2", offload="ram", nvme_path=str(tmp_path))
+    job = make_job(tiny_model, tmp_path, "full", **settings)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1 << 12, before[1])
+    )  # files of 4 KiB, as if the disk were full
+    try:
+        with process_group(job), pytest.raises(StorageError, match="parallel.nvme_path=.* has no room for"):
+            prepare_session(job).trainer.create_optimizer()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed_z3"])
@@ -91,13 +150,15 @@ def test_two_processes_learn_the_same_with_and_without(tiny_model, tmp_path, eng
     """Bit for bit, resumed or not; one process goes on from their checkpoint."""
     common = {"mode": mode, "learning_rate": 1e-3, "max_steps": 4, "save_steps": 2, "eval_steps": 2}
     again = {"resume": str(tmp_path / "ram" / "checkpoints" / "checkpoint-2"), "offload": "ram"}
-    kinds = {"plain": {"offload": "none"}, "ram": {"offload": "ram"}, "resumed": again}
+    files = again | {"nvme_path": str(tmp_path)}
+    kinds = {"plain": {"offload": "none"}, "ram": {"offload": "ram"}, "resumed": again, "files": files}
     specs = [
         {"model": str(tiny_model), "name": name, "settings": common | more} for name, more in kinds.items()
     ]
     launch_jobs(tmp_path, engine, 2, specs)
     assert_equal_weights(tmp_path / "ram", tmp_path / "plain", mode)
     assert_equal_weights(tmp_path / "resumed", tmp_path / "plain", mode)
+    assert_equal_weights(tmp_path / "files", tmp_path / "plain", mode)
     alone = make_job(tiny_model, tmp_path, "alone", **common, resume=again["resume"])
     train(alone)
     tolerance = 2e-4 if mode == "qlora" else summed(16 * 64)  # the 4-bit kernel may round by the shape

@@ -25,7 +25,7 @@ FLOORS = [
     ["planning.batch", "planning.changes", "planning.drafts", "planning.search", "planning.profile"],
     ["launch"],
     ["engines.stored"],
-    ["engines.shards", "engines.state", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.models", "builtin.world"],
+    ["engines.shards", "engines.state", "engines.states_on_disk", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.models", "builtin.world"],
     ["builtin.demo", "export"],
     ["sizing"],
     ["planning"],

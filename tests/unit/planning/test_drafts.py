@@ -7,7 +7,7 @@ from sft_play.config.schema import ParallelConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
-from sft_play.planning.drafts import choose_precision, draft_plans
+from sft_play.planning.drafts import choose_precision, draft_plans, require_possible
 from sft_play.planning.search import choose_plan
 
 CPU = Device(kind="cpu", name="the CPU", bf16=True)
@@ -183,8 +183,12 @@ def test_offloading_that_cannot_be_is_refused(device, settings, said):
 
 
 def test_offloading_to_disk_says_what_works_instead():
-    with pytest.raises(ValueError, match=r"nvme is not possible.*use ram.*fsdp2 and deepspeed_z3"):
+    with pytest.raises(ValueError, match=r"nvme is no place for all of it; set offload=ram, .* nvme_path="):
         ParallelConfig(offload="nvme")
+    run = config()
+    parallel = run.parallel.model_copy(update={"nvme_path": "/fast"})
+    with pytest.raises(ConfigError, match=r"parallel.nvme_path needs parallel.offload=ram \(found auto\)"):
+        require_possible(run.model_copy(update={"parallel": parallel}), CPU)
 
 
 def test_one_process_offloads_with_an_engine_that_divides():
