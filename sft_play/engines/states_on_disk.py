@@ -26,7 +26,11 @@ class StatesOnDisk:
     folder: Path
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the states now, except for weights that DeepSpeed will update in vectors of its own."""
+        """Makes the states now, except for weights that DeepSpeed will update in vectors of its own.
+
+        Whoever sets the states of these makes the moments by `moment_like`.
+        """
+        vars(optimizer)["moment_like"] = self._mapped_like
         self(optimizer)
         optimizer.register_step_pre_hook(self)
 
@@ -67,3 +71,9 @@ class StatesOnDisk:
             os.close(number)
             Path(name).unlink()
         return storage  # type: ignore[no-any-return]
+
+
+def moment_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros of a parameter's shape and division, where its optimizer keeps moments: in RAM, or mapped."""
+    make = vars(optimizer).get("moment_like", torch.zeros_like)
+    return make(parameter)  # type: ignore[no-any-return]

@@ -31,6 +31,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
+from sft_play.engines.states_on_disk import moment_like
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 
 # Of a launcher; ports and addresses are not needed in a group that is there already.
@@ -188,7 +189,7 @@ def set_parts(optimizer: Any, parameters: Mapping[str, Any], state_of: StateOf) 
     inner = optimizer.optimizer  # torch's, over one vector for each group
     step = state_of(next(iter(parameters)))["step"].float()
     for flat in optimizer.fp32_partitioned_groups_flat:
-        zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+        zeros = {key: moment_like(inner, flat) for key in MOMENTS}
         inner.state[flat] = {"step": step.clone(), **zeros}
     for name, parameter in parameters.items():
         state = state_of(name)

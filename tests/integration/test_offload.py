@@ -1,6 +1,5 @@
 """Offloading changes where tensors are, and nothing that is learned: on a CPU, to the bit."""
 
-import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from sft_play.engines.state import MOMENTS
+from sft_play.engines.stored import part_of
 from sft_play.errors import StorageError
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.train.ranks import process_group
@@ -39,9 +40,9 @@ def assert_equal_weights(one: Path, other: Path, mode: str) -> None:
 
 
 @contextmanager
-def watching_steps(look: Callable[[], None]) -> Iterator[None]:
-    """Looks after each step of an optimizer of torch's."""
-    handle = register_optimizer_step_post_hook(lambda *_: look())
+def watching_steps(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    """Looks at an optimizer of torch's after each of its steps."""
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: look(optimizer))
     yield
     handle.remove()
 
@@ -98,9 +99,13 @@ def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp
     assert_equal_weights(tmp_path / "again", tmp_path / "offloaded", "full")
 
 
-def mapped_states() -> int:
-    """The files of optimizer states that this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("/sft-play-states-")
+def mapped_moments(optimizer: torch.optim.Optimizer) -> set[bool]:
+    """Whether moments of an optimizer are in files: not those that an earlier run has left mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0].split("-") for line in lines if "/sft-play-states-" in line]
+    places = [range(int(first, 16), int(last, 16)) for first, last in mapped]
+    moments = [part_of(state[key]) for state in optimizer.state.values() for key in MOMENTS]
+    return {any(moment.data_ptr() in place for place in places) for moment in moments}
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed_z3"])
@@ -119,14 +124,12 @@ def test_states_on_a_disk_change_nothing(tiny_model, tmp_path, engine):
     mapped = {}
     for name, more in kinds.items():
         job = make_job(tiny_model, tmp_path, name, **settings, **more)
-        seen = []
-        with process_group(job), watching_steps(lambda seen=seen: seen.append(mapped_states())):
+        seen = mapped[name] = set()
+        with process_group(job), watching_steps(lambda each, seen=seen: seen.update(mapped_moments(each))):
             train(job)
-        mapped[name] = max(seen)
         assert not list(disk.iterdir())
         assert_equal_weights(tmp_path / name, tmp_path / "ram", "full")
-        gc.collect()
-    assert mapped["ram"] == 0 < mapped["files"] == mapped["resumed"]  # those of the run before are gone
+    assert mapped == {"ram": {False}, "files": {True}, "resumed": {True}}
 
 
 def test_a_disk_without_room_for_the_states_ends_the_run_in_a_sentence(tiny_model, tmp_path):
