@@ -1,11 +1,11 @@
 """Kills runs (SIGKILL) while they prepare data, save, publish the result or merge; counts how many go on.
 
-    make bench-faults ARGS="saves"                  # 400 trials of one process and FSDP2, then DDP and ZeRO-2
+    make bench-faults ARGS="saves"                  # 450 trials of one process, FSDP2 and ZeRO-3, then DDP and ZeRO-2
     make bench-faults ARGS="saves fsdp2 --fsdp2 9"  # a kind; goes on where it was cut; --fresh begins again
 
 Every second trial of one process kills it just before a random one of the operations on the file system that
-its phase has, the others at a random moment from the first of them on. FSDP2 on two processes, from the first
-save to the published result: the first process before an operation, one at any moment, or both, in turns; a
+its phase has, the others at a random moment from the first of them on. FSDP2 and ZeRO-3 on two processes, from
+the first save to the published result: the first process before an operation, one at any moment, or both, in turns; a
 process that is left must end by itself. Then the same command, of a training with `train.resume=auto`, must
 end with exit code 0 and the weights of a run that was not killed, bit for bit.
 
@@ -39,7 +39,7 @@ from sft_play.runlog import console
 STEPS = 5
 LOOK_AGAIN_S = 0.0005
 LIMIT_S = 1200
-SURVIVOR_S = 60  # parallel.timeout_s of FSDP2: a process that is left ends by then
+SURVIVOR_S = 60  # parallel.timeout_s: a process that is left ends by then
 RUN = "killed"  # name of the run, and of its folder
 ADAPTER, MERGED = f"{RUN}/adapter/adapter_model.safetensors", f"{RUN}/merged/model.safetensors"
 FULL = f"{RUN}/model/model.safetensors"
@@ -55,7 +55,8 @@ class Phase:
     ends: tuple[str, ...]  # and ends with the last one on one of these
     result: str = ADAPTER
     merges: bool = False
-    ranks: int = 1  # processes, of FSDP2 if there are several
+    ranks: int = 1
+    engine: str = "fsdp2"  # of several processes
     mode: str = "lora"
 
 
@@ -68,6 +69,8 @@ PHASES = {
     "merge": Phase(33, (f"{RUN}/merged",), END, MERGED, merges=True),
     "fsdp2": Phase(100, SAVED, PUBLISHED, ranks=2),
     "fsdp2_full": Phase(100, SAVED, PUBLISHED, FULL, ranks=2, mode="full"),
+    "zero3": Phase(25, SAVED, PUBLISHED, ranks=2, engine="deepspeed_z3"),
+    "zero3_full": Phase(25, SAVED, PUBLISHED, FULL, ranks=2, engine="deepspeed_z3", mode="full"),
 }
 ENGINES = {"ddp": "ddp", "zero2": "deepspeed_z2"}
 TRIALS = {**{name: phase.trials for name, phase in PHASES.items()}, "ddp": 5, "zero2": 5}
@@ -135,8 +138,8 @@ def processes_of(phase: Phase, folder: Path, *, resume: bool = False) -> list[Ca
     """What the processes of a phase's command are to call; a merge is not resumed."""
     words = settings(folder, phase.ranks, resume=resume and not phase.merges)
     if phase.ranks > 1:
-        engine = ["parallel.engine=fsdp2", f"tuning.mode={phase.mode}", f"parallel.timeout_s={SURVIVOR_S}"]
-        return ranks_of([*words, *engine], folder, phase.ranks)
+        engine = [f"parallel.engine={phase.engine}", f"parallel.timeout_s={SURVIVOR_S}"]
+        return ranks_of([*words, *engine, f"tuning.mode={phase.mode}"], folder, phase.ranks)
     return [lambda: run_command(["merge" if phase.merges else "train", *words], folder)]
 
 

@@ -83,6 +83,8 @@ KILLS = {
     "merge": "merging",
     "fsdp2": "training to the end, two processes with FSDP2, LoRA",
     "fsdp2_full": "training to the end, two processes with FSDP2, full fine-tuning",
+    "zero3": "training to the end, two processes with ZeRO-3, LoRA",
+    "zero3_full": "training to the end, two processes with ZeRO-3, full fine-tuning",
     "ddp": "saving a checkpoint, two processes with DDP",
     "zero2": "saving a checkpoint, two processes with ZeRO-2",
 }
