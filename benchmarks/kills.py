@@ -1,13 +1,13 @@
 """Kills runs (SIGKILL) while they prepare data, save, publish the result or merge; counts how many go on.
 
-    make bench-faults ARGS="saves"                  # 450 trials of one process, FSDP2 and ZeRO-3, then DDP and ZeRO-2
+    make bench-faults ARGS="saves"                  # all kinds, on one process and on two; hours
     make bench-faults ARGS="saves fsdp2 --fsdp2 9"  # a kind; goes on where it was cut; --fresh begins again
 
 Every second trial of one process kills it just before a random one of the operations on the file system that
-its phase has, the others at a random moment from the first of them on. FSDP2 and ZeRO-3 on two processes, from
-the first save to the published result: the first process before an operation, one at any moment, or both, in turns; a
-process that is left must end by itself. Then the same command, of a training with `train.resume=auto`, must
-end with exit code 0 and the weights of a run that was not killed, bit for bit.
+its phase has, the others at a random moment from the first of them on. FSDP2 and ZeRO-3 on two processes,
+from the first save to the published result: the first process before an operation, one at any moment, or
+both, in turns; a process that is left must end by itself. Then the same command, of a training with
+`train.resume=auto`, must end with exit code 0 and the weights of a run that was not killed, bit for bit.
 
 These processes are forked off a parent that has imported everything and has started no thread. With DDP and
 ZeRO-2, the command and all that it started are killed at a random time after a random save has begun.

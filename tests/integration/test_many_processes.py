@@ -57,6 +57,11 @@ ALWAYS = {
     "fsdp2": ("lora-padded", "full-padded"),
     "zero3": ("lora-padded", "full-packed"),
 }
+# A rate with which every step makes it worse, so that a run ends early and keeps its first checkpoint.
+STOPPING = {
+    "mode": "lora", "learning_rate": 0.5, "lr_schedule": "constant", "early_stopping_patience": 1,
+    "eval_steps": 1, "save_steps": 1,
+}  # fmt: skip
 EPOCH_ROWS = 31  # no batch divides them
 
 
@@ -105,6 +110,7 @@ def one(tiny_model, folder):
     """The curves of one process, by kind."""
     for kind, settings in KINDS.items():
         train(make_job(tiny_model, folder, f"one-{kind}", **{**COMMON, **settings}))
+    train(make_job(tiny_model, folder, "one-stopping", **{**COMMON, **STOPPING}))
     return folder
 
 
@@ -165,6 +171,7 @@ def fsdp2(zero2, launch, folder):
     jobs = kinds_of("fsdp2", always=True) | resumed(folder, "zero2", "fsdp2", "lora-padded")
     jobs["fsdp2-recomputed-lora-padded"] = {**KINDS["lora-padded"], "gradient_checkpointing": True}
     jobs["fsdp2-deferring-full-padded"] = {**KINDS["full-padded"], "defers_exchange": True}
+    jobs["fsdp2-stopping"] = STOPPING
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("fsdp2", 2, jobs)
     return folder
@@ -195,6 +202,7 @@ def zero3_more(zero3, fsdp2, launch, folder):
         jobs |= resumed(folder, engine, "zero3", kind)
     for kind in ("lora-padded", "full-padded"):
         jobs[f"zero3-recomputed-{kind}"] = {**KINDS[kind], "gradient_checkpointing": True}
+    jobs["zero3-stopping"] = STOPPING
     jobs["zero3-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("deepspeed_z3", 2, jobs)
     return folder
@@ -220,6 +228,16 @@ def four(fsdp2_more, launch, folder):
     jobs |= resumed(folder, "fsdp2", "four", "lora-packed", batch_size=3 * SEQ)
     jobs |= resumed(folder, "fsdp2", "four", "full-padded", batch_size=3)
     launch("fsdp2", 4, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zero3_four(zero3_more, launch, folder):
+    """ZeRO-3 on four processes, from the start and from two."""
+    jobs = {f"zero3-four-{kind}": KINDS[kind] | {"batch_size": 3} for kind in ("lora-padded", "full-padded")}
+    jobs |= resumed(folder, "zero3", "four3", "lora-padded", batch_size=3)
+    jobs |= resumed(folder, "zero3", "four3", "full-padded", batch_size=3)
+    launch("deepspeed_z3", 4, jobs)
     return folder
 
 
@@ -295,6 +313,7 @@ def test_zero3_goes_on_from_its_own_checkpoint_bit_for_bit(zero3_more, kind):
             slow("from_zero3", f"zero3-to-{engine}", kind)
             for engine, kind in product(("ddp", "zero2", "fsdp2", "three"), ("lora-padded", "full-padded"))
         ),
+        slow("zero3_four", "zero3-to-four3", "lora-padded"), slow("zero3_four", "zero3-to-four3", "full-padded"),
         slow("back", "fsdp2-to-zero2", "lora-padded"), slow("back", "fsdp2-to-zero2", "full-padded"),
         slow("four", "fsdp2-to-four", "lora-packed"), slow("four", "fsdp2-to-four", "full-padded"),
         slow("three", "zero2-to-three", "lora-packed"), slow("three", "zero2-to-three", "full-padded"),
@@ -315,6 +334,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name,
         ("zero3", "zero3", "lora-padded"),
         ("zero3", "zero3", "full-packed"),
         slow("four", "four", "full-padded"),
+        slow("zero3_four", "zero3-four", "full-padded"),
         slow("three", "three", "full-padded"),
     ],
 )
@@ -355,9 +375,27 @@ def test_gradients_may_wait_for_the_last_micro_batch(request, launched, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launched", ["four", "zero3_four"])
 @pytest.mark.parametrize("kind", ["lora-padded", "full-padded"])
-def test_four_processes_learn_what_one_does(four, kind):
-    assert_same_as_one(four, f"four-{kind}", kind)
+def test_four_processes_learn_what_one_does(request, launched, kind):
+    assert_same_as_one(request.getfixturevalue(launched), f"{launched.replace('_', '-')}-{kind}", kind)
+
+
+@pytest.mark.parametrize(
+    ("launched", "name"), [("fsdp2", "fsdp2-stopping"), slow("zero3_more", "zero3-stopping")]
+)
+def test_a_run_that_gets_worse_ends_as_early_as_one_process_and_keeps_the_same_weights(
+    request, launched, name
+):
+    folder = request.getfixturevalue(launched)
+    last, alone = (read_metrics(RunDir(folder / run))[-1]["step"] for run in (name, "one-stopping"))
+    assert last == alone < STEPS
+    found, expected = (
+        load_file(folder / run / "adapter" / "adapter_model.safetensors") for run in (name, "one-stopping")
+    )
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.allclose(tensor, expected[key], rtol=1e-4, atol=1e-6), key
 
 
 @pytest.mark.parametrize(
@@ -394,10 +432,14 @@ def test_a_damaged_part_of_a_checkpoint_without_a_manifest_stops_the_run(
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "of another step"])
-def test_a_damaged_shard_costs_its_checkpoint_alone(fsdp2, tiny_model, tmp_path, capsys, damage):
+def test_a_damaged_shard_costs_its_checkpoint_alone(request, tiny_model, tmp_path, capsys, damage, engine):
     """And the run goes on from the one before it, here on one process."""
-    shutil.copytree(fsdp2 / "fsdp2-lora-padded", tmp_path / "run", ignore=shutil.ignore_patterns("adapter"))
+    folder = request.getfixturevalue(engine)
+    shutil.copytree(
+        folder / f"{engine}-lora-padded", tmp_path / "run", ignore=shutil.ignore_patterns("adapter")
+    )
     earlier, later = (tmp_path / "run" / "checkpoints" / f"checkpoint-{step}" for step in (SAVED, STEPS))
     shard = later / "optimizer_shard_1.safetensors"
     content = shard.read_bytes()
@@ -413,7 +455,7 @@ def test_a_damaged_shard_costs_its_checkpoint_alone(fsdp2, tiny_model, tmp_path,
     said = " ".join(capsys.readouterr().out.split())
     assert f"{later.name} is damaged: {shard.name}" in said and f"resuming from {earlier}" in said
     assert later.with_name(f"{later.name}.damaged").is_dir()
-    assert_same_curve(tmp_path / "run", fsdp2 / "one-lora-padded", CLOSE, SAVED)
+    assert_same_curve(tmp_path / "run", folder / "one-lora-padded", CLOSE, SAVED)
 
 
 def test_only_one_process_writes_and_adapters_are_saved_unwrapped(zero2, ddp, fsdp2, zero3):
