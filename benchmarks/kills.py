@@ -69,8 +69,8 @@ PHASES = {
     "merge": Phase(33, (f"{RUN}/merged",), END, MERGED, merges=True),
     "fsdp2": Phase(100, SAVED, PUBLISHED, ranks=2),
     "fsdp2_full": Phase(100, SAVED, PUBLISHED, FULL, ranks=2, mode="full"),
-    "zero3": Phase(25, SAVED, PUBLISHED, ranks=2, engine="deepspeed_z3"),
-    "zero3_full": Phase(25, SAVED, PUBLISHED, FULL, ranks=2, engine="deepspeed_z3", mode="full"),
+    "zero3": Phase(100, SAVED, PUBLISHED, ranks=2, engine="deepspeed_z3"),
+    "zero3_full": Phase(100, SAVED, PUBLISHED, FULL, ranks=2, engine="deepspeed_z3", mode="full"),
 }
 ENGINES = {"ddp": "ddp", "zero2": "deepspeed_z2"}
 TRIALS = {**{name: phase.trials for name, phase in PHASES.items()}, "ddp": 5, "zero2": 5}
