@@ -20,6 +20,7 @@ from sft_play.units import counted
 MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
 CATALOGUES = {"hardware.yaml", "models.yaml"}  # in the folder of the configs, but no runs
+OF_RUN = "config.resolved.yaml"  # in the folder of a run
 MAX_DEPTH = 20  # of YAML collections inside each other; a config has three
 
 
@@ -133,8 +134,15 @@ def _shipped(path: Path) -> str:
     return f"{meant} Shipped configs: {', '.join(found)}"
 
 
+def _runs_beside(path: Path) -> str:
+    """The names of runs in the folder where a run's config should be."""
+    return ", ".join(sorted(file.parent.name for file in path.parent.parent.glob(f"*/{OF_RUN}")))
+
+
 def _read_file(path: Path) -> dict:
     if not os.path.isfile(path):  # noqa: PTH113 - names may be too long for Path.is_file
+        if path.name == OF_RUN:
+            raise ConfigError(f"there is no run {path.parent}; runs there: {_runs_beside(path) or 'none'}")
         found = "is a folder" if os.path.isdir(path) else "does not exist"  # noqa: PTH112 - as above
         raise ConfigError(f"config file {path} {found}{_shipped(path)}. Set CONFIG=<file>")
     size = path.stat().st_size

@@ -271,3 +271,13 @@ def test_shipped_config_loads_and_says_what_it_is_for(path):
 def test_shipped_schema_is_the_code_s():
     shipped = json.loads((CONFIGS[0].parent / "schema.json").read_text())
     assert shipped == json_schema(), "run: make docs"
+
+
+def test_a_run_that_does_not_exist_is_named_with_those_that_do(tmp_path):
+    asked = tmp_path / "runs" / "typo" / "config.resolved.yaml"
+    with pytest.raises(ConfigError, match="there is no run .*typo; runs there: none"):
+        load_config(asked)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / asked.name).touch()
+    with pytest.raises(ConfigError, match="there is no run .*typo; runs there: demo"):
+        load_config(asked)
