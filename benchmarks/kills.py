@@ -317,6 +317,7 @@ def trials_of(kind: str, count: int, seed: int, log: MeasurementLog, done: set[i
     missing = [number for number in range(count) if number not in done]
     if not missing:
         return
+    commit = current_commit()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name) / "undisturbed"
         place.mkdir()
@@ -332,14 +333,15 @@ def trials_of(kind: str, count: int, seed: int, log: MeasurementLog, done: set[i
             else:
                 one = trial_of_two(kind, number, seed, rng, folder, expected)
             shutil.rmtree(folder)
-            log.add(asdict(one) | {"seconds": round(time.monotonic() - began, 1)})
+            log.add(asdict(one) | {"seconds": round(time.monotonic() - began, 1), "commit": commit})
             text = f"{kind} {number + 1}/{count}  {one.where}: {'went on' if one.fine else one}"
             console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def summary_of(lines: list[dict]) -> dict:
     """Counts, and the trials that went wrong."""
-    trials = [Trial(**{key: value for key, value in line.items() if key != "seconds"}) for line in lines]
+    besides = ("seconds", "commit")
+    trials = [Trial(**{key: value for key, value in line.items() if key not in besides}) for line in lines]
     return {
         "trials": len(trials),
         "went_on_to_the_same_weights": sum(one.fine for one in trials),
@@ -378,7 +380,8 @@ def main(argv: list[str] | None = None) -> None:
         trials_of(kind, count, args.seed, log, done)
         lines = [line for line in log.read() if line["kind"] == kind and line["seed"] == args.seed]
         if lines:
-            made = {"date": f"{date.today()}", "commit": current_commit(), "seed": args.seed, **log.made}
+            commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+            made = {"date": f"{date.today()}", "commit": commits, "seed": args.seed, **log.made}
             write_kind(file, kind, summary_of(lines) | made)
 
 

@@ -316,7 +316,7 @@ def detect_format(row: Row) -> str:
     hint = f"write them as {', '.join(FORMATS[meant][0])}" if meant else RENAME
     formats = "\n".join(f"  {name}: {', '.join(keys)}" for name, (keys, *_) in FORMATS.items())
     raise DataError(
-        f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}.\n"
+        f"{row.where}: no format has the keys {', '.join(row.data) or '(none)'}; {hint}. "
         f"The formats and their keys:\n{formats}"
     )
 

@@ -6,10 +6,10 @@ the system removes it when the process has ended, however it ends.
 """
 
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -57,19 +57,19 @@ class StatesOnDisk:
         return moment
 
     def _file(self, size: int) -> torch.UntypedStorage:
-        number, name = tempfile.mkstemp(prefix="sft-play-states-", dir=self.folder)
+        path = self.folder / f"sft-play-states-{uuid4().hex}"
         try:
-            # or a full disk would end the process by a signal, when a page is written
-            os.posix_fallocate(number, 0, size)
-            storage: Any = torch.UntypedStorage.from_file(name, True, size)
+            with path.open("xb") as file:
+                # or a full disk would end the process by a signal, when a page is written
+                os.posix_fallocate(file.fileno(), 0, size)
+            storage: Any = torch.UntypedStorage.from_file(str(path), True, size)
         except OSError as error:
             raise StorageError(
                 f"parallel.nvme_path={self.folder} has no room for {format_bytes(size)} of the optimizer's "
                 f"states: {error.strerror}. Free space, or set parallel.nvme_path to a folder on another disk"
             ) from error
         finally:
-            os.close(number)
-            Path(name).unlink()
+            path.unlink(missing_ok=True)
         return storage  # type: ignore[no-any-return]
 
 

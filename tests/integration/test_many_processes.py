@@ -57,11 +57,12 @@ ALWAYS = {
     "fsdp2": ("lora-padded", "full-padded"),
     "zero3": ("lora-padded", "full-packed"),
 }
-# A rate with which every step makes it worse, so that a run ends early and keeps its first checkpoint.
+# A rate with which the first step makes it better and the second one worse: the run ends, and keeps the first.
 STOPPING = {
-    "mode": "lora", "learning_rate": 0.5, "lr_schedule": "constant", "early_stopping_patience": 1,
-    "eval_steps": 1, "save_steps": 1,
+    "mode": "lora", "learning_rate": 0.02, "lr_schedule": "constant", "warmup_ratio": 0.0,
+    "early_stopping_patience": 1, "eval_steps": 1, "save_steps": 1,
 }  # fmt: skip
+CLIPPED = {**KINDS["lora-padded"], "max_grad_norm": 0.1}  # every step is: norms are 0.2 to 0.35
 EPOCH_ROWS = 31  # no batch divides them
 
 
@@ -110,7 +111,8 @@ def one(tiny_model, folder):
     """The curves of one process, by kind."""
     for kind, settings in KINDS.items():
         train(make_job(tiny_model, folder, f"one-{kind}", **{**COMMON, **settings}))
-    train(make_job(tiny_model, folder, "one-stopping", **{**COMMON, **STOPPING}))
+    for kind, settings in (("stopping", STOPPING), ("clipped", CLIPPED)):
+        train(make_job(tiny_model, folder, f"one-{kind}", **{**COMMON, **settings}))
     return folder
 
 
@@ -171,7 +173,7 @@ def fsdp2(zero2, launch, folder):
     jobs = kinds_of("fsdp2", always=True) | resumed(folder, "zero2", "fsdp2", "lora-padded")
     jobs["fsdp2-recomputed-lora-padded"] = {**KINDS["lora-padded"], "gradient_checkpointing": True}
     jobs["fsdp2-deferring-full-padded"] = {**KINDS["full-padded"], "defers_exchange": True}
-    jobs["fsdp2-stopping"] = STOPPING
+    jobs |= {"fsdp2-stopping": STOPPING, "fsdp2-clipped": CLIPPED}
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("fsdp2", 2, jobs)
     return folder
@@ -190,7 +192,7 @@ def fsdp2_more(fsdp2, launch, folder):
 @pytest.fixture(scope="module")
 def zero3(one, launch, folder):
     """ZeRO-3 on two processes."""
-    launch("deepspeed_z3", 2, kinds_of("zero3", always=True))
+    launch("deepspeed_z3", 2, kinds_of("zero3", always=True) | {"zero3-clipped": CLIPPED})
     return folder
 
 
@@ -395,7 +397,16 @@ def test_a_run_that_gets_worse_ends_as_early_as_one_process_and_keeps_the_same_w
     )
     assert found.keys() == expected.keys()
     for key, tensor in found.items():
+        assert tensor.any(), key  # trained: B is zero before the first step
         assert torch.allclose(tensor, expected[key], rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_gradients_of_divided_weights_are_clipped_by_the_norm_of_all(request, engine):
+    folder = request.getfixturevalue(engine)
+    assert_same_as_one(folder, f"{engine}-clipped", "clipped")
+    with pytest.raises(AssertionError):
+        assert_same_as_one(folder, f"{engine}-clipped", "lora-padded")  # which is not clipped
 
 
 @pytest.mark.parametrize(
