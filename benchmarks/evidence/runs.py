@@ -66,6 +66,7 @@ class Run:
     outputs_kept_until: Literal["loss", "step", "next forward"] = "step"
     gradients_kept: bool = False  # until the next step begins
     expandable: bool = False  # expandable segments of the allocator
+    processes: PositiveInt = 1  # with more than one, FSDP1 divides the model among them
     gpu: str = ""  # its name in configs/hardware.yaml, where tokens per second are predicted
 
 
@@ -158,7 +159,7 @@ def _row(entry: dict[str, Any], models: dict[str, PretrainedConfig]) -> Row:
     """A row with what is the same in all rows.
 
     Raises:
-        ConfigError: a setting, a model or what was measured is missing or unknown.
+        ConfigError: a setting, a model or what was measured is missing, unknown or not traced.
     """
     entry = dict(entry)
     measured = _sizes("measured_mib", entry.pop("measured_mib", None))
@@ -172,6 +173,10 @@ def _row(entry: dict[str, Any], models: dict[str, PretrainedConfig]) -> Row:
     entry.pop("trained", None)
     speed = entry.pop("tokens_per_second", None)
     run = _checked(Run, entry)
+    if run.mode == "qlora" and run.processes > 1:
+        raise ConfigError(
+            "mode qlora takes one process: FSDP1 divides NF4 in 16-bit storage, which is not traced"
+        )
     if speed is not None:
         _check_speed(speed, run)
     name = name or " ".join(

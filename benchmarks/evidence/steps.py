@@ -1,7 +1,8 @@
 """Traces the steps that others ran, with what the planner uses: only what they did differently is exchanged.
 
 Exchanged are the loss (that of transformers, with whole logits), AdamW's kernels, PEFT's preparation for
-4-bit training, single quantization, the kernel of attention, and which tensors outlive the backward pass.
+4-bit training, single quantization, the kernel of attention, FSDP1 for FSDP2, and which tensors outlive the
+backward pass.
 """
 
 import gc
@@ -17,6 +18,7 @@ from bitsandbytes.nn import Linear4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
+from benchmarks.evidence import flat
 from benchmarks.evidence.runs import Head, Run
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
@@ -80,7 +82,7 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         if not run.double_quantization:
             stack.enter_context(patched(fake, "four_bit_tensors", _single_quantized))
         stack.enter_context(stock_forwards())
-        base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers)
+        base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers or run.processes > 1)
         model: Any = fake.attach(base, spec)
         layers: Any = fake.layers_told_apart(base, stand_ins)
         if run.loss == "shifted":
@@ -90,7 +92,13 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, windows=False))
         stack.enter_context(patched(attention, "_supports_groups", lambda *_: run.attention == "sdpa"))
         recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
-        fake.materialise(model, layers, recorder)
+        if run.processes > 1:
+            model = stack.enter_context(flat.loaded(model, run, recorder))
+            _outputs(model, _ids(run), run).loss.backward()  # FSDP1 sets itself up
+            flat.forget_gradients(model)
+            stack.enter_context(flat.watched(recorder))
+        else:
+            fake.materialise(model, layers, recorder)
         if run.upcast or run.upcast_norms:
             _upcast(model, layers, recorder, norms_only=run.upcast_norms)
         optimizer = _states(model, layers, spec, recorder)
@@ -179,8 +187,7 @@ def _run_step(
     """A step; what is freed after the optimizer belongs to the phase `evaluation`."""
     recorder.begin("forward")
     parameters = trained_parameters(model)
-    ids = torch.zeros((run.rows, run.row_tokens), dtype=torch.int64)
-    outputs = _outputs(model, ids, run)
+    outputs = _outputs(model, _ids(run), run)
     loss = outputs.loss
     if run.outputs_kept_until == "loss":
         del outputs
@@ -193,7 +200,10 @@ def _run_step(
     recorder.retag(recorder.blocks_of(gradients), "gradients")
     del gradients
     if run.clip:
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        if run.processes > 1:
+            model.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
     if run.optimizer == "adamw":  # of its kernels, only that of the square roots makes new tensors
         roots = torch._foreach_sqrt([states[parameter]["exp_avg_sq"] for parameter in parameters])
         del roots
@@ -201,6 +211,12 @@ def _run_step(
     loss = outputs = None
     for parameter in parameters:
         parameter.grad = None
+    if run.processes > 1:
+        flat.forget_gradients(model)
+
+
+def _ids(run: Run) -> torch.Tensor:
+    return torch.zeros((run.rows, run.row_tokens), dtype=torch.int64)
 
 
 def _outputs(model: Any, ids: torch.Tensor, run: Run) -> Any:

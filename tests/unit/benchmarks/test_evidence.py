@@ -218,6 +218,10 @@ ROW = TREE["rows"][0]
         ({"tokens_per_second": 9.0}, "tokens_per_second needs the setting gpu: "),
         ({"tokens_per_second": -1, "gpu": "T4"}, "must be a number above 0 \\(found -1\\)"),
         ({"tokens_per_second": 9.0, "gpu": "Voodoo 2"}, "Voodoo 2"),
+        (
+            {"processes": 2, "autocast": "bf16"},
+            "several processes are traced without autocast, in mode full ",
+        ),
         ({"measured_mib": None}, "measured_mib takes MiB of .* \\(found None\\)"),
     ],
 )
@@ -337,6 +341,19 @@ def test_of_overlapped_communication_the_ends_are_left_and_what_exceeds_a_pass(f
     parts = StepSeconds(forward=forward, backward=10.0, exchange=0.0, update=0.0, overhead=0.0)
     messages = (Message("all_gather", 100, 20), Message("reduce_scatter", 100, 10))
     assert overlap.exposed(parts, messages, link) == pytest.approx(seconds)
+
+
+def test_full_steps_that_fsdp1_divided_are_predicted():
+    (source,) = read_sources([ROWS / "sharded" / "a100_fms_fsdp1.json"])
+    full = [row for row in source.rows if row.run.mode == "full"]
+    assert len(full) == 2
+    for row in full:
+        assert predict(row)["allocated"] == pytest.approx(row.measured["allocated"], rel=1e-4)
+
+
+def test_fsdp1_divides_weights_states_and_gradients():
+    one, two, four = (small_peaks(mode="full", processes=each)["optimizer"] for each in (1, 2, 4))
+    assert two == pytest.approx(one / 2, rel=0.05) and four == pytest.approx(one / 4, rel=0.05)
 
 
 def test_errors_are_relative_to_what_was_measured():

@@ -1,0 +1,70 @@
+"""FSDP1, with which the published sharded steps were trained: torch's own, on fake tensors.
+
+FSDP1 flattens the parameters of each unit into one, `FlatParameter`, and frees and resizes its storage.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft.utils.other import fsdp_auto_wrap_policy
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from benchmarks.evidence.runs import Run
+from sft_play.model.architecture import decoder_layers
+from sft_play.sizing import fake
+from sft_play.sizing.kernels import patched
+from sft_play.sizing.recorder import AllocationRecorder
+from sft_play.sizing.sharded import silent_group
+
+
+def divided(model: torch.nn.Module, run: Run) -> FullyShardedDataParallel:
+    """A model of fake tensors divided as accelerate 1.0 divides it: by decoder layer, adapters by PEFT's policy."""
+    layer = type(decoder_layers(model)[2][0])
+    by_layer = partial(transformer_auto_wrap_policy, transformer_layer_cls={layer})
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=by_layer if run.mode == "full" else fsdp_auto_wrap_policy(model),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
+@contextmanager
+def loaded(model: Any, run: Run, recorder: AllocationRecorder) -> Iterator[FullyShardedDataParallel]:
+    """The model divided; its meta tensors become fake ones, of which the first process has its part."""
+    with silent_group(run.processes):
+        fake.materialise(model, torch.nn.ModuleList(), AllocationRecorder())
+        recorder.begin("load")
+        with recorder, watched(recorder):
+            result = divided(model, run)
+        for buffer in model.buffers():
+            recorder.add(buffer, "weights")
+        recorder.retag(recorder.blocks_alive(), "weights")
+        yield result
+
+
+def forget_gradients(model: FullyShardedDataParallel) -> None:
+    """Frees the gradients, which FSDP1 does when the next forward pass begins."""
+    model.zero_grad()
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if unit._handle is not None:
+            unit._handle.flat_param.grad = None
+
+
+@contextmanager
+def watched(recorder: AllocationRecorder) -> Iterator[None]:
+    """Records the storages that FSDP1 resizes."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        recorder.resized(storage)
+        return storage
+
+    with patched(torch.UntypedStorage, "resize_", resized):
+        yield
