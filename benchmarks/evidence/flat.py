@@ -22,7 +22,7 @@ from sft_play.sizing.sharded import silent_group
 
 
 def divided(model: torch.nn.Module, run: Run) -> FullyShardedDataParallel:
-    """A model of fake tensors divided as accelerate 1.0 divides it: by decoder layer, adapters by PEFT's policy."""
+    """A model of fake tensors, divided as accelerate 1.0 and PEFT divide it: by decoder layer and adapter."""
     layer = type(decoder_layers(model)[2][0])
     by_layer = partial(transformer_auto_wrap_policy, transformer_layer_cls={layer})
     return FullyShardedDataParallel(

@@ -187,7 +187,8 @@ def _run_step(
     """A step; what is freed after the optimizer belongs to the phase `evaluation`."""
     recorder.begin("forward")
     parameters = trained_parameters(model)
-    outputs = _outputs(model, _ids(run), run)
+    ids = _ids(run)
+    outputs = _outputs(model, ids, run)
     loss = outputs.loss
     if run.outputs_kept_until == "loss":
         del outputs

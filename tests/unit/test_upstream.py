@@ -112,6 +112,11 @@ WRITTEN = [
     ("_local_tensor", "torch.distributed.tensor._api", "_local_tensor: torch.Tensor"),
     ("is_distributed_loading_by_transformers", TRAINER, "if self.is_distributed_loading_by_transformers:"),
     ("_fsdp_init", "torch.distributed.fsdp._fully_shard._fully_shard", "from ._fsdp_init import"),
+    (
+        "_handle",
+        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
+        "self._handle is not None",
+    ),
     ("_get_fsdp_state", "torch.distributed.fsdp._fully_shard._fully_shard", "self._get_fsdp_state()"),
     ("_fsdp_param_groups", "torch.distributed.fsdp._fully_shard._fully_shard", "state._fsdp_param_groups"),
     ("_partial_reduce_output", PARAM_GROUP, "self._partial_reduce_output,"),
