@@ -12,6 +12,7 @@ import torch
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.evidence.runs import Run
 from sft_play.model.architecture import decoder_layers
@@ -42,10 +43,31 @@ def loaded(model: Any, run: Run, recorder: AllocationRecorder) -> Iterator[Fully
         recorder.begin("load")
         with recorder, watched(recorder):
             result = divided(model, run)
+        for unit in _layer_units(result) if run.checkpointing else ():
+            _checkpoint(unit, reentrant=run.reentrant)
         for buffer in model.buffers():
             recorder.add(buffer, "weights")
         recorder.retag(recorder.blocks_alive(), "weights")
         yield result
+
+
+def _layer_units(model: FullyShardedDataParallel) -> list[Any]:
+    layers = set(decoder_layers(model.module)[2])
+    return [unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit in layers]
+
+
+def _checkpoint(unit: Any, *, reentrant: bool) -> None:
+    """Lets a unit be recomputed with FSDP1's part of it, as before transformers 5.
+
+    FSDP1 asks the inputs of a frozen unit to tell when it can let its weights go. Until the backward pass ends,
+    this keeps the inputs of recomputed units alive, and their gradients.
+    """
+    forward = unit.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=reentrant)
+
+    unit.forward = recomputed
 
 
 def forget_gradients(model: FullyShardedDataParallel) -> None:
