@@ -6,11 +6,13 @@ FSDP1 flattens the parameters of each unit into one, `FlatParameter`, and frees 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft.utils.other import fsdp_auto_wrap_policy
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +21,8 @@ from sft_play.model.architecture import decoder_layers
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
-from sft_play.sizing.sharded import silent_group
+from sft_play.sizing.sharded import quant_tensors, silent_group
+from sft_play.units import AUTOCAST
 
 
 def divided(model: torch.nn.Module, run: Run) -> FullyShardedDataParallel:
@@ -30,9 +33,14 @@ def divided(model: torch.nn.Module, run: Run) -> FullyShardedDataParallel:
         model,
         auto_wrap_policy=by_layer if run.mode == "full" else fsdp_auto_wrap_policy(model),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision=None if run.autocast == "no" else _in_16_bit(getattr(torch, AUTOCAST[run.autocast])),
         use_orig_params=True,
         device_id=torch.device("cpu"),
     )
+
+
+def _in_16_bit(dtype: torch.dtype) -> MixedPrecision:
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
 
 @contextmanager
@@ -40,15 +48,27 @@ def loaded(model: Any, run: Run, recorder: AllocationRecorder) -> Iterator[Fully
     """The model divided; its meta tensors become fake ones, of which the first process has its part."""
     with silent_group(run.processes):
         fake.materialise(model, torch.nn.ModuleList(), AllocationRecorder())
+        _store_as(getattr(torch, run.dtype), model)
         recorder.begin("load")
         with recorder, watched(recorder):
             result = divided(model, run)
         for unit in _layer_units(result) if run.checkpointing else ():
             _checkpoint(unit, reentrant=run.reentrant)
-        for buffer in model.buffers():
-            recorder.add(buffer, "weights")
+        scales = (quant_tensors(getattr(module, "quant_state", None)) for module in model.modules())
+        for tensor in chain(model.buffers(), *scales):  # which every process has whole
+            recorder.add(tensor, "weights")
         recorder.retag(recorder.blocks_alive(), "weights")
         yield result
+
+
+def _store_as(dtype: torch.dtype, model: torch.nn.Module) -> None:
+    """Lets packed weights be tensors of this type, as many bytes: a unit of FSDP1 has one type."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            elements = module.weight.nbytes // dtype.itemsize
+            module._parameters["weight"] = torch.nn.Parameter(
+                torch.empty((elements, 1), dtype=dtype), requires_grad=False
+            )
 
 
 def _layer_units(model: FullyShardedDataParallel) -> list[Any]:
@@ -59,8 +79,8 @@ def _layer_units(model: FullyShardedDataParallel) -> list[Any]:
 def _checkpoint(unit: Any, *, reentrant: bool) -> None:
     """Lets a unit be recomputed with FSDP1's part of it, as before transformers 5.
 
-    FSDP1 asks the inputs of a frozen unit to tell when it can let its weights go. Until the backward pass ends,
-    this keeps the inputs of recomputed units alive, and their gradients.
+    FSDP1 hooks onto the inputs of a frozen unit to learn when to let its weights go. Until the backward pass
+    ends, the hooks keep the inputs of recomputed units alive, and their gradients.
     """
     forward = unit.forward
 

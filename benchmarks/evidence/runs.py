@@ -173,8 +173,8 @@ def _row(entry: dict[str, Any], models: dict[str, PretrainedConfig]) -> Row:
     entry.pop("trained", None)
     speed = entry.pop("tokens_per_second", None)
     run = _checked(Run, entry)
-    if run.processes > 1 and (run.mode == "qlora" or run.autocast != "no"):
-        raise ConfigError("rows of several processes are traced without autocast, in mode full or lora")
+    if run.processes > 1 and (run.upcast or run.upcast_norms):
+        raise ConfigError("rows of several processes are traced without upcast and upcast_norms")
     if speed is not None:
         _check_speed(speed, run)
     name = name or " ".join(

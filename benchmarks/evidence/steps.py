@@ -115,7 +115,9 @@ def _prepare(model: Any, layers: torch.nn.ModuleList, run: Run) -> None:
         layer.self_attn.layer_idx = index  # the traced layers alone have places in the cache
     if run.checkpointing:
         if run.processes == 1:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": run.reentrant})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": run.reentrant}
+            )
         if run.mode != "full" and run.input_gradients:
             model.enable_input_require_grads()
     model.train()

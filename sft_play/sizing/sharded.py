@@ -261,7 +261,7 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
         recorder.begin("load", owner_of[id(parameters[0])] if parameters else WHOLE_MODEL)
         for tensor in (*parameters, *buffers) if not on_host else ():
             recorder.add(tensor, terms.get(id(tensor), "weights"))
-            for part in _quant_tensors(getattr(tensor, "quant_state", None)):
+            for part in quant_tensors(getattr(tensor, "quant_state", None)):
                 recorder.add(part, "weights")
         move(parameters, buffers, device)
 
@@ -308,9 +308,10 @@ def _terms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from product([term], module.parameters(recurse=False))
 
 
-def _quant_tensors(state: Any) -> Iterator[torch.Tensor]:
+def quant_tensors(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors, of any shape, in bitsandbytes' state of a 4-bit weight; none if there is no state."""
     for value in vars(state).values() if state is not None else ():
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, type(state)):
-            yield from _quant_tensors(value)
+            yield from quant_tensors(value)

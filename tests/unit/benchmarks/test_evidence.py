@@ -219,8 +219,8 @@ ROW = TREE["rows"][0]
         ({"tokens_per_second": -1, "gpu": "T4"}, "must be a number above 0 \\(found -1\\)"),
         ({"tokens_per_second": 9.0, "gpu": "Voodoo 2"}, "Voodoo 2"),
         (
-            {"processes": 2, "autocast": "bf16"},
-            "several processes are traced without autocast, in mode full ",
+            {"processes": 2, "upcast": True},
+            "several processes are traced without upcast and upcast_norms",
         ),
         ({"measured_mib": None}, "measured_mib takes MiB of .* \\(found None\\)"),
     ],
@@ -343,12 +343,11 @@ def test_of_overlapped_communication_the_ends_are_left_and_what_exceeds_a_pass(f
     assert overlap.exposed(parts, messages, link) == pytest.approx(seconds)
 
 
-def test_full_steps_that_fsdp1_divided_are_predicted():
+@pytest.mark.parametrize("mode", ["full", "lora", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_steps_that_fsdp1_divided_are_predicted(mode):
     (source,) = read_sources([ROWS / "sharded" / "a100_fms_fsdp1.json"])
-    full = [row for row in source.rows if row.run.mode == "full"]
-    assert len(full) == 2
-    for row in full:
-        assert predict(row)["allocated"] == pytest.approx(row.measured["allocated"], rel=1e-4)
+    row = next(row for row in source.rows if row.run.mode == mode)
+    assert predict(row)["allocated"] == pytest.approx(row.measured["allocated"], rel=1e-4)
 
 
 def test_fsdp1_divides_weights_states_and_gradients():
