@@ -58,7 +58,7 @@ required = $(if $($(1)),,$(error $(1)=$(2) is required))
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Libraries would mistake these for the rank of a single process.
-unexport RANK MASTER_ADDR MASTER_PORT
+unexport RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
 PY = $(call quote,$(VENV)/bin/python)
 SFT = $(PY) -m sft_play

@@ -2,6 +2,11 @@
 # One node of a SLURM job: finds machine 0 and becomes the launcher of this node. configs/slurm/train.sbatch starts it with srun.
 set -euo pipefail
 
+if [[ -z "${SLURM_STEP_ID:-}" ]]; then # sbatch alone would start it on the first node only
+  echo "error: srun has to start this script, on each node of a SLURM job; submit such a job with" \
+    "\`make train-slurm NODES=2 NGPU=4\` or \`sbatch configs/slurm/train.sbatch\`" >&2
+  exit 2
+fi
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # The address at which SLURM itself reaches that node: its name, unless the cluster is configured otherwise.
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')

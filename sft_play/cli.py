@@ -138,12 +138,29 @@ def _spread(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses the arguments; unlike plain argparse, it allows overrides before and after flags."""
-    args, rest = parser.parse_known_args(_spread(parser, sys.argv[1:] if argv is None else argv))
+    words = _spread(parser, sys.argv[1:] if argv is None else argv)
+    args, rest = parser.parse_known_args(words)
     if rest and (not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        settings = _as_settings(rest, words) if hasattr(args, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{settings}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+def _as_settings(unknown: list[str], words: list[str]) -> str:
+    """How the unknown flags among these words are written here, as far as they are settings."""
+    from sft_play.config.load import as_override
+
+    found = []
+    for flag in unknown:
+        name, _, value = flag.partition("=")
+        following = words[words.index(flag) + 1 :][:1]
+        if not value and following and not following[0].startswith("-") and "=" not in following[0]:
+            value = following[0]
+        if flag.startswith("--") and (setting := as_override(name, value or "true")):
+            found.append(setting)
+    return f"; settings are written as section.key=value: {shlex.join(found)}" if found else ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,6 +195,8 @@ def run_rank(argv: list[str]) -> int:
     )
     parser.add_argument("--config", required=True, help="YAML config file")
     parser.add_argument("--probe", action="store_true", help="measure the largest batch and exit")
+    # python -m torch.distributed.launch passes it, beside the variable LOCAL_RANK, which counts
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parse(parser, argv)
     from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment, finish_rank, says_lost_peer

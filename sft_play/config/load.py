@@ -12,6 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from sft_play.config.aliases import ALIASES
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
 from sft_play.secrets import find_secret
@@ -217,8 +218,7 @@ def apply_override(tree: dict, override: str) -> str:
     """Applies `section.key=value` to `tree` and returns the dotted name."""
     name, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name):
-        owners = (section for section in RunConfig.model_fields if name in _keys_of((section,)))
-        example = next((f"{section}.{override}" for section in owners), "train.learning_rate=1e-4")
+        example = as_override(name, text) or "train.learning_rate=1e-4"
         raise ConfigError(f"override '{override}' does not have the form section.key=value, e.g. {example}")
     *sections, key = name.split(".")
     for section in sections:
@@ -228,6 +228,18 @@ def apply_override(tree: dict, override: str) -> str:
         tree = child
     tree[key] = parse_yaml(text, f"override '{override}'") if text else None
     return name
+
+
+def as_override(name: str, value: str = "") -> str | None:
+    """A name without its section, or of another tool, as it is written here with a value; None if unknown.
+
+    `as_override("--lr", "1e-4")` is "train.learning_rate=1e-4".
+    """
+    key = name.lstrip("-").replace("-", "_")
+    sections = (*((section,) for section in RunConfig.model_fields), ("tuning", "lora"))
+    owner = next((section for section in sections if key in _keys_of(section)), None)
+    setting = _dotted((*owner, key)) if owner else ALIASES.get(key)
+    return setting if setting is None or "=" in setting or not value else f"{setting}={value}"
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -267,6 +279,8 @@ def _keys_of(section: tuple) -> list[str]:
 
 def _nearest(key: str, section: tuple) -> str:
     allowed = _keys_of(section)
+    if key in ALIASES and all(isinstance(part, str) for part in section):
+        return f"unknown key; did you mean {ALIASES[key]}?"
     close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.51)
     if close:
         return f"unknown key; did you mean {_dotted((*section, close[0]))}?"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sft_play.cli import WAITING, build_parser, main, parse, report_error, set_environment
+from sft_play.cli import WAITING, build_parser, main, parse, report_error, run_rank, set_environment
 from sft_play.errors import ConfigError
 from tests.conftest import REPOSITORY
 
@@ -81,3 +81,26 @@ def test_bitsandbytes_recommends_no_package(monkeypatch, caplog):
     main(["eval", "--config", "nothing.yaml"])
     logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Please make sure you `pip install kernels`")
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("typed", "settings"),
+    [
+        (["--batch_size", "4"], "train.batch_size=4"),
+        (["--lr=1e-4", "--bf16", "train.epochs=1"], "train.learning_rate=1e-4 train.mixed_precision=bf16"),
+        (["--frobnicate", "1"], None),
+    ],
+)
+def test_a_flag_that_is_a_setting_here_is_shown_as_one(typed, settings, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--config", "configs/demo.yaml", *typed])
+    unknown, _, said = capsys.readouterr().err.splitlines()[-1].partition("; ")
+    assert "unrecognized arguments: --" in unknown
+    assert said == (f"settings are written as section.key=value: {settings}" if settings else "")
+
+
+@pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
+def test_a_rank_takes_what_the_older_launcher_of_torch_passes(flag, monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert run_rank([flag, "--config", "nothing.yaml"]) == 2
+    assert "error: config file nothing.yaml does not exist" in capsys.readouterr().err

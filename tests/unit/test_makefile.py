@@ -525,3 +525,21 @@ def test_the_shell_script_is_the_make_target(words, processes, rest):
         script, capture_output=True, text=True, env={**os.environ, "PYTHON": "echo", "CONFIG": "x.yaml"}
     )
     assert done.stdout == f"-m sft_play train --config x.yaml --processes {processes}{rest}\n"
+
+
+def test_variables_of_a_launcher_do_not_reach_a_command():
+    theirs = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+    command = ["make", "-s", "--eval", "show: ; @env", "show", "VENV=none"]
+    shown = subprocess.run(
+        command, cwd=ROOT, env=os.environ | theirs, capture_output=True, text=True, check=True
+    )
+    assert "PIP_DISABLE_PIP_VERSION_CHECK=1" in shown.stdout
+    assert not [name for name in theirs if f"\n{name}=" in f"\n{shown.stdout}"]
+
+
+def test_the_script_of_a_slurm_step_says_what_starts_it():
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    script = ROOT / "scripts" / "train_slurm_multi_node.sh"
+    done = subprocess.run(["bash", script], env=alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: srun ") and "sbatch configs/slurm/train.sbatch" in done.stderr

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import dump_resolved, json_schema, load_config, parse_yaml
+from sft_play.config.aliases import ALIASES
+from sft_play.config.load import as_override, dump_resolved, json_schema, load_config, parse_yaml
 from sft_play.errors import ConfigError
 
 MINIMAL = "model: {name: some/model}\ndata: {train_path: rows.jsonl}\n"
@@ -50,6 +51,9 @@ def test_of_a_mapping_the_entry_is_named_that_is_wrong(tmp_path, override, said)
     [
         ("train.learning_rat=1", "did you mean train.learning_rate?"),
         ("train.dedup=true", "did you mean data.dedup?"),
+        ("train.lr=1", "did you mean train.learning_rate?"),
+        ("train.gradient_accumulation_steps=4", "did you mean train.grad_accum?"),
+        ("data.dataset_path=x", "did you mean data.train_path?"),
         ("optim.lr=1", "unknown key"),
         ("tuning.lora.rank=4", "unknown key; allowed: r, alpha"),
     ],
@@ -57,6 +61,19 @@ def test_of_a_mapping_the_entry_is_named_that_is_wrong(tmp_path, override, said)
 def test_unknown_key_names_the_nearest_valid_one(tmp_path, override, hint):
     with pytest.raises(ConfigError, match=hint.replace("?", r"\?")):
         load_config(write(tmp_path, MINIMAL), [override])
+
+
+def test_names_of_other_tools_stand_for_settings_that_there_are():
+    settings = {setting.partition("=")[0] for setting in ALIASES.values()}
+    assert settings <= load_config("configs/demo.yaml").origins.keys()
+    assert not any("." in name or name in origin.split(".") for name in ALIASES for origin in settings)
+    written = {("--lr", "1e-4"): "train.learning_rate=1e-4", ("--lora-r", "8"): "tuning.lora.r=8"}
+    written |= {
+        ("--bf16", "true"): "train.mixed_precision=bf16",
+        ("--use_dora", "1"): "tuning.lora.use_dora=1",
+    }
+    written |= {("seed", ""): "train.seed", ("--frobnicate", "1"): None}
+    assert {typed: as_override(*typed) for typed in written} == written
 
 
 @pytest.mark.parametrize(
