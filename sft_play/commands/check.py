@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from sft_play.builtin.demo import materialise
 from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import HUB_NAME, SUFFIXES
 from sft_play.engines.registry import ALONE, distributed_engines
-from sft_play.errors import ConfigError, DataError, first_line
+from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
 from sft_play.hub import limit_network
 from sft_play.launch.accelerate_config import CPU_PROCESSES, stale_default_config
 from sft_play.machine.gpus import Machine, detect
@@ -26,6 +27,7 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import choose_precision, require_possible
 from sft_play.report.layout import subject
 from sft_play.report.machine import process_text
+from sft_play.report.progress import PLANNING, spinner
 from sft_play.report.reasons import sentence
 from sft_play.screen import NamedValues
 from sft_play.units import GIB, counted, format_bytes
@@ -63,6 +65,8 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
         findings += [*data_findings(config), *model_findings(config), *token_findings(config)]
         findings += method_findings(config, machine)
         findings += disk_findings(Path(config.output.dir))
+        if not exit_code(findings):
+            findings.append(plan_finding(materialise(resolved).config, machine))
     return [*findings, *device_findings(machine), *version_findings(machine), *accelerate_findings(machine)]
 
 
@@ -203,7 +207,8 @@ def _hub_finding(topic: str, key: str, name: str, revision: str | None, kind: st
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
             raise ConnectionError("HF_HUB_OFFLINE is set")
         where = name.split(":")[0]
-        HfApi().repo_info(where, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT_S)
+        with spinner(f"asking the Hub for {where}"):
+            HfApi().repo_info(where, repo_type=kind, revision=revision, timeout=HUB_TIMEOUT_S)
         return Finding(OK, topic, f"{key}: {name} is on the Hub")
     except GatedRepoError:
         what, fix = "is gated", f"accept its license on the Hub, then {log_in}"
@@ -229,7 +234,7 @@ def _offline_finding(topic: str, key: str, name: str, kind: str, error: Exceptio
     if cached:
         return Finding(OK, topic, f"{key}: {name} is in the local cache (the Hub is not reachable)")
     what = f"{key}: the Hub is not reachable ({first_line(error)}) and {name} is not cached"
-    return Finding(WARNING, topic, what, "use a local folder, or connect to the network")
+    return Finding(ERROR, topic, what, "use a local folder, or connect to the network")
 
 
 def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
@@ -251,6 +256,38 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding(ERROR, "method", str(error), "change one of these settings")
     for text, fix in missing(config).items():
         yield Finding(ERROR, "method", text, fix)
+
+
+def plan_finding(config: RunConfig, machine: Machine) -> Finding:
+    """Whether the run fits this machine. It is planned as `make plan` does; rows of the Hub are assumed."""
+    from sft_play.planning.facts import DataFacts, row_sizes
+    from sft_play.planning.run import plan_run
+    from sft_play.report.plan import process_unit
+    from sft_play.sizing.architecture import planning_architecture
+
+    processes = len(machine.gpus) or 1
+    on_hub = any(not Path(given.path).expanduser().exists() for given in data_inputs(config.data))
+    try:
+        architecture, _ = planning_architecture(config.model)
+        facts = DataFacts.unseen(config, architecture)
+        if not on_hub:
+            facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=True), config)
+        with spinner(PLANNING):
+            plan = plan_run(config, architecture, facts, machine, processes)
+    except DataError as error:
+        return Finding(ERROR, "data", str(error))
+    except ConfigError as error:
+        return Finding(ERROR, "plan", str(error))
+    except DoesNotFitError as error:
+        level, assumed = (
+            (WARNING, "with full rows, since the data was not looked at, ") if on_hub else (ERROR, "")
+        )
+        return Finding(level, "plan", f"{assumed}{error}")
+    if plan.memory is None:
+        return Finding(WARNING, "plan", "the memory of this run cannot be predicted", "run `make probe`")
+    needed, budget = format_bytes(plan.memory.process_bytes), format_bytes(plan.memory.budget_bytes)
+    where = counted(processes, process_unit(plan.device))
+    return Finding(OK, "plan", f"fits {where}: predicted {needed} a process, of a budget of {budget}")
 
 
 def disk_findings(output: Path) -> list[Finding]:

@@ -87,10 +87,13 @@ def config_schema(args: argparse.Namespace) -> int:
 
 @command("check", as_json=True, prints=True)
 def check(args: argparse.Namespace) -> int:
-    """Check config, data, model, devices, disk and package versions."""
+    """Check config, data, model, memory, devices, disk and package versions."""
+    from sft_play.cache import cache_dir
     from sft_play.commands import check
+    from sft_play.runlog import quiet_libraries
 
-    findings = check.check(args.config, args.overrides)
+    with quiet_libraries(cache_dir() / "check.log"):
+        findings = check.check(args.config, args.overrides)
     code, table = check.exit_code(findings), check.findings_table(findings)
     tree = {"exit_code": code, "findings": [asdict(finding) for finding in findings]}
     if code:

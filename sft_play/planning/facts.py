@@ -277,13 +277,13 @@ def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool)
     So config.json alone is enough for a plan.
     """
     try:
-        return DataFacts.of_sizes(_row_sizes(config, architecture, progress), config)
+        return DataFacts.of_sizes(row_sizes(config, architecture, progress=progress), config)
     except (ConfigError, DataError) as error:
         console().print(f"  [yellow]planned without data:[/] {str(error).splitlines()[0]}")
         return DataFacts.unseen(config, architecture)
 
 
-def _row_sizes(config: RunConfig, architecture: Architecture, progress: bool) -> RowSizes:
+def row_sizes(config: RunConfig, architecture: Architecture, *, progress: bool) -> RowSizes:
     """The sizes of the rows, which are tokenized unless their sizes are kept.
 
     Raises:

@@ -59,12 +59,34 @@ def errors(findings, level=ERROR) -> str:
     return "\n".join(f"{f.topic}: {f.what} -> {f.fix}" for f in findings if f.level == level)
 
 
-def test_a_run_that_can_start_has_no_errors(config):
-    findings = check.check(config(), machine=CPU_ONLY)
+def test_a_run_that_can_start_has_no_errors(config, tiny_model):
+    findings = check.check(config(model__name=str(tiny_model)), machine=CPU_ONLY)
     assert errors(findings) == "" and exit_code(findings) == 0
-    assert {"config", "data", "model", "method", "disk", "device", "versions"} == {
+    assert {"config", "data", "model", "method", "disk", "plan", "device", "versions"} == {
         finding.topic for finding in findings
     }
+    (planned,) = (finding for finding in findings if finding.topic == "plan")
+    assert planned.level == OK and planned.what.startswith("fits 1 process: predicted ")
+
+
+def test_a_run_that_does_not_fit_is_an_error_with_what_would_help(config, tiny_model, tmp_path):
+    """Its weights alone take 15 TB."""
+    folder = tmp_path / "large"
+    shutil.copytree(tiny_model, folder)
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(tree | {"num_hidden_layers": 80, "intermediate_size": 2**24})
+    )
+    findings = check.check(config(model__name=str(folder)), machine=CPU_ONLY)
+    assert "plan: this run does not fit: the smallest plan (micro-batch 1" in errors(findings)
+    assert "tuning.mode=qlora" in errors(findings) and exit_code(findings) == 2
+
+
+def test_a_broken_row_behind_the_first_is_found(config, tiny_model, tmp_path):
+    path = config(model__name=str(tiny_model))
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 3 + "{broken\n")
+    findings = check.check(path, machine=CPU_ONLY)
+    assert "rows.jsonl:4" in errors(findings) and exit_code(findings) == 3
 
 
 def test_the_fix_of_a_wrong_source_is_one_that_can_be_typed(config, tmp_path):
@@ -103,7 +125,7 @@ def test_a_row_that_teaches_nothing_is_a_warning(config, tmp_path):
     path = config()
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": " "}\n')
     findings = check.check(path, machine=CPU_ONLY)
-    assert "first row is dropped" in errors(findings, WARNING) and exit_code(findings) == 0
+    assert "first row is dropped" in errors(findings, WARNING)
 
 
 @pytest.mark.parametrize(
@@ -220,17 +242,17 @@ def test_a_hub_name_is_asked_for(config, hub, name, level, words):
     assert finding.level == level and words in finding.what
 
 
-def test_a_hub_that_cannot_be_reached_is_a_warning(config, hub):
+def test_a_model_that_is_neither_here_nor_to_be_had_is_an_error(config, hub):
     hub.shutdown()
     hub.server_close()
     (finding,) = check.model_findings(check.load_config(config(model__name="org/known"), []).config)
-    assert finding.level == WARNING and "the Hub is not reachable" in finding.what
+    assert finding.level == ERROR and "the Hub is not reachable" in finding.what
 
 
-def test_offline_is_a_warning_and_a_hub_data_set_is_told_from_a_file(config, monkeypatch):
+def test_offline_nothing_is_to_be_had_and_a_hub_data_set_is_told_from_a_file(config, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     findings = check.check(config(model__name="org/model", data__train_path="org/rows"), machine=CPU_ONLY)
-    assert exit_code(findings) == 0 and errors(findings, WARNING).count("HF_HUB_OFFLINE is set") == 2
+    assert exit_code(findings) == 2 and errors(findings).count("HF_HUB_OFFLINE is set") == 2
     assert exit_code(check.check(config(data__train_path="data/rows.jsonl"), machine=CPU_ONLY)) == 3
 
 
