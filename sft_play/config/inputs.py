@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sft_play.config.schema import DataConfig
+from sft_play.config.data import DataConfig
 
 # Folders that builtin/demo.py makes in the cache, before a hash -> the names that people ask for them by.
 BUILTINS = {"demo-data": "builtin:demo", "demo-model": "builtin:demo", "tiny": "builtin:tiny"}

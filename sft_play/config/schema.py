@@ -2,14 +2,15 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
+from sft_play.config.data import DataConfig
 from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
+from sft_play.config.section import Section
 from sft_play.config.values import (
     Auto,
     AutoOrAmount,
     AutoOrCount,
-    AutoOrWorkers,
     Count,
     Expression,
     Fraction,
@@ -19,14 +20,6 @@ from sft_play.config.values import (
     Precision,
     Words,
 )  # fmt: skip
-
-
-class Section(BaseModel):
-    """A section of the config: immutable, and unknown keys are errors."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
 
 
 class ModelConfig(Section):
@@ -56,110 +49,6 @@ class ModelConfig(Section):
     """Texts that become tokens of their own, e.g. ["<tool>", "</tool>"]. Their rows of the embedding and the
     output head start as the mean of the tokens that they were split into, and are trained, with adapters
     too."""
-
-
-RowFormat = Literal[
-    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "system_user_assistant",
-    "preference", "text",
-]  # fmt: skip
-# What keys of a format are called in the data, e.g. {prompt: input_text, completion: target_text}
-Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
-
-
-class SourceConfig(Section):
-    """One of several sources of training rows."""
-
-    path: PathText = Field(min_length=1)
-    """As data.train_path."""
-    weight: Annotated[FiniteFloat, Field(ge=0, le=1000)] = 1.0
-    """How often each of its rows is seen per epoch. 2: twice. 0.5: half of the rows, the other half in the
-    next epoch. 0: the source is left out. With train.packing, it counts packed sequences, not rows."""
-    format: RowFormat | None = None
-    """Row format. Default: data.format."""
-    columns: Columns | None = None
-    """As data.columns, which is the default."""
-    split: str | None = None
-    """Split of a Hub dataset. Default: train."""
-
-
-class DataConfig(Section):
-    """The rows, how they are rendered as text, and which tokens carry loss."""
-
-    train_path: PathText | None = Field(default=None, min_length=1)
-    """JSONL, JSON, Parquet or CSV file, a folder of such files, a Hub dataset, or "builtin:demo". Raw text
-    (data.task) may also be .txt and .md files. Either this or sources is required."""
-    sources: tuple[SourceConfig, ...] = ()
-    """Several sources of training rows in place of train_path, each with a path, a weight, a format and a
-    split."""
-    task: Literal["sft", "cpt", "mixed"] = "sft"
-    """sft: each row is trained on by itself. cpt: raw text (format text) for domain training: documents are
-    joined with the end-of-text token and cut into rows of model.max_seq_len tokens (auto: 2048), with loss on
-    every token. mixed: raw text is treated as in cpt, conversations as in sft."""
-    val_path: PathText | None = None
-    """Validation rows. Default: hold out val_fraction of the training data."""
-    test_path: PathText | None = None
-    """Test rows. Default: hold out test_fraction of the training data."""
-    val_fraction: Fraction = 0.05
-    """Share of the rows of each source to hold out for validation if val_path is not set."""
-    test_fraction: Fraction = 0.0
-    """Share of the rows of each source to hold out for testing if test_path is not set."""
-    format: RowFormat = "auto"
-    """Row format. auto: detected from the keys of the first row; all other rows must have the same format.
-    preference: chosen answers are trained on, rejected ones are left out; never detected."""
-    columns: Columns = {}
-    """What the keys of a format are called in your files: {prompt: input_text, completion: target_text} reads
-    input_text as prompt, and target_text as completion."""
-    chat_template: PathText = "auto"
-    """auto: the tokenizer's own, or "plain" if it has none. Or "plain", "chatml", or the path of a Jinja
-    file."""
-    system_prompt: str | None = None
-    """Added to each conversation that has no system message."""
-    supervise: Literal["assistant", "last", "all"] = "assistant"
-    """Which tokens carry loss: those of all assistant turns, of the last assistant turn, or all tokens."""
-    learn_tool_calls: bool = True
-    """Whether assistant turns that call tools carry loss. A row excludes any assistant message with
-    `"train": false` (or `"weight": 0`) in it."""
-    overlong: Literal["drop", "truncate", "error"] = "drop"
-    """What to do with rows longer than model.max_seq_len; their number is always reported."""
-    dedup: bool = False
-    """Drop exact duplicates of earlier conversations."""
-    limit: Count | None = None
-    """Maximum number of rows to use from each file."""
-    num_workers: AutoOrWorkers = "auto"
-    """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
-        if self.val_fraction + self.test_fraction >= 1:
-            raise ValueError("val_fraction + test_fraction must be below 1, so that training rows are left")
-        self._require_training_data()
-        without_effect = {
-            "supervise": self.supervise == "last",
-            "system_prompt": self.system_prompt is not None,
-            "learn_tool_calls": not self.learn_tool_calls,
-        }
-        given = [name for name, is_set in without_effect.items() if is_set]
-        if self.task == "cpt" and given:
-            raise ValueError(f"{given[0]} has no effect with task=cpt; remove it, or set task=mixed")
-        if self.supervise == "all" and not self.learn_tool_calls:
-            raise ValueError(
-                "learn_tool_calls=false contradicts supervise=all, which puts loss on every token"
-            )
-        return self
-
-    def _require_training_data(self) -> None:
-        if self.train_path is not None and self.sources:
-            raise ValueError(
-                "train_path and sources are both given; list train_path as one of the sources, or remove one"
-            )
-        if self.train_path is None and not self.sources:
-            raise ValueError("train_path is required (or sources, for several)")
-        if self.sources and not any(source.weight for source in self.sources):
-            raise ValueError("sources: the weights add up to 0; give at least one source a weight above 0")
-        named = [(source.path, source.split) for source in self.sources]
-        twice = next((path for path, split in named if named.count((path, split)) > 1), None)
-        if twice is not None:
-            raise ValueError(f"sources: {twice!r} is listed twice; list it once, with a weight of 2")
 
 
 class LoraSettings(Section):
