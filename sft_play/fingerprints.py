@@ -1,6 +1,7 @@
 """What cached results depend on besides their inputs: our own code, and the versions of libraries."""
 
 import hashlib
+import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -44,4 +45,16 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
+        return None
+
+
+def code_commit() -> str | None:
+    """The commit of this code, and whether files were changed since; None if it is not in a repository."""
+    if not (PACKAGE.parent / ".git").exists():
+        return None
+    names = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=, changed since"]
+    git = ["git", "-C", str(PACKAGE.parent), *names]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from sft_play.data.prepare import PreparedData
 from sft_play.engines.registry import engine_of
 from sft_play.errors import DoesNotFitError, LaunchError
 from sft_play.files import write_atomic
-from sft_play.fingerprints import installed_versions
+from sft_play.fingerprints import code_commit, installed_versions
 from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment
 from sft_play.machine.gpus import Machine, detect
 from sft_play.model.base_files import keep_base_files
@@ -26,6 +27,7 @@ from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
+from sft_play.report.layout import make_command
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
 
@@ -178,9 +180,23 @@ def begin_run(job: Job) -> None:
     write_atomic(job.run.config, dump_resolved(job.resolved))
     job.run.write_json(job.run.plan, job.plan.to_json())
     job.run.write_json(job.run.data, {"fingerprint": job.data.cache_path.name, **job.data.stats})
-    job.run.write_json(job.run.environment, environment_of(job.machine))
+    started = {
+        "started": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "commit": code_commit(),
+        "command": _command(job),
+    }
+    job.run.write_json(job.run.environment, started | environment_of(job.machine))
     if job.checkpoint is None or not job.run.base.exists():
         keep_base_files(job.config.model, job.run)
+
+
+def _command(job: Job) -> str:
+    """What starts such a run; an engine that a target of make sets is among the overrides."""
+    plan, resolved = job.plan, job.resolved
+    here = plan.world_size // plan.machines
+    sizes = {"NODES": plan.machines if plan.machines > 1 else None, "NGPU": here if here > 1 else None}
+    target = "train-multinode" if plan.machines > 1 else "train"
+    return make_command(target, resolved.path, resolved.overrides, **sizes)
 
 
 def environment_of(machine: Machine) -> dict[str, Any]:

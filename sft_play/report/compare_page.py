@@ -1,4 +1,4 @@
-"""Several runs side by side: key numbers, what was set differently, and curves on the same axes."""
+"""Several runs side by side: curves on the same axes, key numbers, and what was set differently."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,11 @@ from rich import box
 from rich.table import Table as ConsoleTable
 from rich.text import Text as ConsoleText
 
+from sft_play.report.choices import shown
 from sft_play.report.curves import curve_figures
 from sft_play.report.html import Block, Figures, Page, Section, Table, Text
 from sft_play.report.record import RunRecord
-from sft_play.report.run_page import key_numbers, shown
+from sft_play.report.run_page import KeyNumber, key_numbers
 from sft_play.report.tables import MISSING
 
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
@@ -21,9 +22,9 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
     figures = curve_figures(runs)
     no_curves = Text(["No run has recorded a step."])
     sections = [
+        Section("curves", "Curves", [Figures(figures) if figures else no_curves]),
         Section("numbers", "Key numbers", [_numbers(runs)]),
         Section("settings", "Different settings", [_differences(runs)]),
-        Section("curves", "Curves", [Figures(figures) if figures else no_curves]),
     ]
     if scaling := _scaling(runs):
         sections.append(Section("scaling", "Scaling", scaling))
@@ -31,11 +32,26 @@ def compare_page(runs: Sequence[RunRecord]) -> Page:
 
 
 def _numbers(runs: Sequence[RunRecord]) -> Table:
-    columns = [dict(key_numbers(run)) for run in runs]
+    """The key numbers, and of each run after the first one how much they differ from its."""
+    columns = [{entry.name: entry for entry in key_numbers(run)} for run in runs]
+    head = ["", runs[0].name]
+    for run in runs[1:]:
+        head += [run.name, "difference" if len(runs) == 2 else f"difference from {runs[0].name}"]
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column):
-        rows.append((name, *(column.get(name, MISSING) for column in columns)))
-    return Table("Key numbers of each run", ("", *(run.name for run in runs)), rows)
+        found = [column.get(name, KeyNumber(name, MISSING)) for column in columns]
+        cells = [found[0].text]
+        for entry in found[1:]:
+            cells += [entry.text, _difference(found[0].value, entry.value)]
+        rows.append((name, *cells))
+    return Table("Key numbers of each run", head, rows)
+
+
+def _difference(base: float | None, value: float | None) -> str:
+    """Of numbers, in percent of the first; "" where there is none, or it is zero."""
+    if not base or value is None:
+        return ""
+    return f"{100 * (value - base) / base:+z.1f}%"
 
 
 def _differences(runs: Sequence[RunRecord]) -> Block:
@@ -86,6 +102,6 @@ def compare_table(runs: Sequence[RunRecord]) -> ConsoleTable:
     for label in columns.values():
         table.add_column(label, justify="right")
     for run in runs:
-        found = dict(key_numbers(run))
+        found = {entry.name: entry.text for entry in key_numbers(run)}
         table.add_row(ConsoleText(run.name), found["status"], *(found.get(name, MISSING) for name in columns))
     return table

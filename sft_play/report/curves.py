@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft_play.report.html import Figure, Legend
 from sft_play.report.plots import Line, curves, thinned
@@ -19,11 +19,12 @@ class Curve:
     title: str
     unit: str
     number: Callable[[float], str] = "{:g}".format
+    from_zero: bool = True  # otherwise its axis is logarithmic where the values span decades
 
 
 LOSSES = (
-    Curve("train/loss", "Training loss", "nats per token"),
-    Curve("eval/loss", "Held-out loss", "nats per token"),
+    Curve("train/loss", "Training loss", "nats per token", from_zero=False),
+    Curve("eval/loss", "Held-out loss", "nats per token", from_zero=False),
 )
 CURVES = (
     Curve("train/learning_rate", "Learning rate", ""),
@@ -36,15 +37,15 @@ STEP = Curve("speed/step_seconds", "Seconds per step", "seconds")
 def curve_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     """The curves of all runs; one run has both losses in one figure, several a line each."""
     if len(runs) == 1:
-        losses = [line(runs[0], curve.key, colour) for colour, curve in enumerate(LOSSES)]
+        losses = [line(runs[0], curve.key, colour, curve.title) for colour, curve in enumerate(LOSSES)]
         legend = [Legend(curve.title, colour) for colour, curve in enumerate(LOSSES)]
-        figures = [_figure(Curve("", "Loss", LOSSES[0].unit), losses, legend, ends=True)]
+        figures = [_figure(replace(LOSSES[0], key="", title="Loss"), losses, legend, ends=True)]
         figures += [_figure(curve, [line(runs[0], curve.key)]) for curve in CURVES]
     else:
         legend = [Legend(run.name, colour) for colour, run in enumerate(runs)]
         figures = []
         for curve in (*LOSSES, *CURVES):
-            lines = [line(run, curve.key, colour) for colour, run in enumerate(runs)]
+            lines = [line(run, curve.key, colour, run.name) for colour, run in enumerate(runs)]
             figures.append(_figure(curve, lines, legend))
     return [figure for figure in figures if figure]
 
@@ -57,7 +58,7 @@ def step_figure(run: RunRecord, expected: float | None, origin: str | None) -> F
     return _figure(STEP, [line(run, STEP.key)], legend, level=expected)
 
 
-def line(run: RunRecord, key: str, colour: int = 0) -> Line:
+def line(run: RunRecord, key: str, colour: int = 0, name: str = "") -> Line:
     """A number over the steps, without values that are missing, NaN or infinite."""
     steps, values = [], []
     for record in run.metrics:
@@ -65,7 +66,7 @@ def line(run: RunRecord, key: str, colour: int = 0) -> Line:
         if isinstance(value, int | float) and math.isfinite(value):
             steps.append(record["step"])
             values.append(float(value))
-    return Line(steps, values, colour, markers=key == "eval/loss")
+    return Line(steps, values, colour, markers=key == "eval/loss", name=name)
 
 
 def _figure(
@@ -86,6 +87,13 @@ def _figure(
     if ends:
         notes += [f"last {legend[line.colour].name.lower()}: {line.values[-1]:.4f}" for line in kept]
     title = f"{curve.title} over optimizer steps"
-    svg = curves(title, [line for line, _ in shown], unit=curve.unit, number=curve.number, level=level)
+    svg = curves(
+        title,
+        [line for line, _ in shown],
+        unit=curve.unit,
+        number=curve.number,
+        level=level,
+        from_zero=curve.from_zero,
+    )
     caption = "; ".join(notes)
     return Figure(curve.title, svg, caption[:1].upper() + caption[1:], legend)

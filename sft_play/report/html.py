@@ -101,6 +101,7 @@ class Page:
     sections: Sequence[Section]
     tiles: Sequence[tuple[str, str]] = ()  # name and value of the key numbers
     status: str = ""
+    facts: Sequence[tuple[str, str]] = ()  # name and value of what is said of it beside the status
 
 
 def render(page: Page) -> str:

@@ -1,6 +1,7 @@
 """Plots as inline SVG whose colours are CSS variables, so that a page can be light or dark.
 
-Texts stay texts. A legend is HTML (html.py): names of runs can be long, and they come from people.
+Texts stay texts, and what the pointer is over shows its value, without a script. A legend is HTML (html.py):
+names of runs can be long, and they come from people.
 """
 
 import html
@@ -8,19 +9,21 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from sft_play.units import UNITS, format_bytes, format_count
+from sft_play.units import UNITS, counted, format_bytes, format_count
 
 COLOURS = 8  # as many as html.py has variables for
 MAX_POINTS = 400  # of a line; more cannot be told apart in a plot of this size
 NICE = (1, 2, 5, 10)  # distances of ticks
+LOG_FROM = 100  # times the lowest value that the highest one is: below, a linear axis shows both
 BUDGET_SHOWN_FROM = 0.2  # share of the budget; a lower peak would be a sliver beside its line
 # Stand for CSS variables until the SVG is finished; matplotlib takes only real colours.
 PLACEHOLDERS = {f"#0000{index:02x}": f"c{index}" for index in range(1, COLOURS + 1)}
@@ -43,6 +46,16 @@ class Line:
     values: Sequence[float]
     colour: int = 0  # below COLOURS
     markers: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What is shown while the pointer is over a part of a plot, in coordinates of its data."""
+
+    text: str
+    across: tuple[float, float]
+    up: tuple[float, float] | None = None  # None: the whole height
 
 
 def colour_of(index: int) -> str:
@@ -60,7 +73,7 @@ def thinned(line: Line, limit: int = MAX_POINTS) -> tuple[Line, int]:
         chunks = (values[start : start + size] for start in range(0, len(values), size))
         return [math.fsum(chunk) / len(chunk) for chunk in chunks]
 
-    return Line(means(line.steps), means(line.values), line.colour, line.markers), size
+    return replace(line, steps=means(line.steps), values=means(line.values)), size
 
 
 def curves(
@@ -70,24 +83,56 @@ def curves(
     unit: str = "",
     number: Callable[[float], str] = "{:g}".format,
     level: float | None = None,
+    from_zero: bool = False,
 ) -> str:
-    """Lines over optimizer steps; `title` is for screen readers, `level` is drawn as a dashed line."""
+    """Lines over optimizer steps; `title` is for screen readers, `level` is drawn as a dashed line.
 
-    def draw(axes: Axes) -> None:
+    The axis is logarithmic where values span decades, unless it is to begin at zero.
+    """
+
+    def draw(axes: Axes) -> list[Hint]:
         for line in lines:
             marker = "o" if line.markers or len(line.steps) == 1 else None
             axes.plot(line.steps, line.values, color=colour_of(line.colour), marker=marker, markersize=4)
         if level is not None:
             axes.axhline(level, color=ACCENT, linestyle="--", linewidth=1.2)
+        if from_zero:
             axes.set_ylim(bottom=0)
+        elif _span_decades(lines):
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        locator = LogLocator(numticks=6) if axes.get_yscale() == "log" else MaxNLocator(5, steps=NICE)
+        axes.yaxis.set_major_locator(locator)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=NICE, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(unit)
+        return _hints(lines, number)
 
     return _svg(title, draw, height=2.9)
+
+
+def _span_decades(lines: Sequence[Line]) -> bool:
+    values = [value for line in lines for value in line.values]
+    return min(values) > 0 and max(values) >= LOG_FROM * min(values)
+
+
+def _hints(lines: Sequence[Line], number: Callable[[float], str]) -> list[Hint]:
+    """The values at each step, in a strip that reaches half way to the steps beside it."""
+    values: dict[float, list[str]] = {}
+    for line in lines:
+        for step, value in zip(line.steps, line.values, strict=True):
+            values.setdefault(step, []).append(f"{line.name} {number(float(f'{value:.4g}'))}".strip())
+    steps = sorted(values)
+    middles = [(one + two) / 2 for one, two in pairwise(steps)]
+    edges = [*middles[:1], *middles, *middles[-1:]] or [steps[0] - 0.5, steps[0] + 0.5]
+    if middles:
+        edges[0], edges[-1] = 2 * steps[0] - middles[0], 2 * steps[-1] - middles[-1]
+    return [
+        Hint("\n".join([f"step {step:g}", *values[step]]), across)
+        for step, across in zip(steps, pairwise(edges), strict=True)
+    ]
 
 
 def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: int) -> str:
@@ -97,7 +142,7 @@ def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: i
     """
     end = start + width * len(rows)
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes) -> list[Hint]:
         starts = range(start, end, width)
         axes.bar(starts, rows, width=0.92 * width, align="edge", color=colour_of(0))
         if longer:
@@ -110,8 +155,16 @@ def histogram(title: str, start: int, width: int, rows: Sequence[int], longer: i
         axes.grid(False, axis="x")
         axes.set_xlabel("tokens of a row")
         axes.set_ylabel("rows")
+        return [
+            Hint(f"{_bin(first, width)}: {counted(count, 'row')}", (first, first + width))
+            for first, count in zip(starts, rows, strict=True)
+        ]
 
     return _svg(title, draw, height=2.6)
+
+
+def _bin(first: int, width: int) -> str:
+    return counted(first, "token") if width == 1 else f"{first:,} to {first + width - 1:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -119,7 +172,7 @@ class PhaseMemory:
     """Predicted and measured bytes of one phase."""
 
     name: str
-    terms: Sequence[tuple[int, int]]  # (colour, bytes), in the order of the stack; all positive
+    terms: Sequence[tuple[str, int, int]]  # (name, colour, bytes), in the order of the stack; all positive
     measured: int | None
 
 
@@ -128,16 +181,19 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
 
     The budget, in bytes, is a line, unless the memory is so far below it that the bars would vanish.
     """
-    predicted = [sum(size for _, size in phase.terms) for phase in phases]
+    predicted = [sum(size for *_, size in phase.terms) for phase in phases]
     top = max([*predicted, *(phase.measured or 0 for phase in phases)], default=1) or 1
     scale, unit = next((unit for unit in UNITS if top >= unit[0]), (1, "bytes"))
     shows_budget = budget is not None and top >= BUDGET_SHOWN_FROM * budget
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes) -> list[Hint]:
+        hints = []
         for row, phase in enumerate(phases):
             left = 0.0
-            for colour, size in phase.terms:
+            for name, colour, size in phase.terms:
                 axes.barh(row - 0.19, size / scale, 0.36, left=left / scale, color=colour_of(colour))
+                across = (left / scale, (left + size) / scale)
+                hints.append(Hint(f"{name} {format_bytes(size)}", across, (row - 0.37, row - 0.01)))
                 left += size
             _bar_label(axes, left, scale, row - 0.19)
             if phase.measured is not None:
@@ -152,6 +208,7 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
         axes.grid(False, axis="y")
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(unit)
+        return hints
 
     return _svg(title, draw, height=0.75 + 0.56 * len(phases))
 
@@ -161,15 +218,28 @@ def _bar_label(axes: Axes, size: float, scale: int, y: float) -> None:
     axes.annotate(text, place, (4, 0), textcoords="offset points", va="center", fontsize=10)
 
 
-def _svg(title: str, draw: Callable[[Axes], None], *, height: float) -> str:
+def _svg(title: str, draw: Callable[[Axes], Sequence[Hint]], *, height: float) -> str:
     """The SVG of a figure with one plot; `height` is in inches."""
     out = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        draw(figure.subplots())
+        figure = Figure(figsize=(WIDTH, height), dpi=POINTS_PER_INCH, layout="constrained")
+        axes = figure.subplots()
+        hints = draw(axes)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-    return _embedded(out.getvalue(), title, height)
+    shown = "".join(_over(axes, hint, height * POINTS_PER_INCH) for hint in hints)
+    return _embedded(out.getvalue().replace("</svg>", f"{shown}</svg>"), title, height)
+
+
+def _over(axes: Axes, hint: Hint, height: float) -> str:
+    """A transparent rectangle with the text of a hint, within the axes; `height` of the plot in points."""
+    (low, high), view = sorted(hint.up or axes.get_ylim()), axes.get_window_extent()
+    corners = axes.transData.transform([(hint.across[0], low), (hint.across[1], high)])
+    left, right = max(corners[0][0], view.x0), min(corners[1][0], view.x1)
+    bottom, top = sorted(corner[1] for corner in corners)
+    size = f'width="{max(0.0, right - left):.1f}" height="{top - bottom:.1f}"'
+    place = f'x="{left:.1f}" y="{height - top:.1f}" {size}'
+    return f'<rect class="hint" {place}><title>{html.escape(hint.text)}</title></rect>'
 
 
 def _embedded(svg: str, title: str, height: float) -> str:

@@ -1,20 +1,23 @@
-"""The report of one run: what was asked, what was chosen and why, what was measured, and what it learned."""
+"""The report of one run: how it ended, what it learned, what was measured, and last what it was made from."""
 
+import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.methods import METHODS
-from sft_play.config.resolved import Setting
-from sft_play.engines.registry import label_of
 from sft_play.report.card import public_name, without_folders
+from sft_play.report.choices import asked_blocks, chosen_blocks, environment_blocks, machine_line, shown
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
 from sft_play.report.plots import histogram
 from sft_play.report.record import RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import (
+    METRICS,
     MISSING,
+    NOT_RECORDED,
     formatted,
     harness_rows,
     metric_rows,
@@ -25,60 +28,60 @@ from sft_play.report.tables import (
 )
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
-PATHS = {
-    "model.name", "data.train_path", "data.val_path", "data.test_path", "data.chat_template", "output.dir",
-    "train.resume",
-}  # fmt: skip
 # Key of an answer of `make eval` -> whose it is.
 ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
 TILES = ("loss,", "peak memory", "tokens/s", "training time", "steps")  # the key numbers that say most
-NOT_RECORDED = "Nothing was recorded."
 Build = Callable[[RunRecord], Iterator[Block]]
-# Setting -> the entry of the plan that was made from it.
-CHOICES = {
-    "train.effective_batch_size": "effective_batch_size",
-    "train.batch_size": "micro_batch_size",
-    "train.grad_accum": "gradient_accumulation_steps",
-    "model.max_seq_len": "max_seq_len",
-    "train.padding_free": "padding_free",
-    "train.gradient_checkpointing": "gradient_checkpointing",
-    "train.mixed_precision": "mixed_precision",
-    "model.dtype": "dtype",
-    "model.attention": "attention",
-    "train.learning_rate": "learning_rate",
-    "parallel.engine": "engine",
-}
+OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError)  # JSON that is sound but not what we wrote
 
 
 def run_page(run: RunRecord) -> Page:
     """The page of a run; a section whose files are damaged says so, one without files is short."""
     parts: list[tuple[str, str, Build]] = [
-        ("asked", "What was asked", _asked),
-        ("chosen", "What was chosen, and why", _chosen),
-        ("memory", "Memory", memory_blocks),
         ("training", "Training", _training),
+        ("answers", "Answers", _answers),
+        ("scores", "Scores", _scores),
+        ("memory", "Memory", memory_blocks),
         ("speed", "Speed", _speed),
         ("scaling", "Scaling", scaling_blocks),
         ("data", "Data", _data),
-        ("scores", "Scores", _scores),
-        ("answers", "Answers", _answers),
-        ("environment", "Environment", _environment),
+        ("chosen", "What was chosen, and why", chosen_blocks),
+        ("asked", "What was asked", asked_blocks),
+        ("environment", "Environment", environment_blocks),
     ]
-    tiles = [(name, text) for name, text in key_numbers(run) if name.startswith(TILES) and text != MISSING]
+    numbers = [number for number in key_numbers(run) if number.name.startswith(TILES)]
+    tiles = [(number.name, number.text) for number in numbers if number.text != MISSING]
     return Page(
         title=run.name,
         subtitle=_subtitle(run),
         status=status_line(run),
+        facts=facts(run),
         tiles=tiles,
         sections=[_section(run, *part) for part in parts],
     )
 
 
+def facts(run: RunRecord) -> list[tuple[str, str]]:
+    """When, where and with what the run was started, and what to type next; without what is not known."""
+    name = shlex.quote(run.name)
+    following = {"done": f"make infer RUN={name}", "interrupted": f"make resume RUN={name}"}
+    machine = MISSING
+    with contextlib.suppress(*OTHER_FORM):
+        machine = machine_line(run)
+    found: list[tuple[str, object]] = [
+        ("started", run.environment.get("started")),
+        ("machine", machine),
+        ("commit", run.environment.get("commit")),
+        ("command", run.environment.get("command")),
+        ("next", following.get(str(run.summary.get("status")))),
+    ]
+    return [(name, without_folders(str(text))) for name, text in found if text not in (None, MISSING)]
+
+
 def _section(run: RunRecord, name: str, title: str, build: Build) -> Section:
     try:
         blocks: list[Block] = list(build(run))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # JSON that is sound but not what we wrote; the other sections can still be made
+    except OTHER_FORM as error:  # the other sections can still be made
         reason = f"This part of the run's files is damaged ({type(error).__name__}: {error})."
         blocks = [Text([reason], warning=True)]
     return Section(name, title, blocks or [Text([NOT_RECORDED])])
@@ -120,112 +123,51 @@ def _subtitle(run: RunRecord) -> str:
     return f"{method} of {model} on {data}"
 
 
-def key_numbers(run: RunRecord) -> list[tuple[str, str]]:
-    """The key numbers of a run, as texts by name."""
+@dataclass(frozen=True)
+class KeyNumber:
+    """One of the numbers that say most about a run."""
+
+    name: str
+    text: str
+    value: float | None = None  # None if it is no number, or unknown
+
+
+def key_numbers(run: RunRecord) -> list[KeyNumber]:
+    """The key numbers of a run."""
     summary, plan = run.summary, run.chosen
     predicted, measured, origin = step_seconds(summary)
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
-    found: list[tuple[str, str]] = [
-        ("status", str(summary.get("status", "unfinished"))),
-        ("steps", f"{run.last_step:,}"),
-        ("effective batch", formatted(plan.get("effective_batch_size"), "{:,}".format)),
-        ("micro-batch x accumulation x processes", MISSING if None in batch else " x ".join(map(str, batch))),
-        ("training loss", formatted(summary.get("train_loss"), "{:.4f}".format)),
+    found = [
+        KeyNumber("status", str(summary.get("status", "unfinished"))),
+        _number("steps", run.last_step, "{:,}".format),
+        _number("effective batch", plan.get("effective_batch_size"), "{:,}".format),
+        KeyNumber(
+            "micro-batch x accumulation x processes",
+            MISSING if None in batch else " x ".join(map(str, batch)),
+        ),
+        _number("training loss", summary.get("train_loss"), "{:.4f}".format),
     ]
     for when in ("before", "after"):
-        found += [(f"{label}, {when}", text) for label, text in metric_rows({when: run.scores(when)})]
+        scores = run.scores(when)
+        found += [
+            _number(f"{label}, {when}", scores[key], form)
+            for key, (label, form) in METRICS.items()
+            if scores.get(key) is not None
+        ]
     return [
         *found,
-        (f"peak memory, {run.memory_origin}", formatted(run.predicted_peak_bytes, format_bytes)),
-        ("peak memory, measured", formatted(summary.get("measured_peak_bytes"), format_bytes)),
-        ("tokens/s", formatted(summary.get("tokens_per_second"), "{:,.0f}".format)),
-        (f"step, {said_of(origin)}", formatted(predicted, format_duration)),
-        ("step, measured", formatted(measured, format_duration)),
-        ("training time", formatted(summary.get("training_seconds"), format_duration)),
-        ("supervised tokens", formatted(summary.get("supervised_tokens"), format_count)),
+        _number(f"peak memory, {run.memory_origin}", run.predicted_peak_bytes, format_bytes),
+        _number("peak memory, measured", summary.get("measured_peak_bytes"), format_bytes),
+        _number("tokens/s", summary.get("tokens_per_second"), "{:,.0f}".format),
+        _number(f"step, {said_of(origin)}", predicted, format_duration),
+        _number("step, measured", measured, format_duration),
+        _number("training time", summary.get("training_seconds"), format_duration),
+        _number("supervised tokens", summary.get("supervised_tokens"), format_count),
     ]
 
 
-def shown(run: RunRecord, name: str) -> str:
-    """The value of a setting as it may be shown: paths lose their folders; n/a if it is unknown."""
-    if name not in run.settings:
-        return MISSING
-    value = run.value(name)
-    return public_name(value) if name in PATHS and isinstance(value, str) else _text(value)
-
-
-def _text(value: Any) -> str:
-    if value is None or value == []:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(_text, value))
-    if isinstance(value, dict):
-        known = {name: part for name, part in value.items() if part is not None}
-        return " ".join(
-            f"{name} {public_name(part) if name == 'path' else _text(part)}" for name, part in known.items()
-        )
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _origin(setting: Setting) -> str:
-    """Where a value came from: a file without its folders."""
-    return setting.origin if setting.origin in ("default", "override") else Path(setting.origin).name
-
-
-def _asked(run: RunRecord) -> Iterator[Block]:
-    """The settings that a person gave, and all others folded."""
-    given: list[tuple[str, str, str]] = []
-    others: list[tuple[str, str, str]] = []
-    for name, setting in run.settings.items():
-        row = (name, shown(run, name), _origin(setting))
-        (others if setting.origin == "default" else given).append(row)
-    head = ("setting", "value", "origin")
-    if given:
-        yield Table("Settings that were given", head, given, numbers=False)
-    if others:
-        yield Table(f"{len(others)} settings left at their default", head, others, False, folded=True)
-
-
-def _chosen(run: RunRecord) -> Iterator[Block]:
-    """The plan beside the settings that it was made from, its reasons, and the other plans."""
-    if not run.plan:
-        return
-    plan = run.plan["plan"]
-    rows = []
-    for name, key in CHOICES.items():
-        asked = run.settings.get(name)
-        value = _engine_label(plan) if key == "engine" else _text(plan[key])
-        by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(plan[key])
-        origin = "planner" if asked is None or by_planner else _origin(asked)
-        rows.append((name, shown(run, name), value, origin))
-    rows.append(("processes", MISSING, str(plan["world_size"]), "command line"))
-    yield Table("The plan", ("setting", "asked", "chosen", "origin"), rows, numbers=False)
-    yield Text(run.plan["why"] or [NOT_RECORDED])
-    if run.plan["alternatives"]:
-        cells = [_alternative(plan) for plan in run.plan["alternatives"]]
-        yield Table("Other plans", list(cells[0]), [list(row.values()) for row in cells])
-    if said := run.summary.get("out_of_memory"):
-        yield Text(said, warning=True)
-
-
-def _engine_label(plan: Tree) -> str:
-    return label_of(plan["engine"], plan.get("replicas", 1), plan.get("offload", "none"))
-
-
-def _alternative(plan: Tree) -> dict[str, str]:
-    """The texts of another plan, by the name of their column."""
-    return {
-        "micro-batch x accumulation": f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
-        "checkpointing": _text(plan["gradient_checkpointing"]),
-        "engine": _engine_label(plan),
-        "predicted peak": formatted(plan["peak_bytes"] or None, format_bytes),
-        "fits": _text(plan["fits"]),
-        "speed": formatted(plan["relative_speed"] or None, "{:.0%} of the plan's".format),
-    }
+def _number(name: str, value: Any, form: Callable[[Any], str]) -> KeyNumber:
+    return KeyNumber(name, formatted(value, form), value)
 
 
 def _training(run: RunRecord) -> Iterator[Block]:
@@ -267,16 +209,16 @@ def _data(run: RunRecord) -> Iterator[Block]:
     rows = [_split_row(split, counts) for split, counts in splits.items()]
     head = ("split", "rows", "tokens", "supervised", "truncated", "dropped", "median", "p99", "longest")
     yield Table("Tokenized rows; lengths in tokens", head, rows)
-    figures, reasons = [], []
-    for split, counts in splits.items():
-        if lengths := counts.get("histogram"):
-            plot = histogram(f"Histogram: rows of the {split} split by tokens", **lengths)
-            caption = f"Bins of {counted(lengths['width'], 'token')}; {counts['rows']:,} rows"
-            figures.append(Figure(f"Length of the {split} rows", plot, caption))
-        dropped = (counts.get("dropped") or {}).items()
-        reasons += [f"{split}: {count:,} rows dropped: {reason}" for reason, count in dropped if count]
-    if figures:
-        yield Figures(figures)
+    if lengths := (splits.get("train") or {}).get("histogram"):
+        plot = histogram("Histogram: rows of the train split by tokens", **lengths)
+        caption = f"Bins of {counted(lengths['width'], 'token')}; {counted(splits['train']['rows'], 'row')}"
+        yield Figures([Figure("Length of the training rows", plot, caption)])
+    reasons = [
+        f"{split}: {count:,} rows dropped: {reason}"
+        for split, counts in splits.items()
+        for reason, count in (counts.get("dropped") or {}).items()
+        if count
+    ]
     if reasons:
         yield Text(reasons)
     if data.get("warnings"):
@@ -346,23 +288,3 @@ def _answers(run: RunRecord) -> Iterator[Block]:
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:
     return Sample(prompt, [(name, record[key]) for key, name in names.items() if key in record])
-
-
-def _environment(run: RunRecord) -> Iterator[Block]:
-    found, rows = run.environment, []
-    if found:
-        for index, gpu in enumerate(found["gpus"]):
-            rows.append((f"GPU {index}", f"{gpu['name']}, {formatted(gpu['total_bytes'], format_bytes)}"))
-        if rows:
-            driver = f"{found['driver']} (CUDA {found['cuda']})" if found["driver"] else MISSING
-            rows.append(("driver", driver))
-        rows += [
-            ("CPU", f"{found['cpu'] or MISSING}, {found['cpu_cores']} cores"),
-            ("RAM", formatted(found["ram_bytes"], format_bytes)),
-            ("system", found["system"]),
-            ("python", found["python"]),
-        ]
-    for name, version in (found.get("versions") or run.summary.get("versions") or {}).items():
-        rows.append((name.replace("_", "-"), str(version)))
-    if rows:
-        yield Table("Machine and versions", ("", "value"), rows, numbers=False)

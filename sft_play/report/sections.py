@@ -35,7 +35,7 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
         PhaseMemory(name, _stack(memory, name, size), measured.get(name))
         for name, size in memory["phases"].items()
     ]
-    colours = {colour for phase in phases for colour, _ in phase.terms}
+    colours = {colour for phase in phases for _, colour, _ in phase.terms}
     said = said_of(memory.get("origin"))
     names = TERMS if memory.get("phase_terms") else (said,)
     legend = [Legend(name, colour) for colour, name in enumerate(names) if colour in colours]
@@ -51,21 +51,21 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
     return Figures([Figure("Peak memory of each phase, by what takes it", svg, caption, legend)])
 
 
-def _stack(memory: Tree, phase: str, size: int) -> list[tuple[int, int]]:
-    """The terms of a phase as (colour, bytes); one piece if only its sum is known.
+def _stack(memory: Tree, phase: str, size: int) -> list[tuple[str, int, int]]:
+    """The terms of a phase as (name, colour, bytes); one piece if only its sum is known.
 
     A correction by an earlier probe is in the temporaries, which can make them negative: then it is taken off
     the largest term.
     """
     if not memory.get("phase_terms"):
-        return [(0, size)]
+        return [(phase, 0, size)]
     terms = dict(memory["phase_terms"][phase])
     below = terms.get("temporaries", 0)
     if below < 0:
         terms["temporaries"] = 0
         largest = max(terms, key=lambda name: terms[name])
         terms[largest] += below
-    return [(TERMS.index(name), terms[name]) for name in TERMS if terms.get(name, 0) > 0]
+    return [(name, TERMS.index(name), terms[name]) for name in TERMS if terms.get(name, 0) > 0]
 
 
 def _phase_table(memory: Tree, measured: dict[str, int]) -> Table:

@@ -108,3 +108,20 @@ def test_the_console_table_has_a_row_for_each_run_and_fits_80_columns(tmp_path):
     screen.print(compare_table(compare_command(["one", "two"], tmp_path)[0]))
     lines = [line.split() for line in screen.file.getvalue().splitlines()]
     assert ["one", "done", "20", "2.0000", "0.7500", "1.01", "GiB", "1,000", "600", "ms"] in lines
+
+
+def test_two_runs_have_a_column_of_differences_and_curves_come_first(tmp_path):
+    finished(tmp_path / "one")
+    finished(tmp_path / "two", world_size=2)
+    page = compared(tmp_path, "one", "two")
+    assert page.index('id="curves"') < page.index('id="numbers"') < page.index('id="settings"')
+    text = section(page, "numbers")
+    assert "one two difference" in text and "tokens/s 1,000 2,000 +100.0%" in text
+
+
+def test_more_runs_are_each_compared_with_the_first(tmp_path):
+    for name, world in (("one", 1), ("two", 2), ("four", 4)):
+        finished(tmp_path / name, world_size=world)
+    text = section(compared(tmp_path, "one", "two", "four"), "numbers")
+    assert "two difference from one four difference from one" in text
+    assert "tokens/s 1,000 2,000 +100.0% 4,000 +300.0%" in text

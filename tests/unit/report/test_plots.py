@@ -1,4 +1,5 @@
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -62,11 +63,51 @@ def test_rows_longer_than_the_last_bin_get_a_bar_of_their_own():
 
 @pytest.mark.parametrize(("budget", "shown"), [(2 * GIB, True), (100 * GIB, False), (None, False)])
 def test_the_budget_is_a_line_unless_the_bars_would_vanish_beside_it(budget, shown):
-    svg = memory_bars("m", [PhaseMemory("load", [(0, GIB)], GIB + MIB)], budget)
+    svg = memory_bars("m", [PhaseMemory("load", [("weights", 0, GIB)], GIB + MIB)], budget)
     assert ("var(--accent)" in svg) is shown
     assert {"load", "1.00 GiB", "GiB"} <= set(texts(svg))
 
 
 def test_a_phase_that_was_not_measured_has_one_bar():
-    one, two = (memory_bars("m", [PhaseMemory("save", [(0, MIB)], found)], None) for found in (None, MIB))
-    assert (one.count("1.00 MiB"), two.count("1.00 MiB")) == (1, 2)
+    one, two = (
+        memory_bars("m", [PhaseMemory("save", [("weights", 0, MIB)], found)], None) for found in (None, MIB)
+    )
+    assert (texts(one).count("1.00 MiB"), texts(two).count("1.00 MiB")) == (1, 2)
+
+
+def hints(svg: str) -> list[str]:
+    return re.findall(r"<title>([^<]*)</title>", svg)
+
+
+def test_a_step_shows_the_values_of_all_lines_there_and_the_strips_cover_the_plot():
+    lines = [Line([10, 20, 40], [3.0, 2.0, 1.0], name="train"), Line([20], [2.5], 1, name="held-out")]
+    svg = curves("Loss", lines)
+    assert hints(svg) == ["step 10\ntrain 3", "step 20\ntrain 2\nheld-out 2.5", "step 40\ntrain 1"]
+    strips = [
+        tuple(map(float, found))
+        for found in re.findall(r'"hint" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', svg)
+    ]
+    assert all(width > 0 for _, width in strips)
+    for (left, width), (right, _) in pairwise(strips):
+        assert left + width == pytest.approx(right, abs=0.11)
+
+
+def test_names_of_runs_in_hints_are_no_markup():
+    assert hints(curves("Loss", [Line([1], [3.0], name="<b>")])) == ["step 1\n&lt;b&gt; 3"]
+
+
+def test_bars_show_their_bins_and_terms():
+    assert hints(histogram("h", 4, 5, [1, 2], 0)) == ["4 to 8 tokens: 1 row", "9 to 13 tokens: 2 rows"]
+    svg = memory_bars("m", [PhaseMemory("load", [("weights", 0, GIB), ("adapters", 1, MIB)], None)], None)
+    assert hints(svg) == ["weights 1.00 GiB", "adapters 1.00 MiB"]
+
+
+@pytest.mark.parametrize(("lowest", "logarithmic"), [(0.01, True), (0.5, False), (0.0, False)])
+def test_an_axis_is_logarithmic_where_values_span_decades(lowest, logarithmic):
+    labels = texts(curves("Loss", [Line([1, 2], [8.0, lowest])]))
+    assert ("0.1" in labels, "6" in labels) == (logarithmic, not logarithmic)
+
+
+def test_an_axis_from_zero_begins_there_whatever_the_values_span():
+    assert "0" in texts(curves("Speed", [Line([1, 2], [8000.0, 7000.0])], from_zero=True))
+    assert "0" not in texts(curves("Speed", [Line([1, 2], [8000.0, 7000.0])]))

@@ -39,6 +39,9 @@ def test_a_finished_run_fills_every_section(page):
     assert re.findall(r'<section id="(\w+)"', page) == list(SECTIONS)
     assert "Nothing was recorded" not in page and "is damaged" not in page
     assert "Done." in page and "LoRA of base on rows.jsonl" in page
+    header = " ".join(re.sub(r"<[^>]+>", " ", page[: page.index("<nav")]).split())
+    assert "started 2026-11-20 10:30 machine 1 x NVIDIA H100 commit 0123456789ab" in header
+    assert "command make train CONFIG=run.yaml next make infer RUN=one" in header
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_a_finished_run_fills_every_section(page):
         ("scaling", ["1 (this run) 4 x 2 8 10 0.001 one process 1.00 GiB 1.00x 2 4 x 1 8 10 0.001 DDP"]),
         ("scaling", ["processes", "4 processes: fewer rows than", "each of 2 processes sends 3.00 GiB per step"]),
         ("data", ["train 100 5,000 50.0% 3 2 40 90 400", "2 rows dropped: empty", "few rows", "abc123"]),
-        ("data", ["Length of the val rows", "Bins of 3 tokens; 100 rows", "1 longer"]),
+        ("data", ["Length of the training rows", "Bins of 3 tokens; 100 rows", "1 longer"]),
         ("scores", ["metric before after make eval, val", "loss 2.0000 0.7500 0.7000", "answers to 10 rows of test"]),
         ("answers", ["before training (empty)", "prompt 3 + 4? reference 7 answer seven"]),
         ("environment", ["GPU 0 NVIDIA H100, 80.00 GiB", "driver 570.1 (CUDA 12.8)", "torch 2.13.0"]),
@@ -99,7 +102,7 @@ def test_the_page_loads_and_runs_nothing_and_its_ids_are_unique(page):
 
 def test_every_plot_has_a_name_and_its_colours_follow_the_theme(page):
     plots = re.findall(r"<svg [^>]*>", page)
-    assert len(plots) == 8 and all(re.search(r'role="img" aria-label="\w', plot) for plot in plots)
+    assert len(plots) == 7 and all(re.search(r'role="img" aria-label="\w', plot) for plot in plots)
     assert not re.search(r"#0000\w\w\b", page) and "var(--ink)" in page
 
 

@@ -16,7 +16,7 @@ from sft_play.units import GIB, MIB
 STEPS = 20
 ATTACK = "<script>alert(1)</script>"
 SECTIONS = (
-    "asked", "chosen", "memory", "training", "speed", "scaling", "data", "scores", "answers", "environment",
+    "training", "answers", "scores", "memory", "speed", "scaling", "data", "chosen", "asked", "environment",
 )  # fmt: skip
 TERMS = {"weights": 300 * MIB, "adapters": 10 * MIB, "activations": 600 * MIB, "temporaries": 114 * MIB}
 SPLIT = {
@@ -158,6 +158,9 @@ def begin(path: Path, *, world_size: int = 1, origin: str = "/home/ann/run.yaml"
     data = {"fingerprint": "abc123", "train": SPLIT, "val": SPLIT, "test": None, "warnings": ["few rows"]}
     run.write_json(run.data, data)
     environment = {
+        "started": "2026-11-20 10:30",
+        "commit": "0123456789ab",
+        "command": "make train CONFIG=/home/ann/run.yaml",
         "versions": {"sft_play": "0.1.0", "torch": "2.13.0"},
         "python": "3.11.7",
         "system": "Linux x86_64",
