@@ -313,6 +313,10 @@ check-code: $(READY) ## Lint, check formatting, check types
 docs: $(READY) ## Write the generated pages, tables and the JSON schema
 	$(PY) -m scripts.docs
 
+.PHONY: report-image
+report-image: $(READY) ## Draw the README's picture of RUN=name in Chromium
+	$(PY) -m benchmarks.report_image $(call quote,$(RUNS)/$(if $(RUN),$(RUN),demo))
+
 .PHONY: cookbook
 cookbook: $(READY) ## Plan every model on every machine for the cookbook
 	$(PY) -m benchmarks.cookbook

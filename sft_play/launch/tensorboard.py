@@ -17,10 +17,11 @@ import psutil
 from sft_play.errors import LaunchError, StorageError
 from sft_play.files import write_atomic
 from sft_play.launch.nodes import LOOPBACK, free_port
-from sft_play.runlog import console
+from sft_play.runlog import RunDir, console
 
 PORT = 6006
 LOG = ".tensorboard.log"  # in the folder of runs
+LINKS = ".tensorboard"  # there, too: a link for each run, so that TensorBoard calls runs by their names
 DEFAULT_RUNS = Path("runs")
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
@@ -79,8 +80,19 @@ def start(runs: Path, port: int = PORT) -> Server:
     return server
 
 
+def link_run(run: RunDir) -> None:
+    """Shows a run in TensorBoard under its name; without links (some file systems), TensorBoard lacks it."""
+    link = run.path.parent / LINKS / run.path.name
+    with contextlib.suppress(OSError):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(Path("..", run.path.name, run.tensorboard.name))
+
+
 def _start(runs: Path, port: int) -> Server:
-    where = [f"--logdir={runs}", f"--host={LOOPBACK}", f"--port={port}", "--reload_interval=15"]
+    for path in runs.iterdir() if runs.is_dir() else ():
+        if RunDir(path).tensorboard.is_dir():
+            link_run(RunDir(path))
+    where = [f"--logdir={runs / LINKS}", f"--host={LOOPBACK}", f"--port={port}", "--reload_interval=15"]
     argv = [sys.executable, "-m", "tensorboard.main", *where]
     try:
         runs.mkdir(parents=True, exist_ok=True)

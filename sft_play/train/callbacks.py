@@ -130,7 +130,7 @@ class Reporter(TrainerCallback):
         return {
             **self.numbers(step),
             "memory/peak_gib": self.meter.peak_bytes() / GIB,
-            "data/supervised_tokens": sum(self.rows.supervised_per_step[:step]),
+            "train/supervised_tokens": sum(self.rows.supervised_per_step[:step]),
         }
 
     def on_log(

@@ -4,7 +4,9 @@ A run that is resumed goes on in the run that it began at its tracker, whose id 
 new run of the same name begins one of its own. TensorBoard also shows plan, settings, lengths and answers.
 """
 
+import html
 import os
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,6 +26,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.store import column_of
 from sft_play.errors import first_line
 from sft_play.job import Job
+from sft_play.launch.tensorboard import link_run
 from sft_play.plan import Plan
 from sft_play.report.card import public_name
 from sft_play.report.tables import METRICS, said_of
@@ -39,6 +42,7 @@ NOT_SHOWN = {
     "total_flos",
 }
 EVAL = "eval_"
+_SPECIAL = re.compile(r"[\\`*_{}\[\]()#+\-.!]")  # what Markdown takes after a backslash as it is
 # What runs are compared by.
 TRAIN_COMPARED = ("lr_schedule", "optimizer", "weight_decay", "seed")
 PLAN_COMPARED = (
@@ -173,6 +177,7 @@ class Board(_OfRun, TensorBoardCallback):
         """Opens the file, and describes the run in it."""
         if not state.is_world_process_zero:
             return
+        link_run(self._run)
         step, self.logging_dir = state.global_step, str(self._run.tensorboard)
         self.tb_writer = self._SummaryWriter(self.logging_dir, purge_step=step + 1 if step else 0)
         _describe(self.tb_writer, self._job, step)
@@ -188,7 +193,7 @@ def _describe(writer: Any, job: Job, step: int) -> None:
     if job.run.config.exists():
         writer.add_text("config", _fenced(job.run.config.read_text(encoding="utf-8")), step)
     if not step:
-        writer.add_histogram("data/row_tokens", column_of(job.data.train, "length"), step)
+        writer.add_histogram("train/row_tokens", column_of(job.data.train, "length"), step)
 
 
 def settings(config: RunConfig, plan: Plan) -> dict[str, bool | int | float | str]:
@@ -233,14 +238,23 @@ def show_answers(
 
     with SummaryWriter(str(run.tensorboard)) as writer:
         for number, sample in enumerate(samples, start=1):
-            parts = [f"**{name}**\n\n{_fenced(text)}" for name, text in sample.items()]
+            parts = [f"**{name}**\n\n{_literal(text)}" for name, text in sample.items()]
             writer.add_text(f"answers/{number}", "\n\n".join(parts), step)
         for when, at in (("before", 0), ("after", step)):
             for name, value in scores[when].items():
                 if name in METRICS and value is not None:
-                    writer.add_scalar(f"eval/{name}", value, at)
+                    writer.add_scalar(f"score/{name}", value, at)
 
 
 def _fenced(text: str) -> str:
     """Text that Markdown leaves as it is: indented, since a fence may be in it."""
     return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _literal(text: str) -> str:
+    """Text that Markdown shows as it is and wraps, other than what is indented."""
+    lines = (_SPECIAL.sub(r"\\\g<0>", line) for line in text.splitlines())
+    escaped = (
+        html.escape(line, quote=False).replace("  ", "&nbsp; ").replace("=", "&#61;") for line in lines
+    )
+    return "  \n".join(re.sub(r"^\s", "&nbsp;", line) or "&nbsp;" for line in escaped)
