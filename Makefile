@@ -225,6 +225,10 @@ tensorboard: $(READY) ## Start TensorBoard on 127.0.0.1, on a free port
 tb-stop: $(READY) ## Stop TensorBoard
 	$(SFT) tensorboard --runs $(call quote,$(RUNS)) --stop
 
+.PHONY: studio
+studio: $(READY) ## Show runs, live curves and plans as local web pages
+	$(SFT) studio --runs $(call quote,$(RUNS))
+
 ##@ After training
 
 .PHONY: eval

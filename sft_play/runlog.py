@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from sft_play.errors import RunInUseError, StorageError
@@ -156,6 +157,26 @@ def hold_run(run: RunDir, node: int = 0) -> Iterator[None]:
         lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         lock.flush()
         yield
+
+
+def held_since(run: RunDir) -> float | None:
+    """When another process of this machine locked the run, in seconds since 1970; None if none has it.
+
+    Nothing is locked to find out: a run that begins at that moment would take this process for another run.
+    """
+    lock = run.path / ".lock"
+    try:
+        word, pid, _, host = lock.read_text(encoding="utf-8", errors="replace").split()
+        if (word, host) != ("process", os.uname().nodename) or int(pid) == os.getpid():
+            return None
+        since, process = lock.stat().st_mtime, psutil.Process(int(pid))
+        try:
+            holds = str(lock.resolve()) in (file.path for file in process.open_files())
+        except psutil.AccessDenied:  # of another user; a later process with its number began after the lock
+            holds = process.create_time() <= since
+    except (OSError, ValueError, psutil.Error):
+        return None
+    return since if holds else None
 
 
 def set_aside_earlier_run(run: RunDir) -> Path | None:

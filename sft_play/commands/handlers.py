@@ -204,6 +204,16 @@ def tensorboard(args: argparse.Namespace) -> int:
     return 0
 
 
+@command("studio", config=False)
+@folder_of_runs
+def studio(args: argparse.Namespace) -> int:
+    """Show runs, live curves, comparisons and plans as web pages on 127.0.0.1, on a free port."""
+    from sft_play.studio.server import serve
+
+    serve(args.runs)
+    return 0
+
+
 @command("eval", as_json=True)
 @flag("--split", "(default: val)", choices=["val", "test"], default="val")
 @number("--limit", "LIMIT", "number of rows to generate answers for (default: eval.limit)", 1)

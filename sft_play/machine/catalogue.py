@@ -63,6 +63,11 @@ def find_specs(name: str) -> dict[str, Any] | None:
     return entry
 
 
+def known_gpus() -> list[str]:
+    """The GPUs that can be planned for: those whose memory is known, by the names that drivers report."""
+    return [entry["name"] for entry in read_shipped(SPECS_FILE)["gpus"] if entry["memory_mib"]]
+
+
 def speed_of(specs: dict[str, Any]) -> dict[str, Any]:
     """TFLOP/s and memory bandwidth of an entry, under the field names of `Gpu`; None if unknown."""
     return {

@@ -1,6 +1,6 @@
 """Three sections of a report: what was asked, what was chosen and why, and on which machine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
     rows = []
     for name, key in CHOICES.items():
         asked = run.settings.get(name)
-        value = _engine_label(plan) if key == "engine" else _text(plan[key])
+        value = engine_label(plan) if key == "engine" else _text(plan[key])
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(plan[key])
         origin = "planner" if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
@@ -92,13 +92,19 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
     yield Table("The plan", ("setting", "asked", "chosen", "origin"), rows, numbers=False)
     yield Text(run.plan["why"] or [NOT_RECORDED])
     if run.plan["alternatives"]:
-        cells = [_alternative(plan) for plan in run.plan["alternatives"]]
-        yield Table("Other plans", list(cells[0]), [list(row.values()) for row in cells])
+        yield alternatives_table(run.plan)
     if said := run.summary.get("out_of_memory"):
         yield Text(said, warning=True)
 
 
-def _engine_label(plan: Tree) -> str:
+def alternatives_table(tree: Mapping[str, Any]) -> Table:
+    """The other plans of `Plan.to_json()`, of which there is one."""
+    cells = [_alternative(plan) for plan in tree["alternatives"]]
+    return Table("Other plans", list(cells[0]), [list(row.values()) for row in cells])
+
+
+def engine_label(plan: Tree) -> str:
+    """How the processes of a plan share its work."""
     return label_of(plan["engine"], plan.get("replicas", 1), plan.get("offload", "none"))
 
 
@@ -107,7 +113,7 @@ def _alternative(plan: Tree) -> dict[str, str]:
     return {
         "micro-batch x accumulation": f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
         "checkpointing": _text(plan["gradient_checkpointing"]),
-        "engine": _engine_label(plan),
+        "engine": engine_label(plan),
         "predicted peak": formatted(plan["peak_bytes"] or None, format_bytes),
         "fits": _text(plan["fits"]),
         "speed": formatted(plan["relative_speed"] or None, "{:.0%} of the plan's".format),

@@ -1,8 +1,10 @@
 """A page of tables, figures and texts, rendered into one self-contained HTML file without scripts."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -104,8 +106,17 @@ class Page:
     facts: Sequence[tuple[str, str]] = ()  # name and value of what is said of it beside the status
 
 
-def render(page: Page) -> str:
-    """The page as HTML. Every text is escaped, and access tokens in it are masked."""
+def render(page: Page, template: str = TEMPLATE, **more: Any) -> str:
+    """The page as HTML, with what else its template takes.
+
+    Every text is escaped, and access tokens in it are masked.
+    """
+    return _environment().get_template(template).render(page=page, **more)
+
+
+@functools.cache
+def _environment() -> Environment:
+    """The templates of this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -116,7 +127,7 @@ def render(page: Page) -> str:
         finalize=lambda value: redact(value) if type(value) is str else value,
     )
     environment.filters["svg"] = Markup
-    return environment.get_template(TEMPLATE).render(page=page)
+    return environment
 
 
 def is_page(path: Path) -> bool:

@@ -262,24 +262,38 @@ def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = 
 
 def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
     """What a model would be like on common GPUs, from `plans_by_gpu`; fits in 80 columns."""
-    modes = list(tree["cards"][0]["plans"])
-    names = [METHODS[mode].removesuffix(" fine-tuning") for mode in modes]
-    hours = tree["seen"]
-    heads = [
-        f"{name}\n{what}" for name in names for what in ("GPUs", "tokens/s", "GPU-h" if hours else "GiB")
-    ]
-    table = columns("GPU", "GiB", *heads)
+    head, rows = table_of_gpus(tree)
+    table = columns(*head)
     table.padding = (0, 1, 0, 0)  # type: ignore[assignment]
-    for row in tree["cards"]:
-        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, hours=hours)]
-        table.add_row(row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells)
-    each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
-    title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
-    notes = [*_legend(tree, hours=hours), f'make plan MODEL={tree["model"]} GPU="RTX 4090"', *tree["why"]]
+    for row in rows:
+        table.add_row(*row)
+    details = f'For details: make plan MODEL={tree["model"]} GPU="RTX 4090"'
+    notes = [*gpus_legend(tree), details, *tree["why"]]
+    title = Text(gpus_title(tree), style="bold")
     return Group(title, table, *(Words(Text(note, style="dim")) for note in notes))
 
 
-def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
+def gpus_title(tree: Mapping[str, Any]) -> str:
+    """What the table of GPUs shows."""
+    each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
+    return f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens"
+
+
+def table_of_gpus(tree: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The head of the table of GPUs, with line breaks, and its rows."""
+    hours = tree["seen"]
+    names = [METHODS[mode].removesuffix(" fine-tuning") for mode in tree["cards"][0]["plans"]]
+    heads = [
+        f"{name}\n{what}" for name in names for what in ("GPUs", "tokens/s", "GPU-h" if hours else "GiB")
+    ]
+    rows = []
+    for row in tree["cards"]:
+        cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, hours=hours)]
+        rows.append([row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells])
+    return ["GPU", "GiB", *heads], rows
+
+
+def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     """What the cells of the table of GPUs mean."""
     plans = [plan for row in tree["cards"] for plan in row["plans"].values() if "problem" not in plan]
     used = {plan["engine"] for plan in plans}
@@ -287,12 +301,12 @@ def _legend(tree: Mapping[str, Any], *, hours: bool) -> list[str]:
     counts = f"GPUs: of 1, 2, 4 ... 512 on machines of eight{marks}." if tree["gpus"] is None else ""
     batches = {plan["effective_batch_size"] for plan in plans}
     grown = "Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU. "
-    last = "GPU-h: hours of the run times GPUs." if hours else "GiB: the peak of tensors."
+    last = "GPU-h: hours of the run times GPUs." if tree["seen"] else "GiB: the peak of tensors."
     return [
         *([counts] if counts else []),
         *([grown] if len(batches) > 1 else []),
         "-: it does not fit. Speed is predicted from data sheets, n/a where they do not tell it or the link. "
-        f"{last} For details:",
+        f"{last}",
     ]
 
 

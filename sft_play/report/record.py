@@ -1,6 +1,8 @@
 """What a run directory holds, read for a report: whatever is there, also of a run that failed half way."""
 
 import json
+import math
+import statistics
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -9,10 +11,11 @@ from typing import Any
 from sft_play.config.resolved import Setting, read_resolved
 from sft_play.errors import CheckpointError
 from sft_play.report.tables import METRICS, said_of, with_perplexity
-from sft_play.runlog import RunDir, read_json, read_metrics
+from sft_play.runlog import RunDir, held_since, read_json, read_metrics
 
 SPLITS = ("val", "test")
 SHOWN_ANSWERS = 5
+RECENT = 5  # records whose mean says how long the next steps take
 Tree = dict[str, Any]
 
 
@@ -32,6 +35,7 @@ class RunRecord:
     harness: Tree = field(default_factory=dict)  # model -> task -> what `make eval-lm` found
     answers: dict[str, list[Tree]] = field(default_factory=dict)  # split -> the first answers of `make eval`
     damaged: tuple[str, ...] = ()  # names of files that cannot be read
+    activity: str = ""  # as in `activity_of`, when it was read
 
     def value(self, name: str) -> Any:
         """The value of a setting; None if it is unknown."""
@@ -64,6 +68,49 @@ class RunRecord:
         """The last step in the metrics; 0 if there is none."""
         return max((record["step"] for record in self.metrics), default=0)
 
+    @property
+    def total_steps(self) -> int | None:
+        """The steps that are planned; None if that is unknown."""
+        total = self.chosen.get("total_steps")
+        return total if isinstance(total, int) and total > 0 else None
+
+    def latest(self, key: str, count: int = 1) -> float | None:
+        """The mean of the last values of a number in the metrics; None if there is none."""
+        values = [record.get(key) for record in self.metrics]
+        numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+        return statistics.fmean(numbers[-count:]) if numbers else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the steps ahead will take, without evaluations; None if that is unknown."""
+        seconds = self.latest("speed/step_seconds", RECENT) or self.chosen.get("step_seconds")
+        if self.total_steps is None or not isinstance(seconds, int | float):
+            return None
+        return max(0, self.total_steps - self.last_step) * seconds
+
+
+def activity_of(run: RunDir) -> str:
+    """What another process of this machine does in a run: "starting", "running" or "ending"; "" if none does.
+
+    A run starts when its process has locked it and the plan is not written yet: all files may be those of an
+    earlier run. It ends when its summary is written, and answers may be missing.
+    """
+    since = held_since(run)
+    if since is None:
+        return ""
+    planned, summarised = (_written(path) for path in (run.plan, run.summary))
+    if planned < since:
+        return "starting"
+    return "ending" if summarised > planned else "running"
+
+
+def _written(path: Path) -> float:
+    """When a file was written; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
 
 def read_run(path: Path) -> RunRecord:
     """Reads a run directory; CheckpointError if it does not exist, or is not that of a run."""
@@ -92,6 +139,7 @@ def read_run(path: Path) -> RunRecord:
         harness=tree_of(trees[run.harness].get("models")),
         answers={split: _first_answers(file.with_suffix(".jsonl")) for split, file in evaluations.items()},
         damaged=tuple(file.name for file in damaged),
+        activity=activity_of(run),
     )
 
 
@@ -112,7 +160,7 @@ def runs_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if RunDir(path).plan.is_file()]
-    return sorted(found, key=lambda path: RunDir(path).plan.stat().st_mtime, reverse=True)
+    return sorted(found, key=lambda path: _written(RunDir(path).plan), reverse=True)
 
 
 def tree_of(value: Any) -> Tree:

@@ -12,7 +12,7 @@ from sft_play.report.choices import asked_blocks, chosen_blocks, environment_blo
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
 from sft_play.report.plots import histogram
-from sft_play.report.record import RunRecord, Tree, scores_of_models
+from sft_play.report.record import RECENT, RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import (
     METRICS,
@@ -73,7 +73,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("machine", machine),
         ("commit", run.environment.get("commit")),
         ("command", run.environment.get("command")),
-        ("next", following.get(str(run.summary.get("status")))),
+        ("next", following.get(status_word(run))),
     ]
     return [(name, without_folders(str(text))) for name, text in found if text not in (None, MISSING)]
 
@@ -94,6 +94,13 @@ def status_line(run: RunRecord) -> str:
     steps = f"{run.last_step:,}{of_all} steps recorded"
     damaged = f" Damaged and omitted: {', '.join(run.damaged)}." if run.damaged else ""
     status = run.summary.get("status")
+    if run.activity == "starting":
+        earlier = " What is shown is of an earlier run of this name." if run.plan else ""
+        return f"Starting: data, plan and probe come before the first step.{earlier}{damaged}"
+    if run.activity == "running":
+        return f"Running: {progress_line(run)}.{damaged}"
+    if run.activity == "ending":
+        return f"Ending: the steps are done, and what comes after them is not.{damaged}"
     if status == "done" and run.summary.get("error"):
         return f"Trained, but what comes after training failed: {_reason(run)}{damaged}"
     if status == "done":
@@ -102,7 +109,15 @@ def status_line(run: RunRecord) -> str:
         return f"Failed: {_reason(run)} After {steps}; log.txt says more.{damaged}"
     if status == "interrupted":
         return f"Interrupted with a checkpoint saved, {steps}; make resume continues it.{damaged}"
-    return f"Not finished: it is still running, or it failed (log.txt says more); {steps}.{damaged}"
+    return f"Not finished: no process of this machine has it (log.txt says more); {steps}.{damaged}"
+
+
+def progress_line(run: RunRecord) -> str:
+    """The step of a run that is running, of how many, and the time that is left."""
+    of_all = f" of {run.total_steps:,}" if run.total_steps else ""
+    left = run.seconds_left
+    ahead = "" if left is None else f", {format_duration(left)} left without evaluations"
+    return f"step {run.last_step:,}{of_all}{ahead}"
 
 
 def _reason(run: RunRecord) -> str:
@@ -123,6 +138,11 @@ def _subtitle(run: RunRecord) -> str:
     return f"{method} of {model} on {data}"
 
 
+def status_word(run: RunRecord) -> str:
+    """How the run ended, or what it is doing."""
+    return run.activity or str(run.summary.get("status", "unfinished"))
+
+
 @dataclass(frozen=True)
 class KeyNumber:
     """One of the numbers that say most about a run."""
@@ -138,7 +158,7 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
     predicted, measured, origin = step_seconds(summary)
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
     found = [
-        KeyNumber("status", str(summary.get("status", "unfinished"))),
+        KeyNumber("status", status_word(run)),
         _number("steps", run.last_step, "{:,}".format),
         _number("effective batch", plan.get("effective_batch_size"), "{:,}".format),
         KeyNumber(
@@ -158,12 +178,18 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
         *found,
         _number(f"peak memory, {run.memory_origin}", run.predicted_peak_bytes, format_bytes),
         _number("peak memory, measured", summary.get("measured_peak_bytes"), format_bytes),
-        _number("tokens/s", summary.get("tokens_per_second"), "{:,.0f}".format),
+        _number("tokens/s", tokens_per_second(run), "{:,.0f}".format),
         _number(f"step, {said_of(origin)}", predicted, format_duration),
         _number("step, measured", measured, format_duration),
         _number("training time", summary.get("training_seconds"), format_duration),
         _number("supervised tokens", summary.get("supervised_tokens"), format_count),
     ]
+
+
+def tokens_per_second(run: RunRecord) -> float | None:
+    """Over the run, or lately while it is running; None if it is unknown."""
+    whole = None if run.activity == "running" else run.summary.get("tokens_per_second")
+    return whole or run.latest("speed/tokens_per_second", RECENT)
 
 
 def _number(name: str, value: Any, form: Callable[[Any], str]) -> KeyNumber:

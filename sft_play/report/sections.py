@@ -24,7 +24,7 @@ def memory_blocks(run: RunRecord) -> Iterator[Block]:
         yield _term_table(memory["phase_terms"], said_of(memory.get("origin")))
     facts = memory_facts(run.summary, "tensors", "reserved by the allocator", "whole process")
     lines = [f"{label}: {line}" for label, line in facts]
-    if not measured:
+    if not measured and run.settings:  # of a run, not of a plan alone
         lines.append("Nothing was measured by phase: the run had no probe, or did not finish.")
     if lines:
         yield Text(lines)
@@ -47,7 +47,7 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
     else:
         caption = f"{text}."
         legend.append(Legend("budget", level=True))
-    svg = memory_bars(f"Memory by phase, {said} and measured", phases, budget)
+    svg = memory_bars(f"Memory by phase, {said}{' and measured' if measured else ''}", phases, budget)
     return Figures([Figure("Peak memory of each phase, by what takes it", svg, caption, legend)])
 
 
@@ -73,9 +73,10 @@ def _phase_table(memory: Tree, measured: dict[str, int]) -> Table:
     for name, size in memory["phases"].items():
         found = measured.get(name)
         difference = f"{100 * (found - size) / size:+z.1f}%" if found is not None and size else MISSING
-        share = f"{size / memory['budget_bytes']:.1%}"
-        rows.append((name, format_bytes(size), formatted(found, format_bytes), difference, share))
-    head = ("phase", said_of(memory.get("origin")), "measured", "difference", "of the budget")
+        compared = (formatted(found, format_bytes), difference) if measured else ()
+        rows.append((name, format_bytes(size), *compared, f"{size / memory['budget_bytes']:.1%}"))
+    compared = ("measured", "difference") if measured else ()
+    head = ("phase", said_of(memory.get("origin")), *compared, "of the budget")
     return Table("Peak of each phase; the highest one counts", head, rows)
 
 

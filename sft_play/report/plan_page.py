@@ -1,0 +1,88 @@
+"""What `make plan` answers, as a page: one plan, or a model on each common GPU."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.config.methods import METHODS
+from sft_play.report.choices import alternatives_table, engine_label
+from sft_play.report.html import Block, Page, Section, Table, Text
+from sft_play.report.plan import gpus_legend, gpus_title, process_unit, table_of_gpus
+from sft_play.report.record import RunRecord
+from sft_play.report.sections import memory_blocks, scaling_blocks
+from sft_play.report.tables import formatted
+from sft_play.units import counted, format_bytes, format_duration
+
+TEMPLATE = "planner.html.j2"
+TITLE = "Plan explorer"
+INTRODUCTION = (
+    "What fits on a GPU that need not be here, and how fast it would be: the training step is executed "
+    "symbolically, from the shipped geometry of models and the data sheets of GPUs."
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A choice of the form: its name in the address and for people, values with texts, the chosen one."""
+
+    name: str
+    title: str
+    choices: Sequence[tuple[str, str]]
+    chosen: str
+
+
+def question_page() -> Page:
+    """The page before anything is planned, or while it is."""
+    return Page(TITLE, INTRODUCTION, [])
+
+
+def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str | None, asked: str) -> Page:
+    """The page of one plan.
+
+    Args:
+        tree: as `make plan` prints it with --json.
+        model: its name.
+        gpu: its name.
+        method: a tuning mode; None: that of the shipped config for a model.
+        asked: the command that answers the same.
+    """
+    plan, memory = tree["plan"], tree["memory"]
+    unit = process_unit(plan["device"])
+    batch = [plan[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
+    tiles = [
+        (f"micro-batch x accumulation x {unit}s", " x ".join(f"{number:,}" for number in batch)),
+        ("tokens/s, predicted", formatted(plan.get("tokens_per_second"), "{:,.0f}".format)),
+        ("step, predicted", formatted(plan.get("step_seconds"), format_duration)),
+        ("engine", engine_label(plan)),
+    ]
+    if memory:
+        needed, budget = memory.get("process_bytes") or memory["peak_bytes"], memory["budget_bytes"]
+        tiles.insert(0, (f"memory of a {unit}, predicted", f"{format_bytes(needed)} ({needed / budget:.0%})"))
+        if host := memory.get("host"):
+            tiles.insert(1, ("RAM, predicted", format_bytes(host["needed_bytes"])))
+    record = RunRecord(name=model, plan=dict(tree), scaling=list(tree["scaling"]))
+    sections = [
+        Section("memory", "Memory", list(memory_blocks(record))),
+        Section("why", "Why", [Text(tree["why"])]),
+    ]
+    if tree["alternatives"]:
+        sections.insert(1, Section("others", "What else was possible", [alternatives_table(tree)]))
+    if scaled := list(scaling_blocks(record)):
+        sections.append(Section("scaling", "More of these GPUs", scaled))
+    return Page(
+        title=TITLE,
+        subtitle=INTRODUCTION,
+        status=f"{METHODS[method or 'lora']} of {model} fits on {plan['world_size']} x {gpu}.",
+        facts=[("train by it", str(tree["command"])), ("the same in a shell", asked)],
+        tiles=tiles,
+        sections=sections,
+    )
+
+
+def gpus_page(tree: Mapping[str, Any], asked: str) -> Page:
+    """The page of a model on each common GPU; arguments as in `plan_page`."""
+    head, rows = table_of_gpus(tree)
+    blocks: list[Block] = [Table(gpus_title(tree), head, rows), Text([*gpus_legend(tree), *tree["why"]])]
+    said = f"{tree['model']} on {counted(len(rows), 'common GPU')}."
+    facts = [("the same in a shell", asked)]
+    return Page(TITLE, INTRODUCTION, [Section("gpus", "Common GPUs", blocks)], status=said, facts=facts)

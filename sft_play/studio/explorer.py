@@ -1,0 +1,83 @@
+"""The plan explorer: choices in, the page of a plan out, or one that says that it is being made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from werkzeug.exceptions import BadRequest, Forbidden
+
+from sft_play.config.methods import METHODS
+from sft_play.machine.catalogue import known_gpus
+from sft_play.model.published import published_models
+from sft_play.report.html import Page
+from sft_play.report.plan_page import TEMPLATE, Field, gpus_page, plan_page, question_page
+from sft_play.studio.planner import Answer, Busy, Planner, Question, Waiting
+from sft_play.units import counted, format_duration
+
+ASKED_S = 2  # how often a page asks whether its plan is there
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+FIRST = {"model": "Qwen/Qwen3-8B", "gpu": "NVIDIA GeForce RTX 4090", "gpus": "", "method": "lora"}
+FEWEST = "the fewest that fit"
+
+
+def explore(
+    chosen: Mapping[str, str], planner: Planner, *, may_start: bool
+) -> tuple[Page, str, dict[str, Any]]:
+    """The page for what was chosen in the form, its template, and what the template takes.
+
+    Raises:
+        BadRequest: a choice is not one of the form's.
+        Forbidden: it would start work, which it may not.
+    """
+    choices = _choices()
+    unknown = [name for name, value in chosen.items() if value not in dict(choices.get(name, []))]
+    if unknown:
+        raise BadRequest(f"{unknown[0]}={chosen[unknown[0]]} is not one of the choices; see the form")
+    values = FIRST | dict(chosen)
+    titles = {"model": "Model", "gpu": "GPU", "gpus": "Number of GPUs", "method": "Method"}
+    fields = [Field(name, title, choices[name], values[name]) for name, title in titles.items()]
+    more: dict[str, Any] = {"fields": fields, "said": "", "problem": False, "seconds": 0}
+    if not chosen:
+        return question_page(), TEMPLATE, more
+    question = Question(
+        model=values["model"],
+        gpu=values["gpu"] or None,
+        gpus=int(values["gpus"]) if values["gpus"] else None,
+        method=values["method"] or None,
+    )
+    if not may_start and not planner.known(question):
+        raise Forbidden("another site led here; open the plan explorer and press Plan")
+    try:
+        found = planner.ask(question)
+    except Busy:
+        return question_page(), TEMPLATE, more | {"said": "Other plans wait; try again in a while."}
+    if isinstance(found, Waiting):
+        return question_page(), TEMPLATE, more | {"said": _waiting(found), "seconds": ASKED_S}
+    if found.problem:
+        said = f"{found.problem}\n\nThe same in a shell: {question.command}"
+        return question_page(), TEMPLATE, more | {"said": said, "problem": True}
+    return _answered(found, question), TEMPLATE, more
+
+
+def _answered(found: Answer, question: Question) -> Page:
+    if question.gpu is None:
+        return gpus_page(found.tree, question.command)
+    return plan_page(found.tree, question.model, question.gpu, question.method, question.command)
+
+
+def _waiting(found: Waiting) -> str:
+    if found.ahead:
+        return f"{counted(found.ahead, 'other plan')} first. This page shows the answer when it is there."
+    so_far = f" ({format_duration(found.seconds)} so far)" if found.seconds >= 1 else ""
+    what = "Planning: the training step is executed symbolically. That takes seconds, or minutes for all GPUs"
+    return f"{what}{so_far}. This page shows the answer when it is there."
+
+
+def _choices() -> dict[str, list[tuple[str, str]]]:
+    """Name of a field -> its values, with their texts."""
+    models = sorted({model.name for model in published_models().values()}, key=str.lower)
+    return {
+        "model": [(name, name) for name in models],
+        "gpu": [(name, name) for name in known_gpus()] + [("", "each common GPU (minutes)")],
+        "gpus": [("", FEWEST), *((str(count), str(count)) for count in COUNTS)],
+        "method": [*METHODS.items(), ("", "each (for each common GPU)")],
+    }
