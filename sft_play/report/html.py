@@ -126,7 +126,7 @@ def _environment() -> Environment:
         # masks before escaping, since an escaped token would not be recognized
         finalize=lambda value: redact(value) if type(value) is str else value,
     )
-    environment.filters["svg"] = Markup
+    environment.filters |= {"svg": Markup, "masked": redact}
     return environment
 
 

@@ -31,9 +31,9 @@ class Field:
     chosen: str
 
 
-def question_page() -> Page:
-    """The page before anything is planned, or while it is."""
-    return Page(TITLE, INTRODUCTION, [])
+def question_page(said: str = "") -> Page:
+    """The page without a plan, and why there is none yet."""
+    return Page(TITLE, INTRODUCTION, [], status=said)
 
 
 def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str | None, asked: str) -> Page:

@@ -113,11 +113,12 @@ def status_line(run: RunRecord) -> str:
 
 
 def progress_line(run: RunRecord) -> str:
-    """The step of a run that is running, of how many, and the time that is left."""
+    """The step of a run that is running, of how many, and the time left, without evaluations."""
     of_all = f" of {run.total_steps:,}" if run.total_steps else ""
-    left = run.seconds_left
-    ahead = "" if left is None else f", {format_duration(left)} left without evaluations"
-    return f"step {run.last_step:,}{of_all}{ahead}"
+    said, left = f"step {run.last_step:,}{of_all}", run.seconds_left
+    if left is None:
+        return said
+    return f"{said}, about {format_duration(left) if left >= 60 else f'{left:.0f} s'} left"
 
 
 def _reason(run: RunRecord) -> str:

@@ -23,7 +23,7 @@ from sft_play.report.runs_page import TEMPLATE as RUNS
 from sft_play.report.runs_page import runs_page
 from sft_play.secrets import redact
 from sft_play.studio.explorer import explore
-from sft_play.studio.folder import Recent, RunsFolder, Version
+from sft_play.studio.folder import Recent, RunsFolder, Version, planned
 from sft_play.studio.planner import Planner
 
 STUDIO = "studio.html.j2"
@@ -112,7 +112,8 @@ class Studio:
         names = list(dict.fromkeys(request.args.getlist("run")))
         if not 2 <= len(names) <= COLOURS:
             raise BadRequest(f"{len(names)} runs are marked; comparing takes 2 to {COLOURS}: go back to Runs")
-        versions = tuple(map(self._version, names))
+        # the earliest first: the others are compared with it
+        versions = tuple(sorted(map(self._version, names), key=planned))
 
         def draw() -> str:
             runs = [run for run in map(self._folder.read, versions) if run]

@@ -35,7 +35,7 @@ def explore(
     values = FIRST | dict(chosen)
     titles = {"model": "Model", "gpu": "GPU", "gpus": "Number of GPUs", "method": "Method"}
     fields = [Field(name, title, choices[name], values[name]) for name, title in titles.items()]
-    more: dict[str, Any] = {"fields": fields, "said": "", "problem": False, "seconds": 0}
+    more: dict[str, Any] = {"fields": fields, "problem": "", "seconds": 0}
     if not chosen:
         return question_page(), TEMPLATE, more
     question = Question(
@@ -49,12 +49,12 @@ def explore(
     try:
         found = planner.ask(question)
     except Busy:
-        return question_page(), TEMPLATE, more | {"said": "Other plans wait; try again in a while."}
+        return question_page("Too many plans wait; try again in a while."), TEMPLATE, more
     if isinstance(found, Waiting):
-        return question_page(), TEMPLATE, more | {"said": _waiting(found), "seconds": ASKED_S}
+        return question_page(_waiting(found)), TEMPLATE, more | {"seconds": ASKED_S}
     if found.problem:
-        said = f"{found.problem}\n\nThe same in a shell: {question.command}"
-        return question_page(), TEMPLATE, more | {"said": said, "problem": True}
+        problem = f"{found.problem}\n\nThe same in a shell: {question.command}"
+        return question_page(), TEMPLATE, more | {"problem": problem}
     return _answered(found, question), TEMPLATE, more
 
 
@@ -68,8 +68,8 @@ def _waiting(found: Waiting) -> str:
     if found.ahead:
         return f"{counted(found.ahead, 'other plan')} first. This page shows the answer when it is there."
     so_far = f" ({format_duration(found.seconds)} so far)" if found.seconds >= 1 else ""
-    what = "Planning: the training step is executed symbolically. That takes seconds, or minutes for all GPUs"
-    return f"{what}{so_far}. This page shows the answer when it is there."
+    what = f"Planning{so_far}: seconds for one GPU, minutes for each common one."
+    return f"{what} This page shows the answer when it is there."
 
 
 def _choices() -> dict[str, list[tuple[str, str]]]:

@@ -61,7 +61,7 @@ class RunsFolder:
 
     def runs(self) -> list[RunRecord]:
         """All of them, the latest first."""
-        versions = sorted(map(version_of, self._paths().values()), key=_planned, reverse=True)
+        versions = sorted(map(version_of, self._paths().values()), key=planned, reverse=True)
         found = [self.read(version) for version in versions]
         return [run for run in found if run is not None]
 
@@ -92,7 +92,7 @@ class RunsFolder:
         return {path.name: path for path in found if path.is_dir() and path.resolve().parent == home}
 
 
-def _planned(version: Version) -> int:
-    """When its plan was written, or else its latest file: a run that only starts has no plan."""
+def planned(version: Version) -> int:
+    """What sorts runs by time: when its plan was written, or else its latest file: a run that only starts has no plan."""
     times = {name: changed for name, changed, _ in version.files}
     return times.get(RunDir(version.path).plan.name) or max(times.values(), default=0)

@@ -8,13 +8,14 @@ function parts(page) {
   return [page.querySelector("header"), ...page.querySelector("main").children];
 }
 
-// What a person did to a part stays: folded tables, marked runs, where it was scrolled to, what has the focus.
+// What a person did to a part stays: folded tables, marked runs, choices, where it was scrolled to, what has the focus.
 function keep(old, fresh) {
   const pairs = (selector) => {
     const found = fresh.querySelectorAll(selector);
     return [...old.querySelectorAll(selector)].map((one, index) => [one, found[index]]).filter(([, other]) => other);
   };
   for (const [one, other] of pairs("details")) other.open = one.open;
+  for (const [one, other] of pairs("select")) other.value = one.value;
   const marked = new Set([...old.querySelectorAll("input:checked")].map((box) => box.value));
   for (const box of fresh.querySelectorAll("input")) box.checked = marked.has(box.value);
   const focused = pairs(FOCUSABLE).find(([one]) => one === document.activeElement);

@@ -1,6 +1,12 @@
 """The files of a run, as training, `make eval` and the planner write them."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +212,30 @@ def finish(run: RunDir, world_size: int = 1) -> RunDir:
 def finished(path: Path, *, world_size: int = 1, **settings: Any) -> RunDir:
     """A whole run."""
     return finish(train(begin(path, world_size=world_size, **settings)), world_size)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from sft_play.runlog import RunDir, hold_run
+with hold_run(RunDir(Path(sys.argv[1]))):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(run: RunDir) -> Iterator[None]:
+    """Within it another process holds the run, as training does."""
+    command = [sys.executable, "-c", HOLD, str(run.path)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        yield
+    finally:
+        holder.communicate()
+
+
+def written_later(path: Path, seconds: float = 1) -> None:
+    """Gives a file a time after that of a lock that is held already."""
+    os.utime(path, times=(time.time() + seconds,) * 2)
