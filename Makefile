@@ -304,7 +304,7 @@ test-faults: $(READY) ## Run the long tests; continues where it was interrupted
 	PYTEST_ADDOPTS=$(call quote,-m "(faults or slow) and not cluster and not browser" $(ARGS)) $(PY) -m pytest -p tests.resumed
 
 .PHONY: test-browser
-test-browser: $(READY) ## Test reports in Chromium, where it is installed
+test-browser: $(READY) ## Test pages in Chromium, where it is installed
 	PYTEST_ADDOPTS=$(call quote,-m browser $(ARGS)) $(PY) -m pytest tests/integration/test_browser.py
 
 .PHONY: check-code

@@ -93,6 +93,6 @@ class RunsFolder:
 
 
 def planned(version: Version) -> int:
-    """What sorts runs by time: when its plan was written, or else its latest file: a run that only starts has no plan."""
+    """When its plan was written, or else its latest file, since a run that only starts has no plan."""
     times = {name: changed for name, changed, _ in version.files}
     return times.get(RunDir(version.path).plan.name) or max(times.values(), default=0)

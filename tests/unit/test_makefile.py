@@ -30,7 +30,7 @@ SETTINGS = {
 }
 WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
-    "train-deepspeed-tb", "train-fsdp", "train-fsdp-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop",
+    "train-deepspeed-tb", "train-fsdp", "train-fsdp-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop", "studio",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
     "probe", "eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-random", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
@@ -220,6 +220,7 @@ def test_a_new_lock_installs_again(ready):
         ("bench-scaling", {"NGPU": "1 2"}, "-m benchmarks.scaling --processes '1 2'"),
         ("check-style", {"AGAINST": "main"}, "scripts/check_style.py --against 'main'"),
         ("tb-stop", {}, "tensorboard --runs 'runs' --stop"),
+        ("studio", {"RUNS": "my runs"}, "studio --runs 'my runs'"),
         ("report", {}, "report --runs 'runs'"),
         ("report", {"RUN": "a", "RUNS": "my runs"}, "report --runs 'my runs' 'a'"),
         ("compare", {"RUNS": "a b", "OUT": "c.html"}, "compare --output 'c.html' 'a' 'b'"),
