@@ -36,14 +36,14 @@ def question_page(said: str = "") -> Page:
     return Page(TITLE, INTRODUCTION, [], status=said)
 
 
-def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str | None, asked: str) -> Page:
+def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked: str) -> Page:
     """The page of one plan.
 
     Args:
         tree: as `make plan` prints it with --json.
         model: its name.
         gpu: its name.
-        method: a tuning mode; None: that of the shipped config for a model.
+        method: a tuning mode.
         asked: the command that answers the same.
     """
     plan, memory = tree["plan"], tree["memory"]
@@ -72,7 +72,7 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str | None,
     return Page(
         title=TITLE,
         subtitle=INTRODUCTION,
-        status=f"{METHODS[method or 'lora']} of {model} fits on {plan['world_size']} x {gpu}.",
+        status=f"{METHODS[method]} of {model} fits on {plan['world_size']} x {gpu}.",
         facts=[("train by it", str(tree["command"])), ("the same in a shell", asked)],
         tiles=tiles,
         sections=sections,

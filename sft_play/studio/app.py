@@ -148,7 +148,8 @@ def _icon(request: Request) -> Response:
 
 
 def _failed(error: HTTPException) -> Response:
-    page = Page(error.name, "", [], status=f"{(error.description or error.name).rstrip('.')}.")
+    said = (error.description or error.name).rstrip(".")
+    page = Page(error.name, "", [], status=f"{said[:1].upper()}{said[1:]}.")
     response = _html(render(page, STUDIO, seconds=0, here=""))
     response.status_code = error.code or 500
     if allowed := getattr(error, "valid_methods", None):

@@ -17,6 +17,8 @@ ASKED_S = 2  # how often a page asks whether its plan is there
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 FIRST = {"model": "Qwen/Qwen3-8B", "gpu": "NVIDIA GeForce RTX 4090", "gpus": "", "method": "lora"}
 FEWEST = "the fewest that fit"
+EACH_GPU = "each common GPU"
+NO_METHOD = "Each method is planned for each common GPU alone; choose one of them for this GPU."
 
 
 def explore(
@@ -38,6 +40,8 @@ def explore(
     more: dict[str, Any] = {"fields": fields, "problem": "", "seconds": 0}
     if not chosen:
         return question_page(), TEMPLATE, more
+    if values["gpu"] and not values["method"]:
+        return question_page(), TEMPLATE, more | {"problem": NO_METHOD}
     question = Question(
         model=values["model"],
         gpu=values["gpu"] or None,
@@ -59,7 +63,7 @@ def explore(
 
 
 def _answered(found: Answer, question: Question) -> Page:
-    if question.gpu is None:
+    if question.gpu is None or question.method is None:
         return gpus_page(found.tree, question.command)
     return plan_page(found.tree, question.model, question.gpu, question.method, question.command)
 
@@ -77,7 +81,7 @@ def _choices() -> dict[str, list[tuple[str, str]]]:
     models = sorted({model.name for model in published_models().values()}, key=str.lower)
     return {
         "model": [(name, name) for name in models],
-        "gpu": [(name, name) for name in known_gpus()] + [("", "each common GPU (minutes)")],
+        "gpu": [(name, name) for name in known_gpus()] + [("", EACH_GPU)],
         "gpus": [("", FEWEST), *((str(count), str(count)) for count in COUNTS)],
-        "method": [*METHODS.items(), ("", "each (for each common GPU)")],
+        "method": [*METHODS.items(), ("", "each method")],
     }

@@ -54,12 +54,12 @@ def test_a_run_is_seen_while_it_trains_and_when_it_has_ended(studio, tmp_path, t
         seen = fetch(f"{address}/")
         return bool(re.search(r"step [1-9]\d* of 300, about", seen))
 
-    until(runs, timeout_s=120)
+    until(runs, timeout_s=240)
     assert ">running <progress" in seen
     page = fetch(f"{address}/runs/one")
     assert re.search(r"Running: step [1-9]\d* of 300", page) and "Loss over optimizer steps" in page
     assert 'data-seconds="5"' in page and not RunDir(tmp_path / "runs" / "one").report.exists()
-    assert finish(training).code == 0
+    assert finish(training, timeout_s=240).code == 0
     ended = fetch(f"{address}/runs/one")
     assert "Done." in ended and "data-seconds" not in ended
     # what the run itself wrote says the same, though it held the run while it wrote

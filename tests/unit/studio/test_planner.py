@@ -126,6 +126,11 @@ def test_only_choices_of_the_form_are_taken(planners, tmp_path, wrong):
     assert code == 400 and "is not one of the choices" in text and children() == []
 
 
+def test_a_single_gpu_takes_a_single_method(planners, tmp_path):
+    code, text = page(planners(SLEEP), tmp_path, f"?{FORM.replace('qlora', '')}")
+    assert code == 200 and "choose one of them" in text and children() == []
+
+
 def test_other_sites_start_no_plans(planners, tmp_path):
     for site in ("cross-site", "same-site"):
         code, text = page(planners(SLEEP), tmp_path, f"?{FORM}", **{"Sec-Fetch-Site": site})
