@@ -25,7 +25,7 @@ from sft_play.model.load import position_limit
 from sft_play.model.weights import finished_weights, release_memory
 from sft_play.report.layout import ending
 from sft_play.report.progress import LOADING, progress_bar, spinner
-from sft_play.runlog import RunDir, console, quiet_libraries
+from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import counted
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 HELP = "/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
 SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
+SHOWN_PROMPT = 300  # characters; a longer one is no example to type
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
 
 
@@ -146,6 +147,10 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
     state = Dialogue(system=config.data.system_prompt)
     console().print(f"{run.path.name} on {model.device}", style="bold", markup=False)
     console().print(HELP, style="dim")
+    if prompts := _prompts_to_try(run):
+        console().print("Rows that were held out, to try:", style="dim")
+        for prompt in prompts:
+            console().print(f"  {prompt}", markup=False, highlight=False, soft_wrap=True)
     while True:
         try:
             line = read("\nyou> ").strip()
@@ -166,6 +171,13 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
             state.turns.append({"role": "user", "content": line})
             with quiet_libraries(run.log):
                 _reply(model, tokenizer, state, config)
+
+
+def _prompts_to_try(run: RunDir) -> list[str]:
+    """The first prompts of one line that the run was compared on, if it was."""
+    samples = read_json(run.summary).get("samples") or []
+    prompts = [sample["prompt"].strip() for sample in samples if isinstance(sample.get("prompt"), str)]
+    return [prompt for prompt in prompts if "\n" not in prompt and len(prompt) <= SHOWN_PROMPT][:2]
 
 
 # --- a file of prompts ---

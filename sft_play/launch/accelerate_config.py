@@ -11,11 +11,13 @@ from sft_play.engines.registry import ALONE, distributed_engines, engine_of
 from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
+from sft_play.report.layout import ending
 from sft_play.runlog import console
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs" / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
+LAUNCH = ".venv/bin/accelerate launch scripts/train_distributed.py --config configs/demo.yaml"
 REMEDY = "remove it, or run `make setup-accelerate` to write it again"
 
 
@@ -70,7 +72,9 @@ def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
         write_atomic(path, text)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
-    console().print(f"{path}\n{text}", markup=False, soft_wrap=True)
+    said = f"wrote {path}, which `accelerate launch` reads without --config_file:\n\n{text.strip()}\n"
+    console().print(said, markup=False, soft_wrap=True)
+    console().print(ending({}, [LAUNCH]))
     return 0
 
 

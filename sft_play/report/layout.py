@@ -23,8 +23,16 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 def header(command: str, resolved: "ResolvedConfig", *lines: str) -> RenderableType:
     """What a command is about to do, on which run; by default, what the run trains."""
     title = Text.assemble((f"{command} {resolved.config.output.name}", "bold"), f"  {resolved.path}")
-    texts = lines or (subject(resolved.config),)
+    texts = lines or (subject(resolved.config), *_caution(resolved.config))
     return Group(Words(title), *(Words(Text(f"  {text}", style="dim")) for text in texts), "")
+
+
+def _caution(config: "RunConfig") -> tuple[str, ...]:
+    """What to know before such a run."""
+    from sft_play.config.inputs import BUILTINS, asked_name
+
+    noise = "builtin:tiny has random weights: the run shows speed and memory, and its answers will be noise"
+    return (noise,) if asked_name(config.model.name) == BUILTINS["tiny"] else ()
 
 
 def subject(config: "RunConfig") -> str:

@@ -15,7 +15,8 @@ from sft_play.units import format_bytes
 def product_table(products: Mapping[str, Mapping[str, Sequence[float]]]) -> Table:
     """The rate of square products, and of products with one short side, as in adapters."""
     sides = next(iter(products.values()))["sides"]
-    table = columns("matrix products, GFLOP/s", *(f"{side:,.0f}" for side in sides), f"x {sides[0]:,.0f}")
+    names = (*(f"side {side:,.0f}" for side in sides), f"one side {sides[0]:,.0f}")
+    table = columns("matrix products, GFLOP/s", *names)
     for name, grid in products.items():
         count, seconds = len(sides), grid["seconds"]
         square = [2 * side**3 / seconds[i * (count**2 + count + 1)] / 1e9 for i, side in enumerate(sides)]
@@ -27,7 +28,7 @@ def product_table(products: Mapping[str, Mapping[str, Sequence[float]]]) -> Tabl
 def curve_tables(tree: Mapping[str, Any]) -> list[Table]:
     """Attention by tokens, element-wise operations by bytes."""
     attention = columns(
-        "attention, ns per token and element", *(f"{n:,}" for n in tree["attention"]["sizes"])
+        "attention, ns per token and element", *(f"{n:,} tokens" for n in tree["attention"]["sizes"])
     )
     for name, key in (("forward", "attention"), ("backward", "attention_backward")):
         attention.add_row(name, *(f"{1e9 * seconds:,.2f}" for seconds in tree[key]["seconds"]))

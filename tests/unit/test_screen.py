@@ -118,3 +118,12 @@ def test_a_header_says_what_will_be_done(tmp_path):
         "  LoRA of org/base on rows.jsonl, results in out/my",
         "",
     ]
+
+
+def test_a_header_says_beforehand_that_answers_will_be_noise(tmp_path):
+    from sft_play.config.load import load_config
+
+    (tmp_path / "my.yaml").write_text("model: {name: 'builtin:tiny'}\ndata: {train_path: rows.jsonl}\n")
+    resolved = load_config(tmp_path / "my.yaml", [])
+    assert "its answers will be noise" in shown(header("train", resolved), width=200)[2]
+    assert "noise" not in "".join(shown(header("eval", resolved, "each model's loss"), width=200))

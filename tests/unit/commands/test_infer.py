@@ -20,7 +20,7 @@ from sft_play.commands.infer import (
 )
 from sft_play.data.reading import Row
 from sft_play.errors import CheckpointError, ConfigError, DataError, StorageError
-from sft_play.runlog import RunDir, set_console
+from sft_play.runlog import RunDir, set_console, update_summary
 from tests.conftest import file_size_limit
 from tests.unit.finished_run import make_config, question_rows, train_by_heart, write_rows
 
@@ -268,6 +268,17 @@ def test_a_chat_answers_remembers_and_ends(finished, screen):
     text = screen.getvalue()
     assert f"\n{row['answer']}" in text
     assert "started a new conversation" in text
+
+
+def test_a_chat_says_what_to_try(finished, screen):
+    prompts = ["the first", "has\ntwo lines", "x" * 301, "the second", "the third"]
+    before = finished.run.summary.read_text() if finished.run.summary.exists() else "{}"
+    update_summary(finished.run, samples=[{"prompt": prompt} for prompt in prompts])
+    try:
+        chat(finished.config, finished.run, read=typed("/quit"))
+    finally:
+        finished.run.summary.write_text(before)
+    assert "held out, to try:\n  the first\n  the second\n" in screen.getvalue()
 
 
 def test_what_is_not_utf_8_is_not_sent(finished, screen):

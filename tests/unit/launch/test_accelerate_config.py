@@ -34,8 +34,11 @@ def test_the_config_fits_the_machine(machine, kind, count, cpu):
     assert (tree["distributed_type"], tree["num_processes"], tree["use_cpu"]) == (kind, count, cpu)
 
 
-def test_auto_writes_the_file_and_keeps_the_earlier_one():
+def test_auto_writes_the_file_and_keeps_the_earlier_one(capsys):
     assert setup_accelerate(True, CPU_ONLY) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"wrote {default_config_path()}" in said and "num_processes: 2" in said
+    assert "next .venv/bin/accelerate launch scripts/train_distributed.py --config" in said
     first = default_config_path().read_text()
     assert setup_accelerate(True, CPU_ONLY) == 0 and not list(default_config_path().parent.glob("*.before"))
     assert setup_accelerate(True, what_if("RTX 4090", 2)) == 0

@@ -199,6 +199,8 @@ def test_this_cpu_is_measured(monkeypatch):
         and "this one" in said
         and "all-reduce between 2 processes" in said
         and "12.50" in said
+        and "one side 8" in said
+        and "64 tokens" in said
     )
 
 

@@ -134,7 +134,7 @@ def test_a_single_gpu_takes_a_single_method(planners, tmp_path):
 def test_other_sites_start_no_plans(planners, tmp_path):
     for site in ("cross-site", "same-site"):
         code, text = page(planners(SLEEP), tmp_path, f"?{FORM}", **{"Sec-Fetch-Site": site})
-        assert code == 403 and "another site" in text
+        assert code == 403 and "Another site" in text
     assert children() == []
 
 
