@@ -153,10 +153,34 @@ def plans_by_mode(
             "gradient_checkpointing": plan.recomputes,
             "engine": plan.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
+            "least_bytes": _least_bytes(run, model_config, facts, machine, plan),
             "tokens_per_second": tokens_per_second(plan, facts),
             "gpu_hours": gpu_hours(plan) if facts.seen else None,
         }
     return plans
+
+
+def _least_bytes(
+    config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, machine: Machine, chosen: Plan
+) -> int | None:
+    """The peak with micro-batch 1 and all activations recomputed, with the engine of the chosen plan.
+
+    None if the memory is unknown; that of the chosen plan if the config allows no smaller one.
+    """
+    if chosen.memory is None:
+        return None
+
+    def smallest(draft: Plan) -> bool:
+        saves = draft.recomputes or config.train.gradient_checkpointing is False
+        same = (draft.engine, draft.offload) == (chosen.engine, chosen.offload)
+        return same and saves and draft.micro_batch_size == 1
+
+    least = None
+    with contextlib.suppress(ConfigError, DoesNotFitError):
+        least = plan_run(
+            config, model_config, facts, machine, chosen.world_size, accept=smallest, explain=False
+        ).memory
+    return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
 
 
 def gpu_hours(plan: Plan) -> float | None:

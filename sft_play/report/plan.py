@@ -13,7 +13,7 @@ from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
 from sft_play.screen import NamedValues, Words
-from sft_play.units import GIB, counted, format_bytes, format_duration, plural
+from sft_play.units import GIB, counted, format_bytes, format_count, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
 
@@ -283,9 +283,7 @@ def table_of_gpus(tree: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The head of the table of GPUs, with line breaks, and its rows."""
     hours = tree["seen"]
     names = [METHODS[mode].removesuffix(" fine-tuning") for mode in tree["cards"][0]["plans"]]
-    heads = [
-        f"{name}\n{what}" for name in names for what in ("GPUs", "tokens/s", "GPU-h" if hours else "GiB")
-    ]
+    heads = [f"{name}\n{what}" for name in names for what in ("n x mb", "tok/s", "GPU-h" if hours else "GiB")]
     rows = []
     for row in tree["cards"]:
         cells = [cell for plan in row["plans"].values() for cell in _card_cells(plan, hours=hours)]
@@ -298,23 +296,38 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     plans = [plan for row in tree["cards"] for plan in row["plans"].values() if "problem" not in plan]
     used = {plan["engine"] for plan in plans}
     marks = "".join(f", {one.mark}: {one.label}" for one in ENGINES if one.mark and one.name in used)
-    counts = f"GPUs: of 1, 2, 4 ... 512 on machines of eight{marks}." if tree["gpus"] is None else ""
+    of = f", of 1, 2, 4 ... 512 on machines of eight{marks}" if tree["gpus"] is None else ""
+    counts = f"n x mb: GPUs{of}, and the micro-batch of each in the fastest plan."
     batches = {plan["effective_batch_size"] for plan in plans}
     grown = "Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU. "
-    last = "GPU-h: hours of the run times GPUs." if tree["seen"] else "GiB: the peak of tensors."
+    least = (
+        "GiB: the peak of tensors, at least (micro-batch 1, activations recomputed) and in the fastest plan."
+    )
+    last = "GPU-h: hours of the run times GPUs." if tree["seen"] else least
     return [
-        *([counts] if counts else []),
+        counts,
         *([grown] if len(batches) > 1 else []),
-        "-: it does not fit. Speed is predicted from data sheets, n/a where they do not tell it or the link. "
-        f"{last}",
+        "-: it does not fit. tok/s: tokens per second, predicted from data sheets, n/a where they do not "
+        f"tell it or the link. {last}",
     ]
 
 
 def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
     if "problem" in plan:
         return "-", "-", "-"
-    speed = formatted(plan["tokens_per_second"], "{:,.0f}".format)
-    last = formatted(plan["peak_bytes"], lambda size: f"{size / GIB:.1f}")
+    speed = formatted(
+        plan["tokens_per_second"], lambda found: f"{found:,.0f}" if found < 1e5 else format_count(found)
+    )
     if hours:
         last = formatted(plan["gpu_hours"], lambda spent: f"{spent:,.{int(spent < 100)}f}")
-    return f"{plan['gpus']}{engine_of(plan['engine']).mark}", speed, last
+    else:
+        last = _range(plan["least_bytes"], plan["peak_bytes"])
+    return f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}", speed, last
+
+
+def _range(least: int | None, most: int | None) -> str:
+    """Two sizes in GiB: "9.2-18", or one if both are nearly the same."""
+    if least is None or most is None:
+        return MISSING
+    low, high = (f"{size / GIB:.{int(size < 10 * GIB)}f}" for size in (least, most))
+    return low if low == high else f"{low}-{high}"

@@ -47,7 +47,8 @@ def serving(runs: Path, port: int = PORT) -> Iterator[BaseWSGIServer]:
 def serve(runs: Path) -> None:
     """Prints how to reach the studio of a folder, and serves it until it is stopped."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores a closed terminal
+            signal.signal(number, _interrupt)
     with serving(runs) as server:
         console().print(f"Studio: http://{LOOPBACK}:{server.port}   (stop it with Ctrl-C)")
         host = socket.gethostname()

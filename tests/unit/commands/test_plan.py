@@ -81,10 +81,14 @@ def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
     (row,) = tree["cards"]
     assert list(row["plans"]) == ["full", "lora", "qlora"]
     assert all(found["tokens_per_second"] > 0 for found in row["plans"].values())
+    least = {mode: found["least_bytes"] for mode, found in row["plans"].items()}
+    assert 0 < least["qlora"] < least["lora"] < least["full"]  # whatever the micro-batches of the fastest are
+    assert all(least[mode] <= found["peak_bytes"] for mode, found in row["plans"].items())
 
 
 def test_a_card_that_is_too_small_has_a_dash():
     found = {"tokens_per_second": None, "peak_bytes": 2**30, "gpu_hours": 2.5, "effective_batch_size": 16}
+    found |= {"least_bytes": 2**29, "micro_batch_size": 8}
     plans = {"full": {"problem": "does not fit"}, "lora": {**found, "gpus": 4, "engine": "fsdp2"}}
     row = {"gpu": "T4", "total_bytes": 15 * 2**30, "plans": plans}
     tree = {
@@ -97,19 +101,22 @@ def test_a_card_that_is_too_small_has_a_dash():
     }
     lines = [line.rstrip() for line in screen(gpus_report(tree)).splitlines()]
     assert lines[0] == "org/m on the fewest GPUs that fit, rows of 2,048 tokens" and "a note" in lines
-    assert any(line.split() == ["T4", "15", "-", "-", "-", "4f", "n/a", "1.0"] for line in lines)
-    assert "GPUs: of 1, 2, 4 ... 512 on machines of eight, f: FSDP2." in lines
+    assert any(line.split() == ["T4", "15", "-", "-", "-", "4fx8", "n/a", "0.5-1.0"] for line in lines)
+    assert "n x mb: GPUs, of 1, 2, 4 ... 512 on machines of eight, f: FSDP2, and" in " ".join(lines)
     text = screen(gpus_report(tree | {"gpus": 4, "seen": True}))
     assert "org/m on 4 GPUs" in text and "GPU-h" in text and "2.5" in text and "1, 2, 4" not in text
 
 
 def test_the_table_of_three_modes_fits_into_80_columns():
-    found = {"tokens_per_second": 123456.0, "peak_bytes": 2**37, "effective_batch_size": 512}
+    found = {"tokens_per_second": 123456.0, "peak_bytes": 2**37, "least_bytes": 2**36}
+    found |= {"effective_batch_size": 512, "micro_batch_size": 64}
     plans = dict.fromkeys(MODES, {**found, "gpu_hours": 9999.9, "gpus": 512, "engine": "fsdp2"})
     row = {"gpu": "A100 80GB", "total_bytes": 2**37, "plans": plans}
     tree = {"model": "org/m", "gpus": None, "row_tokens": 2048, "seen": True, "cards": [row], "why": []}
     text = screen(gpus_report(tree))
-    assert text.count("123,456") == text.count("10,000") == text.count("512f") == 3 and "…" not in text
+    assert text.count("123K") == text.count("10,000") == text.count("512fx64") == 3 and "…" not in text
+    text = screen(gpus_report(tree | {"seen": False}))
+    assert text.count("64-128") == 3 and "…" not in text
 
 
 @pytest.fixture()
