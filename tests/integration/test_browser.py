@@ -154,7 +154,7 @@ def studio(live) -> Iterator[str]:
         server.shutdown()
 
 
-def until(condition, timeout_s: float = 20) -> None:
+def until(condition, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -181,7 +181,7 @@ def test_names_of_people_lead_to_their_runs_and_run_nothing(browser, studio):
     link = browser.find_element("link text", name)
     assert link.get_attribute("href") == f"{studio}/runs/{quote(name)}"
     link.click()
-    assert browser.title == name and "Before and after training" in text(browser)
+    until(lambda: browser.title == name and "Before and after training" in text(browser))
     with pytest.raises(Exception, match="no such alert"):
         _ = browser.switch_to.alert
 
@@ -196,7 +196,7 @@ def test_the_list_updates_itself_and_marked_runs_stay_marked(browser, studio, li
     script = "return [window.loaded, document.activeElement.value, document.querySelector('progress').value]"
     assert browser.execute_script(script) == [1, "two", 0.3]
     browser.find_element("css selector", "button").click()
-    assert browser.title == "one, two" and "Key numbers" in text(browser)
+    until(lambda: browser.title == "one, two" and "Key numbers" in text(browser))
 
 
 def test_curves_of_a_run_grow_until_it_ends_and_what_is_unfolded_stays_so(browser, tmp_path):
