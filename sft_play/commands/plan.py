@@ -33,8 +33,6 @@ from sft_play.runlog import quiet_libraries
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.units import counted
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
 
 def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableType]:
     """The plan as JSON and as a report.
@@ -116,7 +114,7 @@ def _config(args: argparse.Namespace) -> ResolvedConfig:
 
 def _shipped(mode: str) -> Path:
     """The config that a person starts from in this tuning mode."""
-    return CONFIGS / f"run_{mode}.yaml"
+    return Path(f"configs/run_{mode}.yaml")
 
 
 def _batch_grows(args: argparse.Namespace, resolved: ResolvedConfig) -> bool:
@@ -128,7 +126,6 @@ def _command(args: argparse.Namespace, resolved: ResolvedConfig, config: RunConf
     """What to type to train by this plan; a model alone is trained by the shipped config of its mode."""
     path, overrides = resolved.path, list(resolved.overrides)
     if args.config is None:
-        path = path.relative_to(CONFIGS.parent)
         overrides = [override for override in overrides if not override.startswith("tuning.mode=")]
         if resolved.origins["data.train_path"] == "default":
             overrides.append("data.train_path=my.jsonl")

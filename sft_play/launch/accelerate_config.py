@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sft_play import resources
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import ALONE, distributed_engines, engine_of
 from sft_play.errors import StorageError
@@ -13,8 +14,7 @@ from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
 from sft_play.runlog import console
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIGS = REPOSITORY / "configs" / "accelerate"
+CONFIGS = resources.CONFIGS / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
 REMEDY = "remove it, or run `make setup-accelerate` to write it again"
 

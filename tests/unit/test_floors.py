@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
-    ["__init__", "errors", "files", "fingerprints", "screen", "secrets", "units"],
+    ["__init__", "errors", "files", "fingerprints", "resources", "screen", "secrets", "units"],
     ["config", "cache", "manifest", "streams"],
     ["plan", "runlog", "work"],
     ["reasons", "timeline"],
@@ -33,7 +33,7 @@ FLOORS = [
     ["multinode", "train"],
     ["commands"],
     ["cli"],
-    ["__main__"],
+    ["__main__", "scripts"],
 ]  # fmt: skip
 # the modules of this floor and of those above it may import torch, directly or through others
 TORCH_LINE = "engines.stored"
