@@ -57,6 +57,8 @@ yes = $(if $(filter-out $(YES) $(NO),$($(1)))$(word 2,$($(1))),$(error $(1)=$($(
 required = $(if $($(1)),,$(error $(1)=$(2) is required))
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Messages name targets and settings of make, not commands and flags of sft-play.
+export SFT_PLAY_MAKE = 1
 # Libraries would mistake these for the rank of a single process.
 unexport RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 

@@ -1,4 +1,4 @@
-"""The files that come with SFT-Play, as package data: `configs/` of the repository is a link to this folder."""
+"""The files that come with SFT-Play, as package data; `configs/` of the repository is a link to these."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def shipped_configs() -> list[str]:
 
 
 def located(path: Path) -> Path:
-    """Where the file of a config is: at its path or, if nothing is there, among those of `shipped_configs`."""
+    """Where the file of a config is: at its path or, if nothing is there, among `shipped_configs`."""
     if str(path) in shipped_configs() and not os.path.lexists(path):
         return PACKAGE / path
     return path

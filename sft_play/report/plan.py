@@ -13,6 +13,7 @@ from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
 from sft_play.screen import NamedValues, Words
+from sft_play.spelling import said
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
@@ -275,7 +276,11 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
         table.add_row(row["gpu"], f"{row['total_bytes'] / GIB:.0f}", *cells)
     each = "the fewest GPUs that fit" if tree["gpus"] is None else counted(tree["gpus"], "GPU")
     title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
-    notes = [*_legend(tree, hours=hours), f'make plan MODEL={tree["model"]} GPU="RTX 4090"', *tree["why"]]
+    notes = [
+        *_legend(tree, hours=hours),
+        said(f'make plan MODEL={tree["model"]} GPU="RTX 4090"'),
+        *tree["why"],
+    ]
     return Group(title, table, *(Words(Text(note, style="dim")) for note in notes))
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch import slurm
-from sft_play.resources import PACKAGE, SCRIPTS
 from sft_play.launch.slurm import (
     TEMPLATE,
     SlurmJob,
@@ -16,6 +15,7 @@ from sft_play.launch.slurm import (
     submission_summary,
     submit,
 )
+from sft_play.resources import PACKAGE, SCRIPTS
 
 RUN = {
     "config": "configs/a b.yaml",
@@ -95,7 +95,14 @@ def test_the_template_works_as_it_is_from_the_folder_of_the_repository():
         env={"SLURM_SUBMIT_DIR": "/here"},
     )
     config = "configs/run_distributed.yaml"
-    assert done.stdout.splitlines() == ["--config", config, "--processes", "0", "train.epochs=1", "/here/scripts"]
+    assert done.stdout.splitlines() == [
+        "--config",
+        config,
+        "--processes",
+        "0",
+        "train.epochs=1",
+        "/here/scripts",
+    ]
     assert (PACKAGE / config).is_file()
 
 
