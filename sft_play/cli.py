@@ -1,9 +1,7 @@
-"""From the command line to a function of handlers.py or data_handlers.py, from an error to an exit code."""
+"""From the command line to a function of handlers.py or a file beside it, from an error to an exit code."""
 
 import contextlib
 import errno
-import logging
-import os
 import shlex
 import sys
 import traceback
@@ -11,10 +9,10 @@ import traceback
 import click
 from rich.text import Text
 
-from sft_play.commands import data_handlers, handlers  # noqa: F401 - they declare the commands
+from sft_play.commands import data_handlers, first_handlers, handlers  # noqa: F401 - they declare the commands
 from sft_play.commands.command_line import PROGRAM, Arguments
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
-from sft_play.launch.environment import settle_environment
+from sft_play.launch.environment import set_environment
 from sft_play.runlog import console_on_stderr
 from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
@@ -25,23 +23,6 @@ COMMANDS = ("make ", "sft-play ")  # at the start of a line
 WITHOUT_DOCSTRINGS = (
     "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads; unset it, or set it to 1"
 )
-# How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
-# compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
-# for other libraries than libgomp.
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "6000"}
-
-
-def set_environment(*, rank: bool = False) -> None:
-    """Library settings that must be set before the libraries are imported; `rank`: in a rank of a run."""
-    settle_environment(os.environ, rank=rank)
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a package that nobody needs here
-    if not WAITING.keys() & os.environ.keys():
-        os.environ.update(WAITING)
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -3,7 +3,7 @@
 A message says what was requested, what was found, what is allowed, and the next command to run.
 """
 
-from sft_play.spelling import said
+from sft_play.spelling import as_typed
 
 
 class SftPlayError(Exception):
@@ -12,7 +12,7 @@ class SftPlayError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return said(super().__str__())
+        return as_typed(super().__str__())
 
 
 class ConfigError(SftPlayError):

@@ -82,7 +82,7 @@ def by_make() -> bool:
     return bool(os.environ.get(BY_MAKE))
 
 
-def said(text: str) -> str:
+def as_typed(text: str) -> str:
     """A message with commands as its reader types them: of make, as they are, or of sft-play."""
     if by_make():
         return text

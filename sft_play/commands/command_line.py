@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sft_play import __version__
-from sft_play.errors import CheckpointError
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.layout import ending, header, make_command
 from sft_play.runlog import RunDir, console
 from sft_play.spelling import by_make
@@ -112,6 +112,21 @@ def number(
         return default if text is None else whole_number(setting if by_make() else name, text, least, most)
 
     return flag(name, help, callback=read, metavar="N")
+
+
+def arguments(name: str, overrides: Sequence[str] = (), **flags: Any) -> Arguments:
+    """The arguments of a command as if its flags had been typed so; ConfigError if a value is wrong.
+
+    `arguments("plan", model="qwen3-8b", why=True)` is that of `sft-play plan --model qwen3-8b --why`.
+    """
+    words = list(overrides)
+    for flag_name, value in flags.items():
+        if value is not None and value is not False:
+            words += [f"--{flag_name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    try:
+        return PROGRAM.commands[name].main(words, prog_name=name, standalone_mode=False)
+    except click.UsageError as error:
+        raise ConfigError(error.format_message()) from None
 
 
 def end(

@@ -87,7 +87,7 @@ def config_schema(args: Arguments) -> int:
     return 0
 
 
-@command("check", as_json=True, prints=True)
+@command("check", as_json=True, prints=True, examples=["--config my.yaml"])
 def check(args: Arguments) -> int:
     """Check config, data, model, memory, devices, disk and package versions."""
     from sft_play.cache import cache_dir
@@ -105,7 +105,17 @@ def check(args: Arguments) -> int:
     return code
 
 
-@command("plan", needs_config=False, as_json=True, prints=True)
+@command(
+    "plan",
+    needs_config=False,
+    as_json=True,
+    prints=True,
+    examples=[
+        '--model qwen3-8b --gpu "RTX 4090"',
+        "--config my.yaml --why",
+        "--config my.yaml tuning.mode=qlora",
+    ],
+)
 @flag(
     "--model", "plan for this model instead, e.g. qwen3-8b; without --gpu: on each common GPU", metavar="NAME"
 )
@@ -138,7 +148,15 @@ def probe(args: Arguments) -> int:
     return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"])
 
 
-@command("train")
+@command(
+    "train",
+    examples=[
+        "--config my.yaml",
+        "--config my.yaml train.epochs=1 output.name=short",
+        "--config my.yaml --processes 0    on all GPUs",
+        "--config my.yaml --resume",
+    ],
+)
 @processes
 @engine
 @switch("--tensorboard", "serve TensorBoard while training")
@@ -206,7 +224,7 @@ def tensorboard(args: Arguments) -> int:
     return 0
 
 
-@command("eval", as_json=True)
+@command("eval", as_json=True, examples=["--config my.yaml --split test"])
 @flag("--split", "(default: val)", type=click.Choice(["val", "test"]), default="val")
 @number("--limit", "LIMIT", "number of rows to generate answers for (default: eval.limit)", 1)
 def evaluate(args: Arguments) -> int:
@@ -243,7 +261,7 @@ def evaluate_tasks(args: Arguments) -> int:
     return end(args, result)
 
 
-@command("infer", as_json=True)
+@command("infer", as_json=True, examples=["--config my.yaml", "--config my.yaml --input questions.jsonl"])
 @flag("--input", "file with prompts; without it, start a chat", type=Path)
 @flag("--output", "JSONL file to write the answers to", type=Path)
 @force
@@ -313,7 +331,7 @@ def push(args: Arguments) -> int:
     return end(args, push_run(loaded_config(args), run, args.repo, part=args.what, public=args.public))
 
 
-@command("report", config=False)
+@command("report", config=False, examples=["", "my"])
 @flag("name", "name or path of the run (default: the latest)", required=False)
 @folder_of_runs
 def report(args: Arguments) -> int:

@@ -13,7 +13,7 @@ from sft_play.errors import StorageError
 from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
 from sft_play.runlog import console
-from sft_play.spelling import said
+from sft_play.spelling import as_typed
 
 CONFIGS = resources.CONFIGS / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
@@ -38,7 +38,7 @@ def stale_default_config(processes: int, engine: Engine) -> str | None:
     import yaml
 
     path = default_config_path()
-    remedy = said("remove it, or run `make setup-accelerate` to write it again")
+    remedy = as_typed("remove it, or run `make setup-accelerate` to write it again")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
 from sft_play.screen import NamedValues, Words
-from sft_play.spelling import said
+from sft_play.spelling import as_typed
 from sft_play.units import GIB, counted, format_bytes, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
@@ -242,7 +242,7 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
     if tree["alternatives"]:
         parts.append(candidates_table(plan, needed, tree["alternatives"]))
     more = "WHY=1 adds the reason of each choice, memory by phase, and other numbers of "
-    return apart(*parts, Words(Text(more + plural(process_unit(plan["device"])), style="dim")))
+    return apart(*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim")))
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
@@ -278,7 +278,7 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
     title = Text(f"{tree['model']} on {each}, rows of {tree['row_tokens']:,} tokens", style="bold")
     notes = [
         *_legend(tree, hours=hours),
-        said(f'make plan MODEL={tree["model"]} GPU="RTX 4090"'),
+        as_typed(f'make plan MODEL={tree["model"]} GPU="RTX 4090"'),
         *tree["why"],
     ]
     return Group(title, table, *(Words(Text(note, style="dim")) for note in notes))

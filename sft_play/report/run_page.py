@@ -26,7 +26,7 @@ from sft_play.report.tables import (
     step_seconds,
     unfinished_note,
 )
-from sft_play.spelling import said
+from sft_play.spelling import as_typed
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
 # Key of an answer of `make eval` -> whose it is.
@@ -102,7 +102,9 @@ def status_line(run: RunRecord) -> str:
     if status == "failed":
         return f"Failed: {_reason(run)} After {steps}; log.txt says more.{damaged}"
     if status == "interrupted":
-        return f"Interrupted with a checkpoint saved, {steps}; {said('make resume')} continues it.{damaged}"
+        return (
+            f"Interrupted with a checkpoint saved, {steps}; {as_typed('make resume')} continues it.{damaged}"
+        )
     return f"Not finished: it is still running, or it failed (log.txt says more); {steps}.{damaged}"
 
 
@@ -263,9 +265,9 @@ def _evaluated(run: RunRecord) -> dict[str, Tree]:
     for split, result in run.evaluations.items():
         models = scores_of_models(result)
         for name, scores in models.items():
-            found[f"eval, {split}: {name}"] = {**scores, "split": split}
+            found[f"{as_typed('make eval')}, {split}: {name}"] = {**scores, "split": split}
         if not models:
-            found[f"eval, {split}"] = result
+            found[f"{as_typed('make eval')}, {split}"] = result
     return found
 
 
@@ -284,7 +286,7 @@ def _answers(run: RunRecord) -> Iterator[Block]:
     for split, answers in run.answers.items():
         found = [_sample(answer["messages"][-1]["content"], answer, ANSWERS) for answer in answers]
         if found:
-            yield Samples(f"eval, first rows of {split}", found)
+            yield Samples(f"{as_typed('make eval')}, first rows of {split}", found)
 
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:

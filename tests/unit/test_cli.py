@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from sft_play.cli import WAITING, main, parse, report_error, run_rank, set_environment
+from sft_play.cli import main, parse, report_error, run_rank
 from sft_play.errors import ConfigError
+from sft_play.launch.environment import WAITING, set_environment
 from tests.conftest import REPOSITORY
 
 

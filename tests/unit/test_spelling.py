@@ -10,7 +10,7 @@ import pytest
 from sft_play.cli import parse
 from sft_play.commands.command_line import PROGRAM
 from sft_play.errors import ConfigError
-from sft_play.spelling import BY_MAKE, COMMAND, FLAGS, OVERRIDES, SWITCHES, TARGETS, said
+from sft_play.spelling import BY_MAKE, COMMAND, FLAGS, OVERRIDES, SWITCHES, TARGETS, as_typed
 from tests.conftest import REPOSITORY
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
@@ -39,7 +39,7 @@ def _not_by_make(monkeypatch):
     ],
 )  # fmt: skip
 def test_commands_and_settings_of_make_become_those_of_sft_play(written, shown):
-    assert said(written) == shown == said(shown)
+    assert as_typed(written) == shown == as_typed(shown)
 
 
 def test_an_error_is_spelled_for_its_reader(monkeypatch):
@@ -83,7 +83,7 @@ def test_every_command_in_a_message_is_one_that_sft_play_understands():
     assert len(commands) > 20
     for written in commands:
         numbers = re.sub(r"(NGPU|NODES|RANK|LIMIT|SHOW|SHOTS)=[^ ]*", r"\1=1", written)
-        words = shlex.split(re.sub("[<>]", "", said(numbers)))[1:]
+        words = shlex.split(re.sub("[<>]", "", as_typed(numbers)))[1:]
         takes = {name for parameter in PROGRAM.commands[words[0]].params for name in parameter.opts}
         words += ["--config", "x"] if "--config" in takes - set(words) else []
         words += needed.get(words[0], "").split() if "--tasks" not in words else []
