@@ -69,12 +69,17 @@ WORDS = {
     ".venv/bin/hf": "hf",
     "docs/reference/config.md lists": "`sft-play config-schema` lists",
 }
+# After training RUN names a run, with the settings that it was trained with.
+AFTER = ("eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "export", "push", "resume")
 NAMES = "|".join((*FLAGS, *SWITCHES, *OVERRIDES, "ARGS"))
 VALUE = r"""(?:"[^"]*"|'(?:[^']|'\\'')*'|<[^<>]*>|[^\s"'`,;:()<>]|[:;,](?=\S))*"""
 KNOWN = "|".join(sorted(TARGETS, reverse=True))
 COMMAND = re.compile(rf"(?<![\w./-])make ({KNOWN})\b(?!-)((?: (?:{NAMES})={VALUE})*)")
 SETTING = re.compile(rf"(?<![\w./-])(?<!variable )({NAMES})=({VALUE})")
 BARE = re.compile(r"\b(?:CONFIG|NGPU|NODES)\b")
+
+
+RUN = re.compile(rf"\bRUN=({VALUE})")
 
 
 def by_make() -> bool:
@@ -95,9 +100,16 @@ def as_typed(text: str) -> str:
 def _command(found: re.Match[str]) -> str:
     target, settings = found.groups()
     words = TARGETS[target]
+    if target in AFTER and "CONFIG=" not in settings:
+        settings = RUN.sub(lambda run: f"CONFIG={_folder(run[1])}/config.resolved.yaml", settings)
     if "--engine" in words and "NGPU=" not in settings:
         words += " --processes 0"
     return f"sft-play {words}{SETTING.sub(lambda each: _flag(target, *each.groups()), settings)}"
+
+
+def _folder(run: str) -> str:
+    """The folder of a run, which is named by itself or in the folder of runs."""
+    return run if "/" in run else f"runs/{run}"
 
 
 def _flag(target: str, name: str, value: str) -> str:

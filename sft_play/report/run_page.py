@@ -65,7 +65,8 @@ def run_page(run: RunRecord) -> Page:
 def facts(run: RunRecord) -> list[tuple[str, str]]:
     """When, where and with what the run was started, and what to type next; without what is not known."""
     name = shlex.quote(run.name)
-    following = {"done": f"make infer RUN={name}", "interrupted": f"make resume RUN={name}"}
+    next_target = {"done": "infer", "interrupted": "resume"}
+    following = {status: as_typed(f"make {target} RUN={name}") for status, target in next_target.items()}
     machine = MISSING
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)

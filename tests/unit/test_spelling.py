@@ -28,6 +28,8 @@ def _not_by_make(monkeypatch):
         ("make train-fsdp CONFIG=a.yaml", "sft-play train --engine fsdp2 --processes 0 --config a.yaml"),
         ("make plan NGPU=2 GPU='RTX 4090'", "sft-play plan --gpus 2 --gpu 'RTX 4090'"),
         ("make report RUN=runs/a", "sft-play report runs/a"),
+        ("make infer RUN=a", "sft-play infer --config runs/a/config.resolved.yaml"),
+        ("make resume RUN=/data/a", "sft-play train --resume --config /data/a/config.resolved.yaml"),
         ('make resume ALLOW=train.epochs ARGS="train.epochs=<more>"', "sft-play train --resume train.allow_changed=[train.epochs] train.epochs=<more>"),
         ("make train ARGS='data.train_path=\"my rows.jsonl\"'", 'sft-play train data.train_path="my rows.jsonl"'),
         ("NGPU=two: expected a number", "--processes two: expected a number"),
