@@ -16,6 +16,8 @@
 #? PROBE=search                     time several plans, use the fastest
 #? ALLOW=train.max_steps            resume although this setting changed
 #? NODES=2                          number of machines (multi-node)
+#? EXTRAS=export,documents          optional packages to install
+#? V=1                              show the commands that make runs
 #? PUBLIC=1 CONFIRM=1 FORCE=1       publish, delete, overwrite: if typed only
 #! make train                                            the demo, no GPU needed
 #! make plan MODEL=qwen3-8b GPU="RTX 4090"               what would fit, and why
@@ -27,8 +29,8 @@ $(foreach name,$(AS_TYPED),$(if $(findstring environment,$(origin $(name))),$(ev
 $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval INHERITED += $(name))))
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
-TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
-        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME VENV WHAT WHY ZERO
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE EXTRAS FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
+        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME V VENV WHAT WHY ZERO
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
 UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
@@ -57,6 +59,11 @@ yes = $(if $(filter-out $(YES) $(NO),$($(1)))$(word 2,$($(1))),$(error $(1)=$($(
 required = $(if $($(1)),,$(error $(1)=$(2) is required))
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Messages name targets and settings of make, not commands and flags of sft-play.
+export SFT_PLAY_MAKE = 1
+# Commands are not echoed, unless V=1.
+export V
+$(if $(call yes,V),,$(eval .SILENT:))
 # Libraries would mistake these for the rank of a single process.
 unexport RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
@@ -89,9 +96,19 @@ TORCH = 2.13.0
 BUILT = deepspeed rouge-score
 TOOLS = .venv-tools
 COMPILE = "$(TOOLS)/bin/uv" pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+# An extra takes the versions of the other locks, and adds what is not in them.
+ADDED = --constraint requirements.lock --constraint requirements-source.lock $$(sed -n 's/==.*//p' requirements.lock requirements-source.lock | sed 's/^/--no-emit-package /') --no-emit-package torch
 FLOOR = .venv-floor
 # Compares with measurements that were made with the locked versions.
 RECORDED = tests/unit/sizing/test_benchmark_results.py::test_steps_of_the_cpu_are_predicted_again_within_the_targets
+# Optional packages, each with a lock of what it adds: the extras of pyproject.toml, but for mlflow and trackio: these need an
+# older pyarrow and an older pillow than requirements.lock has.
+LOCKED_EXTRAS = browser documents export kernels liger lm-eval schedulefree wandb
+COMMA = ,
+CHOSEN = $(subst $(COMMA), ,$(EXTRAS))
+UNKNOWN_EXTRAS = $(filter-out $(LOCKED_EXTRAS),$(CHOSEN))
+$(if $(UNKNOWN_EXTRAS),$(error no such extra: $(UNKNOWN_EXTRAS); there are: $(LOCKED_EXTRAS)))
+INSTALL = $(PY) scripts/pip_install.py
 TOOL_CACHES = build dist .pytest_cache .ruff_cache .mypy_cache sft_play.egg-info
 
 ##@ Setup
@@ -101,24 +118,30 @@ help: ## Show this help
 	@awk 'BEGIN {FS = ":.*## "} /^#! / {printf "%s%s\n", m++ ? "" : "\nExamples\n", "  " substr($$0, 4)} /^#\? / {printf "%s%s\n", n++ ? "" : "Settings\n", "  " substr($$0, 4)} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-zA-Z0-9][a-zA-Z0-9_.\/-]*:.*## / {printf "  %-21s %s\n", $$1, $$2}' "$(firstword $(MAKEFILE_LIST))"
 
 .PHONY: install
-install: $(READY) ## Create .venv with the versions from requirements.lock
+install: $(READY) $(CHOSEN:%=$(VENV)/.ready-%) ## Create .venv with locked versions; EXTRAS=wandb,export
+	:
 
 # Locked wheels come first; nothing of them runs while they are installed. torch comes in whatever build the package index
 # of this machine provides, so without hashes; its CUDA build brings NVIDIA's libraries. What has no wheels is built last, by
 # locked tools. The DS_* variables keep DeepSpeed's setup from looking for a CUDA compiler; its operators are compiled on
 # first use.
-$(READY): export PIP_QUIET = 1
 $(READY): requirements.lock requirements-source.lock pyproject.toml
 	$(call quote,$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is required: make install PYTHON=python3.12")'
 	@echo $(call quote,Installing into $(VENV) (first use only): a minute or two)
 	$(call quote,$(PYTHON)) -m venv $(call quote,$(VENV))
 	@echo '  1 of 3: packages of requirements.lock'
-	$(PY) -m pip install --no-deps --require-hashes --only-binary :all: --requirement requirements.lock
+	$(INSTALL) --no-deps --require-hashes --only-binary :all: --requirement requirements.lock
 	@echo '  2 of 3: PyTorch $(TORCH); with CUDA several gigabytes'
-	$(PY) -m pip install torch==$(TORCH)
+	$(INSTALL) torch==$(TORCH)
 	@echo '  3 of 3: packages that are built here'
-	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PY) -m pip install --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock
-	$(PY) -m pip install --no-deps --no-build-isolation --editable .
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement requirements-source.lock
+	$(INSTALL) --no-deps --no-build-isolation --editable .
+	touch $(call quote,$@)
+
+# Some extras have packages without wheels, which locked tools build.
+$(VENV)/.ready-%: locks/%.lock $(READY)
+	@echo '  extra $*'
+	$(INSTALL) --no-deps --require-hashes --no-build-isolation --use-pep517 --requirement $<
 	touch $(call quote,$@)
 
 .PHONY: gpu-info
@@ -329,6 +352,7 @@ cookbook: $(READY) ## Plan every model on every machine for the cookbook
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
 	$(COMPILE) --extra dev $(foreach name,torch $(BUILT),--no-emit-package $(name)) $(WORDS) --output-file requirements.lock pyproject.toml
 	"$(TOOLS)/bin/python" scripts/requirements_of.py $(BUILT) | $(COMPILE) --no-deps $(WORDS) --output-file requirements-source.lock -
+	$(foreach extra,$(LOCKED_EXTRAS),$(COMPILE) --extra $(extra) $(ADDED) $(WORDS) --output-file locks/$(extra).lock pyproject.toml$(NEWLINE)	):
 
 .PHONY: audit
 audit: $(TOOLS)/.ready ## Look for known vulnerabilities in locked packages
@@ -415,6 +439,10 @@ soak: $(READY) ## Train under random faults for MINUTES=60
 .PHONY: fuzz
 fuzz: $(READY) ## Check that 10,000 broken inputs end in one error each
 	$(PY) -m benchmarks.fuzz $(WORDS)
+
+# A target that does not exist.
+.DEFAULT:
+	$(call quote,$(PYTHON)) -c 'import difflib, re, sys; names = re.findall(r"^([a-z][\w-]*): ", open(sys.argv[1]).read(), re.M); near = difflib.get_close_matches(sys.argv[2], names, 1); sys.exit("error: there is no target " + sys.argv[2] + ("; did you mean `make " + near[0] + "`?" if near else "") + " `make help` lists all targets")' "$(firstword $(MAKEFILE_LIST))" $(call quote,$@)
 
 .PHONY: clean
 clean: ## Remove tool caches; keep data, runs and .venv

@@ -30,6 +30,7 @@ from sft_play.config.schema import TrainConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate
+from sft_play.spelling import FLAGS, OVERRIDES, SWITCHES, TARGETS
 
 SEVERAL = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2", "fsdp2": "FSDP2"}  # engines of make bench-sharding
 FEWEST = "## The fewest GPUs"  # of the cookbook: its last section, a table of another kind
@@ -295,7 +296,18 @@ def _killed() -> str:
     return f"Of {trials} runs that were killed with -9, {same} ended with the weights of an undisturbed run."
 
 
+def spellings() -> str:
+    """What to type without make for each target of the Makefile that is for users."""
+    rows = [
+        (f"`make {target}`", f"`sft-play {words}`") for target, words in TARGETS.items() if target != words
+    ]
+    flags = [(f"`{name}=`", f"`{flag}`") for name, flag in {**FLAGS, **SWITCHES}.items()]
+    rows += flags + [(f"`{name}=`", f"`{form.format('...')}`") for name, form in OVERRIDES.items()]
+    return table(("with make", "without"), rows)
+
+
 TABLES = {
+    "spellings": spellings,
     "peers": peers,
     "start-up": start_up,
     "planner": planner,

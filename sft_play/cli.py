@@ -1,74 +1,28 @@
-"""From the command line to a function of handlers.py or data_handlers.py, from an error to an exit code."""
+"""From the command line to a function of handlers.py or a file beside it, from an error to an exit code."""
 
-import argparse
 import contextlib
 import errno
-import logging
-import os
 import shlex
 import sys
 import traceback
-from typing import NoReturn
 
+import click
 from rich.text import Text
 
-from sft_play import __version__
-from sft_play.commands import data_handlers, handlers  # noqa: F401 - they declare the commands
-from sft_play.commands.command_line import COMMANDS
+from sft_play.commands import data_handlers, first_handlers, handlers  # noqa: F401 - they declare the commands
+from sft_play.commands.command_line import PROGRAM, Arguments
 from sft_play.errors import ConfigError, Interrupted, SftPlayError
-from sft_play.launch.environment import settle_environment
+from sft_play.launch.environment import set_environment
 from sft_play.runlog import console_on_stderr
 from sft_play.screen import Command, Screen
 from sft_play.secrets import redact
 from sft_play.streams import require_output, secure_streams
 
 INTERRUPTED_BY_USER = 130  # as shells report Ctrl-C
+COMMANDS = ("make ", "sft-play ")  # at the start of a line
 WITHOUT_DOCSTRINGS = (
     "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads; unset it, or set it to 1"
 )
-# How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
-# compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
-# for other libraries than libgomp.
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "6000"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse's parser, whose errors look like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        _write_error(message, label=f"{self.prog}: error: ")
-        self.exit(2)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """All commands and flags."""
-    parser = _Parser(
-        prog="sft-play",
-        description="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
-    )
-    parser.add_argument("--version", action="version", version=f"sft-play {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, command in COMMANDS.items():
-        text = (command.function.__doc__ or "").splitlines()[0]
-        added = subparsers.add_parser(name, help=text, description=text)
-        added.set_defaults(function=command.function, json=False, prints=command.prints)
-        for flag, settings in command.flags:
-            added.add_argument(flag, **settings)
-    return parser
-
-
-def set_environment(*, rank: bool = False) -> None:
-    """Library settings that must be set before the libraries are imported; `rank`: in a rank of a run."""
-    settle_environment(os.environ, rank=rank)
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a package that nobody needs here
-    if not WAITING.keys() & os.environ.keys():
-        os.environ.update(WAITING)
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -96,13 +50,13 @@ def _write_error(text: str, label: str = "error: ") -> None:
     """Writes to stderr; on a terminal, with breaks between words alone, and commands that can be copied."""
     if sys.stderr.isatty():
         first, *rest = text.split("\n")
-        lines = (Command(line, hang=2) if line.lstrip().startswith("make ") else Text(line) for line in rest)
-        Screen(stderr=True).print(Text.assemble((label, "bold red"), first), *lines)
+        shown = (Command(line, hang=2) if line.lstrip().startswith(COMMANDS) else Text(line) for line in rest)
+        Screen(stderr=True).print(Text.assemble((label, "bold red"), first), *shown)
     else:
         sys.stderr.write(f"{label}{text}\n")
 
 
-def explained(error: BaseException, args: argparse.Namespace) -> BaseException:
+def explained(error: BaseException, args: Arguments) -> BaseException:
     """The error, or one that says what a library cannot do with the config."""
     if exit_code_of(error) != 1 or isinstance(error, SftPlayError):
         return error
@@ -121,7 +75,7 @@ def explained(error: BaseException, args: argparse.Namespace) -> BaseException:
     return library_failure(error, config) or error
 
 
-def _spread(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+def _spread(argv: list[str]) -> list[str]:
     """Replaces `--args=TEXT`, in which the Makefile hands on ARGS, by the words of the text.
 
     They are split like a shell splits them, but nothing in them is expanded or run.
@@ -132,33 +86,54 @@ def _spread(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
         try:
             words += shlex.split(text) if flag == "--args" else [argument]
         except ValueError as error:
-            parser.error(f"ARGS={text!r} cannot be split into words: {str(error).lower()}")
+            reason = str(error).lower()
+            raise click.UsageError(f"ARGS={text!r} cannot be split into words: {reason}") from None
     return words
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Parses the arguments; unlike plain argparse, it allows overrides before and after flags."""
-    words = _spread(parser, sys.argv[1:] if argv is None else argv)
-    args, rest = parser.parse_known_args(words)
-    if rest and (not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest)):
-        settings = _as_settings(rest, words) if hasattr(args, "overrides") else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{settings}")
-    if rest:
-        args.overrides = [*args.overrides, *rest]
+def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments:
+    """Parses the arguments, overrides before and after flags.
+
+    Raises:
+        SystemExit: after --help, or if they are wrong.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        words = _spread(words)
+        args = program.main(words, prog_name=program.name, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        raise SystemExit(2) from None
+    except click.UsageError as error:
+        context = error.ctx
+        if context:
+            sys.stderr.write(f"{context.get_usage()}\n")
+        unknown = isinstance(error, click.NoSuchOption)
+        settings = _as_settings(words, context.command) if context and unknown else ""
+        name = context.command_path if context else program.name
+        _write_error(f"{error.format_message().rstrip('.')}{settings}", label=f"{name}: error: ")
+        raise SystemExit(2) from None
+    except SftPlayError as error:  # a number that makes no sense
+        raise SystemExit(report_error(error)) from None
+    if not isinstance(args, Arguments):  # --help
+        raise SystemExit(args)
     return args
 
 
-def _as_settings(unknown: list[str], words: list[str]) -> str:
-    """How the unknown flags among these words are written here, as far as they are settings."""
+def _as_settings(words: list[str], command: click.Command) -> str:
+    """How the flags among these words that a command does not have are written here, if they are settings."""
+    if not any(parameter.name == "overrides" for parameter in command.params):
+        return ""
     from sft_play.config.load import as_override
 
+    known = {name for parameter in command.params for name in parameter.opts}
     found = []
-    for flag in unknown:
+    for number, flag in enumerate(words, start=1):
         name, _, value = flag.partition("=")
-        following = words[words.index(flag) + 1 :][:1]
+        following = words[number : number + 1]
         if not value and following and not following[0].startswith("-") and "=" not in following[0]:
             value = following[0]
-        if flag.startswith("--") and (setting := as_override(name, value or "true")):
+        if name.startswith("--") and name not in known and (setting := as_override(name, value or "true")):
             found.append(setting)
     return f"; settings are written as section.key=value: {shlex.join(found)}" if found else ""
 
@@ -169,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     set_environment()
     if sys.flags.optimize > 1:
         return report_error(ConfigError(WITHOUT_DOCSTRINGS))
-    args = parse(build_parser(), argv)
+    args = parse(argv)
     if args.json or args.prints:
         require_output()
     try:
@@ -181,6 +156,20 @@ def main(argv: list[str] | None = None) -> int:
         return report_error(explained(error, args))
 
 
+RANK = click.Command(
+    "train_distributed.py",
+    help="Run one rank of a distributed training run.",
+    callback=Arguments,
+    params=[
+        click.Option(["--config"], required=True, help="YAML config file"),
+        click.Option(["--probe"], is_flag=True, help="measure the largest batch and exit"),
+        # python -m torch.distributed.launch passes it, beside the variable LOCAL_RANK, which counts
+        click.Option(["--local-rank", "--local_rank"], hidden=True),
+        click.Argument(["overrides"], nargs=-1, metavar="[section.key=value]..."),
+    ],
+)
+
+
 def run_rank(argv: list[str]) -> int:
     """Runs one rank of a distributed run (scripts/train_distributed.py) and returns its exit code.
 
@@ -190,15 +179,7 @@ def run_rank(argv: list[str]) -> int:
     set_environment(rank=True)
     if sys.flags.optimize > 1:
         return report_error(ConfigError(WITHOUT_DOCSTRINGS))
-    parser = argparse.ArgumentParser(
-        prog="train_distributed.py", description="Run one rank of a distributed training run."
-    )
-    parser.add_argument("--config", required=True, help="YAML config file")
-    parser.add_argument("--probe", action="store_true", help="measure the largest batch and exit")
-    # python -m torch.distributed.launch passes it, beside the variable LOCAL_RANK, which counts
-    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parse(parser, argv)
+    args = parse(argv, RANK)
     from sft_play.launch.ranks import SINGLE_PROCESS, RankEnvironment, finish_rank, says_lost_peer
     from sft_play.machine.process import importing_libraries
 

@@ -30,6 +30,7 @@ from sft_play.planning.speed import ensure_profile
 from sft_play.report.layout import make_command
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.runlog import RunDir, console, open_run, set_aside_earlier_run
+from sft_play.spelling import as_typed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -71,7 +72,7 @@ class Job:
     def resume_command(self) -> str:
         """What continues from the latest checkpoint, on as many processes of this machine."""
         if self.ranks.spans_machines:
-            return 'the same command on each machine, with ARGS="train.resume=auto"'
+            return as_typed('the same command on each machine, with ARGS="train.resume=auto"')
         return self.run.resume_command(self.ranks.local_world_size)
 
 

@@ -28,6 +28,7 @@ from sft_play.errors import RunInUseError, StorageError
 from sft_play.files import write_atomic
 from sft_play.screen import Screen
 from sft_play.secrets import redact, redact_file
+from sft_play.spelling import as_typed
 from sft_play.streams import open_output
 
 _console: Console | None = None
@@ -118,7 +119,7 @@ class RunDir:
     def resume_command(self, processes: int = 1) -> str:
         """What continues from the latest checkpoint; the resolved config has all overrides."""
         count = f" NGPU={processes}" if processes > 1 else ""
-        return f"make resume CONFIG={shlex.quote(str(self.config))}{count}"
+        return as_typed(f"make resume CONFIG={shlex.quote(str(self.config))}{count}")
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes `path` atomically."""

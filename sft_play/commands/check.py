@@ -30,6 +30,7 @@ from sft_play.report.machine import process_text
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.report.reasons import sentence
 from sft_play.screen import NamedValues
+from sft_play.spelling import as_typed
 from sft_play.units import GIB, counted, format_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -48,6 +49,9 @@ class Finding:
     topic: str
     what: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fix", as_typed(self.fix))
 
 
 def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = None) -> list[Finding]:

@@ -1,74 +1,104 @@
 """Decorators that make a function of the parsed arguments a command, with its flags; what commands share."""
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from sft_play import __version__
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.report.layout import ending, header, make_command
 from sft_play.runlog import RunDir, console
+from sft_play.spelling import by_make
 
 if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig
     from sft_play.config.schema import RunConfig
 
-Handler = Callable[[argparse.Namespace], int]
+Arguments = SimpleNamespace  # of a command, by the names of its flags
+Handler = Callable[[Arguments], int]
 Decorator = Callable[[Handler], Handler]
-Flag = tuple[str, dict[str, Any]]  # a name, and further arguments of argparse's `add_argument`
 
 
-@dataclass(frozen=True)
-class Command:
-    """What the parser needs to know."""
+class _InOrder(click.Group):
+    """Lists its commands in the order in which they are declared, which is that of a run."""
 
-    function: Handler
-    flags: list[Flag]
-    prints: bool
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
 
-COMMANDS: dict[str, Command] = {}  # in the order of --help
-_flags: dict[Handler, list[Flag]] = {}  # while the decorators of a function are applied, the last one first
+PROGRAM = _InOrder(
+    "sft-play",
+    help="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
+    epilog="""\b
+Examples:
+  sft-play demo                                      a whole run, no GPU needed
+  sft-play plan --model qwen3-8b --gpu "RTX 4090"    what would fit, and why
+  sft-play init                                      write my.yaml, to start from
+  sft-play train --config my.yaml train.epochs=1     with a setting changed
+\b
+Completion in bash (or zsh, fish):
+  eval "$(_SFT_PLAY_COMPLETE=bash_source sft-play)"
+""",
+)
+
+click.version_option(__version__, message="%(prog)s %(version)s")(PROGRAM)
 
 
 def command(
-    name: str, *, config: bool = True, needs_config: bool = True, as_json: bool = False, prints: bool = False
+    name: str,
+    *,
+    config: bool = True,
+    needs_config: bool = True,
+    as_json: bool = False,
+    prints: bool = False,
+    examples: Sequence[str] = (),
 ) -> Decorator:
     """Makes a function a command; the first line of its docstring is the help text.
 
     With `config`, it takes --config, which it may need, and overrides; with `as_json`, it takes --json.
-    `prints` says whether all it makes is what it prints.
+    `prints` says whether all it makes is what it prints. `examples` are its arguments, as typed.
     """
 
     def add(function: Handler) -> Handler:
         if as_json:
             switch("--json", "print a JSON object to stdout")(function)
         if config:
-            flag("overrides", "config values to override", nargs="*", metavar="section.key=value")(function)
-            flag("--config", "YAML config file", required=needs_config)(function)
-        COMMANDS[name] = Command(function, _flags.pop(function, [])[::-1], prints)
+            where = "YAML config file; `sft-play init` writes one"
+            flag("overrides", "settings to override", nargs=-1, metavar="[section.key=value]...")(function)
+            flag("--config", where, required=needs_config, type=click.Path())(function)
+
+        def parsed(**values: Any) -> Arguments:
+            common = {"command": name, "function": function, "prints": prints, "json": False}
+            return Arguments(**common | values)
+
+        shown = "\n".join(["\b", "Examples:", *(f"  sft-play {name} {words}".rstrip() for words in examples)])
+        parameters = function.__dict__.pop("__click_params__", [])[::-1]
+        text = (function.__doc__ or name).splitlines()[0]
+        epilog = shown if examples else None
+        made = click.Command(
+            name, callback=parsed, params=parameters, help=text, short_help=text, epilog=epilog
+        )
+        PROGRAM.add_command(made)
         return function
 
     return add
 
 
 def flag(name: str, help: str, **settings: Any) -> Decorator:
-    """A flag of a command; `settings` are further arguments of argparse's `add_argument`."""
-
-    def add(function: Handler) -> Handler:
-        _flags.setdefault(function, []).append((name, {"help": help, **settings}))
-        return function
-
-    return add
+    """A flag of a command, or an argument if its name has no dashes; `settings` are those of click."""
+    made: Any = click.option if name.startswith("-") else click.argument
+    return made(name, help=help, **settings)
 
 
 def switch(name: str, help: str) -> Decorator:
     """A flag without a value."""
-    return flag(name, help, action="store_true")
+    return flag(name, help, is_flag=True)
 
 
 def number(
@@ -76,19 +106,31 @@ def number(
 ) -> Decorator:
     """A flag with a whole number, which was typed as this setting of make."""
 
-    def read(text: str) -> int:
+    def read(_context: click.Context, _flag: click.Parameter, text: str | None) -> int | None:
         from sft_play.launch.nodes import whole_number
 
-        try:
-            return whole_number(setting, text, least, most)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        return default if text is None else whole_number(setting if by_make() else name, text, least, most)
 
-    return flag(name, help, type=read, metavar="N", default=default)
+    return flag(name, help, callback=read, metavar="N")
+
+
+def arguments(name: str, overrides: Sequence[str] = (), **flags: Any) -> Arguments:
+    """The arguments of a command as if its flags had been typed so; ConfigError if a value is wrong.
+
+    `arguments("plan", model="qwen3-8b", why=True)` is that of `sft-play plan --model qwen3-8b --why`.
+    """
+    words = list(overrides)
+    for flag_name, value in flags.items():
+        if value is not None and value is not False:
+            words += [f"--{flag_name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    try:
+        return PROGRAM.commands[name].main(words, prog_name=name, standalone_mode=False)
+    except click.UsageError as error:
+        raise ConfigError(error.format_message()) from None
 
 
 def end(
-    args: argparse.Namespace, result: Any, *shown: Any, then: Sequence[str] = (), run: RunDir | None = None
+    args: Arguments, result: Any, *shown: Any, then: Sequence[str] = (), run: RunDir | None = None
 ) -> int:
     """Ends a command: prints its result, a JSON value, with --json, else what it shows a person; returns 0.
 
@@ -107,7 +149,7 @@ def end(
     return 0
 
 
-def announce(args: argparse.Namespace, *lines: str, name: str = "") -> "ResolvedConfig":
+def announce(args: Arguments, *lines: str, name: str = "") -> "ResolvedConfig":
     """Prints the header of a command, before anything that takes a while; returns the config."""
     from sft_play.config.load import load_config
 
@@ -116,7 +158,7 @@ def announce(args: argparse.Namespace, *lines: str, name: str = "") -> "Resolved
     return resolved
 
 
-def loaded_config(args: argparse.Namespace) -> "RunConfig":
+def loaded_config(args: Arguments) -> "RunConfig":
     """The config of a command, with its built-in data made."""
     from sft_play.builtin.demo import materialise
     from sft_play.config.load import load_config

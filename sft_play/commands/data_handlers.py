@@ -1,10 +1,18 @@
 """One function per command that shows or converts data."""
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from sft_play.commands.command_line import announce, command, end, flag, importing, loaded_config, number
+from sft_play.commands.command_line import (
+    Arguments,
+    announce,
+    command,
+    end,
+    flag,
+    importing,
+    loaded_config,
+    number,
+)
 from sft_play.commands.handlers import force
 from sft_play.errors import CheckpointError
 from sft_play.report.layout import ending, make_command
@@ -15,7 +23,7 @@ from sft_play.units import counted
 
 @command("prepare", as_json=True, prints=True)
 @number("--show", "SHOW", "print the first N training rows", 0, default=0)
-def prepare(args: argparse.Namespace) -> int:
+def prepare(args: Arguments) -> int:
     """Tokenize the data and show its statistics."""
     from sft_play.data import show
 
@@ -31,7 +39,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 @command("process")
-def process(args: argparse.Namespace) -> int:
+def process(args: Arguments) -> int:
     """Data step 1: convert rows of any format to conversations."""
     from sft_play.data import show
 
@@ -42,7 +50,7 @@ def process(args: argparse.Namespace) -> int:
 
 @command("style")
 @flag("--style", "system prompt to add", required=True, metavar="TEXT")
-def style(args: argparse.Namespace) -> int:
+def style(args: Arguments) -> int:
     """Data step 2: add a system prompt to the conversations."""
     from sft_play.data import show
 
@@ -53,7 +61,7 @@ def style(args: argparse.Namespace) -> int:
 
 
 @command("render")
-def render(args: argparse.Namespace) -> int:
+def render(args: Arguments) -> int:
     """Data step 3: render the text as the model sees it, with its supervised parts."""
     from sft_play.data import show
 
@@ -71,7 +79,7 @@ def render(args: argparse.Namespace) -> int:
 @flag("--input", "folder of documents", type=Path, required=True, metavar="FOLDER")
 @flag("--output", "JSONL file to write", type=Path, required=True, metavar="FILE")
 @force
-def dapt_docx(args: argparse.Namespace) -> int:
+def dapt_docx(args: Arguments) -> int:
     """Convert a folder of .docx, .pdf, .txt and .md documents to raw text for data.task=cpt."""
     from sft_play.commands.documents import convert_documents
 
@@ -86,7 +94,7 @@ def dapt_docx(args: argparse.Namespace) -> int:
     return end(args, result, text, ending({"file": args.output}, [command]))
 
 
-def _data_folder(args: argparse.Namespace) -> Path:
+def _data_folder(args: Arguments) -> Path:
     output = loaded_config(args).output
     folder = open_run(output.dir, output.name).path / "data"
     folder.mkdir(exist_ok=True)
@@ -101,7 +109,7 @@ def _processed(folder: Path) -> Path:
     return rows
 
 
-def _report_counts(args: argparse.Namespace, out: Path, counts: Mapping[str, int], target: str) -> int:
+def _report_counts(args: Arguments, out: Path, counts: Mapping[str, int], target: str) -> int:
     """Prints what was written where, and the make target to run next."""
     rows = ", ".join(f"{count:,} {what}" for what, count in counts.items())
     return end(args, None, NamedValues([("rows", rows), ("file", str(out))]), then=[target])

@@ -1,6 +1,5 @@
 """One function per command; what takes long is imported when it runs, so that light commands start fast."""
 
-import argparse
 import json
 import os
 import sys
@@ -8,7 +7,10 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+import click
+
 from sft_play.commands.command_line import (
+    Arguments,
     announce,
     command,
     end,
@@ -30,11 +32,11 @@ engine = flag("--engine", "distributed engine (default: parallel.engine)", metav
 processes = number(
     "--processes", "NGPU", "processes; 0: one per visible GPU (default: 1)", 0, MOST_PROCESSES, default=1
 )
-folder_of_runs = flag("--runs", "folder of all runs", type=Path, default="runs")
+folder_of_runs = flag("--runs", "folder of all runs", type=Path, default="runs", show_default=True)
 
 
 @command("gpu-info", config=False, as_json=True, prints=True)
-def gpu_info(args: argparse.Namespace) -> int:
+def gpu_info(args: Arguments) -> int:
     """Show GPUs, CPU and RAM of this machine."""
     from sft_play.report.machine import gpu_info_table
 
@@ -43,7 +45,7 @@ def gpu_info(args: argparse.Namespace) -> int:
 
 
 @command("memory-check", config=False, as_json=True, prints=True)
-def memory_check(args: argparse.Namespace) -> int:
+def memory_check(args: Arguments) -> int:
     """Show the memory that is available to a run."""
     from sft_play.report.machine import memory_table
 
@@ -54,7 +56,7 @@ def memory_check(args: argparse.Namespace) -> int:
 
 @command("device-profile", config=False, as_json=True, prints=True)
 @switch("--again", "measure again")
-def device_profile(args: argparse.Namespace) -> int:
+def device_profile(args: Arguments) -> int:
     """Show what operations cost on this device; they are measured the first time."""
     from sft_play.report.profile import profile_report
 
@@ -69,7 +71,7 @@ def device_profile(args: argparse.Namespace) -> int:
 
 @command("setup-accelerate", config=False)
 @switch("--auto", "write the config without asking questions")
-def setup_accelerate(args: argparse.Namespace) -> int:
+def setup_accelerate(args: Arguments) -> int:
     """Write accelerate's default config, with its wizard or for this machine (--auto)."""
     from sft_play.launch.accelerate_config import setup_accelerate as setup
 
@@ -77,7 +79,7 @@ def setup_accelerate(args: argparse.Namespace) -> int:
 
 
 @command("config-schema", config=False, prints=True)
-def config_schema(args: argparse.Namespace) -> int:
+def config_schema(args: Arguments) -> int:
     """Print the JSON schema of config files."""
     from sft_play.config.load import json_schema
 
@@ -85,8 +87,8 @@ def config_schema(args: argparse.Namespace) -> int:
     return 0
 
 
-@command("check", as_json=True, prints=True)
-def check(args: argparse.Namespace) -> int:
+@command("check", as_json=True, prints=True, examples=["--config my.yaml"])
+def check(args: Arguments) -> int:
     """Check config, data, model, memory, devices, disk and package versions."""
     from sft_play.cache import cache_dir
     from sft_play.commands import check
@@ -103,14 +105,24 @@ def check(args: argparse.Namespace) -> int:
     return code
 
 
-@command("plan", needs_config=False, as_json=True, prints=True)
+@command(
+    "plan",
+    needs_config=False,
+    as_json=True,
+    prints=True,
+    examples=[
+        '--model qwen3-8b --gpu "RTX 4090"',
+        "--config my.yaml --why",
+        "--config my.yaml tuning.mode=qlora",
+    ],
+)
 @flag(
     "--model", "plan for this model instead, e.g. qwen3-8b; without --gpu: on each common GPU", metavar="NAME"
 )
 @flag("--gpu", 'plan for this GPU instead, e.g. "RTX 4090"', metavar="NAME")
 @number("--gpus", "NGPU", "number of GPUs (default: all visible GPUs, or one with --gpu)", 1, MOST_PROCESSES)
 @switch("--why", "also say why, and show memory by phase and other numbers of GPUs")
-def plan(args: argparse.Namespace) -> int:
+def plan(args: Arguments) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""
     if args.config:
         announce(args, *([f"with {args.model}"] if args.model else []))
@@ -124,7 +136,7 @@ def plan(args: argparse.Namespace) -> int:
 @command("probe", as_json=True)
 @processes
 @engine
-def probe(args: argparse.Namespace) -> int:
+def probe(args: Arguments) -> int:
     """Run two steps and an evaluation on the largest batch; compare measured with predicted memory."""
     from sft_play.report.probe import probe_report
 
@@ -136,7 +148,15 @@ def probe(args: argparse.Namespace) -> int:
     return end(args, result, probe_report(result["plan"], result["probe"]), "", then=["train"])
 
 
-@command("train")
+@command(
+    "train",
+    examples=[
+        "--config my.yaml",
+        "--config my.yaml train.epochs=1 output.name=short",
+        "--config my.yaml --processes 0    on all GPUs",
+        "--config my.yaml --resume",
+    ],
+)
 @processes
 @engine
 @switch("--tensorboard", "serve TensorBoard while training")
@@ -145,7 +165,7 @@ def probe(args: argparse.Namespace) -> int:
 @flag("--node-rank", "rank of this node; rank 0 writes the run directory", metavar="N")
 @flag("--master-addr", "address of node 0 for the other nodes", metavar="ADDRESS")
 @flag("--master-port", "port on node 0 (default: 29500)", metavar="PORT")
-def train(args: argparse.Namespace) -> int:
+def train(args: Arguments) -> int:
     """Train, in one process or in several through accelerate."""
     from sft_play.launch.nodes import read_nodes
     from sft_play.launch.tensorboard import while_training
@@ -173,7 +193,7 @@ def train(args: argparse.Namespace) -> int:
 @flag("--time", "time limit, e.g. 24:00:00")
 @flag("--account", "SLURM account")
 @flag("--sbatch", 'further options of sbatch, e.g. "--qos=high --exclusive"', metavar="OPTIONS")
-def slurm(args: argparse.Namespace) -> int:
+def slurm(args: Arguments) -> int:
     """Submit a training run to SLURM, on one or more nodes."""
     from sft_play.launch.slurm import read_job, submission_summary, submit
     from sft_play.planning.batch import batch_choices
@@ -192,7 +212,7 @@ def slurm(args: argparse.Namespace) -> int:
 @command("tensorboard", config=False)
 @folder_of_runs
 @switch("--stop", "stop the TensorBoard of this folder")
-def tensorboard(args: argparse.Namespace) -> int:
+def tensorboard(args: Arguments) -> int:
     """Start TensorBoard on 127.0.0.1 and a free port, or stop it."""
     from sft_play.launch import tensorboard as server
 
@@ -206,7 +226,7 @@ def tensorboard(args: argparse.Namespace) -> int:
 
 @command("studio", config=False)
 @folder_of_runs
-def studio(args: argparse.Namespace) -> int:
+def studio(args: Arguments) -> int:
     """Show runs, live curves, comparisons and plans as web pages on 127.0.0.1, on a free port."""
     from sft_play.studio.server import serve
 
@@ -214,10 +234,10 @@ def studio(args: argparse.Namespace) -> int:
     return 0
 
 
-@command("eval", as_json=True)
-@flag("--split", "(default: val)", choices=["val", "test"], default="val")
+@command("eval", as_json=True, examples=["--config my.yaml --split test"])
+@flag("--split", "(default: val)", type=click.Choice(["val", "test"]), default="val")
 @number("--limit", "LIMIT", "number of rows to generate answers for (default: eval.limit)", 1)
-def evaluate(args: argparse.Namespace) -> int:
+def evaluate(args: Arguments) -> int:
     """Compare base, adapter and merged model on held-out rows."""
     what = f"each model's loss on all rows of the {args.split} split, and its answers to some of them"
     run = finished_run(announce(args, what))
@@ -231,12 +251,12 @@ def evaluate(args: argparse.Namespace) -> int:
 
 @command("eval-lm", as_json=True)
 @flag("--tasks", "tasks of lm-eval, e.g. hellaswag", required=True, metavar="A,B")
-@flag("--what", "(default: result)", choices=["result", "base", "merged"], default="result")
+@flag("--what", "(default: result)", type=click.Choice(["result", "base", "merged"]), default="result")
 @flag("--input", "folder with more task definitions (*.yaml)", type=Path, metavar="FOLDER")
 @number("--limit", "LIMIT", "rows of each task (default: all)", 1)
 @number("--shots", "SHOTS", "examples in the prompt (default: the task's)", 0)
 @switch("--chat", "put prompts into the chat template of the run")
-def evaluate_tasks(args: argparse.Namespace) -> int:
+def evaluate_tasks(args: Arguments) -> int:
     """Run tasks of lm-eval on the trained model, its base or the merged model."""
     tasks = tuple(filter(None, (task.strip() for task in args.tasks.split(","))))
     whom = {"result": "what was trained", "base": "the base model", "merged": "the merged model"}
@@ -251,11 +271,11 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     return end(args, result)
 
 
-@command("infer", as_json=True)
+@command("infer", as_json=True, examples=["--config my.yaml", "--config my.yaml --input questions.jsonl"])
 @flag("--input", "file with prompts; without it, start a chat", type=Path)
 @flag("--output", "JSONL file to write the answers to", type=Path)
 @force
-def infer(args: argparse.Namespace) -> int:
+def infer(args: Arguments) -> int:
     """Chat with the trained model, or answer the prompts of a file."""
     what = f"answers the prompts in {args.input}" if args.input else "a chat with the trained model"
     run = finished_run(announce(args, what))
@@ -271,8 +291,8 @@ def infer(args: argparse.Namespace) -> int:
 
 @command("merge", as_json=True)
 @flag("--output", "folder for the merged model (default: merged/ in the run directory)", type=Path)
-@flag("--dtype", "data type of the saved weights", choices=DTYPES, default="auto")
-def merge(args: argparse.Namespace) -> int:
+@flag("--dtype", "data type of the saved weights", type=click.Choice(DTYPES), default="auto")
+def merge(args: Arguments) -> int:
     """Merge the adapter into the unquantized base model."""
     run = finished_run(announce(args, "merges the adapter into the unquantized base model"))
     with importing():
@@ -283,7 +303,7 @@ def merge(args: argparse.Namespace) -> int:
 
 @command("merge-test", as_json=True)
 @flag("--output", "folder of the merged model", type=Path)
-def merge_test(args: argparse.Namespace) -> int:
+def merge_test(args: Arguments) -> int:
     """Compare the logits of the merged model with those of the adapter model."""
     what = "compares the logits of the merged model with those of the adapter model"
     run = finished_run(announce(args, what))
@@ -293,10 +313,10 @@ def merge_test(args: argparse.Namespace) -> int:
 
 
 @command("export", as_json=True)
-@flag("--format", "(default: gguf, the only one)", choices=["gguf"], default="gguf")
+@flag("--format", "(default: gguf, the only one)", type=click.Choice(["gguf"]), default="gguf")
 @flag("--output", "folder to write (default: gguf/ in the run directory)", type=Path)
 @flag("--dtype", "f32, f16, bf16, q8_0, or auto: that of the merged model (default)", default="auto")
-def export(args: argparse.Namespace) -> int:
+def export(args: Arguments) -> int:
     """Export the merged model as a GGUF file, with a Modelfile for Ollama."""
     run = finished_run(announce(args, "writes the merged model as a GGUF file, for llama.cpp and Ollama"))
     with importing():
@@ -306,9 +326,9 @@ def export(args: argparse.Namespace) -> int:
 
 @command("push", as_json=True)
 @flag("--repo", "repository on the Hub", required=True, metavar="USER/NAME")
-@flag("--what", "(default: result)", choices=["result", "merged"], default="result")
+@flag("--what", "(default: result)", type=click.Choice(["result", "merged"]), default="result")
 @switch("--public", "make a public repository (default: private)")
-def push(args: argparse.Namespace) -> int:
+def push(args: Arguments) -> int:
     """Publish the trained or the merged model on the Hugging Face Hub, privately by default."""
     from sft_play.hub import access_token
 
@@ -321,10 +341,10 @@ def push(args: argparse.Namespace) -> int:
     return end(args, push_run(loaded_config(args), run, args.repo, part=args.what, public=args.public))
 
 
-@command("report", config=False)
-@flag("name", "name or path of the run (default: the latest)", nargs="?")
+@command("report", config=False, examples=["", "my"])
+@flag("name", "name or path of the run (default: the latest)", required=False)
 @folder_of_runs
-def report(args: argparse.Namespace) -> int:
+def report(args: Arguments) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
     from sft_play.cache import cache_dir
     from sft_play.commands.report import write_report
@@ -337,11 +357,11 @@ def report(args: argparse.Namespace) -> int:
 
 
 @command("compare", config=False)
-@flag("names", "names or paths of runs", nargs="+", metavar="name")
+@flag("names", "names or paths of runs", nargs=-1, required=True, metavar="name...")
 @folder_of_runs
 @flag("--output", "HTML file to write (default: compare.html beside the first run)", type=Path)
 @force
-def compare(args: argparse.Namespace) -> int:
+def compare(args: Arguments) -> int:
     """Put runs side by side, as one HTML file."""
     from sft_play.cache import cache_dir
     from sft_play.commands.compare import compare_command

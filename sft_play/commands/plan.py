@@ -1,6 +1,5 @@
 """`sft-play plan`: a plan for this machine, for another GPU, or for each of the common ones."""
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from rich.console import RenderableType
 
 from sft_play.builtin.demo import materialise
 from sft_play.cache import cache_dir
+from sft_play.commands.command_line import Arguments
 from sft_play.config.inputs import asked_name
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.methods import METHODS
@@ -33,10 +33,8 @@ from sft_play.runlog import quiet_libraries
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.units import counted
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
-
-def plan_command(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableType]:
+def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     """The plan as JSON and as a report.
 
     Raises:
@@ -92,7 +90,7 @@ def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:
     return f"{what} fits on {place} ({engine})"
 
 
-def _config(args: argparse.Namespace) -> ResolvedConfig:
+def _config(args: Arguments) -> ResolvedConfig:
     """The config file, the same with another model, or the shipped one of its tuning mode with a model."""
     if args.model is None and args.config is None:
         raise ConfigError(
@@ -116,19 +114,18 @@ def _config(args: argparse.Namespace) -> ResolvedConfig:
 
 def _shipped(mode: str) -> Path:
     """The config that a person starts from in this tuning mode."""
-    return CONFIGS / f"run_{mode}.yaml"
+    return Path(f"configs/run_{mode}.yaml")
 
 
-def _batch_grows(args: argparse.Namespace, resolved: ResolvedConfig) -> bool:
+def _batch_grows(args: Arguments, resolved: ResolvedConfig) -> bool:
     """Whether the effective batch may grow with the GPUs, since nobody has said how large it should be."""
     return args.config is None and resolved.origins["train.effective_batch_size"] != "override"
 
 
-def _command(args: argparse.Namespace, resolved: ResolvedConfig, config: RunConfig, chosen: Plan) -> str:
+def _command(args: Arguments, resolved: ResolvedConfig, config: RunConfig, chosen: Plan) -> str:
     """What to type to train by this plan; a model alone is trained by the shipped config of its mode."""
     path, overrides = resolved.path, list(resolved.overrides)
     if args.config is None:
-        path = path.relative_to(CONFIGS.parent)
         overrides = [override for override in overrides if not override.startswith("tuning.mode=")]
         if resolved.origins["data.train_path"] == "default":
             overrides.append("data.train_path=my.jsonl")
@@ -139,7 +136,7 @@ def _command(args: argparse.Namespace, resolved: ResolvedConfig, config: RunConf
 
 
 def _on_each_gpu(
-    args: argparse.Namespace, resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts
+    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, facts: DataFacts
 ) -> dict[str, Any]:
     """The plans for so many of each common GPU, or the fewest that are enough, in one tuning mode or each."""
     config = resolved.config

@@ -10,6 +10,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
 from sft_play.libraries import library_failure
 from sft_play.runlog import RunDir, console, read_json, update_summary
+from sft_play.spelling import as_typed
 
 
 def write_report(path: Path) -> Path:
@@ -36,7 +37,9 @@ def try_report(run: RunDir) -> dict[str, Path]:
     try:
         return {"report": write_report(run.path)}
     except Exception as error:  # noqa: BLE001 - see above
-        reason = escape(f"the report could not be written: {error}; try `make report RUN={run.path}`")
+        reason = escape(
+            as_typed(f"the report could not be written: {error}; try `make report RUN={run.path}`")
+        )
         console().print(f"  [yellow]{reason}[/]", soft_wrap=True)
         return {}
 
@@ -88,7 +91,7 @@ def _what_is_saved(run: RunDir, *, begun: bool) -> str:
         return " before the first step, so there is nothing to save"
     saved = by_step(run)
     if not saved:
-        return " before the first checkpoint, so `make train` starts again"
+        return as_typed(" before the first checkpoint, so `make train` starts again")
     processes = read_json(run.plan).get("plan", {}).get("world_size", 1)
     return f" at once; {saved[-1].name} is the last one saved. Continue with: {run.resume_command(processes)}"
 

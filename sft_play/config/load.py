@@ -15,12 +15,12 @@ from pydantic import BaseModel, ValidationError
 from sft_play.config.aliases import ALIASES
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
+from sft_play.resources import located, shipped_configs
 from sft_play.secrets import find_secret
 from sft_play.units import counted
 
 MAX_FILE_BYTES = 100_000
 MAX_INCLUDE_DEPTH = 8
-CATALOGUES = {"hardware.yaml", "models.yaml"}  # in the folder of the configs, but no runs
 OF_RUN = "config.resolved.yaml"  # in the folder of a run
 MAX_DEPTH = 20  # of YAML collections inside each other; a config has three
 
@@ -126,10 +126,7 @@ def _refuse_secret(text: str, where: str) -> None:
 
 def _shipped(path: Path) -> str:
     """The configs that come with SFT-Play, the one that may have been meant first."""
-    files = (file for file in Path("configs").glob("*.yaml") if file.name not in CATALOGUES)
-    found = sorted(map(str, files))
-    if not found:
-        return ""
+    found = shipped_configs()
     near = difflib.get_close_matches(str(path), found, n=1)
     meant = f"; did you mean {near[0]}?" if near else "."
     return f"{meant} Shipped configs: {', '.join(found)}"
@@ -141,6 +138,7 @@ def _runs_beside(path: Path) -> str:
 
 
 def _read_file(path: Path) -> dict:
+    path = located(path)
     if not os.path.isfile(path):  # noqa: PTH113 - names may be too long for Path.is_file
         if path.name == OF_RUN:
             raise ConfigError(f"there is no run {path.parent}; runs there: {_runs_beside(path) or 'none'}")
@@ -193,7 +191,7 @@ def _included(value: Any, path: Path) -> list[str]:
 
 def _line_of(key: str, path: Path) -> int:
     """The line of a top-level key of a file that has been read."""
-    root: Any = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+    root: Any = yaml.compose(located(path).read_text(encoding="utf-8"), Loader=_Loader)
     return next(name.start_mark.line + 1 for name, _ in root.value if name.value == key)
 
 

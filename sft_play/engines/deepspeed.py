@@ -14,8 +14,8 @@ import psutil
 
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
+from sft_play.resources import CONFIGS
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 UNPLANNED = ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size")  # settings of stage 3
 AUTO = "auto"  # the trainer fills it in from its own arguments
 BUILD_IS_SLOW_S = 2.0  # to load one that was compiled before takes less

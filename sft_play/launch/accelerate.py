@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, LaunchError
-from sft_play.launch.accelerate_config import REPOSITORY, config_file, stale_default_config
+from sft_play.launch.accelerate_config import config_file, stale_default_config
 from sft_play.launch.link import Link
 from sft_play.launch.nodes import ALONE, LOOPBACK, Nodes, interface_towards
 from sft_play.launch.ranks import (
@@ -30,11 +30,12 @@ from sft_play.launch.watch import LAUNCHER_MODULE, Watch
 from sft_play.machine.host import detect_host, oom_kills
 from sft_play.machine.process import LAUNCHER_VARIABLE
 from sft_play.plan import Plan
+from sft_play.resources import SCRIPTS
 from sft_play.runlog import RunDir, console
 from sft_play.secrets import redact_file
 from sft_play.units import counted
 
-SCRIPT = REPOSITORY / "scripts" / "train_distributed.py"  # of each rank
+SCRIPT = SCRIPTS / "train_distributed.py"  # of each rank
 # torchrun's message when a rank failed; the rank may have ended before our first look at the processes.
 RANK_FAILED = "Root Cause (first observed failure)"
 # How long ranks may save after a signal to torchrun, before torchrun kills them (its default is 30).
@@ -134,8 +135,6 @@ def launch(
     Raises:
         SftPlayError: a rank failed; the class has that rank's exit code, the message is that of the rank.
     """
-    if not SCRIPT.is_file():
-        raise LaunchError(f"{SCRIPT} does not exist; run sft-play from a clone of its repository")
     engine = engine_of(plan.engine)
     if warning := stale_default_config(plan.world_size, engine):
         console().print(f"[yellow]{warning}[/]")

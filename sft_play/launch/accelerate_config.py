@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sft_play import resources
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import ALONE, distributed_engines, engine_of
 from sft_play.errors import StorageError
@@ -13,12 +14,11 @@ from sft_play.files import write_atomic
 from sft_play.machine.gpus import Machine, detect
 from sft_play.report.layout import ending
 from sft_play.runlog import console
+from sft_play.spelling import as_typed
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIGS = REPOSITORY / "configs" / "accelerate"
+CONFIGS = resources.CONFIGS / "accelerate"
 CPU_PROCESSES = 2  # started by the distributed targets on a machine without a GPU
 LAUNCH = ".venv/bin/accelerate launch scripts/train_distributed.py --config configs/demo.yaml"
-REMEDY = "remove it, or run `make setup-accelerate` to write it again"
 
 
 def config_file(engine: str, device: str, nodes: int = 1) -> Path:
@@ -40,21 +40,22 @@ def stale_default_config(processes: int, engine: Engine) -> str | None:
     import yaml
 
     path = default_config_path()
+    remedy = as_typed("remove it, or run `make setup-accelerate` to write it again")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}; {REMEDY}"
+        return f"{path} cannot be read: {error.strerror}; {remedy}"
     except (yaml.YAMLError, ValueError):  # ValueError: not UTF-8, or a date that does not exist
-        return f"{path} is not valid YAML; {REMEDY}"
+        return f"{path} is not valid YAML; {remedy}"
     found = tree if isinstance(tree, dict) else {}
     wanted = {"num_processes": str(processes), "distributed_type": engine.distributed_type}
     pairs = ((key, found.get(key), value) for key, value in wanted.items())
     differs = [f"{key} {own} instead of {value}" for key, own, value in pairs if str(own) != value]
     if not differs:
         return None
-    return f"{path} has {', '.join(differs)}; a plain `accelerate launch` would use it (make targets do not)"
+    return f"{path} has {', '.join(differs)}; a plain `accelerate launch` would use it (our commands do not)"
 
 
 def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:

@@ -4,6 +4,8 @@ accelerate, transformers, DeepSpeed and PyTorch read them wherever nobody passed
 launch` sets some from its config file. What is removed is named by the banner of the run.
 """
 
+import logging
+import os
 from collections.abc import Iterable, MutableMapping
 from fnmatch import fnmatchcase
 
@@ -63,6 +65,24 @@ OF_THE_LAUNCHER = {"PET_*": "our launcher decides", "DS_ACCELERATOR": "CUDA_VISI
 OF_A_RANK = dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ONE_PROCESS)
 # What `accelerate launch` sets if nobody asked for anything, and what changes nothing.
 NEUTRAL = {"", "no", "false", "none", "default", "auto", "0"}
+
+# How OpenMP's threads wait for the next operation: they spin for a moment, and then sleep. How long is a
+# compromise between an idle CPU and a shared one (benchmarks/results/thread_waiting_cpu.json). The policy is
+# for other libraries than libgomp.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "6000"}
+
+
+def set_environment(*, rank: bool = False) -> None:
+    """Library settings that must be set before the libraries are imported; `rank`: in a rank of a run."""
+    settle_environment(os.environ, rank=rank)
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL reports every run
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare() forks processes
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a package that nobody needs here
+    if not WAITING.keys() & os.environ.keys():
+        os.environ.update(WAITING)
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
 
 
 def settle_environment(environment: MutableMapping[str, str], *, rank: bool) -> None:

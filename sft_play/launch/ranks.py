@@ -87,8 +87,8 @@ class RankEnvironment:
             text = environment.get(name, str(default))
             if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
                 raise ConfigError(
-                    f"{name}={text}: expected a whole number from {low} to {high}, as torchrun and "
-                    "accelerate set it"
+                    f"the variable {name}={text}: expected a whole number from {low} to {high}, as torchrun "
+                    "and accelerate set it"
                 )
             return int(text)
 

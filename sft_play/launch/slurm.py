@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError, LaunchError, StorageError
-from sft_play.launch.accelerate_config import REPOSITORY
 from sft_play.launch.nodes import ADDRESS_PLACEHOLDER, DEFAULT_PORT, commands_for, whole_number
 from sft_play.report.layout import make_settings
+from sft_play.resources import CONFIGS, SCRIPTS
 from sft_play.units import counted
 
-TEMPLATE = REPOSITORY / "configs" / "slurm" / "train.sbatch"
+TEMPLATE = CONFIGS / "slurm" / "train.sbatch"
 LOGS = Path("logs")
 
 
@@ -70,7 +70,7 @@ def batch_file(
         "ENGINE": engine or "",
         "PROCESSES": str(job.processes),
         "SETTINGS": f"({shlex.join(overrides)})",
-        "REPOSITORY": shlex.quote(str(REPOSITORY)),
+        "SCRIPTS": shlex.quote(str(SCRIPTS)),
         "PYTHON": shlex.quote(python),
     }
     replaced |= {f"{name}=": value for name, value in variables.items()}

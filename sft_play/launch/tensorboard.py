@@ -18,6 +18,7 @@ from sft_play.errors import LaunchError, StorageError
 from sft_play.files import write_atomic
 from sft_play.launch.nodes import LOOPBACK, free_port
 from sft_play.runlog import RunDir, console
+from sft_play.spelling import as_typed
 
 PORT = 6006
 LOG = ".tensorboard.log"  # in the folder of runs
@@ -73,7 +74,7 @@ def start(runs: Path, port: int = PORT) -> Server:
         _wait_until_it_answers(server, runs)
     host = socket.gethostname()
     stop_command = "make tb-stop" if runs == DEFAULT_RUNS else f"make tb-stop RUNS={shlex.quote(str(runs))}"
-    console().print(f"TensorBoard: {server.url}   (stop it with `{stop_command}`)")
+    console().print(f"TensorBoard: {server.url}   (stop it with `{as_typed(stop_command)}`)")
     console().print(
         f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False
     )

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
+from sft_play.resources import CONFIGS
 
-SPECS_FILE = Path(__file__).resolve().parents[2] / "configs" / "hardware.yaml"
+SPECS_FILE = CONFIGS / "hardware.yaml"
 
 LARGEST_MACHINE = 8  # GPUs; more are on several machines
 
@@ -27,16 +28,14 @@ def model_words(name: str) -> frozenset[str]:
 
 @functools.cache
 def read_shipped(file: Path) -> dict[str, Any]:
-    """The content of a YAML file of this repository; raises a ConfigError if it cannot be read."""
+    """The content of a YAML file that comes with SFT-Play; raises a ConfigError if it cannot be read."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster if libyaml is available
     try:
         return yaml.load(file.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 - both are safe
     except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read ({error.strerror}); run sft-play from a clone of its repository"
-        ) from None
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); install SFT-Play again") from None
 
 
 @functools.cache

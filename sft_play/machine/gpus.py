@@ -22,6 +22,7 @@ from sft_play.machine.catalogue import (
     speed_of,
 )
 from sft_play.machine.host import Host, detect_host
+from sft_play.spelling import as_typed
 from sft_play.units import MIB
 
 BF16_SINCE, FP16_SINCE = (8, 0), (5, 3)  # compute capability with native support
@@ -92,7 +93,7 @@ def detect(nvml: Any = None, root: Path = Path("/")) -> Machine:
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
-        note = "nvidia-ml-py is not installed, so GPUs cannot be detected; run `make install`"
+        note = as_typed("nvidia-ml-py is not installed, so GPUs cannot be detected; run `make install`")
         return Machine(gpus=(), note=note, host=host)
     try:
         nvml.nvmlInit()

@@ -13,8 +13,9 @@ from typing import Any
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.machine.catalogue import read_shipped
+from sft_play.resources import CONFIGS
 
-MODELS_FILE = Path(__file__).resolve().parents[2] / "configs" / "models.yaml"
+MODELS_FILE = CONFIGS / "models.yaml"
 
 
 @dataclass(frozen=True)

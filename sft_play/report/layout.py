@@ -12,6 +12,7 @@ from rich.text import Text
 
 from sft_play.config.methods import METHODS
 from sft_play.screen import LEAST_NAMES, Command, NamedValues, Words
+from sft_play.spelling import as_typed
 
 if TYPE_CHECKING:
     from sft_play.config.load import ResolvedConfig
@@ -92,11 +93,11 @@ def ending(places: Mapping[str, Any], commands: Sequence[str]) -> RenderableType
 
 
 def make_command(target: str, config: str | Path = "", overrides: Sequence[str] = (), **settings: Any) -> str:
-    """The `make` command for a config ("": none) and overrides, quoted for a shell.
+    """The command of a `make` target for a config ("": none) and overrides, as typed, quoted for a shell.
 
     `settings` are further variables of make, which come first; those without a value are left out.
     """
-    return " ".join(["make", target, *make_settings(config, overrides, **settings)])
+    return as_typed(" ".join(["make", target, *make_settings(config, overrides, **settings)]))
 
 
 def make_settings(config: str | Path, overrides: Sequence[str], **settings: Any) -> list[str]:

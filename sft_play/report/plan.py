@@ -13,6 +13,7 @@ from sft_play.report.layout import Bar, apart, bullets, columns
 from sft_play.report.reasons import link_text
 from sft_play.report.tables import MISSING, formatted, said_of
 from sft_play.screen import NamedValues, Words
+from sft_play.spelling import as_typed
 from sft_play.units import GIB, counted, format_bytes, format_count, format_duration, plural
 
 SHOWN = 6  # micro-batches of the chosen kind
@@ -134,7 +135,7 @@ def process_unit(device: str) -> str:
 def scaling_table(rows: Sequence[Mapping[str, Any]], unit: str = "GPU") -> RenderableType:
     """The same run on other numbers of GPUs or processes (`process_unit`); fits in 80 columns."""
     rules = [f"lr {rule}" if rule == "none" else rule for rule in ("none", "sqrt", "linear")]
-    table = columns(plural(unit), "micro", "accum", "batch", "steps", *rules, "GiB", "speed")
+    table = columns(plural(unit), "micro", "accum", "batch", "steps", *rules, "GiB", "comm", "speed")
     table.padding = (0, 1, 0, 0)  # type: ignore[assignment]
     planned = [row for row in rows if "problem" not in row]
     for row in planned:
@@ -144,8 +145,9 @@ def scaling_table(rows: Sequence[Mapping[str, Any]], unit: str = "GPU") -> Rende
             str(row["gradient_accumulation_steps"]),
             f"{row['effective_batch_size']:,}",
             f"{row['steps_per_epoch']:,}",
-            *(f"{rate:.2e}" for rate in row["learning_rates"].values()),
+            *(f"{rate:.1e}" for rate in row["learning_rates"].values()),
             formatted(row["process_bytes"], lambda size: f"{size / GIB:.2f}"),
+            communication(row),
             speed_up(row),
         )
     problems = [Words(problem) for problem in scaling_problems(rows, unit)]
@@ -161,6 +163,12 @@ def scaling_table(rows: Sequence[Mapping[str, Any]], unit: str = "GPU") -> Rende
 def scaling_problems(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
     """Why some numbers of GPUs or processes cannot be."""
     return [f"{counted(row['world_size'], unit)}: {row['problem']}" for row in rows if "problem" in row]
+
+
+def communication(row: Mapping[str, Any]) -> str:
+    """The share of a step in which devices exchange gradients or weights."""
+    whole, alone = row["speed_up"], row["speed_up_at_most"]
+    return MISSING if whole is None or not alone else f"{max(0.0, 1 - whole / alone):.0%}"
 
 
 def speed_up(row: Mapping[str, Any]) -> str:
@@ -241,7 +249,7 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
     if tree["alternatives"]:
         parts.append(candidates_table(plan, needed, tree["alternatives"]))
     more = "WHY=1 adds the reason of each choice, memory by phase, and other numbers of "
-    return apart(*parts, Words(Text(more + plural(process_unit(plan["device"])), style="dim")))
+    return apart(*parts, Words(Text(as_typed(more) + plural(process_unit(plan["device"])), style="dim")))
 
 
 def plan_report(tree: Mapping[str, Any], scaling: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
@@ -267,7 +275,7 @@ def gpus_report(tree: Mapping[str, Any]) -> RenderableType:
     table.padding = (0, 1, 0, 0)  # type: ignore[assignment]
     for row in rows:
         table.add_row(*row)
-    details = f'For details: make plan MODEL={tree["model"]} GPU="RTX 4090"'
+    details = as_typed(f'For details: make plan MODEL={tree["model"]} GPU="RTX 4090"')
     notes = [*gpus_legend(tree), details, *tree["why"]]
     title = Text(gpus_title(tree), style="bold")
     return Group(title, table, *(Words(Text(note, style="dim")) for note in notes))

@@ -26,6 +26,7 @@ from sft_play.report.tables import (
     step_seconds,
     unfinished_note,
 )
+from sft_play.spelling import as_typed
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
 # Key of an answer of `make eval` -> whose it is.
@@ -64,7 +65,8 @@ def run_page(run: RunRecord) -> Page:
 def facts(run: RunRecord) -> list[tuple[str, str]]:
     """When, where and with what the run was started, and what to type next; without what is not known."""
     name = shlex.quote(run.name)
-    following = {"done": f"make infer RUN={name}", "interrupted": f"make resume RUN={name}"}
+    next_target = {"done": "infer", "interrupted": "resume"}
+    following = {status: as_typed(f"make {target} RUN={name}") for status, target in next_target.items()}
     machine = MISSING
     with contextlib.suppress(*OTHER_FORM):
         machine = machine_line(run)
@@ -108,7 +110,9 @@ def status_line(run: RunRecord) -> str:
     if status == "failed":
         return f"Failed: {_reason(run)} After {steps}; log.txt says more.{damaged}"
     if status == "interrupted":
-        return f"Interrupted with a checkpoint saved, {steps}; make resume continues it.{damaged}"
+        return (
+            f"Interrupted with a checkpoint saved, {steps}; {as_typed('make resume')} continues it.{damaged}"
+        )
     return f"Not finished: no process of this machine has it (log.txt says more); {steps}.{damaged}"
 
 
@@ -289,9 +293,9 @@ def _evaluated(run: RunRecord) -> dict[str, Tree]:
     for split, result in run.evaluations.items():
         models = scores_of_models(result)
         for name, scores in models.items():
-            found[f"make eval, {split}: {name}"] = {**scores, "split": split}
+            found[f"{as_typed('make eval')}, {split}: {name}"] = {**scores, "split": split}
         if not models:
-            found[f"make eval, {split}"] = result
+            found[f"{as_typed('make eval')}, {split}"] = result
     return found
 
 
@@ -310,7 +314,7 @@ def _answers(run: RunRecord) -> Iterator[Block]:
     for split, answers in run.answers.items():
         found = [_sample(answer["messages"][-1]["content"], answer, ANSWERS) for answer in answers]
         if found:
-            yield Samples(f"make eval, first rows of {split}", found)
+            yield Samples(f"{as_typed('make eval')}, first rows of {split}", found)
 
 
 def _sample(prompt: str, record: Tree, names: Mapping[str, str]) -> Sample:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from sft_play.engines.registry import label_of
 from sft_play.report.html import Block, Figure, Figures, Legend, Table, Text
-from sft_play.report.plan import process_unit, scaling_problems, speed_up, speed_up_notes
+from sft_play.report.plan import communication, process_unit, scaling_problems, speed_up, speed_up_notes
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
 from sft_play.report.tables import MISSING, formatted, memory_facts, said_of
@@ -115,5 +115,6 @@ def _cells(row: Tree, unit: str) -> dict[str, str]:
         "learning rate": f"{row['learning_rate']:g}",
         "engine": label_of(row["engine"]),
         "memory": formatted(row["process_bytes"] or row["peak_bytes"], format_bytes),
+        "communication": communication(row),
         "speed-up": speed_up(row),
     }

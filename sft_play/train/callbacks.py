@@ -120,10 +120,17 @@ class Reporter(TrainerCallback):
         steps = step - self._window_start
         return {
             "speed/tokens_per_second": speed,
+            "speed/samples_per_second": self._rows_per_second(steps),
             "speed/step_seconds": self._window_seconds / steps if steps else None,
             "speed/mfu": self._mfu(speed),
             "speed/data_wait": self.data_wait,
         }
+
+    def _rows_per_second(self, steps: int) -> float | None:
+        """None with packing, where a sequence has several rows."""
+        if self.plan.packing or not self._window_seconds:
+            return None
+        return steps * self.plan.effective_batch_size / self._window_seconds
 
     def shown(self, step: int) -> dict[str, float | None]:
         """What trackers show beside the loss; None if unknown."""

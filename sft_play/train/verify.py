@@ -106,6 +106,7 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
     lines = [
         f"Distributed type: {accelerator.distributed_type.value}",
         f"Number of processes: {accelerator.num_processes}",
+        f"Number of GPUs: {sum(device.startswith('cuda') for _, device in members)}",
         *_weights_held(trainer.model, plan.offload),
         f"Mixed precision: {accelerator.mixed_precision}",
         *ignored_lines(ignored),

@@ -83,7 +83,7 @@ def sft(*words: str | Path, function: Any = cli.main) -> Done:
         with _streams_to([out, err]):
             try:
                 code = function([str(word) for word in words])
-            except SystemExit as error:  # argparse
+            except SystemExit as error:  # from reading the arguments
                 code = error.code
         out.seek(0), err.seek(0)
         return Done(code, out.read(), err.read())

@@ -189,7 +189,7 @@ def test_what_cannot_run_here_is_at_least_understood(place, text):
     for line in done.stdout.splitlines():
         if "-m sft_play" in line:
             words = shlex.split(line.split("-m sft_play", 1)[1])
-            arguments = cli.parse(cli.build_parser(), words)
+            arguments = cli.parse(words)
             assert arguments.command == words[0]
             load_config(place.config, getattr(arguments, "overrides", []))
 

@@ -18,6 +18,8 @@ def test_a_run_says_how_long_it_waited_for_data_and_no_mfu_without_a_known_peak(
     logged = [record for record in read_metrics(job.run) if "train/loss" in record]
     assert logged[0]["speed/data_wait"] is None and 0 < logged[-1]["speed/data_wait"] < 0.5
     assert all(record["speed/mfu"] is None for record in logged)
+    rows = logged[-1]["speed/samples_per_second"] * logged[-1]["speed/step_seconds"]
+    assert rows == pytest.approx(job.plan.effective_batch_size)
 
 
 def test_the_share_of_the_peak_is_that_of_the_usual_formula(tiny_model, tmp_path):

@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
-    ["__init__", "errors", "files", "fingerprints", "screen", "secrets", "units"],
+    ["spelling"],
+    ["__init__", "errors", "files", "fingerprints", "resources", "screen", "secrets", "units"],
     ["config", "cache", "manifest", "streams"],
     ["plan", "runlog", "work"],
     ["reasons", "timeline"],
@@ -34,7 +35,8 @@ FLOORS = [
     ["multinode", "train"],
     ["commands"],
     ["cli"],
-    ["__main__"],
+    ["api"],
+    ["__main__", "scripts"],
 ]  # fmt: skip
 # the modules of this floor and of those above it may import torch, directly or through others
 TORCH_LINE = "engines.stored"
@@ -165,6 +167,14 @@ def too_long(path: Path) -> list[str]:
 def test_files_and_functions_stay_short():
     found = [line for path in MODULES for line in too_long(path)]
     assert not found, "\n".join(found)
+
+
+def test_the_api_and_the_package_are_imported_without_heavy_libraries():
+    script = (
+        f"import sys, sft_play, sft_play.api\nassert not {HEAVY!r} & set(sys.modules), sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", [["gpu-info"], ["config-schema"], ["--help"]])

@@ -162,7 +162,7 @@ def test_a_second_train_installs_nothing(ready):
 
 def test_a_new_lock_installs_again(ready):
     os.utime(Path(ready) / ".ready", (0, 0))
-    assert "pip install" in recipe("train", VENV=ready)
+    assert "pip_install" in recipe("train", VENV=ready)
 
 
 @pytest.mark.parametrize(
@@ -231,17 +231,17 @@ def test_settings_become_flags(ready, target, settings, words):
 
 
 def test_the_command_line_understands_every_recipe(ready, capsys):
-    from sft_play.cli import build_parser
+    from sft_play.cli import parse
 
     settings = {"AUTO": "1", "SHOW": "1", "SPLIT": "test", "LIMIT": "5", "DTYPE": "bfloat16", **SETTINGS}
-    parser, understood, refused = build_parser(), 0, []
+    understood, refused = 0, []
     for target in sorted(TARGETS):
         for line in recipe(target, VENV=ready, **settings).splitlines():
             if "-m sft_play" not in line:
                 continue
             words = shlex.split(line.split("-m sft_play", 1)[1])
             try:
-                understood += parser.parse_args(words).command == words[0]
+                understood += parse(words).command == words[0]
             except SystemExit:
                 refused.append(f"{target}: {capsys.readouterr().err}")
     assert not refused, "\n".join(refused)
@@ -310,14 +310,14 @@ def test_no_setting_is_run_or_changed_by_make_or_the_shell(words_of, tmp_path, s
 
 
 def test_args_are_words_that_nobody_runs(words_of, tmp_path):
-    from sft_play.cli import build_parser, parse
+    from sft_play.cli import parse
 
     file = tmp_path / "pwned"
     words = words_of(
         "train", ARGS=f"""a.b="c d" e.f='$(touch {file})' g.h=`touch {file}` i.j=$(shell touch {file})"""
     )
-    args = parse(build_parser(), words[2:])
-    assert args.overrides[:2] == ["a.b=c d", f"e.f=$(touch {file})"] and not file.exists()
+    args = parse(words[2:])
+    assert list(args.overrides[:2]) == ["a.b=c d", f"e.f=$(touch {file})"] and not file.exists()
     bench = words_of("bench-faults", ARGS=f"--only $(touch {file}) 'x'")
     assert bench == ["-m", "benchmarks.faults", "--only", "$(touch", f"{file})", "'x'"] and not file.exists()
     runs = words_of("compare", RUNS=f"one $(touch {file}) `touch {file}` $(shell touch {file})")
@@ -337,10 +337,10 @@ def test_after_training_a_run_stands_for_its_settings(words_of, target):
 
 
 def test_args_that_are_no_words_are_refused(capsys):
-    from sft_play.cli import build_parser, parse
+    from sft_play.cli import parse
 
     with pytest.raises(SystemExit) as error:
-        parse(build_parser(), ["train", "--config", "x", "--args=a.b='c"])
+        parse(["train", "--config", "x", "--args=a.b='c"])
     assert error.value.code == 2 and "no closing quotation" in capsys.readouterr().err
 
 
@@ -419,7 +419,11 @@ def lock(name: str = "requirements.lock") -> dict[str, list[Requirement]]:
     return pins
 
 
-LOCKS = ["requirements.lock", "requirements-source.lock"]
+LOCKS = [
+    "requirements.lock",
+    "requirements-source.lock",
+    *(f"locks/{path.name}" for path in (ROOT / "locks").iterdir()),
+]
 TORCH = re.search(r"^TORCH = (\S+)$", TEXT, re.MULTILINE)[1]
 
 
@@ -464,9 +468,9 @@ def test_torch_and_what_is_built_are_in_no_lock_of_wheels():
 
 def test_packages_are_installed_by_hash_and_the_locked_tools_build_what_has_no_wheel(tmp_path):
     installs = [
-        line.split(" -m pip install ")[1]
+        line.split(" scripts/pip_install.py ")[1]
         for line in recipe("install", VENV=str(tmp_path)).splitlines()
-        if "pip install" in line
+        if "pip_install" in line
     ]
     assert installs == [
         "--no-deps --require-hashes --only-binary :all: --requirement requirements.lock",
@@ -504,6 +508,7 @@ DEVELOPER_SCRIPTS = {
     "config_reference.py",
     "docs.py",
     "floor_requirements.py",
+    "pip_install.py",
     "requirements_of.py",
 }  # programs with tests of their own
 SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.name not in DEVELOPER_SCRIPTS)
@@ -544,3 +549,72 @@ def test_the_script_of_a_slurm_step_says_what_starts_it():
     done = subprocess.run(["bash", script], env=alone, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: srun ") and "sbatch configs/slurm/train.sbatch" in done.stderr
+
+
+EXTRAS = re.search(r"^LOCKED_EXTRAS = (.*)$", TEXT, re.MULTILINE)[1].split()
+
+
+def test_every_extra_has_a_lock_of_what_it_adds():
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {*EXTRAS, "dev", "mlflow", "trackio"} == set(optional)
+    assert sorted(EXTRAS) == sorted(path.stem for path in (ROOT / "locks").iterdir())
+    base = lock() | lock("requirements-source.lock")
+    for name in EXTRAS:
+        added = lock(f"locks/{name}.lock")
+        assert not {"torch", *base} & set(added), name
+        for wanted in map(Requirement, optional[name]):
+            (pin, *_) = (base | added)[wanted.name.lower().replace("_", "-")]
+            assert wanted.specifier.contains(str(pin.specifier).removeprefix("==")), wanted
+
+
+def test_extras_are_installed_by_hash_each_once(tmp_path):
+    lines = recipe("install", VENV=str(tmp_path), EXTRAS="export,lm-eval").splitlines()
+    for name in ("export", "lm-eval"):
+        installed = (
+            f"--no-deps --require-hashes --no-build-isolation --use-pep517 --requirement locks/{name}.lock"
+        )
+        assert sum(line.endswith(installed) for line in lines) == 1
+        assert f"touch '{tmp_path}/.ready-{name}'" in lines
+    refused = make("install", EXTRAS="export,exprot")
+    assert (
+        refused.returncode and "no such extra: exprot; there are: browser documents export" in refused.stderr
+    )
+
+
+def test_a_target_that_does_not_exist_is_an_error_that_names_the_nearest(tmp_path):
+    done = make("trian", dry=False, CONFIG="x.yaml")
+    assert done.returncode and not done.stdout
+    assert "error: there is no target trian; did you mean `make train`?" in done.stderr
+    nasty = make(f"$(touch {tmp_path}/a); touch {tmp_path}/b '", dry=False)
+    assert nasty.returncode and "there is no target" in nasty.stderr and not list(tmp_path.iterdir())
+
+
+def test_commands_are_shown_only_if_asked_for(ready):
+    python = Path(ready) / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/true")
+    assert make("gpu-info", dry=False, VENV=ready).stdout == ""
+    assert make("gpu-info", dry=False, VENV=ready, V="1").stdout == f"'{python}' -m sft_play gpu-info\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [(["Collecting one==1", "Collecting two", "done"], 0), (["Collecting one", "ERROR: no"], 1)],
+)
+def test_pip_is_summed_up_unless_it_fails(tmp_path, lines, code):
+    """With a `pip` that says these lines."""
+    (tmp_path / "pip.py").write_text(f"print({chr(10).join(lines)!r})\nraise SystemExit({code})\n")
+    script = ROOT / "scripts" / "pip_install.py"
+    runs = {
+        word: subprocess.run(
+            [sys.executable, script, "x"],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(tmp_path), "V": word},
+        )
+        for word in ("", "1")
+    }
+    assert all(done.returncode == code for done in runs.values())
+    assert runs["1"].stdout.splitlines() == lines
+    assert runs[""].stdout == ""
+    assert ("2 packages, 0 s" in runs[""].stderr) if code == 0 else runs[""].stderr.splitlines() == lines

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from sft_play.cli import build_parser
+from sft_play.cli import parse
 from sft_play.commands.plan import plan_command
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, DoesNotFitError
@@ -43,7 +43,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def plan(*words: str):
-    return plan_command(build_parser().parse_args(["plan", "--json", *words]))
+    return plan_command(parse(["plan", "--json", *words]))
 
 
 def test_a_model_and_a_gpu_are_enough_for_a_plan():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sft_play.cli import build_parser
+from sft_play.cli import parse
 from sft_play.commands.plan import plan_command
 from sft_play.machine.gpus import detect
 from sft_play.planning.profile import derived_from_data_sheet
@@ -41,7 +41,7 @@ def words(tiny_model, tmp_path, monkeypatch) -> list[str]:
 
 
 def test_a_second_plan_imports_neither_torch_nor_transformers(words):
-    first, _ = plan_command(build_parser().parse_args(words))
+    first, _ = plan_command(parse(words))
     script = SECOND.format(words=words, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

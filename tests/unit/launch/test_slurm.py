@@ -5,7 +5,6 @@ import pytest
 
 from sft_play.errors import ConfigError, LaunchError
 from sft_play.launch import slurm
-from sft_play.launch.accelerate_config import REPOSITORY
 from sft_play.launch.slurm import (
     TEMPLATE,
     SlurmJob,
@@ -16,6 +15,7 @@ from sft_play.launch.slurm import (
     submission_summary,
     submit,
 )
+from sft_play.resources import PACKAGE, SCRIPTS
 
 RUN = {
     "config": "configs/a b.yaml",
@@ -66,7 +66,7 @@ def test_the_file_is_bash_and_hands_every_word_over_as_it_was_typed(tmp_path):
     assert subprocess.run(["bash", "-n", str(file)]).returncode == 0
     head = text[: text.index("# The launchers end together")]
     env = {"PATH": "/usr/bin:/bin", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_ID": "7"}
-    script = f'set -u\n{head}\nprintf "%s\\n" "${{words[@]}}" "$REPOSITORY" "$PYTHON"'
+    script = f'set -u\n{head}\nprintf "%s\\n" "${{words[@]}}" "$SCRIPTS" "$PYTHON"'
     lines = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, env=env
     ).stdout.splitlines()
@@ -81,13 +81,13 @@ def test_the_file_is_bash_and_hands_every_word_over_as_it_was_typed(tmp_path):
         *RUN["overrides"],
         "train.resume=auto",
     ]
-    assert lines[1:] == [*argv, str(REPOSITORY), "py"]
+    assert lines[1:] == [*argv, str(SCRIPTS), "py"]
 
 
 def test_the_template_works_as_it_is_from_the_folder_of_the_repository():
     text = TEMPLATE.read_text()
     head = text[: text.index("# The launchers end together")]
-    script = f'set -u\n{head}\nprintf "%s\\n" "${{words[@]}}" "$REPOSITORY"'
+    script = f'set -u\n{head}\nprintf "%s\\n" "${{words[@]}}" "$SCRIPTS"'
     done = subprocess.run(
         ["bash", "-c", script, "sbatch", "train.epochs=1"],
         capture_output=True,
@@ -95,8 +95,15 @@ def test_the_template_works_as_it_is_from_the_folder_of_the_repository():
         env={"SLURM_SUBMIT_DIR": "/here"},
     )
     config = "configs/run_distributed.yaml"
-    assert done.stdout.splitlines() == ["--config", config, "--processes", "0", "train.epochs=1", "/here"]
-    assert (REPOSITORY / config).is_file()
+    assert done.stdout.splitlines() == [
+        "--config",
+        config,
+        "--processes",
+        "0",
+        "train.epochs=1",
+        "/here/scripts",
+    ]
+    assert (PACKAGE / config).is_file()
 
 
 def test_a_template_without_a_variable_is_refused():

@@ -55,7 +55,7 @@ def test_a_finished_run_fills_every_section(page):
         ("training", ["Last training loss: 1.0000; last held-out loss: 2.0000", "Learning rate"]),
         ("training", ["Gradient norm", "Tokens per second", "optimizer step", "nats per token"]),
         ("speed", ["predicted 500 ms, measured 600 ms (prediction 17% too low)", "Seconds per step"]),
-        ("scaling", ["1 (this run) 4 x 2 8 10 0.001 one process 1.00 GiB 1.00x 2 4 x 1 8 10 0.001 DDP"]),
+        ("scaling", ["1 (this run) 4 x 2 8 10 0.001 one process 1.00 GiB 0% 1.00x 2 4 x 1 8 10 0.001 DDP"]),
         ("scaling", ["processes", "4 processes: fewer rows than", "each of 2 processes sends 3.00 GiB per step"]),
         ("data", ["train 100 5,000 50.0% 3 2 40 90 400", "2 rows dropped: empty", "few rows", "abc123"]),
         ("data", ["Length of the training rows", "Bins of 3 tokens; 100 rows", "1 longer"]),

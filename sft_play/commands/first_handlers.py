@@ -1,0 +1,39 @@
+"""One function per command that a person starts with: the demo, and a config to write on."""
+
+from pathlib import Path
+
+from sft_play.commands.command_line import Arguments, arguments, command, flag
+from sft_play.commands.handlers import train
+from sft_play.errors import ConfigError, StorageError
+from sft_play.report.layout import ending, make_command
+from sft_play.resources import CONFIGS
+from sft_play.runlog import console
+from sft_play.spelling import as_typed
+
+DEMO = "configs/demo.yaml"
+
+
+@command("demo", config=False, examples=["", "train.max_steps=20"])
+@flag("overrides", "settings to override", nargs=-1, metavar="[section.key=value]...")
+def demo(args: Arguments) -> int:
+    """Train the demo, without a download or a GPU: `train --config configs/demo.yaml`."""
+    return train(arguments("train", args.overrides, config=DEMO))
+
+
+@command("init", config=False, examples=["", "mine.yaml"])
+@flag("file", "YAML file to write (default: my.yaml)", default=Path("my.yaml"), type=Path)
+def init(args: Arguments) -> int:
+    """Write a config to start from, with comments."""
+    text = (CONFIGS / "starter.yaml").read_text(encoding="utf-8").replace("my.yaml", str(args.file))
+    text = as_typed(text.replace("$schema=schema.json", f"$schema={CONFIGS / 'schema.json'}"))
+    try:
+        with args.file.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        found = f"{args.file} exists and is not overwritten"
+        raise ConfigError(f"{found}; name another file: sft-play init another.yaml") from None
+    except OSError as error:
+        raise StorageError(f"{args.file} cannot be written: {error.strerror}") from None
+    commands = [make_command(target, args.file) for target in ("check", "plan", "train")]
+    console().print(ending({"wrote": args.file}, commands))
+    return 0

@@ -1,0 +1,55 @@
+"""The example notebook runs from its first cell to its last, and shows what it says."""
+
+import ast
+import json
+
+import pytest
+
+from sft_play import api
+from sft_play.errors import CheckpointError, ConfigError
+from tests.conftest import REPOSITORY
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+
+NOTEBOOK = json.loads((REPOSITORY / "examples" / "quickstart.ipynb").read_text())
+CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+# the same demo, with a random model in place of the one that takes half a minute to make
+SHORT = '"train.max_steps": 4, "train.logging_steps": 1, "eval.generate": False, "model.name": "builtin:tiny"'
+
+
+def executed(cell: str, names: dict) -> object:
+    """Runs a cell as a notebook does, and returns what its last line would show."""
+    *body, last = ast.parse(cell).body
+    shows = isinstance(last, ast.Expr)
+    exec(compile(ast.Module(body if shows else [*body, last], []), "cell", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if shows else None
+
+
+def test_the_notebook_runs_and_shows_what_it_promises(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    cells = [cell.replace('"train.max_steps": 50', SHORT) for cell in CELLS]
+    assert sum(SHORT in cell for cell in cells) == 1
+    shown = [executed(cell, names) for cell in cells]
+    _, planned, numbers, _, run, scores, losses, weights = shown
+    assert "fits on" in planned._repr_html_() and "RTX 4090" in str(planned)
+    assert (
+        numbers[0] >= 1 and 1 < numbers[1] < 24 and numbers[2].startswith(("make train ", "sft-play train "))
+    )
+    assert run.path.resolve() == tmp_path / "runs" / "notebook" and "loss" in run._repr_html_()
+    assert scores[0] == "done" and scores[1] > 0 and scores[2]["loss"] > 0
+    assert [step for step, _ in losses] == [1, 2, 3, 4]
+    assert (weights / "adapter_model.safetensors").is_file()
+
+
+def test_what_is_asked_wrongly_is_an_exception(tmp_path):
+    with pytest.raises(ConfigError, match="nothing to plan"):
+        api.plan()
+    with pytest.raises(ConfigError, match="expected a whole number"):
+        api.plan("qwen3-8b", gpu="L40S", gpus=0)
+    with pytest.raises(ConfigError, match="train.learning_rate"):
+        api.train("configs/demo.yaml", settings={"train.learning_rate": "fast"})
+    with pytest.raises(CheckpointError, match="does not exist"):
+        api.load("nothing", runs=tmp_path)
+    with pytest.raises(AttributeError, match="no attribute 'fit'"):
+        api.fit  # noqa: B018
