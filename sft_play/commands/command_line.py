@@ -87,6 +87,21 @@ def number(
     return flag(name, help, type=read, metavar="N", default=default)
 
 
+def amount(name: str, setting: str, help: str, metavar: str) -> Decorator:
+    """A flag with a number above 0, which was typed as this setting of make."""
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = 0.0
+        if not 0 < found < float("inf"):
+            raise argparse.ArgumentTypeError(f"{setting}={text}: expected a number above 0")
+        return found
+
+    return flag(name, help, type=read, metavar=metavar)
+
+
 def end(
     args: argparse.Namespace, result: Any, *shown: Any, then: Sequence[str] = (), run: RunDir | None = None
 ) -> int:

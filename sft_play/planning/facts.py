@@ -145,8 +145,13 @@ class DataFacts:
         require_supported(config.model, limit)
         asked = config.model.max_seq_len
         length = min(UNSEEN_SEQ_LEN, limit or UNSEEN_SEQ_LEN) if asked == "auto" else asked
+        return cls.full_rows(length, config.train.seed)
+
+    @classmethod
+    def full_rows(cls, length: int, seed: int) -> "DataFacts":
+        """Rows of so many tokens, every one of them supervised."""
         lengths = np.full(UNSEEN_ROWS, length)
-        return cls(lengths, lengths, length, length, length**2, config.train.seed, seen=False)
+        return cls(lengths, lengths, length, length, length**2, seed, seen=False)
 
     @property
     def rows(self) -> int:
