@@ -34,8 +34,16 @@ def require_positions(
         named = f"that are allowed, since '{model.name}' does not say how many it supports"
     raise ConfigError(
         f"{setting}={asked} exceeds the {limit} positions {named}. Set it to at most {limit}"
-        f"{',' if or_else else ''}{or_else}"
+        f"{',' if or_else else ''}{or_else}{_scaled(asked, positions)}"
     )
+
+
+def _scaled(asked: int, positions: int | None) -> str:
+    """What allows so many tokens, where positions are known."""
+    if positions is None:
+        return ""
+    factor = -(-asked // positions)
+    return f", or give rotary positions model.rope_scaling.rope_type=yarn model.rope_scaling.factor={factor}"
 
 
 def length_limit(

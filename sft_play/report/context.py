@@ -62,7 +62,7 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
     if any(row.get("limit") == "positions" and row["longest"] for row in rows):
         found.append(
             f"limit positions: memory is left, but the model has {counted(tree['positions'], 'position')}; "
-            "model.rope_scaling={rope_type: yarn, factor: 4} gives it four times as many"
+            "model.rope_scaling.rope_type=yarn model.rope_scaling.factor=4 gives it four times as many"
         )
     found += dict.fromkeys(f"{method_of(row)}: {row['problem']}" for row in rows if "problem" in row)
     return found
