@@ -94,4 +94,8 @@ def drawn_facts(asked: DrawnRows, config: RunConfig, positions: int | None) -> t
 def _fitted(lengths: np.ndarray, limit: int, overlong: str) -> np.ndarray:
     if overlong == "drop":
         return lengths[lengths <= limit]
+    if overlong == "split":
+        counts = -(-lengths // limit)
+        rests = lengths - (counts - 1) * limit
+        return np.concatenate([np.full(int((counts - 1).sum()), limit), np.maximum(2, rests)])
     return np.minimum(lengths, limit)
