@@ -325,7 +325,7 @@ report-image: $(READY) ## Draw the README's picture of RUN=name in Chromium
 
 .PHONY: cookbook
 cookbook: $(READY) ## Plan every model on every machine for the cookbook
-	$(PY) -m benchmarks.cookbook
+	$(if $(filter longest,$(WHAT)),,$(PY) -m benchmarks.cookbook && )$(PY) -m benchmarks.longest_rows
 
 .PHONY: lock
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
@@ -371,7 +371,7 @@ bench-evidence: $(READY) ## Compare predictions with steps others ran on GPUs
 	$(PY) -m benchmarks.evidence $(WORDS)
 
 .PHONY: bench-prepare
-bench-prepare: $(READY) ## Measure memory of preparing data; ARGS=speed: speed
+bench-prepare: $(READY) ## Measure memory of preparing data; ARGS=speed, ARGS=long
 	$(PY) -m benchmarks.prepare $(WORDS)
 
 .PHONY: bench-planner

@@ -121,7 +121,7 @@ plan = Plan(
 )
 peak, tokens = own_bytes(), 0
 train = training_rows(data.train, plan, seed=0, hidden_size=64, pad_id=0, shares=data.shares)
-for batches in (train, evaluation_rows(data.val, plan, pad_id=0)):
+for batches in (train, evaluation_rows(data.train, plan, pad_id=0)):
     collate = joined_micro_batches(batches.rows, "lengths")
     for batch in batches.dataset:
         tokens += collate([batch])["input_ids"].shape[1]
@@ -129,7 +129,7 @@ for batches in (train, evaluation_rows(data.val, plan, pad_id=0)):
 print(json.dumps({"own_bytes": peak - before, "tokens": tokens, "longest": longest}))
 """
 # tokens of a row -> how many there are, few and more of them
-LONG_ROWS = {100_000: (50, 200), 1_000_000: (5, 20)}
+LONG_ROWS = {100_000: (20, 80), 1_000_000: (3, 12)}
 LONG_POSITIONS = 2**21
 SPLIT = ["model.max_seq_len=32768", "data.overlong=split"]
 
@@ -179,14 +179,14 @@ def measure_long(source: Path, place: Path) -> Iterator[dict[str, Any]]:
                 with tempfile.TemporaryDirectory(dir=place) as cache:
                     data = write_long_rows(source, tokens, rows, Path(cache))
                     words = [str(config_file(Path(cache), model, data)), "data.num_workers=1", *settings]
-                    words += ["data.supervise=all", "data.val_fraction=0.1", "train.packing=true"]
+                    words += ["data.supervise=all", "data.val_fraction=0", "train.packing=true"]
                     prepared = run(PREPARE, words, Path(cache))
                     read = run(READ, words, Path(cache))["printed"]
                 yield {
                     "row_tokens": tokens,
                     "rows_read": rows,
                     "split": bool(settings),
-                    "rows": prepared["printed"]["train"]["rows"] + prepared["printed"]["val"]["rows"],
+                    "rows": prepared["printed"]["train"]["rows"],
                     "tokens": read["tokens"],
                     "longest": read["longest"],
                     "prepare_peak_bytes": prepared["peak_bytes"],
