@@ -18,7 +18,7 @@ from sft_play.sizing.architecture import Architecture
 
 LONGEST = "## The longest rows"  # the last section of the cookbook
 POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit
-MODELS = ("Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B")
+MODELS = ("meta-llama/Llama-3.1-8B",)
 MACHINES = (("RTX 4090", 1), ("H100 80GB", 1), ("H100 80GB", 8))
 
 

@@ -1,5 +1,6 @@
 """The longest row that fits, for each method and number of devices, by the exact memory of its step."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,36 +19,32 @@ from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 
 GRAIN = 1024  # tokens: rows are multiples of it, or as long as the model allows
+BEYOND = 1 + 1e-9  # of what is within the budget, but ran out of memory before
 LONGEST = "max"  # what is asked, unless it is a number of tokens
 
-Spare = Callable[[int], int]  # tokens of a row -> bytes that are left, negative if it does not fit
+Use = Callable[[int], float]  # tokens of a row -> share of the budget that it takes; it fits up to 1
 
 
-def longest_multiple(spare: Spare, most: int, grain: int = GRAIN) -> int | None:
-    """The most tokens that leave something to spare: `most`, or a multiple of the grain; None if no multiple.
+def longest_multiple(use: Use, most: int, grain: int = GRAIN) -> int | None:
+    """The most tokens that fit the budget: `most`, or a multiple of the grain; None if not even the grain.
 
-    What is left falls with the tokens, nearly in a line, so each guess is where a line through the ends of
-    the bracket meets zero; an end that stays twice counts half (the Illinois rule), so the bracket closes.
+    What is taken grows with the tokens, nearly in a line, so the next guess is where the line through the
+    last two meets the budget (the secant method); each third one halves the bracket, which so closes.
     """
-    if spare(most) >= 0:
+    last, used = -(-most // grain), use(most)
+    if used <= 1:
         return most
-    low, high = 1, -(-most // grain)
-    left, right = float(spare(low * grain) if high > low else -1), float(spare(most))
-    if left < 0:
-        return None
-    stayed = 0  # the end that the last guess left in place: -1 low, 1 high
-    while high - low > 1:
-        guess = min(max(low + int((high - low) * left / (left - right)), low + 1), high - 1)
-        found = spare(guess * grain)
-        if found >= 0:
-            low, left = guess, found
-            right = right / 2 if stayed == 1 else right
-            stayed = 1
-        else:
-            high, right = guess, found
-            left = left / 2 if stayed == -1 else left
-            stayed = -1
-    return low * grain
+    low, high, guess = 0, last, int(last / used)  # as if nothing but the tokens took memory
+    for step in itertools.count():
+        if high - low <= 1:
+            return low * grain or None
+        guess = (low + high) // 2 if step % 3 == 2 else min(max(guess, low + 1), high - 1)
+        found = use(guess * grain)
+        low, high = (guess, high) if found <= 1 else (low, guess)
+        slope = (found - used) / (guess - last) if guess != last else 0.0
+        following = int(guess + (1 - found) / slope) if slope > 0 else (low + high) // 2
+        last, used, guess = guess, found, following
+    raise AssertionError("the bracket closes")
 
 
 def position_limit(architecture: Architecture) -> int | None:
@@ -72,16 +69,16 @@ def longest_row(
     """
     positions = position_limit(architecture)
     most = positions or MAX_UNSTATED
-    left: dict[int, int] = {}
+    known: dict[int, float] = {}
     best_first: list[tuple[str, int]] = []  # engines and replicas, that of the last step first
 
-    def spare(tokens: int) -> int:
-        if tokens not in left:
-            left[tokens] = _spare(config, architecture, machine, processes, tokens, best_first)
-        return left[tokens]
+    def use(tokens: int) -> float:
+        if tokens not in known:
+            known[tokens] = _use(config, architecture, machine, processes, tokens, best_first)
+        return known[tokens]
 
-    fits = None if asked is None else spare(asked) >= 0
-    longest = longest_multiple(spare, most)
+    fits = None if asked is None else use(asked) <= 1
+    longest = longest_multiple(use, most)
     if fits and asked and asked > (longest or 0):  # between two multiples
         longest = asked
     row: dict[str, Any] = {"longest": longest, "limit": "positions" if longest == most else "memory"}
@@ -141,35 +138,34 @@ def _leanest(drafts: Sequence[Plan]) -> list[Plan]:
     return [draft for draft in small if draft.activations != "keep"] or small
 
 
-def _spare(
+def _use(
     config: RunConfig,
     architecture: Architecture,
     machine: Machine,
     processes: int,
     tokens: int,
     best_first: list[tuple[str, int]],
-) -> int:
-    """Bytes that a process has left with the engine that leaves most; of all engines only if none fits."""
+) -> float:
+    """The share of its budget that a process takes with the engine that takes least; of all if none fits."""
     run, facts = _run_of(config, processes, tokens)
     estimate = estimator_of_run(run, architecture, facts, machine, processes)
     drafts = _leanest(_drafts(run, architecture, facts, machine, processes))
     order = {engine: place for place, engine in enumerate(best_first)}
-    found: dict[tuple[str, int], int] = {}
+    found: dict[tuple[str, int], float] = {}
     for draft in sorted(drafts, key=lambda draft: order.get((draft.engine, draft.replicas), len(order))):
-        left = _left_by(estimate(run, draft, complete=True))
-        found[draft.engine, draft.replicas] = left
-        if left >= 0:
+        share = found[draft.engine, draft.replicas] = _share(estimate(run, draft, complete=True))
+        if share <= 1:
             break
-    best_first[:] = sorted(found, key=lambda engine: -found[engine])
-    return max(found.values())
+    best_first[:] = sorted(found, key=lambda engine: found[engine])
+    return min(found.values())
 
 
-def _left_by(memory: Memory) -> int:
-    """Of the budget that has least left."""
-    left = memory.budget_bytes - memory.process_bytes
+def _share(memory: Memory) -> float:
+    """Of the budget, or of that of the host if it is the tighter one."""
+    share = memory.process_bytes / memory.budget_bytes
     if memory.host and memory.host.budget_bytes is not None:
-        left = min(left, memory.host.budget_bytes - memory.host.needed_bytes)
-    return min(left, -1) if not memory.fits else left
+        share = max(share, memory.host.needed_bytes / max(memory.host.budget_bytes, 1))
+    return share if memory.fits else max(share, BEYOND)
 
 
 def places_of(config: RunConfig, machine: Machine) -> tuple[str, ...]:

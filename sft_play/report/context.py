@@ -64,6 +64,8 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
             f"limit positions: memory is left, but the model has {counted(tree['positions'], 'position')}; "
             "model.rope_scaling.rope_type=yarn model.rope_scaling.factor=4 gives it four times as many"
         )
+    if any(row["longest"] is None and "problem" not in row for row in rows):
+        found.append("-: not even rows of 1,024 tokens fit")
     found += dict.fromkeys(f"{method_of(row)}: {row['problem']}" for row in rows if "problem" in row)
     return found
 

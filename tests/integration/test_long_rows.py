@@ -30,6 +30,10 @@ def test_rows_beyond_the_positions_are_left_out_or_trained_with_scaled_ones(conf
     run = RunDir(tmp_path / "runs" / "one")
     assert read_json(run.path / "plan.json")["plan"]["max_seq_len"] > 1200
     trained = ("--config", run.config)  # with the settings of the run, as RUN= gives them
+    other = sft("merge", "--config", config)  # which lacks the scaling
+    assert other.code == 8 and "was trained with model.rope_scaling={'rope_type': 'yarn'" in other.err
+    resumed = sft("train", "--resume", *trained, "model.rope_scaling.factor=8")
+    assert resumed.code == 2 and "model.rope_scaling: " in resumed.err
     assert sft("merge", *trained).code == 0
     assert sft("merge-test", *trained).code == 0
     merged = AutoConfig.from_pretrained(run.merged)
