@@ -19,7 +19,7 @@ from sft_play.sizing.architecture import Architecture
 LONGEST = "## The longest rows"  # the last section of the cookbook
 POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit
 MODELS = ("meta-llama/Llama-3.1-8B",)
-MACHINES = (("RTX 4090", 1), ("H100 80GB", 1), ("H100 80GB", 8))
+MACHINES = (("RTX 4090", 1), ("H100 80GB", 1))
 
 
 class Published(NamedTuple):

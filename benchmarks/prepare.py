@@ -129,7 +129,7 @@ for batches in (train, evaluation_rows(data.train, plan, pad_id=0)):
 print(json.dumps({"own_bytes": peak - before, "tokens": tokens, "longest": longest}))
 """
 # tokens of a row -> how many there are, few and more of them
-LONG_ROWS = {100_000: (20, 80), 1_000_000: (3, 12)}
+LONG_ROWS = {100_000: (10, 40), 1_000_000: (2, 6)}
 LONG_POSITIONS = 2**21
 SPLIT = ["model.max_seq_len=32768", "data.overlong=split"]
 
@@ -309,7 +309,7 @@ def main() -> int:
             long.append(one)
             sys.stdout.write(describe_long(one) + "\n")
             sys.stdout.flush()
-        _write("prepare_long.json", record | {"measured": long})
+            _write("prepare_long.json", record | {"measured": long})
         return int(any(_grows(few, many) for few, many in pairs_of(long)))
     if args.what == "speed":
         found = measure_speed(source, min(factors), args.rounds, args.workers, place)
