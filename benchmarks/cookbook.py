@@ -80,7 +80,8 @@ make plan CONFIG=configs/run_qlora.yaml ARGS="data.train_path=my.jsonl"
 Each cell has the sequences in a micro-batch, the predicted peak of tensors in GiB, and the predicted tokens
 per second of all GPUs together. A star means that activations are recomputed (gradient checkpointing), n/a
 that the data sheet has no speed for this type, a dash that no plan fits that holds the model on each GPU. The
-plan chooses between DDP and ZeRO-2, which is named. What FSDP2 makes possible is in the table of the fewest GPUs.
+plan chooses between DDP and ZeRO-2, which is named. What FSDP2 makes possible is in the table of
+the fewest GPUs.
 """
 
 
