@@ -7,6 +7,10 @@
 #? ARGS="train.learning_rate=1e-4"  overrides
 #? NGPU=2                           number of GPUs or processes
 #? MODEL=qwen3-8b GPU="RTX 4090"    what to plan, and on which GPU
+#? CONTEXT=max                      longest row that fits; 32768: does it?
+#? ROWS=5000 TOKENS=1500            plan for rows that are not here, and
+#? LENGTHS=lognormal:1500:6000      how their lengths are spread (95%)
+#? GPU_HOUR=2.5                     price of a GPU hour: what a run costs
 #? WHY=1                            explain every choice of a plan
 #? MODE=qlora                       how to train: full, lora or qlora
 #? OFFLOAD=ram                      keep weights, gradients and states in RAM
@@ -29,8 +33,8 @@ $(foreach name,$(AS_TYPED),$(if $(findstring environment,$(origin $(name))),$(ev
 $(foreach name,RUNS VENV,$(if $(findstring environment,$(origin $(name))),$(eval INHERITED += $(name))))
 # What a person types is taken as it is: make expands no $ in it, and the shell gets it in single quotes, so that
 # neither runs any of it. Only a line break would end a recipe's line, so it is refused.
-TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM DTYPE ENGINE EXTRAS FORCE FORMAT GPU IN LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
-        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME V VENV WHAT WHY ZERO
+TYPED = ACCOUNT AGAINST ALLOW ARGS AUTO CHAT CONFIG CONFIRM CONTEXT DTYPE ENGINE EXTRAS FORCE FORMAT GPU GPU_HOUR IN LENGTHS LIMIT MASTER_ADDR MASTER_PORT MINUTES MODE MODEL NGPU NODES \
+        OFFLOAD OUT PARTITION PROBE PUBLIC PYTHON RANK REPO ROWS RUN RUNS SBATCH SHOTS SHOW SPLIT STYLE TASKS TIME TOKENS V VENV WHAT WHY ZERO
 $(foreach name,$(TYPED),$(if $(filter-out undefined,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 # Any other name would change nothing, unless it is for the environment: CUDA_VISIBLE_DEVICES=0, HF_HOME=/data.
 UNKNOWN = $(strip $(foreach name,$(filter-out SHELL TORCH,$(.VARIABLES)),$(if $(findstring command,$(origin $(name))),$(if $(findstring _,$(name)),,$(name)))))
@@ -79,6 +83,8 @@ FOLDER = $(if $(findstring /,$(RUN)),$(RUN:%/=%),$(RUNS)/$(RUN))
 OF_RUN = $(if $(and $(RUN),$(filter file,$(origin CONFIG))),--config $(call quote,$(FOLDER)/config.resolved.yaml)$(SETTINGS)$(MORE),$(WITH_CONFIG))
 # A plan for MODEL takes a config only if one was typed.
 PLANNED = $(if $(and $(MODEL),$(filter file,$(origin CONFIG))),,--config $(call quote,$(CONFIG)))
+# What a plan is asked of rows that are not here.
+UNSEEN = $(if $(CONTEXT), $(call flag,--context,$(CONTEXT)))$(if $(ROWS), $(call flag,--rows,$(ROWS)))$(if $(TOKENS), $(call flag,--tokens,$(TOKENS)))$(if $(LENGTHS), $(call flag,--lengths,$(LENGTHS)))$(if $(GPU_HOUR), $(call flag,--gpu-hour,$(GPU_HOUR)))
 # The arguments of tools that do not know --args: words at spaces.
 WORDS = $(foreach word,$(call one_line,$(ARGS)),$(call quote,$(word)))
 # pytest splits its variable into words like a shell.
@@ -190,7 +196,7 @@ dapt-docx: $(READY) ## Documents to raw text: IN=folder OUT=text.jsonl
 
 .PHONY: plan
 plan: $(READY) ## Predict memory and speed, e.g. MODEL=qwen3-8b GPU="L40S"
-	$(SFT) plan $(if $(call yes,WHY),--why )$(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(OVERRIDES)$(OF_STAGE)$(MORE)
+	$(SFT) plan $(if $(call yes,WHY),--why )$(call flag,--model,$(MODEL)) $(call flag,--gpu,$(GPU)) $(call flag,--gpus,$(NGPU)) $(PLANNED)$(UNSEEN)$(OVERRIDES)$(OF_STAGE)$(MORE)
 
 .PHONY: probe
 probe: $(READY) ## Measure the largest batch, compare with the prediction
@@ -346,7 +352,7 @@ report-image: $(READY) ## Draw the README's picture of RUN=name in Chromium
 
 .PHONY: cookbook
 cookbook: $(READY) ## Plan every model on every machine for the cookbook
-	$(PY) -m benchmarks.cookbook
+	$(if $(filter longest,$(WHAT)),,$(PY) -m benchmarks.cookbook && )$(PY) -m benchmarks.longest_rows
 
 .PHONY: lock
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
@@ -393,7 +399,7 @@ bench-evidence: $(READY) ## Compare predictions with steps others ran on GPUs
 	$(PY) -m benchmarks.evidence $(WORDS)
 
 .PHONY: bench-prepare
-bench-prepare: $(READY) ## Measure memory of preparing data; ARGS=speed: speed
+bench-prepare: $(READY) ## Measure memory of preparing data; ARGS=speed, ARGS=long
 	$(PY) -m benchmarks.prepare $(WORDS)
 
 .PHONY: bench-planner

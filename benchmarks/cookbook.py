@@ -55,7 +55,7 @@ LARGE = (
     "meta-llama/Llama-3.1-405B",
 )
 GPUS = ("RTX 4090", "L40S", "A100 80GB", "H100 80GB", "H200")
-TOKENS = 100_000_000  # whose GPU-hours are in the last table
+TOKENS = 100_000_000  # whose GPU-hours are in the table of the fewest GPUs
 FEWEST_HEAD = f"""{FEWEST}
 
 How many of 1, 2, 4 ... 512 GPUs are enough, on machines of eight, with the engine that the plan chooses,
@@ -80,7 +80,8 @@ make plan CONFIG=configs/run_qlora.yaml ARGS="data.train_path=my.jsonl"
 Each cell has the sequences in a micro-batch, the predicted peak of tensors in GiB, and the predicted tokens
 per second of all GPUs together. A star means that activations are recomputed (gradient checkpointing), n/a
 that the data sheet has no speed for this type, a dash that no plan fits that holds the model on each GPU. The
-plan chooses between DDP and ZeRO-2, which is named. What FSDP2 makes possible is in the last table.
+plan chooses between DDP and ZeRO-2, which is named. What FSDP2 makes possible is in the table of
+the fewest GPUs.
 """
 
 

@@ -4,11 +4,15 @@
     python -m benchmarks.prepare --factors 1,10   # without the largest
     python -m benchmarks.prepare speed            # tokens/s beside datasets, alternating
     python -m benchmarks.prepare speed --workers 2 --factors 10
+    python -m benchmarks.prepare long             # rows of up to a million tokens; writes prepare_long.json
 
 Each measurement is a process of its own, and its peak is that of its largest process, workers included, as
 the kernel counted it. Rows are made different by a number in the question. The tokenizer is that of
 builtin:tiny, trained on the same rows, with its own chat template. Times mean something on an idle machine
 only, peaks on any.
+
+Long rows are the same text, joined. Of reading them back, packed, as training and evaluation do, the memory
+is that of the process without the pages of the file (RssAnon), which the kernel drops when it needs them.
 
 The speed of `prepare` is that of all it does, from the rows on the disk to tokens on the disk: it also checks
 rows, marks what is learned, looks for duplicates, and splits. Beside it are load_dataset and map together,
@@ -20,11 +24,13 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +41,15 @@ from sft_play.units import MIB
 
 GSM8K = (Path("data/gsm8k/train.jsonl"), Path("../shared/data/gsm8k/train.jsonl"))
 FACTORS = "1,10,100"
+CHARACTERS_PER_TOKEN = 3  # about, of the tokenizer of builtin:tiny and these rows
 MOST_GROWTH = 1.25  # of the peak, from the fewest rows to the most
 
 TOKENIZER = """
 import json, sys
 from sft_play.builtin.demo import tiny_model
-print(json.dumps(str(tiny_model(sys.argv[1:]))))
+from sft_play.config.inputs import DataInput
+inputs = [DataInput("data.train_path", "train", path, "auto") for path in sys.argv[1:]]
+print(json.dumps(str(tiny_model(inputs))))
 """
 PREPARE = """
 import json, os, sys, time
@@ -86,6 +95,45 @@ print(json.dumps(seconds | {"tokens": tokens}))
 """
 
 
+READ = """
+import json, sys
+from pathlib import Path
+from sft_play.config.load import load_config
+from sft_play.model.collators import joined_micro_batches
+from sft_play.model.load import load_data
+from sft_play.plan import Plan
+from sft_play.planning.facts import DataFacts
+from sft_play.train.rows import evaluation_rows, training_rows
+
+def own_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+config = load_config(sys.argv[1], sys.argv[2:]).config
+data, before = load_data(config, progress=False).rows, own_bytes()
+facts = DataFacts.of(data, config)
+longest = facts.longest_row
+plan = Plan(
+    micro_batch_size=longest, gradient_accumulation_steps=1, effective_batch_size=longest, world_size=1,
+    engine="none", max_seq_len=longest, packing=True, micro_batch_tokens=longest, activations="recompute",
+    mixed_precision="no", dtype="float32", attention="varlen_sdpa", learning_rate=1e-3,
+    steps_per_epoch=facts.rows, total_steps=facts.rows, device="cpu",
+)
+peak, tokens = own_bytes(), 0
+train = training_rows(data.train, plan, seed=0, hidden_size=64, pad_id=0, shares=data.shares)
+for batches in (train, evaluation_rows(data.train, plan, pad_id=0)):
+    collate = joined_micro_batches(batches.rows, "lengths")
+    for batch in batches.dataset:
+        tokens += collate([batch])["input_ids"].shape[1]
+        peak = max(peak, own_bytes())
+print(json.dumps({"own_bytes": peak - before, "tokens": tokens, "longest": longest}))
+"""
+# tokens of a row -> how many there are, few and more of them
+LONG_ROWS = {100_000: (10, 40), 1_000_000: (1, 3)}
+LONG_POSITIONS = 2**21
+SPLIT = ["model.max_seq_len=32768", "data.overlong=split"]
+
+
 def write_rows(source: Path, factor: int, folder: Path) -> Path:
     """The rows of `source`, `factor` times, no two alike."""
     file = folder / f"rows{factor}.jsonl"
@@ -96,6 +144,60 @@ def write_rows(source: Path, factor: int, folder: Path) -> Path:
                 question = f"{copy}. {row['question']}" if copy else row["question"]
                 out.write(json.dumps({**row, "question": question}) + "\n")
     return file
+
+
+def write_long_rows(source: Path, tokens: int, rows: int, folder: Path) -> Path:
+    """Rows of about so many tokens: questions and answers of `source` as one question, and a last answer."""
+    file = folder / f"long{tokens}.jsonl"
+    texts = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    joined = " ".join(f"{row['question']} {row['answer']}" for row in texts)
+    size = CHARACTERS_PER_TOKEN * tokens
+    joined *= 1 + 2 * size // len(joined)
+    with file.open("w", encoding="utf-8") as out:
+        for number in range(rows):
+            start = 997 * number % size
+            question = f"{number}. {joined[start : start + size]}"
+            out.write(json.dumps({"question": question, "answer": texts[number]["answer"]}) + "\n")
+    return file
+
+
+def long_model(source: Path, folder: Path) -> Path:
+    """builtin:tiny with more positions than any row has tokens."""
+    copy = folder / "model"
+    shutil.copytree(tokenizer_folder(source), copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG_POSITIONS}))
+    return copy
+
+
+def measure_long(source: Path, place: Path) -> Iterator[dict[str, Any]]:
+    """Peak memory of preparing long rows, whole and split, and of reading them back, packed."""
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        model = long_model(source, Path(name))
+        for tokens, counts in LONG_ROWS.items():
+            for rows, settings in product(counts, ([], SPLIT)):
+                with tempfile.TemporaryDirectory(dir=place) as cache:
+                    data = write_long_rows(source, tokens, rows, Path(cache))
+                    words = [str(config_file(Path(cache), model, data)), "data.num_workers=1", *settings]
+                    words += ["data.supervise=all", "data.val_fraction=0", "train.packing=true"]
+                    prepared = run(PREPARE, words, Path(cache))
+                    read = run(READ, words, Path(cache))["printed"]
+                yield {
+                    "row_tokens": tokens,
+                    "rows_read": rows,
+                    "split": bool(settings),
+                    "rows": prepared["printed"]["train"]["rows"],
+                    "tokens": read["tokens"],
+                    "longest": read["longest"],
+                    "prepare_peak_bytes": prepared["peak_bytes"],
+                    "read_bytes": read["own_bytes"],
+                }
+
+
+def describe_long(one: dict[str, Any]) -> str:
+    """A measurement of long rows for the console."""
+    what = f"{one['rows_read']:>4} rows of {one['row_tokens']:>9,} tokens{', split' if one['split'] else ''}"
+    return f"{what}: {one['prepare_peak_bytes'] // MIB:,} MiB, {one['read_bytes'] // MIB:,} MiB to read them"
 
 
 def run(code: str, words: list[str], cache: Path) -> dict[str, Any]:
@@ -187,7 +289,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("memory", "speed"), default="memory")
+    parser.add_argument("what", nargs="?", choices=("memory", "speed", "long"), default="memory")
     parser.add_argument("--rows", type=Path, help="train.jsonl of GSM8K")
     parser.add_argument("--factors", default=FACTORS)
     parser.add_argument("--rounds", type=int, default=5)
@@ -201,6 +303,14 @@ def main() -> int:
     factors = [int(factor) for factor in args.factors.split(",")]
     software = versions() | installed_versions(("tokenizers", "datasets", "pyarrow"))
     record = {"what": (__doc__ or "").splitlines()[0], "made_on": cpu, "versions": software}
+    if args.what == "long":
+        long: list[dict[str, Any]] = []
+        for one in measure_long(source, place):
+            long.append(one)
+            sys.stdout.write(describe_long(one) + "\n")
+            sys.stdout.flush()
+            _write("prepare_long.json", record | {"measured": long})
+        return int(any(_grows(few, many) for few, many in pairs_of(long)))
     if args.what == "speed":
         found = measure_speed(source, min(factors), args.rounds, args.workers, place)
         for name, times in found["cpu_seconds"].items():
@@ -219,6 +329,18 @@ def main() -> int:
     sys.stdout.write(f"memory of preparing grows by {growth:.0f} bytes a row\n")
     peaks = [one["prepare_peak_bytes"] for one in measured]
     return int(peaks[-1] > MOST_GROWTH * peaks[0])
+
+
+def pairs_of(measured: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The measurements of few and of more rows that are alike otherwise."""
+    kinds: dict[tuple[int, bool], list[dict[str, Any]]] = {}
+    for one in measured:
+        kinds.setdefault((one["row_tokens"], one["split"]), []).append(one)
+    return [(found[0], found[-1]) for found in kinds.values()]
+
+
+def _grows(few: dict[str, Any], many: dict[str, Any]) -> bool:
+    return many["prepare_peak_bytes"] > MOST_GROWTH * few["prepare_peak_bytes"]
 
 
 def bytes_per_row(measured: list[dict[str, Any]]) -> float:

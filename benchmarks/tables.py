@@ -194,6 +194,20 @@ def prepare_memory() -> str:
     return table(("rows", "peak MiB"), rows)
 
 
+def prepare_long() -> str:
+    """Peak memory of preparing long rows, whole and split, and of reading them back packed."""
+    rows = (
+        (
+            f"{one['rows_read']} of {one['row_tokens']:,} tokens",
+            "split" if one["split"] else "whole",
+            f"{one['prepare_peak_bytes'] / 2**20:,.0f}",
+            f"{one['read_bytes'] / 2**20:,.0f}",
+        )
+        for one in results("prepare_long")["measured"]
+    )
+    return table(("rows", "", "peak MiB", "to read them, MiB"), rows)
+
+
 def kept_batch() -> str:
     """The arithmetic of an effective batch that stays, on several numbers of GPUs."""
     train, rows = TrainConfig(effective_batch_size=64, batch_size=4), []
@@ -328,6 +342,7 @@ TABLES = {
     "beside-trl": beside_trl,
     "prepare": prepare,
     "prepare-memory": prepare_memory,
+    "prepare-long": prepare_long,
     "kept-batch": kept_batch,
     "grown-batch": grown_batch,
     "exit-codes": exit_codes,

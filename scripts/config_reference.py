@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel
 
@@ -32,10 +32,10 @@ def _section(model: type[BaseModel], prefix: str, title: str) -> list[str]:
     for name, field in model.model_fields.items():
         inner = section_of(field.annotation)
         key = f"{prefix}{name}"
-        is_list = inner is not None and field.annotation is not inner
+        is_list = inner is not None and get_origin(field.annotation) is tuple
         if inner is not None:
             below += _section(inner, f"{key}[]." if is_list else f"{key}.", key)
-        if inner is None or is_list:
+        if inner is None or field.annotation is not inner:
             rows.append(_row(key, field.description, properties[name], field.is_required()))
     if not rows:
         return below
@@ -61,11 +61,11 @@ def _kind(tree: dict[str, Any]) -> str:
         kinds = dict.fromkeys(_kind(part) for part in tree["anyOf"] if part.get("type") != "null")
         return ", ".join(kinds)
     if "$ref" in tree:
-        return "section"
+        return "section, see below"
     if "enum" in tree or "const" in tree:
         return ", ".join(f"`{value}`" for value in tree.get("enum", [tree.get("const")]))
     if tree["type"] == "array":
-        return f"list of {_kind(tree['items'])}".replace("list of section", "list of sections, see below")
+        return f"list of {_kind(tree['items'])}".replace("list of section,", "list of sections,")
     if tree["type"] == "object":
         return f"{_kind(tree['additionalProperties'])} by name"
     limits = [f"{sign}{_limit(tree[name])}" for name, sign in LIMITS.items() if name in tree]

@@ -193,6 +193,17 @@ class AssumedRows(Reason):
     tokens: int
 
 
+class DrawnLengths(Reason, kw_only=True):
+    """The training rows are not here; their lengths are drawn from a lognormal distribution."""
+
+    rows: int
+    median: int  # tokens, as p95
+    p95: int
+    longest: int  # of those that are left
+    longer: int  # rows above the limit
+    overlong: str  # what becomes of these: data.overlong
+
+
 class OptimizerStates(Reason):
     """States of an optimizer that is not the default, and those that may leave the GPU."""
 

@@ -53,6 +53,11 @@ FLAGS = {
     "STYLE": "--style",
     "REPO": "--repo",
     "RUNS": "--runs",
+    "CONTEXT": "--context",
+    "ROWS": "--rows",
+    "TOKENS": "--tokens",
+    "LENGTHS": "--lengths",
+    "GPU_HOUR": "--gpu-hour",
 }
 SWITCHES = {"AUTO": "--auto", "CHAT": "--chat", "FORCE": "--force", "PUBLIC": "--public", "WHY": "--why"}
 OVERRIDES = {
@@ -76,7 +81,7 @@ VALUE = r"""(?:"[^"]*"|'(?:[^']|'\\'')*'|<[^<>]*>|[^\s"'`,;:()<>]|[:;,](?=\S))*"
 KNOWN = "|".join(sorted(TARGETS, reverse=True))
 COMMAND = re.compile(rf"(?<![\w./-])make ({KNOWN})\b(?!-)((?: (?:{NAMES})={VALUE})*)")
 SETTING = re.compile(rf"(?<![\w./-])(?<!variable )({NAMES})=({VALUE})")
-BARE = re.compile(r"\b(?:CONFIG|NGPU|NODES)\b")
+BARE = re.compile(r"\b(?:CONFIG|NGPU|NODES|CONTEXT|ROWS|TOKENS|LENGTHS|GPU_HOUR)\b")
 
 
 RUN = re.compile(rf"\bRUN=({VALUE})")

@@ -114,6 +114,24 @@ def number(
     return flag(name, help, callback=read, metavar="N")
 
 
+def amount(name: str, setting: str, help: str, metavar: str) -> Decorator:
+    """A flag with a number above 0, which was typed as this setting of make."""
+
+    def read(_context: click.Context, _flag: click.Parameter, text: str | None) -> float | None:
+        if text is None:
+            return None
+        try:
+            found = float(text)
+        except ValueError:
+            found = 0.0
+        if not 0 < found < float("inf"):
+            typed = f"{setting}={text}" if by_make() else f"{name} {text}"
+            raise ConfigError(f"{typed}: expected a number above 0")
+        return found
+
+    return flag(name, help, callback=read, metavar=metavar)
+
+
 def arguments(name: str, overrides: Sequence[str] = (), **flags: Any) -> Arguments:
     """The arguments of a command as if its flags had been typed so; ConfigError if a value is wrong.
 

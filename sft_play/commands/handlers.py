@@ -11,6 +11,7 @@ import click
 
 from sft_play.commands.command_line import (
     Arguments,
+    amount,
     announce,
     command,
     end,
@@ -24,6 +25,7 @@ from sft_play.commands.command_line import (
 from sft_play.machine import gpus
 from sft_play.runlog import console, quiet_libraries
 
+MOST_ROWS, MOST_TOKENS = 10_000_000, 2**20  # of data that is not here
 MOST_PROCESSES = 16_384  # far more than fine-tuning needs; plans for more take minutes
 DTYPES = ("auto", "bfloat16", "float16", "float32")  # of merged weights
 
@@ -121,6 +123,11 @@ def check(args: Arguments) -> int:
 )
 @flag("--gpu", 'plan for this GPU instead, e.g. "RTX 4090"', metavar="NAME")
 @number("--gpus", "NGPU", "number of GPUs (default: all visible GPUs, or one with --gpu)", 1, MOST_PROCESSES)
+@flag("--context", "the longest row that fits (max), or whether one of so many tokens does", metavar="max|N")
+@number("--rows", "ROWS", "training rows that are not here: how many", 1, MOST_ROWS)
+@number("--tokens", "TOKENS", "their median length in tokens", 2, MOST_TOKENS)
+@flag("--lengths", "or how their lengths are spread", metavar="lognormal:MEDIAN:P95")
+@amount("--gpu-hour", "GPU_HOUR", "price of a GPU for an hour; the plan says what the run costs", "PRICE")
 @switch("--why", "also say why, and show memory by phase and other numbers of GPUs")
 def plan(args: Arguments) -> int:
     """Choose a plan and predict its memory and speed, for this machine or another GPU (--gpu)."""

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from sft_play.builtin.demo import materialise
 from sft_play.cache import cache_dir
 from sft_play.commands.command_line import Arguments
+from sft_play.commands.context import context_answer
 from sft_play.config.inputs import asked_name
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.methods import METHODS
@@ -19,17 +20,19 @@ from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.drafts import with_offload
+from sft_play.planning.drawn import DrawnRows, drawn_facts, drawn_rows
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
 from sft_play.planning.other_machines import MODES, gpu_hours, plans_by_gpu, scaling, tokens_per_second
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
-from sft_play.reasons import AssumedRows
+from sft_play.reasons import AssumedRows, DrawnLengths, Reason
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.report.reasons import sentence
 from sft_play.report.training import training_command
 from sft_play.runlog import quiet_libraries
+from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture, planning_architecture
 from sft_play.units import counted
 
@@ -41,14 +44,22 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         ConfigError: neither a config nor a model is given, or as in `plan_run`.
         DoesNotFitError: nothing fits.
     """
+    drawn = drawn_rows(args.rows, args.tokens, args.lengths)
+    if args.context and (drawn or args.gpu_hour):
+        raise ConfigError(
+            "CONTEXT asks for the longest row; ROWS, TOKENS, LENGTHS and GPU_HOUR say nothing of it"
+        )
     with quiet_libraries(cache_dir() / "plan.log"):
         resolved = _config(args)
         config = resolved.config
         architecture, notes = planning_architecture(config.model)
-        facts = DataFacts.unseen(config, architecture)
-        if config.data.sources or resolved.origins["data.train_path"] != "default":
-            facts = data_facts(config, architecture, progress=not args.json)
+        if args.context:
+            return context_answer(args, resolved, architecture, notes)
+        facts, about_rows = _facts(args, resolved, architecture, drawn)
+        notes = [*map(sentence, about_rows), *notes]
         if args.model and not args.gpu:
+            if args.gpu_hour:
+                raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
             with spinner(PLANNING):
                 tree = _on_each_gpu(args, resolved, architecture, facts) | {"why": notes}
             return tree, gpus_report(tree)
@@ -70,7 +81,8 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
             scales = scaling(scaled, architecture, facts, machine, least=processes)
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
-    tree["plan"]["gpu_hours"] = gpu_hours(chosen) if args.gpu and facts.seen else None
+    tree["plan"]["gpu_hours"] = gpu_hours(chosen) if machine.gpus and facts.seen else None
+    tree["plan"]["cost"] = _cost(args.gpu_hour, tree["plan"]["gpu_hours"])
     command = _command(args, resolved, config, chosen)
     report = plan_report(tree, scales)
     if not facts.seen:
@@ -78,6 +90,34 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     if chosen.memory and not args.why:  # what was not sized has to say so
         report = plan_answer(tree, _title(config, chosen, machine), notes)
     return tree | {"scaling": scales, "command": command}, report
+
+
+def _facts(
+    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, drawn: DrawnRows | None
+) -> tuple[DataFacts, list[Reason]]:
+    """The facts of the rows that are described, or here, or assumed; and what to say of those described."""
+    config = resolved.config
+    if drawn:
+        facts, longer = drawn_facts(drawn, config, architecture.ask(questions.position_limit))
+        lengths = drawn.lengths
+        found = DrawnLengths(
+            rows=drawn.rows,
+            median=lengths.median,
+            p95=lengths.p95,
+            longest=facts.longest_row,
+            longer=longer,
+            overlong=config.data.overlong,
+        )
+        return facts, [found]
+    facts = DataFacts.unseen(config, architecture)
+    if config.data.sources or resolved.origins["data.train_path"] != "default":
+        facts = data_facts(config, architecture, progress=not args.json)
+    return facts, []
+
+
+def _cost(price: float | None, hours: float | None) -> float | None:
+    """Of the run at a price of a GPU for an hour, in the currency of the price."""
+    return None if price is None or hours is None else price * hours
 
 
 def _title(config: RunConfig, chosen: Plan, machine: Machine) -> str:

@@ -68,8 +68,10 @@ class DataConfig(Section):
     learn_tool_calls: bool = True
     """Whether assistant turns that call tools carry loss. A row excludes any assistant message with
     `"train": false` (or `"weight": 0`) in it."""
-    overlong: Literal["drop", "truncate", "error"] = "drop"
-    """What to do with rows longer than model.max_seq_len; their number is always reported."""
+    overlong: Literal["drop", "truncate", "split", "error"] = "drop"
+    """What to do with rows longer than model.max_seq_len; their number is always reported. split: several
+    rows, of whole exchanges with the system message where they fit, so that each supervised token is learned
+    once."""
     dedup: bool = False
     """Drop exact duplicates of earlier conversations."""
     limit: Count | None = None

@@ -21,6 +21,31 @@ from sft_play.config.values import (
     Words,
 )  # fmt: skip
 
+RopeType = Literal["yarn", "linear", "llama3"]
+
+
+class RopeScaling(Section):
+    """Rotary positions that are spread over longer rows than the model was trained on."""
+
+    rope_type: RopeType
+    """yarn (arXiv 2309.00071): slow frequencies are stretched, fast ones kept. linear (arXiv 2306.15595): all
+    are stretched. llama3: only for models that have it. One that has a type already keeps it."""
+    factor: Annotated[FiniteFloat, Field(gt=1)]
+    """How many times the original positions; of a model that is scaled already, in place of its own
+    factor."""
+    original_max_position_embeddings: Count | None = None
+    """yarn: the positions that are multiplied. Default: those of the model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_dynamic(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("rope_type") == "dynamic":
+            raise ValueError(
+                "rope_type=dynamic changes all positions with the longest row of a micro-batch, so that the "
+                "loss of a row would depend on those beside it; use yarn or linear"
+            )
+        return given
+
 
 class ModelConfig(Section):
     """The model and how it is loaded."""
@@ -31,6 +56,9 @@ class ModelConfig(Section):
     max_seq_len: AutoOrCount = "auto"
     """Maximum length of a row in tokens. auto: the longest row of the data, at most what the model
     supports."""
+    rope_scaling: RopeScaling | None = None
+    """For rows beyond the model's positions: {rope_type: yarn, factor: 4}. It is saved with the trained or
+    merged model; an adapter needs it again, and takes it from the config of its run."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the weights. auto: for adapters bf16 if the device supports it, else fp16, and fp32 on the
     CPU; for full fine-tuning fp32 master weights (autocast computes in 16 bit). bfloat16 there: pure bf16,

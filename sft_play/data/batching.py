@@ -244,6 +244,11 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
+def pack_sums(values: np.ndarray, packs: Sequence[Sequence[int]]) -> np.ndarray:
+    """The sum of a value per row, [rows], over each packed sequence, [sequences]."""
+    return np.array([int(values[pack].sum()) for pack in map(list, packs)])
+
+
 def pack_shares(
     lengths: Sequence[int], capacity: int, shares: Sequence[Share]
 ) -> tuple[list[list[int]], list[Share]]:

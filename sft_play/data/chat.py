@@ -46,6 +46,7 @@ class Tokens:
     input_ids: np.ndarray
     labels: np.ndarray
     truncated: bool = False
+    part: bool = False  # of a longer row
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def render_rows(chat: Chat, conversation: Conversation) -> list[RenderedRow]:
         text = render(chat.tokenizer, conversation, messages)
         end = _end_of_turn(chat, text)
         return [RenderedRow(text[:end], ((0, end),), add_eos=not text[:end].endswith(chat.end_tokens))]
-    turns = _supervised_turns(chat, conversation)
+    turns = supervised_turns(chat, conversation)
     if not turns:
         return []
     template = chat.tokenizer.get_chat_template(None, conversation.tools)
@@ -150,7 +151,7 @@ def render_rows(chat: Chat, conversation: Conversation) -> list[RenderedRow]:
     return _render_by_prefix(chat, conversation, turns)
 
 
-def _supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
+def supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
     """Indices of the assistant turns that carry loss; a greeting before the first question is context."""
     excluded = set(conversation.untrained)
     if not chat.learn_tool_calls:
@@ -225,7 +226,7 @@ def _hides_reasoning(chat: Chat, conversation: Conversation, rows: Sequence[Rend
     """Whether the rendered rows lack the reasoning (its last line) of a turn that carries loss."""
     if not rows:
         return False
-    found = (conversation.messages[i].get("reasoning_content") for i in _supervised_turns(chat, conversation))
+    found = (conversation.messages[i].get("reasoning_content") for i in supervised_turns(chat, conversation))
     ends = [text.strip().rpartition("\n")[2] for text in found if text]
     text = "\n".join(row.text for row in rows)
     return any(end not in text for end in ends)

@@ -15,16 +15,35 @@ MAX_UNSTATED = 2**20  # tokens of a row of a model that has no number of positio
 
 def require_supported(model: ModelConfig, positions: int | None) -> None:
     """Raises a ConfigError if model.max_seq_len exceeds the model's positions; None if they are unknown."""
-    asked, limit = model.max_seq_len, positions or MAX_UNSTATED
-    if asked == "auto" or asked <= limit:
+    if model.max_seq_len != "auto":
+        require_positions("model.max_seq_len", model.max_seq_len, model, positions, " or to auto")
+
+
+def require_positions(
+    setting: str, asked: int, model: ModelConfig, positions: int | None, or_else: str = ""
+) -> None:
+    """Raises a ConfigError if a setting asks for longer rows than the model has positions for.
+
+    `positions` is None if they are unknown; `or_else` is what the setting may be set to, too.
+    """
+    limit = positions or MAX_UNSTATED
+    if asked <= limit:
         return
     named = f"that '{model.name}' supports"
     if positions is None:
         named = f"that are allowed, since '{model.name}' does not say how many it supports"
     raise ConfigError(
-        f"model.max_seq_len={asked} exceeds the {limit} positions {named}. Set it to at most {limit}, "
-        "or to auto"
+        f"{setting}={asked} exceeds the {limit} positions {named}. Set it to at most {limit}"
+        f"{',' if or_else else ''}{or_else}{_scaled(asked, positions)}"
     )
+
+
+def _scaled(asked: int, positions: int | None) -> str:
+    """What allows so many tokens, where positions are known."""
+    if positions is None:
+        return ""
+    factor = -(-asked // positions)
+    return f", or give rotary positions model.rope_scaling.rope_type=yarn model.rope_scaling.factor={factor}"
 
 
 def length_limit(

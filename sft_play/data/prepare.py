@@ -60,9 +60,9 @@ class PreparedData:
     max_seq_len: int  # model.max_seq_len; for "auto" the length of the longest row of all splits
     stats: dict[str, Any]
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
-    truncated, dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start, width, rows, longer},
-    and with data.sources a list of counts by source; and warnings, chat_template, largest_token_id,
-    seconds."""
+    truncated, parts (of longer rows), dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start,
+    width, rows, longer}, and with data.sources a list of counts by source; and warnings, chat_template,
+    largest_token_id, seconds."""
     cache_path: Path
     shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
 

@@ -47,5 +47,6 @@ def _rows_of(ids: np.ndarray) -> pa.RecordBatch:
         "labels": token_lists(list(labels)),
         "length": pa.array(np.full(len(ids), ids.shape[1], np.int32)),
         "truncated": pa.array(np.zeros(len(ids), bool)),
+        "part": pa.array(np.zeros(len(ids), bool)),
     }
     return pa.record_batch(columns)

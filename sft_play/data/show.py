@@ -77,6 +77,7 @@ def _counts(split: dict[str, Any]) -> dict[str, str]:
         "tokens": f"{split['tokens']:,}",
         "supervised": f"{100 * split['supervised_tokens'] / split['tokens']:.1f}%",
         "truncated": f"{100 * split['truncated'] / split['rows']:.1f}%",
+        "parts of longer rows": f"{split['parts']:,}",
         "dropped": f"{sum(split['dropped'].values()):,}",
         "tokens per row, median": f"{lengths['p50']:,}",
         "90th percentile": f"{lengths['p90']:,}",

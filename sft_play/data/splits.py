@@ -128,6 +128,7 @@ class _Tally:
         self.counts["supervised_tokens"] += int((labels != IGNORED).sum())
         self.counts["unknown_tokens"] += int((ids == unknown_id).sum()) if unknown_id is not None else 0
         self.counts["truncated"] += int(batch["truncated"].true_count)
+        self.counts["parts"] += int(batch["part"].true_count)
 
 
 def write_splits(
@@ -230,7 +231,7 @@ def _write_split(split: str, chosen: Sequence[Chosen], folder: Path, unknown_id:
 
 def _split_stats(chosen: Sequence[Chosen], tallies: Sequence[_Tally]) -> dict[str, Any]:
     counts = sum((tally.counts for tally in tallies), Counter[str]())
-    names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated")
+    names = ("rows", "tokens", "supervised_tokens", "unknown_tokens", "truncated", "parts")
     lengths = np.concatenate([batch for tally in tallies for batch in tally.lengths])
     cuts = np.percentile(lengths, [50, 90, 99, 100], method="higher")
     return {

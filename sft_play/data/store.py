@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-BATCH_ROWS = 4096  # read at a time
+BATCH_TOKENS = 1 << 20  # read at a time
 NO_TOKENS = np.zeros(0, np.int32)
 TOKEN_LIST = pa.list_(pa.int32())
 ROWS = pa.schema({"input_ids": TOKEN_LIST, "labels": TOKEN_LIST, "length": pa.int32()})
@@ -117,9 +117,13 @@ def column_of(dataset: "datasets.Dataset", name: str) -> np.ndarray:
 def count_supervised(dataset: "datasets.Dataset") -> np.ndarray:
     """Supervised tokens of each row, [rows]; reads a part of the rows at a time."""
     labels = dataset.select_columns(["labels"]).with_format("arrow")
-    counts = [np.zeros(0, np.int64)]
-    for part in labels.iter(batch_size=BATCH_ROWS):
-        lists = part["labels"].combine_chunks()
-        learned = np.concatenate([[0], np.cumsum(lists.flatten().to_numpy() != IGNORED)])
-        counts.append(np.diff(learned[np.cumsum([0, *lists.value_lengths().to_pylist()])]))
+    ends = np.cumsum(column_of(dataset, "length"), dtype=np.int64)
+    counts, start = [np.zeros(0, np.int64)], 0
+    while start < len(ends):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + BATCH_TOKENS, side="right")))
+        flat = labels[start:stop]["labels"].combine_chunks().flatten().to_numpy()
+        learned = np.concatenate([[0], np.cumsum(flat != IGNORED)])
+        counts.append(np.diff(learned[np.concatenate([[before], ends[start:stop]]) - before]))
+        start = stop
     return np.concatenate(counts)

@@ -47,7 +47,7 @@ def data_warnings(
     if train["rows"] < FEW_ROWS:
         found.append(f"only {counted(train['rows'], 'training row')}: the model will overfit")
     found += _about_duplicates(stats, chosen)
-    if train["rows"] > train["conversations"] and not any(part.block for part in parts):
+    if train["rows"] > train["conversations"] and not train["parts"] and not any(p.block for p in parts):
         found.append(
             f"the chat template rewrites earlier turns, so {train['conversations']} conversations became "
             f"{train['rows']} rows, which render each turn as at inference time; set data.supervise=last to "
@@ -76,9 +76,12 @@ def _how_to_keep(part: Part) -> str:
     if part.format == "text":
         return (
             found
-            + "data.task=cpt joins and cuts documents, data.overlong=truncate keeps the beginning of each"
+            + "data.task=cpt joins and cuts documents, data.overlong=split keeps all of each in several rows"
         )
-    return found + "data.overlong=truncate keeps the beginning of each, and model.max_seq_len is the limit"
+    return found + (
+        "data.overlong=split keeps all of each in several rows, truncate its beginning; model.max_seq_len is "
+        "the limit"
+    )
 
 
 def _about_unused_keys(part: Part) -> list[str]:

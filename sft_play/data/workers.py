@@ -21,16 +21,17 @@ from sft_play.data.chat import IGNORED, Chat, Tokens, encode, tokenize_text
 from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import in_sections
 from sft_play.data.reading import Row
+from sft_play.data.splitting import split_rows
 from sft_play.data.unused import has_placeholder, unused_keys
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
 from sft_play.machine.process import die_with_parent
 
-CHUNK_ROWS = 256
+CHUNK_ROWS, CHUNK_CHARACTERS = 256, 1 << 20  # that are encoded together: at most, and until there are so many
 MAX_WORKERS = 8
 SMALL_BYTES = 2 << 20  # below this, starting processes costs more than they save
 
-PART_ROWS = pa.schema([*store.ROWS, pa.field("truncated", pa.bool_())])
+PART_ROWS = pa.schema([*store.ROWS, pa.field("truncated", pa.bool_()), pa.field("part", pa.bool_())])
 TEXTS = pa.schema({"value": pa.large_string()})
 
 # `json.dumps` makes an encoder at each call
@@ -118,6 +119,8 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
     tokens: list[Tokens] = []
     row_counts: list[int] = []
     for conversation, encoded in zip(conversations, encoded_rows, strict=True):
+        if task.overlong == "split" and _is_longer(task, encoded):
+            encoded = split_rows(task.chat, conversation)
         fitted = [_fit(task, row, conversation, counts.dropped) for row in encoded]
         fitting = [row for row in fitted if row is not None]
         if not encoded:
@@ -139,14 +142,20 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
 def _as_batch(rows: Sequence[Tokens]) -> pa.RecordBatch:
     ids = [row.input_ids for row in rows]
     labels = [row.labels for row in rows]
-    truncated = [row.truncated for row in rows]
     columns = [
         store.token_lists(ids),
         store.token_lists(labels),
         pa.array(map(len, ids), pa.int32()),
-        pa.array(truncated, pa.bool_()),
+        pa.array([row.truncated for row in rows], pa.bool_()),
+        pa.array([row.part for row in rows], pa.bool_()),
     ]
     return pa.record_batch(columns, schema=PART_ROWS)
+
+
+def _is_longer(task: EncodingTask, rows: Sequence[Tokens]) -> bool:
+    """Whether a row is longer than the limit."""
+    limit = task.chat.max_tokens
+    return limit is not None and any(len(row.input_ids) > limit for row in rows)
 
 
 def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: Counter[str]) -> Tokens | None:
@@ -160,7 +169,7 @@ def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: C
     if task.overlong == "error":
         raise DataError(
             f"{conversation.source}: the row is longer than {limit} tokens. "
-            "Increase model.max_seq_len, or set data.overlong to drop or truncate"
+            "Increase model.max_seq_len, or set data.overlong to split, truncate or drop"
         )
     if task.overlong == "drop":
         dropped[too_long(limit)] += 1
@@ -201,6 +210,25 @@ def worker_count(setting: int | str, size_bytes: int) -> int:
     return min(usable_cores(), MAX_WORKERS)
 
 
+def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Rows that are encoded together, which bounds the memory of long ones."""
+    while chunk := list(itertools.islice(rows, 1)):
+        size = _characters(chunk[0].data)
+        while len(chunk) < CHUNK_ROWS and size < CHUNK_CHARACTERS and (row := next(rows, None)):
+            chunk.append(row)
+            size += _characters(row.data)
+        yield chunk
+
+
+def _characters(value: object) -> int:
+    """How much text is in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
 def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterator[Chunk]:
     """Yields chunks in the order of `rows`, which are read lazily.
 
@@ -208,8 +236,7 @@ def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterato
         DataError: a row is invalid; names the first one.
         LaunchError: a worker process was killed.
     """
-    iterator = iter(rows)
-    chunks = iter(lambda: list(itertools.islice(iterator, CHUNK_ROWS)), [])
+    chunks = _chunks(iter(rows))
     if workers == 1:
         yield from (encode_chunk(task, chunk) for chunk in chunks)
         return

@@ -23,6 +23,8 @@ GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # one layer of so many attends to the
 # the size that scales attention by the width per head, not by the head size
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 ACTIVATIONS = {"silu", "gelu_pytorch_tanh"}
+# of yarn, for which llama.cpp's file has no key or none that means the same
+YARN_SETTINGS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def gguf_name(config: PretrainedConfig) -> str:
@@ -54,11 +56,21 @@ def _difference(name: str, text: PretrainedConfig) -> str | None:
     activation = getattr(text, "hidden_activation", None) or text.hidden_act
     if unknown:
         return f"it does not know rope_type {', '.join(sorted(unknown))}"
+    if problem := _yarn_difference(name, text):
+        return problem
     if activation not in ACTIVATIONS or (activation == "silu") == (name in GEMMA_PERIOD):
         return f"it does not know the activation {activation} here"
     if name == "qwen3" and text.attention_bias:
         return "it knows no attention_bias here"
     return _gemma_difference(name, text) if name in GEMMA_PERIOD else None
+
+
+def _yarn_difference(name: str, text: PretrainedConfig) -> str | None:
+    yarn = [rope for rope in rope_settings(text).values() if rope.get("rope_type") == "yarn"]
+    if yarn and name in GEMMA_PERIOD:
+        return "it applies rope_type yarn to layers with a window, too"
+    own = [key for rope in yarn for key in YARN_SETTINGS if rope.get(key) is not None]
+    return f"it computes {own[0]} of rope_type yarn by itself" if own else None
 
 
 def _gemma_difference(name: str, text: PretrainedConfig) -> str | None:

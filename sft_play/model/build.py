@@ -21,7 +21,14 @@ from sft_play.model.base_files import require_as_published
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.files import compare_with_index
 from sft_play.model.four_bit import nf4, quantize_later
-from sft_play.model.load import empty_base, hub_arguments, load_model_config, new_tokens, not_loadable
+from sft_play.model.load import (
+    empty_base,
+    hub_arguments,
+    load_model_config,
+    new_tokens,
+    not_loadable,
+    scaled_config,
+)
 from sft_play.model.new_tokens import add_rows
 from sft_play.model.noise import add_noise
 from sft_play.model.placement import SPREAD, choose_place, compute_head_in_ram, say_spread
@@ -84,7 +91,7 @@ def load_base(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with a better message
-            **hub_arguments(model),
+            **scaled_config(model) | hub_arguments(model),
         )
         if quantize and as_stored:
             quantize_later(with_info[0], torch_dtype)

@@ -50,18 +50,15 @@ def joined_micro_batches(rows: "Dataset", boundaries: str | None) -> Collator:
 
     position_ids restart with each row, and attention gets the boundaries of the rows as it takes them: as
     tensors of cumulative lengths ("offsets") or as plain lengths. The first label of each row is already
-    -100, so no row predicts the first token of the next one. Packed rows have a list of the lengths that they
-    consist of.
+    -100, so no row predicts the first token of the next one.
 
     Example: rows of 3 and 2 tokens give position_ids [[0, 1, 2, 0, 1]] and sequence_lengths [3, 2].
     """
     table = rows.with_format("arrow")
-    column = "sequence_lengths" if "sequence_lengths" in rows.column_names else "length"
 
     def collate(batches: Sequence[dict[str, Any]]) -> Batch:
         taken = table[batches[0]["rows"]]
-        counts = taken[column].combine_chunks()
-        lengths = (counts.flatten() if column == "sequence_lengths" else counts).to_numpy()
+        lengths = taken["length"].to_numpy()
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         batch: Batch = {name: _flat_tensor(taken[name])[None] for name in ("input_ids", "labels")}
         batch["position_ids"] = torch.from_numpy(np.arange(len(starts)) - starts)[None]

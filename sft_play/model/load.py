@@ -14,6 +14,7 @@ from sft_play.model.architecture import empty_model, require_decoder, require_fe
 from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
 from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
+from sft_play.model.rope import with_rope_scaling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,7 +102,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     _require_generation_config(folder)
     require_decoder(config)
     require_sound_sizes(config, model.name)
-    return with_rows(config, rows_for(new_tokens(model)))
+    return with_rows(with_rope_scaling(config, model), rows_for(new_tokens(model)))
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
@@ -145,6 +146,11 @@ def new_tokens(model: ModelConfig) -> tuple[NewToken, ...]:
     return add_new_tokens(load_tokenizer(known), model.new_tokens) if model.new_tokens else ()
 
 
+def scaled_config(model: ModelConfig) -> dict[str, "PretrainedConfig"]:
+    """The argument of `from_pretrained` for model.rope_scaling; none without it."""
+    return {"config": load_model_config(without_new_tokens(model))} if model.rope_scaling else {}
+
+
 def empty_base(model: ModelConfig, **settings: Any) -> "PreTrainedModel":
     """The base on the meta device, in which an adapter can be tried before weights are loaded.
 
@@ -182,7 +188,7 @@ def _known_config(model: ModelConfig) -> tuple["PretrainedConfig", list[str]]:
         return load_model_config(model), []
     note = f"architecture of {known.name} as of {known.date}, from {MODELS_FILE.name}; the Hub was not asked"
     access = [f"to train it, {known.access}"] if known.gated else []
-    return AutoConfig.for_model(**known.config), [note, *access]
+    return with_rope_scaling(AutoConfig.for_model(**known.config), model), [note, *access]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,16 @@ def _require_whole(file: Path, next_command: str) -> None:
         raise CheckpointError(f"{file} contains no weights\n{next_command}")
 
 
+def _require_same_positions(config: RunConfig, adapter: Path) -> None:
+    """Raises a CheckpointError if an adapter was trained with other positions than the config gives it."""
+    now, manifest = config.model.model_dump()["rope_scaling"], read_manifest(adapter)
+    if "rope_scaling" in manifest and manifest["rope_scaling"] != now:
+        raise CheckpointError(
+            f"{adapter} was trained with model.rope_scaling={manifest['rope_scaling']}, and the config has "
+            f"{now}; use the config that it was trained with (RUN=<name> without CONFIG)"
+        )
+
+
 def finished_weights(config: RunConfig, run: RunDir) -> Path:
     """The run's adapter folder, or its model folder after full fine-tuning, with complete safetensors files.
 
@@ -74,6 +84,7 @@ def finished_weights(config: RunConfig, run: RunDir) -> Path:
             "that it was trained with"
         )
     if not full:
+        _require_same_positions(config, folder)
         base, asked = read_json(folder / settings).get("base_model_name_or_path"), config.model.name
         if base is not None and Path(base).name != Path(asked).name:
             warning = f"the adapter was trained on {base}, but the config's model.name is {asked}"

@@ -14,6 +14,7 @@ from sft_play.data.batching import (
     Share,
     make_schedule,
     pack_shares,
+    pack_sums,
     padded_length,
     row_weights,
     rows_per_epoch,
@@ -119,7 +120,7 @@ class DataFacts:
             longest, shares = data.max_seq_len, tuple(packed)
             parts = lengths[np.concatenate(groups)]
             parts_from = np.cumsum([0, *map(len, groups[:-1])])
-            lengths, supervised = _sums(lengths, groups), _sums(supervised, groups)
+            lengths, supervised = pack_sums(lengths, groups), pack_sums(supervised, groups)
         eval_rows = None if config.eval.batch_size == "auto" else config.eval.batch_size
         rest = config.train.seed, data.eval_lengths, data.eval_supervised, eval_rows
         return cls(
@@ -145,8 +146,13 @@ class DataFacts:
         require_supported(config.model, limit)
         asked = config.model.max_seq_len
         length = min(UNSEEN_SEQ_LEN, limit or UNSEEN_SEQ_LEN) if asked == "auto" else asked
+        return cls.full_rows(length, config.train.seed)
+
+    @classmethod
+    def full_rows(cls, length: int, seed: int) -> "DataFacts":
+        """Rows of so many tokens, every one of them supervised."""
         lengths = np.full(UNSEEN_ROWS, length)
-        return cls(lengths, lengths, length, length, length**2, config.train.seed, seen=False)
+        return cls(lengths, lengths, length, length, length**2, seed, seen=False)
 
     @property
     def rows(self) -> int:
@@ -264,11 +270,6 @@ def _held(tokens: np.ndarray, split: BatchSplit) -> np.ndarray:
     following[:-1] = own[1:, 0]
     held = own.sum(axis=1) + following
     return np.broadcast_to(held[:, None], own.shape).reshape(tokens.shape)
-
-
-def _sums(values: np.ndarray, groups: list[list[int]]) -> np.ndarray:
-    """The sum of the values of each group, [groups]."""
-    return np.array([int(values[group].sum()) for group in groups])
 
 
 def data_facts(config: RunConfig, architecture: Architecture, *, progress: bool) -> DataFacts:

@@ -137,6 +137,21 @@ def _estimator(
     return estimate
 
 
+def estimator_of_run(
+    config: RunConfig, architecture: Architecture, facts: DataFacts, machine: Machine, processes: int
+) -> Estimator:
+    """Predicts the memory of a run's plans as `plan_run` does.
+
+    Raises:
+        ConfigError: it is unknown how much memory is free.
+    """
+    budget = memory_device(config, machine, processes)
+    if budget is None:
+        raise ConfigError(f"nothing tells how much memory is free on {training_device(machine).name}")
+    estimate = _estimator(config, architecture, facts, machine, processes, budget)
+    return corrected_estimator(estimate, records_of(architecture.text, training_device(machine).name))
+
+
 def _about_the_step(
     config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Record
 ) -> list[Reason]:

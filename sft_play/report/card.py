@@ -141,8 +141,20 @@ def _loading(config: RunConfig, is_adapter: bool, model_class: str | None) -> tu
 
 def _usage(config: RunConfig, is_adapter: bool, model_class: str | None) -> str:
     imports, loading = _loading(config, is_adapter, model_class)
+    scaled = config.model.rope_scaling if is_adapter else None
+    first = ""
+    if scaled:
+        settings = ", ".join(
+            f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}"
+            for name, value in scaled
+            if value
+        )
+        first = (
+            f"It was trained with scaled positions ({settings}), which the config of the base has to say "
+            "before it computes what was trained; a merged model says so.\n\n"
+        )
     return (
-        f"```python\n{imports}\n\n"
+        f"{first}```python\n{imports}\n\n"
         'folder = "."  # this folder, or its name on the hub\n'
         f"{loading}\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"

@@ -242,6 +242,9 @@ def plan_answer(tree: Mapping[str, Any], title: str, notes: Sequence[str] = ()) 
     if host := memory.get("host"):
         lines.append(("RAM", f"{format_bytes(host['needed_bytes'])} of the machine, predicted"))
     lines += [("time", words.text.plain) for words in _time(plan)]
+    if hours := plan.get("gpu_hours"):
+        cost = "" if plan.get("cost") is None else f", which cost {plan['cost']:,.2f}"
+        lines.append(("GPU hours", f"{hours:,.{int(hours < 100)}f}{cost}"))
     lines.append(("steps", _steps(plan)))
     parts: list[RenderableType] = [
         Group(Words(Text(title, style="bold")), NamedValues(lines), bullets(notes)),

@@ -244,6 +244,20 @@ def _communication(reason: reasons.Communication) -> str:
 
 
 @sentence.register
+def _drawn_lengths(reason: reasons.DrawnLengths) -> str:
+    found = (
+        f"no training rows are here: {reason.rows:,} are assumed, half of them up to {reason.median:,} "
+        f"tokens and 95% up to {reason.p95:,} (lognormal), the longest {reason.longest:,}, with loss on "
+        "every token"
+    )
+    cut = {"drop": "left out", "truncate": "cut"}.get(reason.overlong, "split")
+    longer = (
+        f"; {counted(reason.longer, 'row')} above the limit {'is' if reason.longer == 1 else 'are'} {cut}"
+    )
+    return found + (longer if reason.longer else "")
+
+
+@sentence.register
 def _optimizer_states(reason: reasons.OptimizerStates) -> str:
     found = f"{reason.optimizer}: {format_bytes(reason.bytes)} of optimizer states"
     if reason.paged_bytes is None:

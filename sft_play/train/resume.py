@@ -148,6 +148,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "model.name": Path(config.model.name).name,  # its folder may have been moved
         "model.revision": config.model.revision,
         "model.new_tokens": config.model.new_tokens,
+        "model.rope_scaling": config.model.model_dump()["rope_scaling"],
         "model.dtype": plan.dtype,
         **{f"data.{split}_path": digest for split, digest in job.data.digests().items()},
         "data.sources": [share.weight for share in job.data.shares],

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 
-from sft_play.data.batching import FILLER, Share, make_schedule, pack_shares, padded_length
+from sft_play.data.batching import FILLER, Share, make_schedule, pack_shares, pack_sums, padded_length
 from sft_play.data.chat import IGNORED
 from sft_play.data.store import column_of, count_supervised
 from sft_play.job import Job
@@ -36,41 +36,22 @@ class TrainingRows(MicroBatches):
     padding_share: float  # of the tokens that the model sees in the whole run
 
 
-def pack_rows(
-    dataset: Dataset, capacity: int, shares: Sequence[Share] | None = None
-) -> tuple[Dataset, list[Share]]:
-    """Joins rows into sequences of at most `capacity` tokens; `sequence_lengths` keeps those of the rows.
+def unpacked(
+    values: np.ndarray, offsets: np.ndarray, packs: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Micro-batches of packed sequences as micro-batches of their rows, which are joined anyway.
 
-    Tokens are not copied one by one: the flat values of the columns stay, only the offsets of the list arrays
-    change. A sequence has rows of one share only; the shares of the sequences are returned too.
+    `values` are indices of `packs`, or FILLER, [sequences], cut at `offsets`, [micro-batches + 1]; the result
+    are those of rows. So no token is copied, and none is held in memory.
     """
-    lengths_of_rows = column_of(dataset, "length").tolist()
-    groups, packed_shares = pack_shares(lengths_of_rows, capacity, shares or [Share(len(dataset))])
-    table = dataset.select([row for group in groups for row in group]).with_format("arrow")[:]
-    rows_ends = np.cumsum([0] + [len(group) for group in groups])
-    lengths = table["length"].to_numpy()
-    token_ends = np.concatenate([[0], np.cumsum(lengths)])[rows_ends].astype(np.int32)
-
-    def regroup(values: pa.Array, ends: np.ndarray) -> pa.Array:
-        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)
-
-    def flat(name: str) -> pa.Array:
-        return table[name].combine_chunks().flatten()
-
-    columns = {
-        "input_ids": regroup(flat("input_ids"), token_ends),
-        "labels": regroup(flat("labels"), token_ends),
-        "length": pa.array(np.diff(token_ends), pa.int64()),
-        "sequence_lengths": regroup(pa.array(lengths, pa.int32()), rows_ends.astype(np.int32)),
-    }
-    return Dataset(pa.table(columns)), packed_shares
+    sizes = np.array([len(packs[value]) if value != FILLER else 1 for value in values], dtype=np.int64)
+    rows = [packs[value] if value != FILLER else [FILLER] for value in values]
+    return np.concatenate(rows), np.concatenate([[0], np.cumsum(sizes)])[offsets]
 
 
 def with_filler(dataset: Dataset, pad_id: int) -> Dataset:
     """Appends a row without supervised tokens; FILLER in a schedule stands for it."""
     row: dict[str, list] = {"input_ids": [[pad_id]], "labels": [[IGNORED]], "length": [1]}
-    if "sequence_lengths" in dataset.column_names:
-        row["sequence_lengths"] = [[1]]
     return concatenate_datasets([dataset, Dataset.from_dict(row, features=dataset.features)])
 
 
@@ -89,9 +70,11 @@ def training_rows(
     None for once.
     """
     rows = dataset.select_columns(["input_ids", "labels", "length"])
-    if plan.packing:
-        rows, shares = pack_rows(rows, plan.max_seq_len, shares)
     lengths, supervised = column_of(rows, "length"), count_supervised(rows)
+    packs: list[list[int]] = []
+    if plan.packing:
+        packs, shares = pack_shares(lengths.tolist(), plan.max_seq_len, shares or [Share(len(rows))])
+        lengths, supervised = pack_sums(lengths, packs), pack_sums(supervised, packs)
     schedule = make_schedule(
         lengths,
         rows_per_step=plan.rows_per_step,
@@ -104,9 +87,11 @@ def training_rows(
     )
     real = schedule.sums(lengths)
     seen = real if plan.padding_free else schedule.padded_tokens(lengths)
+    batches = schedule.micro_batches()
+    batches = unpacked(*batches, packs) if packs else batches
     return TrainingRows(
         with_filler(rows, pad_id),
-        _as_dataset(*schedule.micro_batches(), filler=len(rows), tokens=np.maximum(seen.ravel(), 1)),
+        _as_dataset(*batches, filler=len(rows), tokens=np.maximum(seen.ravel(), 1)),
         tokens_per_step=real.sum(axis=1).tolist(),
         supervised_per_step=schedule.sums(supervised).sum(axis=1).tolist(),
         padding_share=1 - float(real.sum() / max(seen.sum(), 1)),

@@ -130,6 +130,7 @@ def save(session: Session) -> None:
         "step": trainer.state.global_step,
         "versions": installed_versions(),
         "new_tokens": list(job.config.model.new_tokens),
+        "rope_scaling": job.config.model.model_dump()["rope_scaling"],
     }
     target = job.run.model if job.config.tuning.mode == "full" else job.run.adapter
     with replacing(target, facts) as folder:

@@ -207,6 +207,10 @@ def test_a_new_lock_installs_again(ready):
         ("check", {"ZERO": "3", "OFFLOAD": "ram"}, "'parallel.offload=ram' 'parallel.engine=deepspeed_z3'"),
         ("train-deepspeed", {"ZERO": "3", "NGPU": "1", "OFFLOAD": "ram"}, "'1' --engine deepspeed_z3"),
         ("plan", {"MODEL": "m", "MODE": "qlora"}, "--model 'm'    'tuning.mode=qlora'"),
+        ("plan", {"GPU": "L4", "CONTEXT": "max"}, "--gpu 'L4'  --config 'configs/demo.yaml' --context 'max'"),
+        ("plan", {"ROWS": "50", "TOKENS": "9"}, " --rows '50' --tokens '9'"),
+        ("plan", {"ROWS": "50", "LENGTHS": "lognormal:9:20"}, " --rows '50' --lengths 'lognormal:9:20'"),
+        ("plan", {"GPU_HOUR": "2.5"}, " --gpu-hour '2.5'"),
         ("train", {"MODE": "full"}, "--config 'configs/demo.yaml' 'tuning.mode=full'"),
         ("eval", {"SPLIT": "test", "LIMIT": "10"}, "eval --split 'test' --limit '10'"),
         (

@@ -347,7 +347,7 @@ def test_a_warning_about_rows_that_are_too_long_says_how_to_keep_them(run):
     long = [{**row, "answer": row["answer"] * 60} for row in long]
     (said,) = run([*short, *long], max_seq_len=128, val_fraction=0.0).stats["warnings"]
     assert said.startswith("20 of 80 rows of data.train_path were dropped; 20 longer than 128 tokens: ")
-    assert "data.overlong=truncate keeps the beginning of each, and" in said
+    assert "data.overlong=split keeps all of each in several rows, truncate its beginning" in said
     documents = [{"text": " ".join(row.values())} for row in (*short, *long)]
     (said,) = run(documents, max_seq_len=128, val_fraction=0.0).stats["warnings"]
     assert "data.task=cpt joins and cuts documents, " in said

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import RopeScaling, RunConfig
 from sft_play.report.card import is_on_hub, model_card, public_name
 
 SUMMARY = {
@@ -135,3 +135,11 @@ def test_a_folder_is_not_a_hub_name(tmp_path, monkeypatch):
     assert is_on_hub("models/base") and not is_on_hub("base") and not is_on_hub("/models/base")
     (tmp_path / "models" / "base").mkdir(parents=True)
     assert not is_on_hub("models/base")
+
+
+def test_an_adapter_with_scaled_positions_says_so_and_a_merged_model_need_not():
+    run = config()
+    scaled = RopeScaling(rope_type="yarn", factor=4)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"rope_scaling": scaled})})
+    assert "trained with scaled positions (rope_type: yarn, factor: 4)" in model_card(run, {})
+    assert "scaled positions" not in model_card(run, {}, merged=True) + model_card(config(), {})

@@ -2,12 +2,13 @@ import pytest
 import torch
 from datasets import Dataset
 
-from sft_play.data.batching import Share, rows_per_epoch
+from sft_play.data import store
+from sft_play.data.batching import Share, pack_shares, rows_per_epoch
 from sft_play.data.chat import IGNORED
 from sft_play.data.store import count_supervised
 from sft_play.model.collators import joined_micro_batches, padded_micro_batches
 from sft_play.plan import Plan
-from sft_play.train.rows import evaluation_rows, pack_rows, training_rows
+from sft_play.train.rows import evaluation_rows, training_rows
 from tests.conftest import token_rows
 
 ROWS = token_rows(50)
@@ -36,16 +37,39 @@ def batches_of(rows) -> list[list[dict]]:
     return [[rows.rows[number] for number in element["rows"]] for element in rows.dataset]
 
 
-def test_packing_keeps_every_token_and_label_with_its_row():
-    packed, _ = pack_rows(DATASET, 64)
+def packs_of(shares=None):
+    return pack_shares([row["length"] for row in ROWS], 64, shares or [Share(len(ROWS))])
+
+
+def test_a_packed_step_has_the_rows_of_its_sequences_and_copies_none():
+    packs, _ = packs_of()
+    rows = rows_of(plan(2, 2, -(-len(packs) // 16), packing=True))
+    assert len(rows.rows) == len(ROWS) + 1  # and the filler
+    batches = [[number for number in element["rows"] if number < len(ROWS)] for element in rows.dataset]
+    assert sorted(number for batch in batches for number in batch) == list(range(len(ROWS)))
+    whole = [pack for batch in batches for pack in _sequences(batch, packs)]
+    assert sorted(whole) == sorted(packs)
+    joined = joined_micro_batches(rows.rows, "lengths")([rows.dataset[0]])
+    assert joined["sequence_lengths"] == [ROWS[number]["length"] for number in batches[0]]
+
+
+def _sequences(batch, packs):
+    """The packed sequences that a micro-batch consists of, each with its rows in order."""
     found = []
-    for row in packed:
-        assert len(row["input_ids"]) == row["length"] == sum(row["sequence_lengths"]) <= 64
-        start = 0
-        for length in row["sequence_lengths"]:
-            found.append((row["input_ids"][start : start + length], row["labels"][start : start + length]))
-            start += length
-    assert sorted(found) == sorted((row["input_ids"], row["labels"]) for row in ROWS)
+    while batch:
+        pack = next(pack for pack in packs if pack[0] == batch[0])
+        assert batch[: len(pack)] == pack
+        found.append(pack)
+        batch = batch[len(pack) :]
+    return found
+
+
+def test_supervised_tokens_are_counted_in_parts_of_the_rows(monkeypatch):
+    expected = [sum(label != IGNORED for label in row["labels"]) for row in ROWS]
+    for tokens in (1, 40, 300):
+        monkeypatch.setattr(store, "BATCH_TOKENS", tokens)
+        assert count_supervised(DATASET).tolist() == expected
+    assert count_supervised(DATASET.select([])).tolist() == []
 
 
 def test_supervised_tokens_are_counted_by_row():
@@ -89,7 +113,7 @@ def test_padding_is_counted_where_there_is_some():
 
 def test_a_packed_epoch_has_each_token_as_often_as_its_share_says():
     shares = [Share(20, 3), Share(30)]
-    packs, packed = pack_rows(DATASET, 64, shares)
+    packs, packed = packs_of(shares)
     per_epoch = rows_per_epoch(packed)
     whole = plan(2, 1, -(-per_epoch // 16), packing=True)
     rows = training_rows(DATASET, whole, seed=0, hidden_size=32, pad_id=PAD, shares=shares)
@@ -99,7 +123,7 @@ def test_a_packed_epoch_has_each_token_as_often_as_its_share_says():
 
 
 def test_packed_steps_count_the_tokens_of_all_their_rows():
-    packs, _ = pack_rows(DATASET, 64)
+    packs, _ = packs_of()
     rows = rows_of(plan(2, 1, -(-len(packs) // 16), packing=True))
     assert sum(rows.tokens_per_step) == sum(row["length"] for row in ROWS)
 
@@ -138,12 +162,10 @@ def test_padded_batch_is_right_padded_without_a_mask():
 
 
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize("packing", [False, True])
-def test_joined_rows_are_one_sequence_with_its_boundaries(flash, packing):
-    rows = pack_rows(DATASET, 64)[0] if packing else DATASET
-    batch = joined_micro_batches(rows, "offsets" if flash else "lengths")([{"rows": [7, 3]}])
-    taken = [rows[7], rows[3]]
-    lengths = [n for row in taken for n in (row["sequence_lengths"] if packing else [row["length"]])]
+def test_joined_rows_are_one_sequence_with_its_boundaries(flash):
+    batch = joined_micro_batches(DATASET, "offsets" if flash else "lengths")([{"rows": [7, 3]}])
+    taken = [ROWS[7], ROWS[3]]
+    lengths = [row["length"] for row in taken]
     assert batch["input_ids"].tolist() == [taken[0]["input_ids"] + taken[1]["input_ids"]]
     assert batch["labels"].tolist() == [taken[0]["labels"] + taken[1]["labels"]]
     assert batch["position_ids"][0].tolist() == [place for n in lengths for place in range(n)]

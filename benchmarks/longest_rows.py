@@ -1,0 +1,134 @@
+"""`make cookbook WHAT=longest`: the longest rows that fit, beside those that others have published."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from benchmarks.cookbook import PAGE, line
+from sft_play.cache import cache_dir
+from sft_play.config.methods import METHODS
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import label_of
+from sft_play.machine.gpus import what_if
+from sft_play.model.load import planning_config, position_limit
+from sft_play.planning.context import longest_rows
+from sft_play.planning.other_machines import MODES
+from sft_play.runlog import console, quiet_libraries
+from sft_play.sizing.architecture import Architecture
+
+LONGEST = "## The longest rows"  # the last section of the cookbook
+POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit
+MODELS = ("meta-llama/Llama-3.1-8B",)
+MACHINES = (("RTX 4090", 1), ("H100 80GB", 1))
+
+
+class Published(NamedTuple):
+    """A figure of others."""
+
+    who: str
+    source: str  # URL
+    tokens: str
+    model: str
+    gpu: str
+    gpus: int
+    mode: str
+    by: str  # what made it possible
+
+
+LLAMA, H100, A100 = "meta-llama/Llama-3.1-8B", "H100 80GB", "A100 80GB"
+ALST, UNSLOTH = "https://arxiv.org/abs/2506.13996", "https://unsloth.ai/blog/llama3-3"
+TORCHTITAN, ULYSSES = "https://arxiv.org/abs/2410.06511", "https://huggingface.co/blog/ulysses-sp"
+PUBLISHED = (
+    Published("ALST", ALST, "500K", LLAMA, H100, 1, "full", "activations, optimizer in RAM, tiles"),
+    Published("ALST", ALST, "3.7M", LLAMA, H100, 8, "full", "the same, and sequence parallelism"),
+    Published("Unsloth", UNSLOTH, "342K", LLAMA, A100, 1, "qlora", "activations in RAM"),
+    Published("torchtitan", TORCHTITAN, "262K", LLAMA, H100, 8, "full", "context parallelism"),
+    Published("HF Ulysses", ULYSSES, "96K", "Qwen/Qwen3-4B", H100, 4, "full", "sequence parallelism, ZeRO-3"),
+)
+HEAD = f"""{LONGEST}
+
+Written by `make cookbook WHAT=longest`, which takes minutes; predicted, as everything here. One row in a
+micro-batch, loss on every token, activations recomputed, an effective batch of 16 and the default
+[settings](config.md); rows are multiples of 1,024 tokens. Models are given as many positions as it takes
+(`model.rope_scaling`), so memory is the limit. Each cell has the tokens of the longest row, the engine on
+several GPUs, and the predicted tokens per second of all GPUs together at that length (n/a where the data
+sheets do not tell); after the semicolon the longest row with weights in RAM (`OFFLOAD=ram`), where that is
+longer. For your own model and GPU:
+
+```
+make plan MODEL=qwen3-8b GPU="RTX 4090" CONTEXT=max
+```
+"""
+BESIDE = """
+What others have published, beside what fits here on the same model and GPUs. Their settings differ in more
+than what the column names: batches, kernels and libraries.
+
+"""
+
+
+def long_cells(model: str, gpu: str, gpus: int, modes: Iterable[str] = MODES) -> dict[str, str]:
+    """A cell for each tuning mode."""
+    architecture, config = _scaled(model)
+    rows = longest_rows(config, architecture, lambda count: what_if(gpu, count), (gpus,), tuple(modes))
+    return {mode: _cell([row for row in rows if row["mode"] == mode]) for mode in modes}
+
+
+def _scaled(model: str) -> tuple[Architecture, RunConfig]:
+    """The architecture with POSITIONS or more, and its default run."""
+    tree: dict[str, Any] = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
+    positions = position_limit(planning_config(RunConfig.model_validate(tree).model)[0])
+    assert positions
+    factor = math.ceil(POSITIONS / positions)
+    tree["model"]["rope_scaling"] = {"rope_type": "yarn", "factor": factor}
+    config = RunConfig.model_validate(tree)
+    return Architecture.of(planning_config(config.model)[0]), config
+
+
+def _cell(rows: list[dict[str, Any]]) -> str:
+    plain, *in_ram = rows
+    longer = [row["longest"] for row in in_ram if row["longest"] > (plain["longest"] or 0)]
+    found = "-"
+    if plain["longest"]:
+        speed = plain["tokens_per_second"]
+        engine = f" {label_of(plain['engine'], plain['replicas'])}" if plain["processes"] > 1 else ""
+        found = f"{plain['longest']:,}{engine}, {'n/a' if speed is None else f'{speed:,.0f}'}"
+    return found + "".join(f"; {tokens:,}" for tokens in longer)
+
+
+def _machine(gpu: str, gpus: int) -> str:
+    return f"{gpus} x {gpu}" if gpus > 1 else gpu
+
+
+def _method(mode: str) -> str:
+    return METHODS[mode].removesuffix(" fine-tuning")
+
+
+def long_section() -> str:
+    """The section as Markdown."""
+    lines = [HEAD, line(["model", "", *map(_method, MODES)]), line(["---"] * (2 + len(MODES)))]
+    for model in MODELS:
+        for gpu, gpus in MACHINES:
+            console().print(f"looking for the longest rows of {model} on {_machine(gpu, gpus)}")
+            cells = long_cells(model, gpu, gpus)
+            lines.append(line([model.partition("/")[2], _machine(gpu, gpus), *cells.values()]))
+    heads = ("", "model and GPUs", "method", "published", "by", "here")
+    lines += [BESIDE + line(heads), line(["---"] * len(heads))]
+    for one in PUBLISHED:
+        console().print(f"looking for the longest rows beside those of {one.who}")
+        here = long_cells(one.model, one.gpu, one.gpus, (one.mode,))[one.mode]
+        place = f"{one.model.partition('/')[2]}, {_machine(one.gpu, one.gpus)}"
+        lines.append(line([f"[{one.who}]({one.source})", place, _method(one.mode), one.tokens, one.by, here]))
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Writes the section at the end of the page."""
+    with quiet_libraries(cache_dir() / "cookbook.log"):
+        section = long_section()
+    page = PAGE.read_text(encoding="utf-8").partition(LONGEST)[0].rstrip("\n")
+    PAGE.write_text(f"{page}\n\n{section}", encoding="utf-8")
+    console().print(f"wrote {PAGE}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

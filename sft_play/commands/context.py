@@ -1,0 +1,83 @@
+"""`sft-play plan --context`: the longest row that fits, for each method and number of GPUs."""
+
+from typing import Any
+
+from rich.console import RenderableType
+
+from sft_play.commands.command_line import Arguments
+from sft_play.config.load import ResolvedConfig
+from sft_play.data.length import require_positions
+from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.machine.gpus import Machine, detect, what_if
+from sft_play.planning.context import LONGEST, longest_rows, places_of, position_limit
+from sft_play.planning.other_machines import MODES
+from sft_play.report.context import context_report, problem_of
+from sft_play.report.progress import progress_bar
+from sft_play.sizing.architecture import Architecture
+
+COUNTS = (1, 8)  # of GPUs elsewhere: one, and a machine of them
+LEAST = 2  # tokens of a row: of a single one, nothing is predicted
+
+
+def asked_tokens(typed: str) -> int | None:
+    """The tokens of CONTEXT; None for "max".
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if typed.lower() == LONGEST:
+        return None
+    digits = typed.replace("_", "").replace(",", "")
+    if digits.isdigit() and int(digits) >= LEAST:
+        return int(digits)
+    raise ConfigError(
+        f"CONTEXT={typed}: expected max, for the longest row that fits, or the tokens of a row, "
+        f"at least {LEAST}: CONTEXT=32768"
+    )
+
+
+def context_answer(
+    args: Arguments, resolved: ResolvedConfig, architecture: Architecture, notes: list[str]
+) -> tuple[dict[str, Any], RenderableType]:
+    """The longest rows as JSON and as a report.
+
+    Raises:
+        ConfigError: CONTEXT is no length, or more than the model has positions; or nothing says which GPU.
+        DoesNotFitError: rows of the asked length fit nowhere; says how long they may be.
+    """
+    config, asked = resolved.config, asked_tokens(args.context)
+    if args.model and not args.gpu:
+        raise ConfigError(
+            f'CONTEXT={args.context} is answered for one kind of GPU: add GPU="H100 80GB" (and NGPU=8)'
+        )
+    if config.train.packing and config.train.effective_batch_size:
+        raise ConfigError(
+            "CONTEXT asks how long rows may be, and with train.packing, train.effective_batch_size counts "
+            "their tokens: leave it out"
+        )
+    positions = position_limit(architecture)
+    if asked is not None:
+        require_positions("CONTEXT", asked, config.model, positions)
+    unsaid = args.config is None and resolved.origins["tuning.mode"] == "default"
+    modes = MODES if unsaid else (config.tuning.mode,)
+    here = None if args.gpu else detect()
+    counts = (args.gpus,) if args.gpus else COUNTS if here is None else (len(here.gpus) or 1,)
+
+    def machine_of(count: int) -> Machine:
+        return what_if(args.gpu, count) if here is None else here
+
+    total = len(modes) * len(counts) * len(places_of(config, machine_of(counts[0])))
+    with progress_bar("looking for the longest rows", total) as advance:
+        rows = longest_rows(config, architecture, machine_of, counts, modes, asked, advance)
+    machine = machine_of(counts[0])
+    tree = {
+        "model": config.model.name,
+        "gpu": machine.gpus[0].name if machine.gpus else None,
+        "asked": asked or LONGEST,
+        "positions": positions,
+        "rows": rows,
+        "why": notes,
+    }
+    if asked is not None and not any(row.get("fits") for row in rows):
+        raise DoesNotFitError(problem_of(tree))
+    return tree, context_report(tree)

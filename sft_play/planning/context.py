@@ -1,0 +1,217 @@
+"""The longest row that fits, for each method and number of devices, by the exact memory of its step."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.length import MAX_UNSTATED
+from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.machine.gpus import Machine
+from sft_play.plan import Memory, Plan
+from sft_play.planning.devices import training_device
+from sft_play.planning.drafts import with_offload
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.fewest import with_batch_for
+from sft_play.planning.other_machines import tokens_per_second
+from sft_play.planning.run import allowed_plans, estimator_of_run, plan_run
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import Architecture
+
+GRAIN = 1024  # tokens: rows are multiples of it, or as long as the model allows
+BEYOND = 1 + 1e-9  # of what is within the budget, but ran out of memory before
+LONGEST = "max"  # what is asked, unless it is a number of tokens
+
+Use = Callable[[int], float]  # tokens of a row -> share of the budget that it takes; it fits up to 1
+
+
+def longest_multiple(use: Use, most: int, grain: int = GRAIN) -> int | None:
+    """The most tokens that fit the budget: `most`, or a multiple of the grain; None if not even the grain.
+
+    What is taken grows with the tokens, nearly in a line, so the next guess is where the line through the
+    last two meets the budget (the secant method); each third one halves the bracket, which so closes.
+    """
+    last, used = -(-most // grain), use(most)
+    if used <= 1:
+        return most
+    low, high, guess = 0, last, int(last / used)  # as if nothing but the tokens took memory
+    for step in itertools.count():
+        if high - low <= 1:
+            return low * grain or None
+        guess = (low + high) // 2 if step % 3 == 2 else min(max(guess, low + 1), high - 1)
+        found = use(guess * grain)
+        low, high = (guess, high) if found <= 1 else (low, guess)
+        slope = (found - used) / (guess - last) if guess != last else 0.0
+        following = int(guess + (1 - found) / slope) if slope > 0 else (low + high) // 2
+        last, used, guess = guess, found, following
+    raise AssertionError("the bracket closes")
+
+
+def position_limit(architecture: Architecture) -> int | None:
+    """The positions that the model has; None if it does not say."""
+    return architecture.ask(questions.position_limit)
+
+
+def longest_row(
+    config: RunConfig, architecture: Architecture, machine: Machine, processes: int, asked: int | None
+) -> dict[str, Any]:
+    """The longest row that fits, one in a micro-batch, with the plan for it; or why there is none.
+
+    Args:
+        config: the run; its effective batch stays, or grows to a row for each process.
+        architecture: of the model.
+        machine: that it runs on.
+        processes: number of them.
+        asked: tokens of a row that the speed is wanted for, and whether they fit; default: the longest.
+
+    Raises:
+        ConfigError: settings contradict each other, the model or the machine.
+    """
+    positions = position_limit(architecture)
+    most = positions or MAX_UNSTATED
+    known: dict[int, float] = {}
+    best_first: list[tuple[str, int]] = []  # engines and replicas, that of the last step first
+
+    def use(tokens: int) -> float:
+        if tokens not in known:
+            known[tokens] = _use(config, architecture, machine, processes, tokens, best_first)
+        return known[tokens]
+
+    fits = None if asked is None else use(asked) <= 1
+    longest = longest_multiple(use, most)
+    if fits and asked and asked > (longest or 0):  # between two multiples
+        longest = asked
+    row: dict[str, Any] = {"longest": longest, "limit": "positions" if longest == most else "memory"}
+    if asked is not None:
+        row["fits"] = fits
+    shown = longest if asked is None else asked
+    return row | (_at(config, architecture, machine, processes, shown) if shown and fits is not False else {})
+
+
+def _at(
+    config: RunConfig, architecture: Architecture, machine: Machine, processes: int, tokens: int
+) -> dict[str, Any]:
+    """The key numbers of the plan for rows of so many tokens, one in a micro-batch."""
+    run, facts = _run_of(config, processes, tokens)
+    drafts = _leanest(_drafts(run, architecture, facts, machine, processes))
+    kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
+    plan = plan_run(
+        run,
+        architecture,
+        facts,
+        machine,
+        processes,
+        accept=lambda draft: (draft.micro_batch_size, draft.activations) in kept,
+        explain=False,
+    )
+    assert plan.memory
+    return {
+        "row_tokens": tokens,
+        "engine": plan.engine,
+        "replicas": plan.replicas,
+        "effective_batch_size": plan.effective_batch_size,
+        "gradient_checkpointing": plan.recomputes,
+        "tokens_per_second": tokens_per_second(plan, facts),
+        "peak_bytes": plan.memory.peak_bytes,
+        "process_bytes": plan.memory.process_bytes,
+        "budget_bytes": plan.memory.budget_bytes,
+        "host_bytes": plan.memory.host.needed_bytes if plan.memory.host else None,
+    }
+
+
+def _run_of(config: RunConfig, processes: int, tokens: int) -> tuple[RunConfig, DataFacts]:
+    facts = DataFacts.full_rows(tokens, config.train.seed)
+    return with_batch_for(config, facts, processes), facts
+
+
+def _drafts(
+    run: RunConfig, architecture: Architecture, facts: DataFacts, machine: Machine, processes: int
+) -> list[Plan]:
+    machines = max(1, -(-processes // len(machine.gpus))) if machine.what_if else 1
+    return allowed_plans(run, architecture, facts, training_device(machine), processes, machines)[0]
+
+
+def _leanest(drafts: Sequence[Plan]) -> list[Plan]:
+    """Those with the fewest rows in a micro-batch that keep no more activations than they have to."""
+    fewest = min(draft.rows_per_micro_batch for draft in drafts)
+    small = [draft for draft in drafts if draft.rows_per_micro_batch == fewest]
+    return [draft for draft in small if draft.activations != "keep"] or small
+
+
+def _use(
+    config: RunConfig,
+    architecture: Architecture,
+    machine: Machine,
+    processes: int,
+    tokens: int,
+    best_first: list[tuple[str, int]],
+) -> float:
+    """The share of its budget that a process takes with the engine that takes least; of all if none fits."""
+    run, facts = _run_of(config, processes, tokens)
+    estimate = estimator_of_run(run, architecture, facts, machine, processes)
+    drafts = _leanest(_drafts(run, architecture, facts, machine, processes))
+    order = {engine: place for place, engine in enumerate(best_first)}
+    found: dict[tuple[str, int], float] = {}
+    for draft in sorted(drafts, key=lambda draft: order.get((draft.engine, draft.replicas), len(order))):
+        share = found[draft.engine, draft.replicas] = _share(estimate(run, draft, complete=True))
+        if share <= 1:
+            break
+    best_first[:] = sorted(found, key=lambda engine: found[engine])
+    return min(found.values())
+
+
+def _share(memory: Memory) -> float:
+    """Of the budget, or of that of the host if it is the tighter one."""
+    share = memory.process_bytes / memory.budget_bytes
+    if memory.host and memory.host.budget_bytes is not None:
+        share = max(share, memory.host.needed_bytes / max(memory.host.budget_bytes, 1))
+    return share if memory.fits else max(share, BEYOND)
+
+
+def places_of(config: RunConfig, machine: Machine) -> tuple[str, ...]:
+    """Where weights may be that are not in use: nowhere but on the device, and then in RAM."""
+    asked = config.parallel.offload
+    if asked != "auto":
+        return (asked,)
+    return ("none", "ram") if machine.gpus else ("none",)
+
+
+def longest_rows(
+    config: RunConfig,
+    architecture: Architecture,
+    machine_of: Callable[[int], Machine],
+    counts: Sequence[int],
+    modes: Sequence[str],
+    asked: int | None = None,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> list[dict[str, Any]]:
+    """A row for each method, number of processes and place of the weights.
+
+    RAM is looked at where memory of the device is the limit without it.
+
+    Args:
+        config: the run.
+        architecture: of the model.
+        machine_of: the machine with so many processes.
+        counts: of processes.
+        modes: of tuning.
+        asked: as in `longest_row`.
+        advance: called with the number of rows that were found.
+    """
+    rows = []
+    for mode in modes:
+        for count in counts:
+            machine = machine_of(count)
+            for place in places_of(config, machine):
+                tuning = config.tuning.model_copy(update={"mode": mode})
+                run = with_offload(config.model_copy(update={"tuning": tuning}), place)
+                try:
+                    found = longest_row(run, architecture, machine, count, asked)
+                except (ConfigError, DoesNotFitError) as error:
+                    found = {"longest": None, "problem": str(error).splitlines()[0]}
+                advance(1)
+                if place == "none" or config.parallel.offload == place or found["longest"]:
+                    rows.append({"mode": mode, "processes": count, "offload": place} | found)
+                if found.get("limit") == "positions":
+                    break
+    return rows

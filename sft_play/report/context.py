@@ -1,0 +1,84 @@
+"""The longest rows on the screen, from the tree of `sft-play plan --context`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from sft_play.config.methods import METHODS
+from sft_play.engines.registry import label_of
+from sft_play.report.layout import bullets, columns
+from sft_play.report.tables import formatted
+from sft_play.screen import Words
+from sft_play.units import GIB, counted, plural
+
+
+def context_report(tree: Mapping[str, Any]) -> RenderableType:
+    """A row for each method, number of processes, and place of the weights; fits in 80 columns."""
+    unit, asked = _unit(tree), None if tree["asked"] == "max" else tree["asked"]
+    heads = ["", plural(unit), "longest row", "limit"]
+    if asked:
+        heads += [f"{asked:,}"]
+    table = columns(*heads, "engine", "tokens/s", "GiB", left=(0, 3, *((4, 5) if asked else (4,))))
+    table.padding = (0, 2, 0, 0)
+    for row in tree["rows"]:
+        table.add_row(*_cells(row, asked))
+    place = f"{tree['gpu']}" if tree["gpu"] else "this CPU"
+    title = Text(f"{tree['model']} on {place}: the longest rows that fit", style="bold")
+    return Group(Words(title), table, bullets([*_notes(tree), *tree["why"]]))
+
+
+def _unit(tree: Mapping[str, Any]) -> str:
+    return "GPU" if tree["gpu"] else "process"
+
+
+def method_of(row: Mapping[str, Any]) -> str:
+    """The method, and where weights are if not on the device."""
+    name = METHODS[row["mode"]].removesuffix(" fine-tuning")
+    return name if row["offload"] == "none" else f"{name}, {row['offload'].upper()}"
+
+
+def _cells(row: Mapping[str, Any], asked: int | None) -> list[str]:
+    longest = row["longest"]
+    cells = [method_of(row), str(row["processes"]), f"{longest:,}" if longest else "-"]
+    cells.append(row.get("limit", "") if longest else "")
+    if asked:
+        cells.append("fits" if row.get("fits") else "-")
+    if "engine" not in row:
+        return [*cells, "", "", ""]
+    speed = formatted(row["tokens_per_second"], "{:,.0f}".format)
+    engine = label_of(row["engine"], row["replicas"])
+    return [*cells, engine, speed, f"{row['process_bytes'] / GIB:.1f}"]
+
+
+def _notes(tree: Mapping[str, Any]) -> list[str]:
+    rows, asked = tree["rows"], tree["asked"]
+    length = "the longest row" if asked == "max" else f"rows of {asked:,} tokens"
+    found = [
+        "one row in a micro-batch, loss on every token, activations recomputed; speed and memory of a "
+        f"{_unit(tree)} at {length}, predicted"
+    ]
+    if any(row.get("limit") == "positions" and row["longest"] for row in rows):
+        found.append(
+            f"limit positions: memory is left, but the model has {counted(tree['positions'], 'position')}; "
+            "model.rope_scaling.rope_type=yarn model.rope_scaling.factor=4 gives it four times as many"
+        )
+    if any(row["longest"] is None and "problem" not in row for row in rows):
+        found.append("-: not even rows of 1,024 tokens fit")
+    found += dict.fromkeys(f"{method_of(row)}: {row['problem']}" for row in rows if "problem" in row)
+    return found
+
+
+def problem_of(tree: Mapping[str, Any]) -> str:
+    """That rows of the asked length do not fit anywhere, and which ones do, in a sentence."""
+    unit, asked = _unit(tree), tree["asked"]
+    known = [
+        f"{method_of(row)} on {counted(row['processes'], unit)} {row['longest']:,}"
+        for row in tree["rows"]
+        if row["longest"]
+    ]
+    problems = [row["problem"] for row in tree["rows"] if "problem" in row]
+    longest = f"the longest that fit have {', '.join(known)} tokens (CONTEXT=max)" if known else ""
+    longest = longest or "; ".join(dict.fromkeys(problems)) or "nor do rows of any length"
+    return f"rows of {asked:,} tokens do not fit {tree['model']} on {tree['gpu'] or 'this CPU'}: {longest}"

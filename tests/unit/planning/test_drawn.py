@@ -1,0 +1,71 @@
+"""Rows that are described, not here: their lengths are drawn as asked, always the same ones."""
+
+import numpy as np
+import pytest
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.planning.drawn import DrawnRows, Lengths, drawn_facts, drawn_rows
+
+
+def config(overlong: str = "drop", packing: bool = False, **model) -> RunConfig:
+    tree = {"model": {"name": "m", **model}, "data": {"train_path": "x", "overlong": overlong}}
+    return RunConfig.model_validate(tree | {"train": {"packing": packing}})
+
+
+def test_median_and_95th_percentile_are_those_that_were_asked_for():
+    lengths = Lengths(1500, 6000).draw(100_000, seed=0)
+    assert np.median(lengths) == pytest.approx(1500, rel=0.02)
+    assert np.percentile(lengths, 95) == pytest.approx(6000, rel=0.02)
+    assert (lengths == Lengths(1500, 6000).draw(100_000, seed=0)).all()
+    assert (lengths != Lengths(1500, 6000).draw(100_000, seed=1)).any()
+
+
+def test_a_median_alone_is_spread_as_gsm8k_is_and_one_length_is_one_length():
+    assert drawn_rows(5000, 1500, None) == DrawnRows(5000, Lengths(1500, 2700))
+    assert drawn_rows(5000, None, "lognormal:100:100").lengths.draw(50, 0).tolist() == [100] * 50
+    assert drawn_rows(None, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ((None, 1500, None), "ROWS how many there are"),
+        ((5, None, None), "ROWS=5 needs either TOKENS"),
+        ((5, 7, "lognormal:1:2"), "ROWS=5 needs either TOKENS"),
+        ((5, None, "normal:1:2"), "LENGTHS=normal:1:2: expected lognormal:median:p95"),
+        ((5, None, "lognormal:9"), "expected lognormal:median:p95"),
+        ((5, None, "lognormal:9:x"), "expected lognormal:median:p95"),
+        ((5, None, "lognormal:9:8"), "2 <= median <= p95"),
+        ((5, None, "lognormal:1:8"), "2 <= median <= p95"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said_with_an_example(asked, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        drawn_rows(*asked)
+    assert "ROWS=5000" in str(raised.value) and "\n" not in str(raised.value)
+
+
+ASKED = DrawnRows(1000, Lengths(1000, 5000))
+
+
+def test_rows_above_the_limit_are_treated_as_data_overlong_says():
+    drawn = ASKED.lengths.draw(1000, 0)
+    above = int((drawn > 2000).sum())
+    assert 0 < above < 500
+    left, longer = drawn_facts(ASKED, config(), 2000)
+    assert longer == above and left.rows == 1000 - above and left.longest_row <= 2000
+    cut, longer = drawn_facts(ASKED, config("truncate"), 2000)
+    assert longer == above and cut.rows == 1000 and cut.longest_row == 2000
+    assert drawn_facts(ASKED, config(max_seq_len=500), 2000)[0].longest_row == 500
+    with pytest.raises(ConfigError, match="are longer than 2,000 tokens, which data.overlong=error"):
+        drawn_facts(ASKED, config("error"), 2000)
+    with pytest.raises(ConfigError, match="all 1,000 rows are longer than 2 tokens"):
+        drawn_facts(ASKED, config(), 2)
+
+
+def test_packed_rows_fill_sequences():
+    facts, _ = drawn_facts(ASKED, config(packing=True, max_seq_len=4096), None)
+    assert facts.seen and facts.longest_row == 4096 and facts.rows < 500
+    drawn = ASKED.lengths.draw(1000, 0)
+    assert facts.lengths.sum() == drawn[drawn <= 4096].sum()
