@@ -160,9 +160,9 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
 
 def _ways(train: TrainConfig) -> tuple[str, ...]:
     """What may become of activations."""
-    if train.gradient_checkpointing == "auto":
+    if train.asked_activations == "auto":
         return "keep", "recompute"
-    return ("recompute",) if train.gradient_checkpointing else ("keep",)
+    return (train.asked_activations,)
 
 
 def _replicas(engine: Engine, world_size: int, machines: int) -> tuple[int, ...]:

@@ -94,8 +94,17 @@ def _speed(row: Mapping[str, Any]) -> float:
     return (row["relative_speed"] or 0.0) if row["fits"] else 0.0
 
 
-def _kind(row: Mapping[str, Any]) -> tuple[bool, str, int, str]:
-    return row["gradient_checkpointing"], *_engine(row)
+def _kind(row: Mapping[str, Any]) -> tuple[bool, str, str, int, str]:
+    return row["gradient_checkpointing"], _way(row), *_engine(row)
+
+
+def _way(row: Mapping[str, Any]) -> str:
+    """What becomes of activations, in a word; older plans tell of two ways only."""
+    if row.get("kept_layers"):
+        return "partly kept"
+    if row.get("activations") == "offload":
+        return "offloaded"
+    return "recomputed" if row["gradient_checkpointing"] else "kept"
 
 
 def _engine(row: Mapping[str, Any]) -> tuple[str, int, str]:
@@ -116,7 +125,7 @@ def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """What becomes of activations, and the engine if there are several processes."""
     several = plan["world_size"] > 1 or plan["offload"] != "none"
     engine = f"{label_of(*_engine(row))}, " if several else ""
-    return engine + ("recomputed" if row["gradient_checkpointing"] else "kept")
+    return engine + _way(row)
 
 
 def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:

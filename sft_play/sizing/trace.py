@@ -16,6 +16,7 @@ from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
+from sft_play.model.recomputation import recompute
 from sft_play.sizing.attention_kernels import depends_on_lengths, varlen_attention
 from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
 from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
@@ -46,7 +47,8 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
     except ConfigError:
         raise
     except Exception as error:  # libraries can raise anything for an unusual architecture
-        if not all_layers:  # the layers differ, or the model works with all of them only (Gemma 3n)
+        if not (all_layers or spec.kept_layers):
+            # the layers differ, or the model works with all of them only (Gemma 3n)
             return trace_step(config, spec, all_layers=True)
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UntraceableModel(
@@ -57,6 +59,8 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
     base, stand_ins = skeleton(config, spec, all_layers=all_layers)
+    if stand_ins and spec.kept_layers:  # of the layers that are left
+        spec = replace(spec, kept_layers=len(set(stand_ins[-spec.kept_layers :])))
     model = attach(base, spec)
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base)
@@ -140,8 +144,8 @@ def _set_up(model: Any, spec: StepSpec) -> None:
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:
     """Sets the model up as the trainer does before the first step."""
-    if spec.activations == "recompute":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.activations != "keep":
+        recompute(model, kept_layers=spec.kept_layers, offload=spec.activations == "offload")
         if spec.mode != "full":
             model.enable_input_require_grads()
     model.train()

@@ -1,6 +1,7 @@
 """What must not change the result does not change it: one process, really trained, fp32, dropout 0."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,30 @@ def test_accumulation_and_checkpointing_do_not_change_the_loss_curve(
     close = CLOSE if mode != "qlora" else 2e-4  # the 4-bit kernel rounds by the shape of its input
     for ours, theirs in zip(losses(job), reference(mode), strict=True):
         assert_same_values(ours, theirs, close)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_what_becomes_of_activations_changes_no_weight(tiny_model, tmp_path, mode):
+    """Some layers recomputed, all, or from inputs in RAM: bit for bit the weights of a run that keeps all."""
+    found = {}
+    for name, way, kept_layers in (("keep", "keep", 0), ("mix", "recompute", 1), ("ram", "offload", 0)):
+        job = make_job(
+            tiny_model,
+            tmp_path,
+            name,
+            mode=mode,
+            activations=way,
+            batch_size=4,
+            dropout=0.1 * (mode == "lora"),
+        )
+        job = replace(job, plan=replace(job.plan, kept_layers=kept_layers))
+        train(job)
+        folder = job.run.model if mode == "full" else job.run.adapter
+        weights = load_file(next(iter(sorted(folder.glob("*.safetensors")))))
+        found[name] = losses(job), weights
+    for name, (curves, weights) in found.items():
+        assert curves == found["keep"][0], name
+        assert all(torch.equal(tensor, found["keep"][1][key]) for key, tensor in weights.items()), name
 
 
 def test_evaluation_changes_nothing_and_every_step_is_trained_with_dropout(tiny_model, tmp_path, reference):

@@ -22,7 +22,7 @@ FLOORS = [
     ["data.prepare", "report"],
     ["data.show"],
     ["sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
-    ["planning.batch", "planning.changes", "planning.drafts", "planning.search", "planning.profile"],
+    ["planning.batch", "planning.changes", "planning.drafts", "planning.mixes", "planning.search", "planning.profile"],
     ["launch"],
     ["engines.stored"],
     ["engines.shards", "engines.state", "engines.states_on_disk", "engines.zero2_state", "engines.zero3_parts", "model", "builtin.models", "builtin.world"],

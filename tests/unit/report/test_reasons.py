@@ -63,6 +63,11 @@ SENTENCES = [
         "gradient checkpointing on: stored activations would exceed the budget",
     ),
     (Activations("keep", "config"), "gradient checkpointing off, as set in the config"),
+    (
+        Activations("recompute", "exceed", kept_layers=12, layers=32),
+        "gradient checkpointing in 20 of 32 layers: stored activations of more than the last 12 would exceed the "
+        "budget",
+    ),
     (EngineChoice(**DDP), "DDP over 2 processes"),
     (
         EngineChoice(**DDP, other="ZeRO-2", more_bytes=-GIB),
