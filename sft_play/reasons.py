@@ -56,7 +56,8 @@ class Activations(Reason):
     cause: Literal["config", "fit", "exceed", "faster"]
     kept_layers: int = 0  # that keep theirs, though others are recomputed
     layers: int = 0  # of the model, if some do
-    host: HostMemory | None = None  # of a GPU that offloads them
+    device: str = "cuda"  # or "cpu"
+    host: HostMemory | None = None  # of a GPU that offloads what they are recomputed from
 
 
 class EngineChoice(Reason, kw_only=True):

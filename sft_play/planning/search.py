@@ -10,7 +10,8 @@ avoids it where the answer is known:
   not fit without it, and the chosen one, to report what checkpointing would save.
 - Where a micro-batch fits only with its activations recomputed, some of the layers may keep theirs: as many
   as fit, found by bisection, since each of them takes memory and saves time.
-- Offloading to RAM is slower by far. Such plans are sized if no other plan fits.
+- Offloading to RAM is slower. Such plans are sized if no other plan fits: first those that offload what
+  layers are recomputed from, if the speed of the GPU's link is known, then those that offload weights.
 - Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
   more memory, they are sized for that plan only, to report what they would save; not at all if they divide
   the weights, since their steps have traces of their own.
@@ -35,6 +36,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.changes import helpful_changes, master_weights, states_on_disk
+from sft_play.planning.drafts import by_offload
 from sft_play.planning.mixes import mixes
 from sft_play.reasons import (
     Activations,
@@ -90,12 +92,11 @@ def choose_plan(
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
     sized, mix = list[Plan](), layers > 1 and config.train.asked_activations == "auto"
-    # what offloads is slower by far, so it is looked at only once nothing else fits
-    waiting = [[draft for draft in drafts if (draft.offload == "none") == plain] for plain in (True, False)]
+    waiting = by_offload(config, drafts, seconds_of)
     while True:
-        if not _fitting(sized) and waiting:
+        if not _fitting(sized) and (group := next(waiting, None)) is not None:
             try:
-                sized += _size_all(waiting.pop(0), memory_of, seconds_of)
+                sized += _size_all(group, memory_of, seconds_of)
             except ConfigError:  # offloading, which nobody asked for, cannot do it
                 if not sized:
                     raise
@@ -113,7 +114,9 @@ def choose_plan(
             break
     chosen = _with_one_exchange(config, chosen, estimate)
     if explain and not any(plan.recomputes for plan in sized):
-        recomputing = [draft for draft in drafts if _recomputes(draft, chosen)]
+        recomputing = [
+            each for each in drafts if each.activations == "recompute" and _recomputes(each, chosen)
+        ]
         sized += [replace(draft, memory=memory_of(draft)) for draft in recomputing]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = _reasons(config, chosen, sized, seconds, layers)
@@ -138,6 +141,7 @@ def _with_one_exchange(config: RunConfig, plan: Plan, estimate: Estimator) -> Pl
 def _misfit(config: RunConfig, sized: list[Plan], estimate: Estimator, explain: bool) -> str:
     """Why none of these plans fits."""
     alike = [plan for plan in sized if plan.offload == sized[0].offload]
+    alike = [plan for plan in alike if plan.activations != "offload"] or alike  # the last resort
     smallest = min(alike, key=_needed)
     return misfit_text(
         Misfit(smallest, helpful_changes(config, smallest, estimate) if explain else ()), explain=explain
@@ -295,6 +299,10 @@ def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> Mi
 
 
 def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers: int) -> Activations:
+    if chosen.activations == "offload":
+        cause: Any = "exceed" if config.train.asked_activations == "auto" else "config"
+        host = chosen.memory.host if chosen.memory else None
+        return Activations("offload", cause, device=chosen.device, host=host)
     if config.train.asked_activations != "auto":
         return Activations(chosen.activations, "config")
     if chosen.kept_layers:

@@ -144,6 +144,8 @@ def _activations(reason: reasons.Activations) -> str:
             f"gradient checkpointing in {reason.layers - reason.kept_layers} of {reason.layers} layers: "
             f"stored activations of more than the last {reason.kept_layers} would exceed the budget"
         )
+    if reason.activations == "offload":
+        return _activations_in_ram(reason)
     name = f"gradient checkpointing {'off' if reason.activations == 'keep' else 'on'}"
     return {
         "config": f"{name}, as set in the config",
@@ -151,6 +153,20 @@ def _activations(reason: reasons.Activations) -> str:
         "exceed": f"{name}: stored activations would exceed the budget",
         "faster": f"{name}: predicted to be faster, since larger micro-batches fit",
     }[reason.cause]
+
+
+def _activations_in_ram(reason: reasons.Activations) -> str:
+    """What becomes of the inputs from which layers are recomputed."""
+    if reason.device == "cpu":
+        return (
+            "train.activations=offload: layers are recomputed from their inputs; a CPU has no other memory, "
+            "so this saves no more than recompute"
+        )
+    cause = "as set in the config" if reason.cause == "config" else "since nothing else fits"
+    return (
+        f"gradient checkpointing on, the inputs of layers in RAM{_needs(reason.host)}, {cause}: they are "
+        "copied there and back, which was never measured on a GPU"
+    )
 
 
 @sentence.register

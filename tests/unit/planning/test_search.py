@@ -215,6 +215,42 @@ def test_a_model_whose_layers_cannot_be_told_apart_is_not_mixed():
     assert plan.kept_layers == 0 and plan.memory.fits
 
 
+def in_ram_of(budget: float, needed: int = 4):
+    """As `memory_of`, of a GPU; inputs in RAM leave half a GiB of each row, and `needed` GiB of RAM."""
+
+    def estimate(run: RunConfig, plan: Plan, complete=False) -> Memory:
+        if plan.activations != "offload":
+            return memory_of(budget, recomputed_row=2)(run, plan)
+        host = HostMemory(
+            budget_bytes=8 * GIB, processes=1, own_bytes=0, terms={"activations": needed * GIB}, saved_bytes=0
+        )
+        return replace(memory_of(budget, recomputed_row=0.5)(run, plan), host=host)
+
+    return estimate
+
+
+def test_inputs_are_offloaded_only_if_nothing_else_fits():
+    assert choose(config(), in_ram_of(12), clock(0.1)).activations == "recompute"
+    plan, why = chosen_because(config(), in_ram_of(11), clock(0.1))
+    assert (plan.activations, plan.micro_batch_size, plan.offload) == ("offload", 2, "none")
+    assert why[Activations] == Activations("offload", "exceed", host=plan.memory.host)
+    plan, why = chosen_because(config(activations="offload"), in_ram_of(100), clock(0.1))
+    assert plan.activations == "offload" and why[Activations].cause == "config"
+    with pytest.raises(DoesNotFitError, match="1.00 GiB more than the budget of 11.00 GiB"):
+        choose(config(), in_ram_of(11, needed=9), clock(0.1))
+
+
+def test_a_link_of_unknown_speed_is_not_chosen_for_activations():
+    def seconds(run: RunConfig, plan: Plan) -> float | None:
+        return None if plan.activations == "offload" else clock(0.1)(run, plan)
+
+    with pytest.raises(DoesNotFitError, match="micro-batch 1, gradient checkpointing"):
+        choose(config(), in_ram_of(11), seconds)
+    assert choose(config(activations="offload"), in_ram_of(11), seconds).activations == "offload"
+    with pytest.raises(DoesNotFitError, match="train.activations=offload: -1.50 GiB, then 10.50 GiB"):
+        choose(config(activations="recompute"), in_ram_of(11), seconds)
+
+
 def test_what_was_fixed_by_hand_stays_fixed():
     plan = choose(config(gradient_checkpointing=True, batch_size=4), memory_of(40), clock(0.1))
     assert (plan.micro_batch_size, plan.recomputes) == (4, True)
