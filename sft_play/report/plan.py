@@ -95,11 +95,11 @@ def _speed(row: Mapping[str, Any]) -> float:
 
 
 def _kind(row: Mapping[str, Any]) -> tuple[bool, str, str, int, str]:
-    return row["gradient_checkpointing"], _way(row), *_engine(row)
+    return row["gradient_checkpointing"], way_of(row), *_engine(row)
 
 
-def _way(row: Mapping[str, Any]) -> str:
-    """What becomes of activations, in a word; older plans tell of two ways only."""
+def way_of(row: Mapping[str, Any]) -> str:
+    """What becomes of activations, in a word or two; plans of earlier versions tell of two ways only."""
     if row.get("kept_layers"):
         return "partly kept"
     if row.get("activations") == "offload":
@@ -125,7 +125,7 @@ def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """What becomes of activations, and the engine if there are several processes."""
     several = plan["world_size"] > 1 or plan["offload"] != "none"
     engine = f"{label_of(*_engine(row))}, " if several else ""
-    return engine + _way(row)
+    return engine + way_of(row)
 
 
 def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
