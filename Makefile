@@ -377,6 +377,10 @@ check-style: $(READY) ## Measure readability; AGAINST=main fails if it got worse
 bench-sizing: $(READY) ## Compare predicted with measured memory on the CPU
 	$(PY) -m benchmarks.sizing $(WORDS)
 
+.PHONY: bench-context
+bench-context: $(READY) ## Measure memory, or regret, of ways with activations
+	$(PY) -m benchmarks.context $(WORDS)
+
 .PHONY: bench-random
 bench-random: $(READY) ## Compare predicted with measured memory of random runs
 	$(PY) -m benchmarks.random_runs $(WORDS)

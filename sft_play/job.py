@@ -162,10 +162,15 @@ def takes_less(plan: Plan) -> Callable[[Plan], bool]:
 
     def less(other: Plan) -> bool:
         if other.micro_batch_tokens == plan.micro_batch_tokens:
-            return other.recomputes and not plan.recomputes
+            return _recomputed(other) > _recomputed(plan)
         return other.micro_batch_tokens < plan.micro_batch_tokens
 
     return less
+
+
+def _recomputed(plan: Plan) -> int:
+    """Grows as less is kept of activations."""
+    return 1 if plan.kept_layers else {"keep": 0, "recompute": 2, "offload": 3}[plan.activations]
 
 
 def begin_run(job: Job) -> None:

@@ -110,7 +110,8 @@ class Plan:
     micro_batch_tokens: int = 0  # of the largest micro-batch, including padding
     micro_batch_supervised: int = 0  # the most supervised tokens of any micro-batch
     sequence_tokens: int = 0  # of an average sequence, in which attention runs; 0 if unknown
-    activations: Literal["keep", "recompute"]
+    activations: Literal["keep", "recompute", "offload"]  # "offload": recomputed from inputs in RAM
+    kept_layers: int = 0  # of a plan that recomputes: the last layers, which keep their activations
     mixed_precision: str  # "bf16", "fp16" or "no"
     dtype: str  # of the weights: "bfloat16", "float16" or "float32"
     attention: str
@@ -128,7 +129,12 @@ class Plan:
     @property
     def recomputes(self) -> bool:
         """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
-        return self.activations == "recompute"
+        return self.activations != "keep"
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether layers are recomputed from inputs in RAM; a CPU has them there anyway."""
+        return self.activations == "offload" and self.device == "cuda"
 
     @property
     def shards(self) -> int:
@@ -148,7 +154,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The tree that `sft-play plan --json` prints and that plan.json contains."""
         values = asdict(self) | {"gradient_checkpointing": self.recomputes}
-        for key in ("memory", "why", "alternatives", "activations"):
+        for key in ("memory", "why", "alternatives"):
             del values[key]
         why, alternatives = self.why, self.alternatives
         memory = self.memory.to_json() if self.memory else None
@@ -161,7 +167,7 @@ class Plan:
         values = dict(tree["plan"])
         capability, recomputes = values.get("compute_capability"), values.pop("gradient_checkpointing")
         values["compute_capability"] = tuple(capability) if capability else None
-        values["activations"] = "recompute" if recomputes else "keep"
+        values.setdefault("activations", "recompute" if recomputes else "keep")  # older plans have no other
         return cls(**values, memory=memory, why=tuple(tree["why"]), alternatives=tuple(tree["alternatives"]))
 
 

@@ -34,7 +34,7 @@ class OtherKind:
 
     size: int
     engine: str | None = None  # its label, if it differs
-    activations: str | None = None  # if they differ: "keep" or "recompute"
+    activations: str | None = None  # if they differ, as in a plan
 
 
 class MicroBatch(Reason, kw_only=True):
@@ -52,8 +52,12 @@ class MicroBatch(Reason, kw_only=True):
 class Activations(Reason):
     """What becomes of activations, and why."""
 
-    activations: str  # "keep" or "recompute"
+    activations: str  # as in a plan
     cause: Literal["config", "fit", "exceed", "faster"]
+    kept_layers: int = 0  # that keep theirs, though others are recomputed
+    layers: int = 0  # of the model, if some do
+    device: str = "cuda"  # or "cpu"
+    host: HostMemory | None = None  # of a GPU that offloads what they are recomputed from
 
 
 class EngineChoice(Reason, kw_only=True):

@@ -56,6 +56,48 @@ class Work:
         )
 
 
+def mixed(kept: Work, recomputed: Work, kept_layers: int) -> Work:
+    """The work of a model whose last layers keep their activations, while the others are recomputed.
+
+    Both are of the same micro-batch, one with all activations kept, one with all layers recomputed.
+    """
+    first = int(kept.layers.max()) + 1 - kept_layers
+    passes = [
+        _one_pass(kept, recomputed, first, of_kept, of_recomputed)
+        for of_kept, of_recomputed in (
+            (slice(kept.backward_from), slice(recomputed.backward_from)),
+            (slice(kept.backward_from, None), slice(recomputed.backward_from, None)),
+        )
+    ]
+    return replace(
+        kept,
+        kinds=np.concatenate([kept.kinds, recomputed.kinds]),
+        dtypes=np.concatenate([kept.dtypes, recomputed.dtypes]),
+        by_python=np.concatenate([kept.by_python, recomputed.by_python]),
+        sizes=np.concatenate([kept.sizes, recomputed.sizes]),
+        order=np.concatenate([order for order, _ in passes]),
+        layers=np.concatenate([layers for _, layers in passes]),
+        backward_from=len(passes[0][0]),
+    )
+
+
+def _one_pass(
+    kept: Work, recomputed: Work, first: int, of_kept: slice, of_recomputed: slice
+) -> tuple[np.ndarray, np.ndarray]:
+    """Operations of a pass through the layers, [n], and the layer of each, [n]; before `first`, recomputed.
+
+    Those that are recomputed are in the place of those that are not.
+    """
+    layers, others = kept.layers[of_kept], recomputed.layers[of_recomputed]
+    own, theirs = (layers < 0) | (layers >= first), (others >= 0) & (others < first)
+    place = np.count_nonzero(own[: np.argmin(own)])
+    order = recomputed.order[of_recomputed][theirs] + len(kept.kinds)
+    return (
+        np.insert(kept.order[of_kept][own], place, order),
+        np.insert(layers[own], place, others[theirs]),
+    )
+
+
 def directions(counts: Sequence[tuple[float, float]]) -> np.ndarray:
     """What turns the growth of sizes between traces into slopes, [traces - 1, 2].
 

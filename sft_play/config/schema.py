@@ -152,7 +152,11 @@ class TrainConfig(Section):
     boundaries. auto: if the layers of the model can keep joined rows apart."""
     gradient_checkpointing: bool | Auto = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute. auto: chosen by
-    the planner."""
+    the planner. The same as activations=recompute, or keep."""
+    activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
+    """What becomes of what the backward pass needs. keep: it stays in memory. recompute: each decoder layer
+    keeps its input alone. offload: that input is in RAM, which a CPU has nothing else than. auto: chosen by
+    the planner, which may recompute some of the layers only, and offloads if nothing else fits."""
     mixed_precision: Precision = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
     optimizer: Literal[
@@ -213,7 +217,20 @@ class TrainConfig(Section):
             raise ValueError(
                 "reference_batch_size has no effect with lr_scaling=none; set lr_scaling to sqrt or linear"
             )
+        asked, way = self.gradient_checkpointing, self.activations
+        if "auto" not in (asked, way) and asked != (way != "keep"):
+            raise ValueError(
+                f"train.gradient_checkpointing={str(asked).lower()} contradicts train.activations={way}; "
+                "set one of them to auto"
+            )
         return self
+
+    @property
+    def asked_activations(self) -> Literal["auto", "keep", "recompute", "offload"]:
+        """What is to become of activations, by either setting."""
+        if self.activations != "auto" or self.gradient_checkpointing == "auto":
+            return self.activations
+        return "recompute" if self.gradient_checkpointing else "keep"
 
 
 class ParallelConfig(Section):

@@ -60,7 +60,11 @@ def _together(config: RunConfig, plan: Plan, number: int) -> Iterator[Changed]:
 
 def _recomputed(config: RunConfig, plan: Plan) -> Iterator[Changed]:
     if not plan.recomputes:
-        yield "train.gradient_checkpointing=true", config, replace(plan, activations="recompute")
+        key = "gradient_checkpointing=true" if config.train.activations == "auto" else "activations=recompute"
+        yield f"train.{key}", config, replace(plan, activations="recompute")
+    asked = config.train.asked_activations != "auto"  # otherwise the search has tried it
+    if asked and plan.activations == "recompute" and plan.device == "cuda":
+        yield "train.activations=offload", config, replace(plan, activations="offload")
 
 
 def _one_row(config: RunConfig, plan: Plan) -> Iterator[Changed]:

@@ -25,7 +25,7 @@ from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.step import StepSpec
-from sft_play.work import Work
+from sft_play.work import TRANSFER, Work
 
 
 class StepSeconds(NamedTuple):
@@ -94,11 +94,23 @@ def plan_clock(
             exchange=collectives.seconds(messages_of(work, run, plan)) if collectives else 0.0,
             update_share=engine.update_share(plan.shards),
         )
-        if plan.offload == "none" or plan.device == "cpu":
+        if plan.device == "cpu" or (plan.offload == "none" and not plan.offloads_activations):
             return sum(parts)
+        if plan.offload == "none":
+            return _with_transfers(parts, work, plan, machine)
         return _offloaded(parts, work, plan, machine)
 
     return seconds
+
+
+def _with_transfers(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> float | None:
+    """The time of a step whose layers are recomputed from inputs in RAM; None if the link is unknown.
+
+    Copies are on the stream of the computation, so they are added in full.
+    """
+    link, copied = host_link(machine), sum(work.exchanged(TRANSFER).elements())
+    # a copy counts as read and written, which is once over the link
+    return sum(parts) + plan.gradient_accumulation_steps * copied / 2 / link if link else None
 
 
 def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> float | None:

@@ -145,8 +145,26 @@ def draft_plans(
     sharings = _sharings(config, device, world_size, machines)
     return [
         _draft(split, unit, tokens[split], activations=way, **how, **shared)
-        for how, way, split in product(sharings, _ways(train), splits)
+        for how, way, split in product(sharings, _ways(train, device), splits)
     ]
+
+
+def by_offload(
+    config: RunConfig, drafts: list[Plan], seconds_of: Callable[[Plan], float | None]
+) -> Iterator[list[Plan]]:
+    """The drafts that are looked at first, and those of which each group waits until nothing else fits.
+
+    What nobody asked for, and takes longer by nobody knows how much, is left out.
+    """
+    auto = config.train.asked_activations == "auto"
+    for away in product((False, True), repeat=2):
+        group = [
+            draft
+            for draft in drafts
+            if (draft.offload != "none", auto and draft.activations == "offload") == away
+        ]
+        if not (away[1] and group and seconds_of(group[0]) is None):
+            yield group
 
 
 def _sharings(config: RunConfig, device: Device, world_size: int, machines: int) -> Iterator[dict[str, Any]]:
@@ -158,11 +176,11 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
             yield {"engine": engine.name, "offload": place, "replicas": count}
 
 
-def _ways(train: TrainConfig) -> tuple[str, ...]:
-    """What may become of activations."""
-    if train.gradient_checkpointing == "auto":
-        return "keep", "recompute"
-    return ("recompute",) if train.gradient_checkpointing else ("keep",)
+def _ways(train: TrainConfig, device: Device) -> tuple[str, ...]:
+    """What may become of activations; a CPU has no other memory to offload to."""
+    if train.asked_activations == "auto":
+        return ("keep", "recompute", "offload") if device.kind == "cuda" else ("keep", "recompute")
+    return (train.asked_activations,)
 
 
 def _replicas(engine: Engine, world_size: int, machines: int) -> tuple[int, ...]:

@@ -33,13 +33,14 @@ def fewest_gpus(
     def fits(count: int) -> bool:
         grown = with_offload(with_batch_for(config, facts, count), "none")
         try:
-            plan_run(grown, architecture, facts, what_if(gpu, count), count, accept=saves_most, explain=False)
+            machine = what_if(gpu, count)
+            plan_run(grown, architecture, facts, machine, count, accept=saves_most, explain=False, mix=False)
         except DoesNotFitError:
             return False
         return True
 
     def saves_most(draft: Plan) -> bool:
-        return draft.recomputes or config.train.gradient_checkpointing is False
+        return draft.recomputes or config.train.asked_activations == "keep"
 
     allowed = [count for count in COUNTS if batch_grows or with_batch_for(config, facts, count) is config]
     return 1 if fits(1) else fewest(allowed[1:], fits)

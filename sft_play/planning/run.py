@@ -55,6 +55,7 @@ def plan_run(
     accept: Callable[[Plan], bool] = lambda draft: True,
     budget_bytes: int | None = None,
     explain: bool = True,
+    mix: bool = True,
 ) -> Plan:
     """The fastest plan that fits, for so many processes on a machine.
 
@@ -68,6 +69,7 @@ def plan_run(
         accept: which of the plans that the config allows are considered.
         budget_bytes: of each process; default: from the machine's free memory.
         explain: as in `choose_plan`.
+        mix: whether some layers may be recomputed and others not.
 
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
@@ -75,30 +77,28 @@ def plan_run(
     """
     device, architecture = training_device(machine), Architecture.of(model_config)
     machines = machines or (-(-processes // LARGEST_MACHINE) if machine.what_if else 1)
+    layers = len(architecture.ask(questions.layer_kinds)) if mix else 0
     allowed, about_rows = allowed_plans(config, architecture, facts, device, processes, machines)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
-    besides = [*_trained_besides(config, architecture), *about_rows]
-    if not facts.seen:
-        besides.append(AssumedRows(len(facts.lengths), facts.longest_row))
+    assumed = [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]
+    besides = [*_trained_besides(config, architecture), *about_rows, *assumed]
     record_of = records_of(architecture.text, device.name)
-    found: list[Reason]
-    usual = memory_device(config, machine, processes)
-    if usual is None:
+    if (usual := memory_device(config, machine, processes)) is None:
         plan, why = choose_plan(config, drafts, None, None)
-        found = [UnknownFreeMemory(device.name)]
+        found: list[Reason] = [UnknownFreeMemory(device.name)]
     else:
         budget = usual if budget_bytes is None else replace(usual, budget_bytes=budget_bytes)
         besides += memory_reasons(config, machine, processes, budget)
-        estimate = _estimator(config, architecture, facts, machine, processes, budget)
         seconds = plan_clock(architecture, facts, machine, processes)
-        memory_of = corrected_estimator(estimate, record_of)
+        predict = _estimator(config, architecture, facts, machine, processes, budget)
+        memory_of = corrected_estimator(predict, record_of)
         time_of = corrected_clock(seconds, record_of, facts.tokens_per_process)
         try:
-            plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain)
+            plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
             record = record_of(config, plan)
-            plan = replace(plan, step_seconds_origin=record.speed.origin_of(plan))
-            besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
+            plan = replace(plan, step_seconds_origin=(origin := record.speed.origin_of(plan)))
+            besides += profile_reasons(machine, processes, origin, plan.replicas)
             found = _about_the_step(config, plan, architecture, facts, record)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)

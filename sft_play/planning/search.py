@@ -8,7 +8,10 @@ avoids it where the answer is known:
   checkpointing setting is sized.
 - Recomputing activations only costs time where they fit. With checkpointing, micro-batches are sized that do
   not fit without it, and the chosen one, to report what checkpointing would save.
-- Offloading to RAM is slower by far. Such plans are sized if no other plan fits.
+- Where a micro-batch fits only with its activations recomputed, some of the layers may keep theirs: as many
+  as fit, found by bisection, since each of them takes memory and saves time.
+- Offloading to RAM is slower. Such plans are sized if no other plan fits: first those that offload what
+  layers are recomputed from, if the speed of the GPU's link is known, then those that offload weights.
 - Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
   more memory, they are sized for that plan only, to report what they would save; not at all if they divide
   the weights, since their steps have traces of their own.
@@ -33,6 +36,8 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.changes import helpful_changes, master_weights, states_on_disk
+from sft_play.planning.drafts import by_offload
+from sft_play.planning.mixes import mixes
 from sft_play.reasons import (
     Activations,
     Dealing,
@@ -54,7 +59,8 @@ MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
 
 _engine = attrgetter("engine", "replicas", "offload")
-_kind = attrgetter("engine", "replicas", "offload", "activations")  # plans differ in the micro-batch only
+# plans differ in the micro-batch, and in how many layers keep their activations though others do not
+_kind = attrgetter("engine", "replicas", "offload", "activations")
 
 
 def choose_plan(
@@ -64,6 +70,7 @@ def choose_plan(
     clock: Clock | None,
     *,
     explain: bool = True,
+    layers: int = 0,
 ) -> tuple[Plan, list[Reason]]:
     """The plan to run, and why.
 
@@ -74,6 +81,7 @@ def choose_plan(
         clock: predicts the time of a step; None if unknown.
         explain: also size what is only reported: the chosen plan with activations recomputed and with its
             weights in another type, and changes that would help if no draft fits.
+        layers: of the model, if it can recompute some and not others.
 
     Raises:
         DoesNotFitError: no draft fits; the message says by how much, and which changes would help.
@@ -83,17 +91,18 @@ def choose_plan(
         return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given), *_why_offloaded(config, drafts[0])]
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
-    sized: list[Plan] = []
-    # what offloads is slower by far, so it is looked at only once nothing else fits
-    waiting = [[draft for draft in drafts if (draft.offload == "none") == plain] for plain in (True, False)]
+    sized, mix = list[Plan](), layers > 1 and config.train.asked_activations == "auto"
+    waiting = by_offload(config, drafts, seconds_of)
     while True:
-        if not _fitting(sized) and waiting:
+        if not _fitting(sized) and (group := next(waiting, None)) is not None:
             try:
-                sized += _size_all(waiting.pop(0), memory_of, seconds_of)
+                sized += _size_all(group, memory_of, seconds_of)
             except ConfigError:  # offloading, which nobody asked for, cannot do it
                 if not sized:
                     raise
             continue
+        sized += _mixes(sized, layers, memory_of, seconds_of) if mix else []
+        mix = False  # from now on
         fitting = _fitting(sized) or _least_of_those_that_ran_out(sized)
         if not fitting:
             raise DoesNotFitError(_misfit(config, sized, estimate, explain))
@@ -105,10 +114,12 @@ def choose_plan(
             break
     chosen = _with_one_exchange(config, chosen, estimate)
     if explain and not any(plan.recomputes for plan in sized):
-        recomputing = [draft for draft in drafts if _recomputes(draft, chosen)]
+        recomputing = [
+            each for each in drafts if each.activations == "recompute" and _recomputes(each, chosen)
+        ]
         sized += [replace(draft, memory=memory_of(draft)) for draft in recomputing]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
-    why = _reasons(config, chosen, sized, seconds)
+    why = _reasons(config, chosen, sized, seconds, layers)
     if explain:
         why += [*master_weights(config, chosen, estimate), *states_on_disk(config, chosen, estimate)]
     return replace(chosen, step_seconds=seconds_of(chosen), alternatives=alternatives), why
@@ -130,6 +141,7 @@ def _with_one_exchange(config: RunConfig, plan: Plan, estimate: Estimator) -> Pl
 def _misfit(config: RunConfig, sized: list[Plan], estimate: Estimator, explain: bool) -> str:
     """Why none of these plans fits."""
     alike = [plan for plan in sized if plan.offload == sized[0].offload]
+    alike = [plan for plan in alike if plan.activations != "offload"] or alike  # the last resort
     smallest = min(alike, key=_needed)
     return misfit_text(
         Misfit(smallest, helpful_changes(config, smallest, estimate) if explain else ()), explain=explain
@@ -179,10 +191,24 @@ def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
     return sized
 
 
+def _mixes(sized: list[Plan], layers: int, memory_of: MemoryOf, seconds_of: SecondsOf) -> list[Plan]:
+    """Plans that may be faster, of the splits that fit only with their activations recomputed."""
+    fitting = _fitting(sized)
+    best = min((time for plan in fitting if (time := seconds_of(plan))), default=0.0)
+    recomputing = [plan for plan in fitting if plan.activations == "recompute"]
+    needy = [plan for plan in recomputing if not any(_recomputes(plan, other) for other in fitting)]
+    return mixes(needy, layers, memory_of, seconds_of, below=best * (1 - TIE), by=1 - TIE)
+
+
 def _recomputes(one: Plan, other: Plan) -> bool:
-    """Whether they differ only in that `one` recomputes activations."""
+    """Whether they differ only in that `one` recomputes activations that the other keeps."""
     alike = (*_engine(one), _size(one)) == (*_engine(other), _size(other))
-    return alike and one.recomputes and not other.recomputes
+    return alike and _recomputed(one) > _recomputed(other)
+
+
+def _recomputed(plan: Plan) -> float:
+    """Grows with the layers that are recomputed."""
+    return 1 / (1 + plan.kept_layers) if plan.recomputes else 0.0
 
 
 def _size(plan: Plan) -> int:
@@ -234,13 +260,15 @@ def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
     return engine_of(plan.engine).trades_speed and _split(plan) in others
 
 
-def _reasons(config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None) -> list[Reason]:
+def _reasons(
+    config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None, layers: int
+) -> list[Reason]:
     fitting = _fitting(sized)
     return [
         EffectiveBatch(chosen),
         Dealing(chosen),
         _why_no_larger(chosen, sized, seconds),
-        _why_recomputed(config, chosen, fitting),
+        _why_recomputed(config, chosen, fitting, layers),
         *([_why_engine(chosen, fitting, sized)] if chosen.world_size > 1 else []),
         *_why_offloaded(config, chosen),
     ]
@@ -270,9 +298,15 @@ def _why_no_larger(chosen: Plan, sized: list[Plan], seconds: float | None) -> Mi
     return reason
 
 
-def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan]) -> Activations:
-    if config.train.gradient_checkpointing != "auto":
+def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers: int) -> Activations:
+    if chosen.activations == "offload":
+        cause: Any = "exceed" if config.train.asked_activations == "auto" else "config"
+        host = chosen.memory.host if chosen.memory else None
+        return Activations("offload", cause, device=chosen.device, host=host)
+    if config.train.asked_activations != "auto":
         return Activations(chosen.activations, "config")
+    if chosen.kept_layers:
+        return Activations(chosen.activations, "exceed", kept_layers=chosen.kept_layers, layers=layers)
     if not chosen.recomputes:
         return Activations("keep", "fit")
     return Activations("recompute", "exceed" if all(plan.recomputes for plan in fitting) else "faster")
@@ -316,9 +350,9 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
     A kind is an engine with or without checkpointing.
     """
     base = seconds_of(chosen)
-    kinds: dict[tuple[str, int, str, str], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for plan in sized:
-        if (*_kind(plan), _size(plan)) == (*_kind(chosen), _size(chosen)):
+        if (*_row_kind(plan), _size(plan)) == (*_row_kind(chosen), _size(chosen)):
             continue
         assert plan.memory
         time = seconds_of(plan)
@@ -329,6 +363,8 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
             "micro_batch_size": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             "gradient_checkpointing": plan.recomputes,
+            "activations": plan.activations,
+            "kept_layers": plan.kept_layers,
             "engine": plan.engine,
             "replicas": plan.replicas,
             "offload": plan.offload,
@@ -338,11 +374,16 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
             "ran_out": plan.memory.ran_out,
             "relative_speed": speed,
         }
-        kinds.setdefault(_kind(plan), []).append(row)
+        kinds.setdefault(_row_kind(plan), []).append(row)
     rows: list[dict[str, Any]] = []
     for kind, found in kinds.items():
-        rows += sorted(found, key=_preference)[: None if kind == _kind(chosen) else 1]
+        rows += sorted(found, key=_preference)[: None if kind == _row_kind(chosen) else 1]
     return tuple(sorted(rows, key=_preference))
+
+
+def _row_kind(plan: Plan) -> tuple[Any, ...]:
+    """What the plans of a table are told apart by, besides their micro-batch."""
+    return (*_kind(plan), plan.kept_layers > 0)
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, float]:

@@ -8,6 +8,7 @@ from sft_play.config.resolved import Setting
 from sft_play.engines.registry import label_of
 from sft_play.report.card import public_name
 from sft_play.report.html import Block, Table, Text
+from sft_play.report.plan import way_of
 from sft_play.report.record import RunRecord, Tree
 from sft_play.report.tables import MISSING, NOT_RECORDED, formatted
 from sft_play.units import counted, format_bytes
@@ -24,6 +25,7 @@ CHOICES = {
     "model.max_seq_len": "max_seq_len",
     "train.padding_free": "padding_free",
     "train.gradient_checkpointing": "gradient_checkpointing",
+    "train.activations": "activations",
     "train.mixed_precision": "mixed_precision",
     "model.dtype": "dtype",
     "model.attention": "attention",
@@ -84,8 +86,10 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
     rows = []
     for name, key in CHOICES.items():
         asked = run.settings.get(name)
-        value = engine_label(plan) if key == "engine" else _text(plan[key])
-        by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(plan[key])
+        entry = plan.get(key)  # plans of earlier versions have fewer
+        value = engine_label(plan) if key == "engine" else _text(entry)
+        value = way_of(plan) if key == "activations" else value
+        by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(entry)
         origin = "planner" if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
     rows.append(("processes", MISSING, str(plan["world_size"]), "command line"))
@@ -112,7 +116,7 @@ def _alternative(plan: Tree) -> dict[str, str]:
     """The texts of another plan, by the name of their column."""
     return {
         "micro-batch x accumulation": f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
-        "checkpointing": _text(plan["gradient_checkpointing"]),
+        "activations": way_of(plan),
         "engine": engine_label(plan),
         "predicted peak": formatted(plan["peak_bytes"] or None, format_bytes),
         "fits": _text(plan["fits"]),

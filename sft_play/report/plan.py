@@ -95,8 +95,17 @@ def _speed(row: Mapping[str, Any]) -> float:
     return (row["relative_speed"] or 0.0) if row["fits"] else 0.0
 
 
-def _kind(row: Mapping[str, Any]) -> tuple[bool, str, int, str]:
-    return row["gradient_checkpointing"], *_engine(row)
+def _kind(row: Mapping[str, Any]) -> tuple[bool, str, str, int, str]:
+    return row["gradient_checkpointing"], way_of(row), *_engine(row)
+
+
+def way_of(row: Mapping[str, Any]) -> str:
+    """What becomes of activations, in a word or two; plans of earlier versions tell of two ways only."""
+    if row.get("kept_layers"):
+        return "partly kept"
+    if row.get("activations") == "offload":
+        return "offloaded"
+    return "recomputed" if row["gradient_checkpointing"] else "kept"
 
 
 def _engine(row: Mapping[str, Any]) -> tuple[str, int, str]:
@@ -117,7 +126,7 @@ def _activations(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """What becomes of activations, and the engine if there are several processes."""
     several = plan["world_size"] > 1 or plan["offload"] != "none"
     engine = f"{label_of(*_engine(row))}, " if several else ""
-    return engine + ("recomputed" if row["gradient_checkpointing"] else "kept")
+    return engine + way_of(row)
 
 
 def _tokens_per_second(row: Mapping[str, Any], plan: Mapping[str, Any]) -> str:

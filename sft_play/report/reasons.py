@@ -7,7 +7,7 @@ from sft_play import reasons
 from sft_play.plan import HostMemory, Memory, Plan
 from sft_play.units import counted, format_bytes
 
-ACTIVATIONS = {"keep": "kept", "recompute": "recomputed"}
+ACTIVATIONS = {"keep": "kept", "recompute": "recomputed", "offload": "recomputed from inputs in RAM"}
 # Those that need no more than their facts; sizes in bytes are written with their unit.
 FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.UnknownFreeMemory: "the free memory of {device} is unknown",
@@ -139,13 +139,34 @@ def _with(other: reasons.OtherKind) -> str:
 
 @sentence.register
 def _activations(reason: reasons.Activations) -> str:
-    name = f"gradient checkpointing {'on' if reason.activations == 'recompute' else 'off'}"
+    if reason.kept_layers:
+        return (
+            f"gradient checkpointing in {reason.layers - reason.kept_layers} of {reason.layers} layers: "
+            f"stored activations of more than the last {reason.kept_layers} would exceed the budget"
+        )
+    if reason.activations == "offload":
+        return _activations_in_ram(reason)
+    name = f"gradient checkpointing {'off' if reason.activations == 'keep' else 'on'}"
     return {
         "config": f"{name}, as set in the config",
         "fit": f"{name}: activations fit, and recomputing them costs a third more compute",
         "exceed": f"{name}: stored activations would exceed the budget",
         "faster": f"{name}: predicted to be faster, since larger micro-batches fit",
     }[reason.cause]
+
+
+def _activations_in_ram(reason: reasons.Activations) -> str:
+    """What becomes of the inputs from which layers are recomputed."""
+    if reason.device == "cpu":
+        return (
+            "train.activations=offload: layers are recomputed from their inputs; a CPU has no other memory, "
+            "so this saves no more than recompute"
+        )
+    cause = "as set in the config" if reason.cause == "config" else "since nothing else fits"
+    return (
+        f"gradient checkpointing on, the inputs of layers in RAM{_needs(reason.host)}, {cause}: they are "
+        "copied there and back, which was never measured on a GPU"
+    )
 
 
 @sentence.register

@@ -76,10 +76,11 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
     """Where the record of this kind of step is kept.
 
     Steps are of the same kind if device, code, model (its config as JSON) and settings are equal, whatever
-    the micro-batch size.
+    the micro-batch size, and whether few or many of the layers are recomputed if some are.
     """
     kind = replace(
-        plan, micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
+        plan, kept_layers=min(plan.kept_layers, 1),
+        micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
         gradient_accumulation_steps=0, effective_batch_size=0, learning_rate=0.0, steps_per_epoch=0,
         total_steps=0, step_seconds=None, step_seconds_origin=PROFILED, memory=None, why=(), alternatives=(),
     )  # fmt: skip

@@ -5,17 +5,14 @@ mode); all other sizes follow exactly. Traces are kept on disk by content, so no
 whatever machine a plan is for.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, replace
-from io import BytesIO
+from dataclasses import replace
 from itertools import chain, combinations, zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from sft_play.cache import cache_dir, entry, read_bytes, write_bytes
+from sft_play.cache import cache_dir, entry
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import engine_of
@@ -25,15 +22,18 @@ from sft_play.plan import Estimator, Memory, Plan
 from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
+from sft_play.sizing.layers import fewest_kept_alike, stand_ins_of, standing_for
 from sft_play.sizing.memory import Counts, scaled_step
 from sft_play.sizing.micro_batches import heaviest, with_held
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
-from sft_play.timeline import Segment, Step, StepTrace
-from sft_play.work import Work, WorkLine
+from sft_play.sizing.trace_files import load_trace, save_trace
+from sft_play.timeline import LayersDiffer, Step, StepTrace
+from sft_play.work import Work, WorkLine, mixed
 
 # Rows or tokens. A batch of one takes shortcuts (nothing to expand or copy), so it is not on the line.
 SMALLEST = 2
 
+StandIns = tuple[int, ...]  # as in `StepTrace`
 Size = tuple[int, float]  # of a step: what its micro-batch grows by (`Batch.size`), and its supervised share
 
 _SHARED: dict[str, "Traces"] = {}
@@ -163,24 +163,40 @@ class Traces:
         """
         if spec.divided in self._untraceable:
             raise self._untraceable[spec.divided]
+        if not spec.kept_layers:
+            return self._step_of(spec)
+        kinds = self.architecture.ask(questions.layer_kinds)
+        if not kinds or self._all_layers.get(spec.divided):
+            raise UntraceableModel("its layers cannot be told apart, so all of them are recomputed or none")
+        alike = replace(spec, kept_layers=fewest_kept_alike(kinds, spec.kept_layers))
+        try:
+            return self._step_of(alike, stand_ins_of(kinds, spec.kept_layers))
+        except LayersDiffer as error:
+            raise UntraceableModel(f"its layers differ: {error}") from error
+
+    def _step_of(self, spec: StepSpec, stand_ins: StandIns = ()) -> Step:
+        """The step, of a model whose layers are represented like this if that is said."""
         if spec.lengths or spec.eval_lengths:
-            return self._traced(spec).step
+            return self._stood(spec, stand_ins)
         alike = replace(spec, eval_batch=None, eval_share=None)
         if spec.eval_batch is None or not spec.joined or alike.loss_tiles != spec.loss_tiles:
-            return self._step(spec)
+            return self._step(spec, stand_ins)
         # An evaluation batch of joined rows grows as the micro-batch does.
-        self._step(alike)
+        self._step(alike, stand_ins)
         share = spec.supervised_share if spec.eval_share is None else spec.eval_share
         evaluated = replace(alike, batch=spec.eval_batch, supervised_share=share)
-        return self._derived(alike, evaluated) or self._traced(spec).step
+        return self._derived(alike, evaluated, stand_ins) or self._stood(spec, stand_ins)
 
-    def _step(self, spec: StepSpec) -> Step:
+    def _step(self, spec: StepSpec, stand_ins: StandIns) -> Step:
         known = self._known(spec)
         if not known or size_of(spec) in known or spec.batch.size < SMALLEST:
-            return self._traced(spec).step
-        return self._derived(spec, spec) or self._traced(spec).step
+            return self._stood(spec, stand_ins)
+        return self._derived(spec, spec, stand_ins) or self._stood(spec, stand_ins)
 
-    def _derived(self, spec: StepSpec, evaluated: StepSpec) -> Step | None:
+    def _stood(self, spec: StepSpec, stand_ins: StandIns) -> Step:
+        return standing_for(self._traced(spec), stand_ins).step
+
+    def _derived(self, spec: StepSpec, evaluated: StepSpec, stand_ins: StandIns) -> Step | None:
         """The step, with the evaluation of another one, as other traces give it; None if they do not."""
         known = self._known(spec)
         plane = evaluated.supervised_share != spec.supervised_share
@@ -188,7 +204,8 @@ class Traces:
         if not found:
             return None
         counts = [counts_of(of_size(spec, size)) for size in found]
-        return scaled_step([known[size] for size in found], counts, counts_of(spec), counts_of(evaluated))
+        traces = [standing_for(known[size], stand_ins) for size in found]
+        return scaled_step(traces, counts, counts_of(spec), counts_of(evaluated))
 
     def work(self, spec: StepSpec) -> WorkLine:
         """What a micro-batch of this kind and share computes and moves, as a function of its tokens.
@@ -244,8 +261,11 @@ class Traces:
             whole = self._all_layers.get(spec.divided, False)
             trace = trace_step(self.architecture.config, spec, all_layers=whole)
         except UntraceableModel as error:
-            self._untraceable[spec.divided] = error
+            if not spec.kept_layers:
+                self._untraceable[spec.divided] = error
             raise
+        if spec.kept_layers and not trace.stand_ins:
+            raise UntraceableModel("all of its layers have to be traced")
         self._add(spec, trace)
         self.count += 1
         if self._cache:
@@ -255,32 +275,6 @@ class Traces:
     def _add(self, spec: StepSpec, trace: StepTrace) -> None:
         self._kinds[kind_of(spec)][size_of(spec)] = trace
         self._all_layers[spec.divided] = not trace.stand_ins
-
-
-def save_trace(path: Path, trace: StepTrace) -> None:
-    """Keeps a trace in the cache, as a compressed .npz file."""
-    arrays: dict[str, Any] = {n: value for n, value in vars(trace).items() if isinstance(value, np.ndarray)}
-    work = {f"work.{name}": value for name, value in vars(trace.work).items()}
-    segments = json.dumps([astuple(segment) for segment in trace.segments])
-    content = BytesIO()
-    in_ram = np.array(trace.in_ram, dtype=np.int64)
-    np.savez_compressed(
-        content, **arrays, **work, segments=segments, stand_ins=trace.stand_ins, in_ram=in_ram
-    )
-    write_bytes(path, content.getvalue())
-
-
-def load_trace(path: Path) -> StepTrace | None:
-    """The trace in a file of the cache; None if it is damaged."""
-    content = read_bytes(path)
-    if content is None:
-        return None
-    with np.load(BytesIO(content)) as file:
-        arrays = {name: array if array.ndim else array.item() for name, array in file.items()}
-    work = {name[5:]: arrays.pop(name) for name in list(arrays) if name.startswith("work.")}
-    segments = tuple(Segment(*parts) for parts in json.loads(arrays.pop("segments")))
-    stand_ins, in_ram = (tuple(arrays.pop(name).tolist()) for name in ("stand_ins", "in_ram"))
-    return StepTrace(**arrays, segments=segments, stand_ins=stand_ins, work=Work(**work), in_ram=in_ram)
 
 
 BatchesOf = Callable[[Plan], RunBatches]  # of a plan
@@ -323,7 +317,8 @@ def estimator(
 
 def _is_by_length(traces: Traces, run: RunConfig, plan: Plan) -> bool:
     """Whether memory grows with the square of the lengths of joined sequences."""
-    kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0, activations="keep")
+    plan = replace(plan, activations="keep", kept_layers=0)
+    kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0)
     return kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
 
 
@@ -387,7 +382,13 @@ def work_of_plans(
 
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
         evaluated = next(iter(heaviest(batches_of(plan).evaluation)), None)
-        spec = StepSpec.of(run, plan, None, evaluated)
-        return traces.work(replace(spec, eval_share=None)).at(tokens)
+        spec = replace(StepSpec.of(run, plan, None, evaluated), eval_share=None)
+        if not spec.kept_layers:
+            return traces.work(spec).at(tokens)
+        kept, recomputed = (
+            traces.work(replace(spec, activations=way, kept_layers=0)).at(tokens)
+            for way in ("keep", "recompute")
+        )
+        return mixed(kept, recomputed, spec.kept_layers)
 
     return work_of

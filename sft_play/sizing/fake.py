@@ -18,6 +18,7 @@ from sft_play.model.architecture import decoder_layers, empty_model, setting, wi
 from sft_play.model.attention_choice import calls_ours
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.four_bit import nf4
+from sft_play.sizing.layers import choose_layers, with_kept
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL
@@ -51,7 +52,7 @@ def skeleton(
         attn_implementation=_attention_to_trace(config, spec),
     )
     cut = not (all_layers or names_layers(spec.lora))
-    stand_ins = keep_one_of_each_kind(model) if cut else ()
+    stand_ins = keep_one_of_each_kind(model, spec.kept_layers) if cut else ()
     if spec.mode == "qlora":
         with without_weights():
             quantizer = AutoHfQuantizer.from_config(nf4(dtype))
@@ -112,27 +113,13 @@ def _settings(layer: torch.nn.Module) -> Iterator[tuple[str, str, str, Any]]:
                 yield path, type(module).__name__, name, value
 
 
-def choose_layers(kinds: list[int]) -> tuple[list[int], tuple[int, ...]]:
-    """Which layers to trace: the first, the last, and one of each kind between them.
+def keep_one_of_each_kind(model: "PreTrainedModel", kept_layers: int) -> tuple[int, ...]:
+    """Drops layers that need no trace, also from the config's per-layer lists; returns the stand-ins.
 
-    `choose_layers([0, 0, 1, 0, 1, 0])` is ([0, 1, 2, 5], (0, 1, 2, 1, 2, 3)).
-
-    Returns:
-        The traced layers, and for each layer the position among them of the one that represents it.
+    The last `kept_layers` allocate differently from the others.
     """
-    last = len(kinds) - 1
-    middle: dict[int, int] = {}
-    for index in range(1, last):
-        middle.setdefault(kinds[index], index)
-    kept = sorted({0, last, *middle.values()})
-    represented_by = [0, *(middle[kind] for kind in kinds[1:last]), last][: len(kinds)]
-    return kept, tuple(map(kept.index, represented_by))
-
-
-def keep_one_of_each_kind(model: "PreTrainedModel") -> tuple[int, ...]:
-    """Drops layers that need no trace, also from the config's per-layer lists; returns the stand-ins."""
     owner, name, layers = decoder_layers(model)
-    kept, stand_ins = choose_layers(layer_kinds(layers))
+    kept, stand_ins = choose_layers(with_kept(layer_kinds(layers), kept_layers))
     setattr(owner, name, torch.nn.ModuleList(layers[index] for index in kept))
     count = len(layers)
     configs = [getattr(module, "config", None) for module in model.modules()]

@@ -18,7 +18,7 @@ from sft_play.work import directions
 FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether segments are expandable
 
 # Of what is in RAM: what is copied to the GPU or from it. The optimizer's states stay where they are.
-PINNED = ("weights", "adapters", "gradients")
+PINNED = ("weights", "adapters", "gradients", "activations")
 
 Counts = tuple[int, int]  # rows, and supervised tokens
 

@@ -74,6 +74,19 @@ def balances_experts(config: "PretrainedConfig") -> bool:
     return hasattr(text, "output_router_logits") and hasattr(text, "router_aux_loss_coef")
 
 
+def layer_kinds(config: "PretrainedConfig") -> list[int]:
+    """A number for each decoder layer, as in `sizing.fake`; none if they are recomputed all or none."""
+    from sft_play.model.architecture import decoder_layers, empty_model
+    from sft_play.model.recomputation import can_mix
+    from sft_play.sizing.fake import layer_kinds
+
+    model = empty_model(config)
+    try:
+        return layer_kinds(decoder_layers(model)[2]) if can_mix(model) else []
+    except LookupError:
+        return []
+
+
 def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:
     """As in `sizing.attention_kernels`."""
     from sft_play.sizing.attention_kernels import attention_kernel

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from sft_play.sizing.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
-from sft_play.work import Work
+from sft_play.work import FREE, IN_RAM, TRANSFER, Work
 
 DEVICE_OF = torch.ops.prim.device.default
 
@@ -51,6 +51,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.term = "temporaries"  # of what operations allocate
         self.in_ram: set[int] = set()  # blocks that a GPU does not hold
         self._into_ram = False  # whether such a block is allocated now
+        self._copies = False  # whether what is copied now goes over the link of a GPU
         self.layer_of_parameter: list[int] = []  # of each trained parameter, in the optimizer's order
         self.elements_of_parameter: list[int] = []  # in the same order
         self.operations: list[tuple[float, ...]] = []
@@ -155,6 +156,15 @@ class AllocationRecorder(TorchDispatchMode):
         finally:
             self._into_ram = before
 
+    def copied(self, tensor: torch.Tensor, *, in_ram: bool) -> torch.Tensor:
+        """A copy of a tensor of any shape, in RAM or on the device."""
+        self._copies = True
+        try:
+            with self.placing(in_ram=in_ram):
+                return tensor.clone()
+        finally:
+            self._copies = False
+
     def is_in_ram(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of any shape is known to be in RAM."""
         return any(block in self.in_ram for block in self.blocks_of([tensor]))
@@ -199,10 +209,13 @@ class AllocationRecorder(TorchDispatchMode):
         )
 
     def count(self, operation: Description, fresh: int = 0) -> None:
-        """Records the work of an operation.
+        """Records the work of an operation; what is in RAM is none of the GPU's work.
 
         In the backward pass gradients are enabled only while a layer is recomputed by Python code.
         """
+        if operation is not None and operation[0] != FREE and (self._copies or self._into_ram):
+            operation = (TRANSFER if self._copies else IN_RAM, *operation[1:])
+            fresh = 0
         if operation is not None:
             kind, dtype, *sizes, times, moved = operation
             by_python = self.phase != "backward" or torch.is_grad_enabled()

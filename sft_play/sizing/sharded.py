@@ -32,11 +32,9 @@ from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture import units_of
 from sft_play.sizing.fake import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
 from sft_play.sizing.kernels import SymbolicRecorder, patched
-from sft_play.sizing.operations import Description
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
-from sft_play.work import FREE, IN_RAM, TRANSFER
 
 # Of process groups, in torch. Names of groups are numbers, and must not be used twice.
 REGISTRIES: dict[str, Any] = {
@@ -54,7 +52,7 @@ class ShardRecorder(SymbolicRecorder):
     def __init__(self, **settings: Any) -> None:
         """As the base class."""
         super().__init__(**settings)
-        self._computes_shapes = self._copies = False
+        self._computes_shapes = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -71,22 +69,6 @@ class ShardRecorder(SymbolicRecorder):
         in_ram = any(self.is_in_ram(each) for each in found if isinstance(each, torch.Tensor))
         with self.placing(in_ram=in_ram):
             return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def count(self, operation: Description, fresh: int = 0) -> None:
-        """Records the work of an operation; what is in RAM is none of the GPU's work."""
-        if operation is not None and operation[0] != FREE and (self._copies or self._into_ram):
-            operation = (TRANSFER if self._copies else IN_RAM, *operation[1:])
-            fresh = 0
-        super().count(operation, fresh)
-
-    def copied(self, tensor: torch.Tensor, *, in_ram: bool) -> torch.Tensor:
-        """A copy of a tensor of any shape, in RAM or on the device."""
-        self._copies = True
-        try:
-            with self.placing(in_ram=in_ram):
-                return tensor.clone()
-        finally:
-            self._copies = False
 
     @contextmanager
     def watching(self, spec: StepSpec) -> Iterator[None]:

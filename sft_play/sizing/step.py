@@ -121,7 +121,8 @@ class StepSpec:
     dtype: str = "float32"  # of the weights
     mixed_precision: str = "no"  # autocast type: "bf16", "fp16" or "no"
     attention: str = "varlen_sdpa"
-    activations: Literal["keep", "recompute"] = "keep"
+    activations: Literal["keep", "recompute", "offload"] = "keep"
+    kept_layers: int = 0  # the last ones, if others are recomputed
     batch: Batch = PaddedRows(1, 128)  # the micro-batch
     longest: int | None = None  # tokens of the longest sequence; default: of a row of the batch
     sequence_tokens: int | None = None  # of an average sequence, if rows are joined; default `longest`
@@ -239,7 +240,9 @@ class StepSpec:
             dtype=plan.dtype,
             mixed_precision=plan.mixed_precision,
             attention=plan.attention,
-            activations=plan.activations,
+            # a CPU has no other memory to offload to
+            activations="recompute" if plan.recomputes and plan.device == "cpu" else plan.activations,
+            kept_layers=plan.kept_layers,
             accumulates=later or early,
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),

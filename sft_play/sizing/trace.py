@@ -2,23 +2,33 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.machine.process import collector_off
+from sft_play.model import recomputation
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
+from sft_play.model.recomputation import recompute
 from sft_play.sizing.attention_kernels import depends_on_lengths, varlen_attention
 from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
-from sft_play.sizing.kernels import SymbolicRecorder, attributed_loss, few_tiles, simulate_cpu, simulate_cuda
+from sft_play.sizing.kernels import (
+    SymbolicRecorder,
+    attributed_loss,
+    few_tiles,
+    patched,
+    simulate_cpu,
+    simulate_cuda,
+)
 from sft_play.sizing.optimizers import make_optimizer, optimizer_state
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
@@ -46,7 +56,8 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
     except ConfigError:
         raise
     except Exception as error:  # libraries can raise anything for an unusual architecture
-        if not all_layers:  # the layers differ, or the model works with all of them only (Gemma 3n)
+        if not (all_layers or spec.kept_layers):
+            # the layers differ, or the model works with all of them only (Gemma 3n)
             return trace_step(config, spec, all_layers=True)
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UntraceableModel(
@@ -57,6 +68,8 @@ def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool =
 
 def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> StepTrace:
     base, stand_ins = skeleton(config, spec, all_layers=all_layers)
+    if stand_ins and spec.kept_layers:  # of the layers that are left
+        spec = replace(spec, kept_layers=len(set(stand_ins[-spec.kept_layers :])))
     model = attach(base, spec)
     if spec.mode == "full":
         freeze_what_gets_no_gradient(base)
@@ -75,7 +88,7 @@ def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple
         materialise(model, layers, recorder)
         _set_up(model, spec)
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
-        with recorder, layer_hooks(layers, recorder):
+        with recorder, _inputs_in_ram(recorder), layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
     return recorder, optimizer
 
@@ -95,14 +108,23 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     with silent_group(spec.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
-        with before, model.no_sync() if spec.accumulates else nullcontext():
+        with before, _inputs_in_ram(before), model.no_sync() if spec.accumulates else nullcontext():
             forward(model, make_batch(spec), spec).backward()
         with recorder.placing(in_ram=offloads(spec)):
             optimizer = _optimizer_with_states(model, layers, spec, recorder)
         add_kept_gradients(model, layer_of_modules(model, layers), recorder)
-        with recorder, recorder.watching(spec), layer_hooks(layers, recorder):
+        with recorder, recorder.watching(spec), _inputs_in_ram(recorder), layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
     return recorder, optimizer
+
+
+def _inputs_in_ram(recorder: AllocationRecorder) -> AbstractContextManager[None]:
+    """Lets what layers are recomputed from be copied to RAM, and back; both are fake CPU tensors."""
+    hooks = saved_tensors_hooks(
+        lambda tensor: recorder.copied(tensor, in_ram=True),
+        lambda tensor: recorder.copied(tensor, in_ram=False),
+    )
+    return patched(recomputation, "save_on_cpu", lambda **_: hooks)
 
 
 def _settings(spec: StepSpec) -> dict[str, Any]:
@@ -140,8 +162,8 @@ def _set_up(model: Any, spec: StepSpec) -> None:
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:
     """Sets the model up as the trainer does before the first step."""
-    if spec.activations == "recompute":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.activations != "keep":
+        recompute(model, kept_layers=spec.kept_layers, offload=spec.activations == "offload")
         if spec.mode != "full":
             model.enable_input_require_grads()
     model.train()

@@ -102,8 +102,7 @@ def _fits_alone(session: Session, rows: Dataset) -> bool:
     """
     trainer, plan = session.trainer, session.job.plan
     model: Any = trainer.model
-    mode = session.job.config.tuning.mode
-    prepare_for_training(model, StepSpec(mode=mode, activations=plan.activations))
+    prepare_for_training(model, StepSpec.of(session.job.config, plan))
     try:
         inputs = trainer._prepare_inputs(trainer.data_collator(list(rows)))
         with trainer.accelerator.autocast():

@@ -19,6 +19,7 @@ from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.cpu import keep_freed_memory
+from sft_play.model.recomputation import RECOMPUTING
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.speed import device_speed
@@ -121,6 +122,8 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         data_collator=_collator(job, rows),
         eval_collator=_collator(job, validation) if validation else None,
         engine=engine,
+        kept_layers=plan.kept_layers,
+        offloads_activations=plan.offloads_activations,
         checkpoint_parts=job.checkpoint_parts,
         writer=CheckpointWriter(job, settings_of(job)),
         plus_ratio=config.tuning.lora.plus_ratio,
@@ -152,7 +155,7 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = [reporter, NoiseOfStep()]
     if job.plan.world_size > 1:
         callbacks.append(Heartbeat(job.run, job.ranks.rank, job.config.parallel.timeout_s))
-    if job.plan.offload != "none":
+    if job.plan.offload != "none" or job.plan.offloads_activations:
         callbacks.append(RamWatch())
     if job.data.val is not None:
         callbacks.append(EvaluateAtEnd())
@@ -163,7 +166,6 @@ def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
     return callbacks
 
 
-RECOMPUTING = {"use_reentrant": False}
 EVALUATIONS_PER_RUN = 10
 # At most, by default: a forward pass is a third of a step, so evaluation stays below a tenth of the time.
 EVALUATED_PER_TRAINED_ROW = 0.25

@@ -10,6 +10,7 @@ from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
 from sft_play.plan import Plan
 from sft_play.report.probe import probe_line
+from sft_play.report.reasons import ACTIVATIONS
 from sft_play.runlog import console
 from sft_play.sizing.corrections import ProbeResult, read_record
 from sft_play.train.probe import correction_path, memory_advice, probe
@@ -99,7 +100,7 @@ def _fastest_by_measurement(
         found = probe(session)
         seconds = found.step_seconds if found.fits(other) else None
         said = "does not fit" if seconds is None else f"{format_duration(seconds)} per step"
-        activations = "recomputed" if other.recomputes else "kept"
+        activations = "partly kept" if other.kept_layers else ACTIVATIONS[other.activations]
         tried = f"micro-batch {other.micro_batch_size}, activations {activations}"
         console().print(f"  [dim]tried {tried}: {said}[/]")
         if seconds is not None and (best[1].step_seconds is None or seconds < best[1].step_seconds):
@@ -139,5 +140,5 @@ def _worth_timing(job: Job) -> list[tuple[int, bool]]:
     chosen = plan.gradient_accumulation_steps, plan.recomputes
     fitting = {accumulation for accumulation, checkpointing in [*close, chosen] if not checkpointing}
     close = [split for split in close if not (split[1] and split[0] in fitting)]
-    alike = [split for split in close if split[1] == plan.recomputes]
+    alike = [split for split in close if split[1] == plan.recomputes and split != chosen]
     return [split for split in close if split not in alike[RIVALS:]]

@@ -47,6 +47,7 @@ def make_job(
     nvme_path: str | None = None,
     evaluated: int | str = "auto",
     defers_exchange: bool = False,
+    kept_layers: int = 0,
     ranks: RankEnvironment = SINGLE_PROCESS,
     **train,
 ) -> Job:
@@ -96,7 +97,7 @@ def make_job(
         largest=lambda *cut: facts.largest_micro_batch(*cut, architecture.hidden_size, padding_free),
     )
     plan, _ = choose_plan(config, drafts, None, None)
-    plan = replace(plan, defers_exchange=defers_exchange)
+    plan = replace(plan, defers_exchange=defers_exchange, kept_layers=kept_layers)
     return Job(
         ResolvedConfig(config, {}, Path("test")),
         open_run(str(output), name, ranks.rank),

@@ -63,6 +63,7 @@ STOPPING = {
     "early_stopping_patience": 1, "eval_steps": 1, "save_steps": 1,
 }  # fmt: skip
 CLIPPED = {**KINDS["lora-padded"], "max_grad_norm": 0.1}  # every step is: norms are 0.2 to 0.35
+MIXED = {"gradient_checkpointing": True, "kept_layers": 1}  # one of the two layers is recomputed
 EPOCH_ROWS = 31  # no batch divides them
 
 
@@ -162,7 +163,7 @@ def ddp_more(ddp, launch, folder):
     """The other kinds, and what resumes from them."""
     jobs = kinds_of("ddp", always=False) | resumed(folder, "one", "ddp", "full-padded")
     jobs |= resumed(folder, "zero2", "ddp", "lora-padded") | resumed(folder, "fsdp2", "ddp", "full-padded")
-    jobs["ddp-recomputed-lora-padded"] = {**KINDS["lora-padded"], "gradient_checkpointing": True}
+    jobs["ddp-recomputed-lora-padded"] = {**KINDS["lora-padded"], **MIXED}
     launch("ddp", 2, jobs)
     return folder
 
@@ -183,7 +184,7 @@ def fsdp2(zero2, launch, folder):
 def fsdp2_more(fsdp2, launch, folder):
     """The other kinds and ways."""
     jobs = kinds_of("fsdp2", always=False) | resumed(folder, "zero2", "fsdp2", "full-padded")
-    jobs["fsdp2-recomputed-full-padded"] = {**KINDS["full-padded"], "gradient_checkpointing": True}
+    jobs["fsdp2-recomputed-full-padded"] = {**KINDS["full-padded"], **MIXED}
     jobs["fsdp2-deferring-lora-packed"] = {**KINDS["lora-packed"], "defers_exchange": True}
     launch("fsdp2", 2, jobs)
     return folder
@@ -203,7 +204,7 @@ def zero3_more(zero3, fsdp2, launch, folder):
     for kind, engine in product(("lora-padded", "full-padded"), ("one", "zero2", "fsdp2", "zero3")):
         jobs |= resumed(folder, engine, "zero3", kind)
     for kind in ("lora-padded", "full-padded"):
-        jobs[f"zero3-recomputed-{kind}"] = {**KINDS[kind], "gradient_checkpointing": True}
+        jobs[f"zero3-recomputed-{kind}"] = {**KINDS[kind], **MIXED}
     jobs["zero3-stopping"] = STOPPING
     jobs["zero3-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("deepspeed_z3", 2, jobs)

@@ -46,6 +46,30 @@ def test_accumulation_and_checkpointing_do_not_change_the_loss_curve(
         assert_same_values(ours, theirs, close)
 
 
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_what_becomes_of_activations_changes_no_weight(tiny_model, tmp_path, mode):
+    """Some layers recomputed, all, or from inputs in RAM: bit for bit the weights of a run that keeps all."""
+    found = {}
+    for name, way, kept_layers in (("keep", "keep", 0), ("mix", "recompute", 1), ("ram", "offload", 0)):
+        job = make_job(
+            tiny_model,
+            tmp_path,
+            name,
+            mode=mode,
+            activations=way,
+            kept_layers=kept_layers,
+            batch_size=4,
+            dropout=0.1 * (mode == "lora"),
+        )
+        train(job)
+        folder = job.run.model if mode == "full" else job.run.adapter
+        weights = load_file(next(iter(sorted(folder.glob("*.safetensors")))))
+        found[name] = losses(job), weights
+    for name, (curves, weights) in found.items():
+        assert curves == found["keep"][0], name
+        assert all(torch.equal(tensor, found["keep"][1][key]) for key, tensor in weights.items()), name
+
+
 def test_evaluation_changes_nothing_and_every_step_is_trained_with_dropout(tiny_model, tmp_path, reference):
     curves = []
     for steps in (1, 100):

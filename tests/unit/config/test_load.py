@@ -209,6 +209,30 @@ def test_settings_without_effect_are_errors(tmp_path):
         load_config(write(tmp_path, MINIMAL), ["tuning.mode=full", "tuning.lora.r=4"])
 
 
+@pytest.mark.parametrize(
+    ("asked", "way", "means"),
+    [
+        ("auto", "auto", "auto"),
+        ("auto", "offload", "offload"),
+        ("true", "auto", "recompute"),
+        ("false", "auto", "keep"),
+        ("true", "recompute", "recompute"),
+        ("true", "offload", "offload"),
+        ("false", "keep", "keep"),
+        ("true", "keep", None),
+        ("false", "recompute", None),
+        ("false", "offload", None),
+    ],
+)
+def test_two_settings_say_what_becomes_of_activations(tmp_path, asked, way, means):
+    overrides = [f"train.gradient_checkpointing={asked}", f"train.activations={way}"]
+    if means:
+        assert load_config(write(tmp_path, MINIMAL), overrides).config.train.asked_activations == means
+    else:
+        with pytest.raises(ConfigError, match=" contradicts ".join(overrides)):
+            load_config(write(tmp_path, MINIMAL), overrides)
+
+
 @pytest.mark.parametrize("key", ["model.new_tokens", "tuning.lora.modules_to_save"])
 @pytest.mark.parametrize(
     ("value", "message"),

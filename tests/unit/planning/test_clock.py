@@ -2,13 +2,19 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.small_models import small_config
-from sft_play.planning.clock import step_seconds
+from sft_play.config.schema import RunConfig
+from sft_play.machine.gpus import what_if
+from sft_play.planning.clock import plan_clock, step_seconds
+from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
+from sft_play.planning.speed import host_link
 from sft_play.sizing.estimator import shared_traces
 from sft_play.sizing.step import PaddedRows, StepSpec
+from tests.unit.train.plans import PLAN
 
 LARGE = small_config(
     "llama", dict(hidden=4096, inner=14336, heads=32, groups=8, head_dim=128, vocabulary=32000, layers=32)
@@ -46,3 +52,22 @@ def test_more_work_takes_longer():
 
 def test_what_is_exchanged_comes_on_top():
     assert sum(step(exchange=0.1)) - sum(step()) == pytest.approx(0.1)
+
+
+def test_inputs_in_ram_take_the_time_of_their_way_over_the_link():
+    """Each goes there and back once; 2 rows of 1,024 tokens x 4,096 in bf16, of 32 layers."""
+    run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "d"}})
+    rows = np.full(8, 1024)
+    facts = DataFacts(rows, rows, 1024, 1024, 1024.0**2, seed=0)
+    plan = replace(
+        PLAN, micro_batch_tokens=2048, max_seq_len=1024, sequence_tokens=1024, device="cuda", dtype="bfloat16",
+        mixed_precision="bf16", attention="varlen_sdpa", gradient_accumulation_steps=4,
+        compute_capability=(8, 9),
+    )  # fmt: skip
+    machine = what_if("RTX 4090", 1)
+    seconds = plan_clock(LARGE, facts, machine, 1)
+    here, away = (seconds(run, replace(plan, activations=way)) for way in ("recompute", "offload"))
+    copied = 2 * 32 * 2 * 1024 * 4096 * 2  # bytes of a micro-batch
+    assert away - here == pytest.approx(4 * copied / host_link(machine), rel=0.05)
+    unknown = replace(machine, gpus=tuple(replace(gpu, link=None) for gpu in machine.gpus))
+    assert plan_clock(LARGE, facts, unknown, 1)(run, replace(plan, activations="offload")) is None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sft_play.config.schema import ParallelConfig, RunConfig
-from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.changes import fewest
 from sft_play.planning.drafts import draft_plans
@@ -135,6 +135,120 @@ def test_unknown_speed_takes_the_largest_micro_batch_that_fits_without_checkpoin
     plan = choose(config(), memory_of(40), None)
     assert plan.micro_batch_size > 1 and not plan.recomputes
     assert plan.memory.peak_bytes <= plan.memory.budget_bytes
+
+
+LAYERS = 16
+
+
+def of_layers(kept_row: float = 4, recomputed_row: float = 1, base: float = 10, budget: float = 20):
+    """Memory and seconds in proportion to the layers that are recomputed, and what was asked for."""
+    asked: list[Plan] = []
+
+    def share(plan: Plan) -> float:
+        return (1 - plan.kept_layers / LAYERS) * plan.recomputes
+
+    def estimate(run: RunConfig, plan: Plan, complete=False) -> Memory:
+        asked.append(plan)
+        row = kept_row + share(plan) * (recomputed_row - kept_row)
+        return memory_of(budget, base, row, row)(run, plan)
+
+    def seconds(run: RunConfig, plan: Plan) -> float:
+        work = plan.rows_per_micro_batch * (1 + share(plan) / 3)
+        return plan.gradient_accumulation_steps * (0.5 + work)
+
+    return estimate, seconds, asked
+
+
+def mixed_plan(run: RunConfig, estimate, seconds) -> tuple[Plan, dict]:
+    drafts = draft_plans(run, device=GPU, world_size=1, rows=1000, max_seq_len=1024, attention="sdpa")
+    plan, why = choose_plan(run, drafts, estimate, seconds, layers=LAYERS)
+    return plan, {type(reason): reason for reason in why}
+
+
+def test_as_many_layers_keep_their_activations_as_fit():
+    """4 rows take 4 GiB with all layers recomputed, and each of 16 layers that is not takes 0.75 more."""
+    estimate, seconds, asked = of_layers()
+    plan, why = mixed_plan(config(batch_size=4), estimate, seconds)
+    assert (plan.micro_batch_size, plan.activations, plan.kept_layers) == (4, "recompute", 8)
+    assert plan.memory.peak_bytes == 20 * GIB
+    assert why[Activations] == Activations("recompute", "exceed", kept_layers=8, layers=LAYERS)
+    assert (
+        len([each for each in asked if each.kept_layers]) <= 6
+    )  # bisection, the result, and with all its parts
+    rows = {row["activations"]: row for row in plan.alternatives}
+    assert rows["recompute"]["fits"] and not rows["keep"]["fits"] and rows["recompute"]["relative_speed"] < 1
+
+
+def test_a_larger_micro_batch_may_be_worth_more_than_layers_that_keep_theirs():
+    """Of 8 rows, a single layer can; that is 1.1% faster than none, and more is a tie."""
+    estimate, seconds, _ = of_layers()
+    plan, why = mixed_plan(
+        config(), estimate, lambda run, plan: seconds(run, plan) + plan.gradient_accumulation_steps
+    )
+    assert (plan.micro_batch_size, plan.kept_layers) == (8, 1)
+    assert why[MicroBatch] == MicroBatch(size=8, timed=True, misfit=16)
+
+
+def test_layers_are_mixed_only_where_that_is_faster_than_either_extreme():
+    estimate, seconds, asked = of_layers()
+
+    def no_faster(run: RunConfig, plan: Plan) -> float:
+        return seconds(run, replace(plan, kept_layers=0))
+
+    assert mixed_plan(config(), estimate, no_faster)[0].kept_layers == 0
+    asked.clear()
+    assert mixed_plan(config(), of_layers(budget=200)[0], seconds)[0].activations == "keep"
+    for fixed in ({"gradient_checkpointing": True}, {"activations": "recompute"}, {"activations": "keep"}):
+        assert mixed_plan(config(**fixed), estimate, seconds)[0].kept_layers == 0
+    assert not any(plan.kept_layers for plan in asked)
+
+
+def test_a_model_whose_layers_cannot_be_told_apart_is_not_mixed():
+    estimate, seconds, _ = of_layers()
+
+    def whole_only(run: RunConfig, plan: Plan, complete=False) -> Memory:
+        if plan.kept_layers:
+            raise UntraceableModel("all layers differ")
+        return estimate(run, plan)
+
+    plan, _ = mixed_plan(config(), whole_only, seconds)
+    assert plan.kept_layers == 0 and plan.memory.fits
+
+
+def in_ram_of(budget: float, needed: int = 4):
+    """As `memory_of`, of a GPU; inputs in RAM leave half a GiB of each row, and `needed` GiB of RAM."""
+
+    def estimate(run: RunConfig, plan: Plan, complete=False) -> Memory:
+        if plan.activations != "offload":
+            return memory_of(budget, recomputed_row=2)(run, plan)
+        host = HostMemory(
+            budget_bytes=8 * GIB, processes=1, own_bytes=0, terms={"activations": needed * GIB}, saved_bytes=0
+        )
+        return replace(memory_of(budget, recomputed_row=0.5)(run, plan), host=host)
+
+    return estimate
+
+
+def test_inputs_are_offloaded_only_if_nothing_else_fits():
+    assert choose(config(), in_ram_of(12), clock(0.1)).activations == "recompute"
+    plan, why = chosen_because(config(), in_ram_of(11), clock(0.1))
+    assert (plan.activations, plan.micro_batch_size, plan.offload) == ("offload", 2, "none")
+    assert why[Activations] == Activations("offload", "exceed", host=plan.memory.host)
+    plan, why = chosen_because(config(activations="offload"), in_ram_of(100), clock(0.1))
+    assert plan.activations == "offload" and why[Activations].cause == "config"
+    with pytest.raises(DoesNotFitError, match="1.00 GiB more than the budget of 11.00 GiB"):
+        choose(config(), in_ram_of(11, needed=9), clock(0.1))
+
+
+def test_a_link_of_unknown_speed_is_not_chosen_for_activations():
+    def seconds(run: RunConfig, plan: Plan) -> float | None:
+        return None if plan.activations == "offload" else clock(0.1)(run, plan)
+
+    with pytest.raises(DoesNotFitError, match="micro-batch 1, gradient checkpointing"):
+        choose(config(), in_ram_of(11), seconds)
+    assert choose(config(activations="offload"), in_ram_of(11), seconds).activations == "offload"
+    with pytest.raises(DoesNotFitError, match="train.activations=offload: -1.50 GiB, then 10.50 GiB"):
+        choose(config(activations="recompute"), in_ram_of(11), seconds)
 
 
 def test_what_was_fixed_by_hand_stays_fixed():

@@ -2,9 +2,10 @@
 
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
-from sft_play.report.plan import plan_answer, plan_report, scaling_table
+from sft_play.report.plan import plan_answer, plan_report, scaling_table, way_of
 from sft_play.units import GIB
 
 
@@ -217,3 +218,16 @@ def test_the_answer_comes_in_a_few_lines_before_what_else_was_possible():
         "  - a note",
     ]
     assert "> 4 x 2" in text and "WHY=1" in text and "a reason" not in text
+
+
+@pytest.mark.parametrize(
+    ("row", "way"),
+    [
+        (dict(gradient_checkpointing=False), "kept"),  # as plans of earlier versions have it
+        (dict(gradient_checkpointing=True), "recomputed"),
+        (dict(gradient_checkpointing=True, activations="recompute", kept_layers=3), "partly kept"),
+        (dict(gradient_checkpointing=True, activations="offload", kept_layers=0), "offloaded"),
+    ],
+)
+def test_what_becomes_of_activations_is_said_in_a_word(row, way):
+    assert way_of(row) == way

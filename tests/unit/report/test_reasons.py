@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from sft_play import reasons
-from sft_play.plan import Memory
+from sft_play.plan import HostMemory, Memory
 from sft_play.reasons import (
     Activations,
     AttentionKernel,
@@ -38,6 +38,10 @@ from sft_play.report.reasons import BY_FACT, FROM_FACTS, misfit_text, sentence
 from sft_play.units import GIB, MIB
 from tests.unit.report.written_run import make_plan
 
+HOST = HostMemory(
+    budget_bytes=40 * GIB, processes=2, own_bytes=GIB, terms={"activations": 2 * GIB}, saved_bytes=0
+)
+
 PLAN = make_plan()
 ZERO = dict(engine="ZeRO-2", principle="partitions optimizer states", trades_speed=True, world_size=4)
 DDP = dict(engine="DDP", principle="each process holds the whole model", trades_speed=False, world_size=2)
@@ -63,6 +67,22 @@ SENTENCES = [
         "gradient checkpointing on: stored activations would exceed the budget",
     ),
     (Activations("keep", "config"), "gradient checkpointing off, as set in the config"),
+    (
+        Activations("offload", "config", device="cpu"),
+        "train.activations=offload: layers are recomputed from their inputs; a CPU has no other memory, so this "
+        "saves no more than recompute",
+    ),
+    (
+        Activations("offload", "exceed", host=HOST),
+        "gradient checkpointing on, the inputs of layers in RAM (6.00 GiB of 40.00 GiB that may be used; 2 "
+        "processes, with 1.00 GiB assumed for each itself), since nothing else fits: they are copied there and "
+        "back, which was never measured on a GPU",
+    ),
+    (
+        Activations("recompute", "exceed", kept_layers=12, layers=32),
+        "gradient checkpointing in 20 of 32 layers: stored activations of more than the last 12 would exceed the "
+        "budget",
+    ),
     (EngineChoice(**DDP), "DDP over 2 processes"),
     (
         EngineChoice(**DDP, other="ZeRO-2", more_bytes=-GIB),

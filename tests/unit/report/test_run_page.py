@@ -49,7 +49,7 @@ def test_a_finished_run_fills_every_section(page):
     [
         ("asked", ["train.max_steps 20 run.yaml", "train.learning_rate 0.001 override", "train.seed 0 default"]),
         ("chosen", ["train.batch_size auto 4 planner", "train.learning_rate 0.001 0.001 override"]),
-        ("chosen", ["micro-batch 4: the fastest that fits", "2 x 4 yes one process 512.00 MiB yes 75% of the plan's"]),
+        ("chosen", ["micro-batch 4: the fastest that fits", "2 x 4 recomputed one process 512.00 MiB yes 75% of the plan's"]),
         ("memory", ["backward 1.00 GiB 1.01 GiB +1.0% 50.0%", "activations 0 B 600.00 MiB"]),
         ("memory", ["The budget of a process is 2.00 GiB.", "weights", "measured by the probe"]),
         ("training", ["Last training loss: 1.0000; last held-out loss: 2.0000", "Learning rate"]),

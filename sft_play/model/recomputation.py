@@ -1,0 +1,55 @@
+"""How decoder layers are recomputed in the backward pass: all or some of them, from inputs here or in RAM.
+
+transformers turns it on for all layers, which are recomputed from their inputs (`torch.utils.checkpoint`).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sft_play.model.architecture import decoder_layers
+
+RECOMPUTING: dict[str, Any] = {"use_reentrant": False}
+
+
+def recompute(model: Any, *, kept_layers: int = 0, offload: bool = False) -> None:
+    """Lets a model, or one with an adapter around it, recompute its layers; as in `adjust`."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(RECOMPUTING))
+    adjust(model, kept_layers=kept_layers, offload=offload)
+
+
+def adjust(model: Any, *, kept_layers: int = 0, offload: bool = False) -> None:
+    """Changes a model whose layers are recomputed, each time that transformers has turned it on.
+
+    Args:
+        model: a model, or one with an adapter around it.
+        kept_layers: how many of the last layers keep their activations. In the backward pass they come first,
+            so what they keep is gone when the others are recomputed.
+        offload: whether the inputs of recomputed layers are copied to pinned RAM, and back when they are
+            needed. transformers 5.23 can do so too (`offload`), but fails on a machine without a GPU.
+    """
+    if not kept_layers and not offload:
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = decoder_layers(base)[2]
+    for number, layer in enumerate(layers):
+        found: Iterator[Any] = (m for m in layer.modules() if isinstance(m, GradientCheckpointingLayer))
+        for module in found:
+            if number >= len(layers) - kept_layers:
+                module.gradient_checkpointing = False
+            elif offload:
+                module._gradient_checkpointing_func = _from_ram
+
+
+def _from_ram(function: Any, *args: Any) -> Any:
+    """What the function returns; its tensors, of any shape, are in RAM until it is called again."""
+    with save_on_cpu(pin_memory=True):
+        return checkpoint(function, *args, **RECOMPUTING)
+
+
+def can_mix(model: Any) -> bool:
+    """Whether it can be told for each decoder layer by itself whether it is recomputed."""
+    return all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder_layers(model)[2])

@@ -1,0 +1,68 @@
+"""Plans that keep the activations of some layers and recompute those of the others. Pure.
+
+Memory between the two extremes is speed for free. Each layer that keeps its activations takes memory and
+saves time, so the most that fit are found by bisection. They are the last ones (model/recomputation.py).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sft_play.errors import UntraceableModel
+from sft_play.plan import Memory, Plan
+
+MemoryOf = Callable[[Plan], Memory]
+SecondsOf = Callable[[Plan], float | None]
+
+
+def mixes(
+    recomputing: Sequence[Plan],
+    layers: int,
+    memory_of: MemoryOf,
+    seconds_of: SecondsOf,
+    *,
+    below: float,
+    by: float,
+) -> list[Plan]:
+    """Plans with as many layers that keep their activations as fit, each faster than all before it.
+
+    A plan that would not be fast enough with all activations kept is not looked at.
+
+    Args:
+        recomputing: plans that fit with all layers recomputed.
+        layers: of the model.
+        memory_of: the memory of a plan.
+        seconds_of: the time of its step; None if unknown.
+        below: seconds that a plan must be below to be worth it.
+        by: after each that is found, the next one must be below this share of its seconds.
+    """
+    found: list[Plan] = []
+    kept = [(plan, seconds_of(replace(plan, activations="keep"))) for plan in recomputing]
+    known = [(plan, seconds) for plan, seconds in kept if seconds is not None]
+    for plan, least in sorted(known, key=lambda pair: pair[1]):
+        if least >= below:
+            break
+        try:
+            mixed = _with_most_kept(plan, layers, memory_of)
+        except UntraceableModel:  # with its layers told apart
+            break
+        seconds = seconds_of(mixed) if mixed else None
+        if mixed and seconds is not None and seconds < below:
+            found.append(mixed)
+            below = by * seconds
+    return found
+
+
+def _with_most_kept(plan: Plan, layers: int, memory_of: MemoryOf) -> Plan | None:
+    """The plan with the most layers that can keep their activations; None if not even one can."""
+
+    def kept(count: int) -> Plan:
+        mixed = replace(plan, kept_layers=count)
+        return replace(mixed, memory=memory_of(mixed))
+
+    def misfits(count: int) -> bool:
+        memory = kept(count).memory
+        return not (memory and memory.fits)
+
+    most = bisect_left(range(1, layers), True, key=misfits)
+    return kept(most) if most else None

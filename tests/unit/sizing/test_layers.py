@@ -1,0 +1,131 @@
+"""Which layers are traced where some keep their activations and others are recomputed, and what that gives."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.cpu_meter import measure_step
+from benchmarks.random_models import random_base
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import LoraSettings
+from sft_play.errors import UntraceableModel
+from sft_play.model import attention
+from sft_play.model.adapters import attach_adapter
+from sft_play.sizing.estimator import Traces
+from sft_play.sizing.layers import choose_layers, fewest_kept_alike, stand_ins_of, with_kept
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.trace import trace_step
+from sft_play.work import mixed
+
+LORA = LoraSettings(r=4)
+SMALL = WIDE | {"layers": 8, "vocabulary": 300}
+LLAMA = small_config("llama", SMALL)
+SPEC = StepSpec(mode="full", lora=LORA, activations="recompute", batch=PaddedRows(2, 128))
+ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
+
+
+def test_kept_layers_and_the_one_before_them_are_of_other_kinds():
+    assert with_kept([0] * 6, 0) == [0] * 6
+    assert choose_layers(with_kept([0] * 6, 2)) == ([0, 1, 3, 4, 5], (0, 1, 1, 2, 3, 4))
+    assert stand_ins_of([0] * 6, 3) == (0, 1, 2, 3, 3, 4)
+
+
+@pytest.mark.parametrize("kinds", [[0] * 9, [0, 0, 1] * 3, [0, 1, 1, 1, 0, 2]])
+def test_one_trace_gives_every_number_of_kept_layers_with_the_same_kinds(kinds):
+    for kept in range(1, len(kinds)):
+        fewest = fewest_kept_alike(kinds, kept)
+        assert 1 <= fewest <= kept and max(stand_ins_of(kinds, fewest)) == max(stand_ins_of(kinds, kept))
+    assert {fewest_kept_alike([0] * 9, kept) for kept in range(1, 9)} == {1, 2, 7, 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", dict(mode="qlora", mixed_precision="bf16")),
+        ("llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
+        # what a layer hands on lives longer if the next one is recomputed; layers with and without a window
+        ("gemma3_text", dict(batch=JoinedRows(256), longest=128, **ON_GPU)),
+    ],
+)
+@pytest.mark.parametrize("kept", [1, 4])
+def test_few_layers_represent_all_of_a_mix_to_the_byte(name, changes, kept):
+    """But for the norms of gradients, of which the traced layers have fewer, and QLoRA's order of loading."""
+    config = small_config(name, SMALL, **(dict(sliding_window=64) if name == "gemma3_text" else {}))
+    spec = replace(SPEC, kept_layers=kept, **changes)
+    few, full = (trace_step(config, spec, all_layers=every) for every in (False, True))
+    assert few.stand_ins and not full.stand_ins
+    few, full = few.step.peaks(), full.step.peaks()
+    for phase, less in (("load", 1200), ("optimizer", 1500)):
+        assert few.pop(phase).bytes == pytest.approx(full.pop(phase).bytes, rel=0, abs=less)
+    assert few == full
+
+
+def test_memory_of_any_number_of_kept_layers_follows_from_three_traces():
+    """Of 2 to 6 kept layers, and other sizes of the micro-batch; to the byte, as if each were traced."""
+    traces = Traces(LLAMA)
+    for kept, rows in ((4, 2), (6, 3), (2, 5)):
+        spec = replace(SPEC, kept_layers=kept, batch=PaddedRows(rows, 128))
+        peaks = traces.step(spec).peaks()
+        assert peaks["backward"] == trace_step(LLAMA, spec, all_layers=True).step.peaks()["backward"]
+    assert traces.count <= 3
+
+
+def test_each_layer_that_keeps_its_activations_takes_memory_but_the_last_one():
+    """Which is whole when the backward pass begins, even if it is recomputed for that."""
+    traces = Traces(LLAMA)
+
+    def peak(**changes):
+        return traces.step(replace(SPEC, **changes)).peaks()["backward"].bytes
+
+    peaks = [peak(kept_layers=kept) for kept in range(1, 8)]
+    assert len(set(peaks)) == 7 and peaks == sorted(peaks)
+    assert peaks[0] < peak() and peaks[-1] < peak(activations="keep")
+
+
+def test_layers_that_cannot_be_told_apart_are_not_mixed():
+    named = LoraSettings(r=4, rank_pattern={r"layers\.0\..*": 8})
+    with pytest.raises(UntraceableModel, match="layers"):
+        Traces(LLAMA).step(replace(SPEC, mode="lora", lora=named, kept_layers=4))
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_real_step_allocates_what_the_trace_of_a_mix_says(mode, kept, name):
+    config = small_config(name, SMALL | {"layers": 5})
+    spec = StepSpec(mode=mode, lora=LORA, activations="recompute", kept_layers=kept, batch=PaddedRows(3, 64))
+    model = random_base(
+        config,
+        dtype="float32",
+        attn_implementation=attention.NAME,
+        device=torch.device("cpu"),
+        quantize=False,
+    )
+    measured = measure_step(attach_adapter(model, LORA) if mode != "full" else model, spec)
+    predicted = Traces(config).step(spec).peaks()
+    for phase, size in measured.phases.items():
+        above = size - measured.weights
+        assert predicted[phase].bytes - measured.weights == pytest.approx(above, rel=2e-4, abs=2000), phase
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kept", [1, 5])
+def test_the_work_of_a_mix_is_that_of_its_layers(shards, kept):
+    spec = replace(SPEC, shards=shards)
+    ways = (trace_step(LLAMA, replace(spec, activations=way)).work for way in ("keep", "recompute"))
+    ours, theirs = mixed(*ways, kept), trace_step(LLAMA, replace(spec, kept_layers=kept)).work
+
+    def operations(work, passes):
+        order, layers = work.order[passes], work.layers[passes]
+        rows = zip(layers.tolist(), work.kinds[order].tolist(), work.sizes[order].tolist(), strict=True)
+        return Counter((layer, kind, *sizes) for layer, kind, sizes in rows)
+
+    for own, other in (
+        (slice(ours.backward_from), slice(theirs.backward_from)),
+        (slice(ours.backward_from, None), slice(theirs.backward_from, None)),
+    ):
+        assert operations(ours, own) == operations(theirs, other)
+    in_layers = ours.layers[ours.backward_from :][ours.layers[ours.backward_from :] >= 0]
+    assert (in_layers[1:] <= in_layers[:-1]).all()
