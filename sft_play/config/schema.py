@@ -200,6 +200,10 @@ class ParallelConfig(Section):
     nvme_path: PathText | None = None
     """With offload=ram, a folder on a fast local disk for AdamW's moments: not in RAM, but in files that each
     step reads and writes."""
+    sequence_parallel_size: Count = 1
+    """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
+    arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the
+    attention heads of the model."""
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""

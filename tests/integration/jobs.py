@@ -47,6 +47,7 @@ def make_job(
     nvme_path: str | None = None,
     evaluated: int | str = "auto",
     defers_exchange: bool = False,
+    sequence_parallel_size: int = 1,
     ranks: RankEnvironment = SINGLE_PROCESS,
     **train,
 ) -> Job:
@@ -66,7 +67,12 @@ def make_job(
             "data": {"train_path": "generated"},
             "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,
-            "parallel": {"engine": engine, "offload": offload, "nvme_path": nvme_path},
+            "parallel": {
+                "engine": engine,
+                "offload": offload,
+                "nvme_path": nvme_path,
+                "sequence_parallel_size": sequence_parallel_size,
+            },
             "eval": {"batch_size": evaluated},
             "output": {"name": name, "dir": str(output)},
         }
