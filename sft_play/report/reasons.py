@@ -95,8 +95,15 @@ def batch_sentence(plan: Plan) -> str:
     words = "tokens" if plan.packing else "sequences"
     return (
         f"effective batch {plan.effective_batch_size:,} {words} = micro-batch {plan.micro_batch_size:,} x "
-        f"accumulation {plan.gradient_accumulation_steps} x {counted(plan.world_size, 'process')}"
+        f"accumulation {plan.gradient_accumulation_steps} x {ranks_text(plan)}"
     )
+
+
+def ranks_text(plan: Plan) -> str:
+    """The processes that have micro-batches of their own: each, or groups that divide the tokens of one."""
+    if plan.sequence_ranks == 1:
+        return counted(plan.world_size, "process")
+    return f"{counted(plan.data_ranks, 'group')} of {counted(plan.sequence_ranks, 'process')}"
 
 
 @sentence.register
@@ -107,6 +114,8 @@ def _effective_batch(reason: reasons.EffectiveBatch) -> str:
 @sentence.register
 def _dealing(reason: reasons.Dealing) -> str:
     tokens = f"at most {reason.plan.micro_batch_tokens:,} tokens in a micro-batch"
+    if reason.plan.sequence_ranks > 1:
+        tokens += f", divided among {reason.plan.sequence_ranks} processes"
     if reason.plan.padding_free:
         return f"{tokens}: rows joined end to end, none padded"
     return f"{tokens}: rows of similar length, padded to the longest"

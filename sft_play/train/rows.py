@@ -137,9 +137,7 @@ def evaluation_rows(
     values = np.concatenate(groups)
     offsets = np.cumsum([0, *map(len, groups)])
     tokens = np.array(sizes + [1] * missing)
-    batches = _as_dataset(
-        values, offsets, filler=len(rows), tokens=tokens, copies=plan.sequence_ranks
-    )
+    batches = _as_dataset(values, offsets, filler=len(rows), tokens=tokens, copies=plan.sequence_ranks)
     return MicroBatches(with_filler(rows, pad_id), batches)
 
 

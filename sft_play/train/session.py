@@ -71,7 +71,7 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     with spinner(LOADING):
         model = build_model(job.config, job.plan, job.ranks.local_rank)
     session = open_session(job, model, rows, meter)
-    verify(session.trainer, job.plan, announce=announce)
+    verify(session.trainer, job.plan, part_of_group(*_division(job)), announce=announce)
     return session
 
 
@@ -148,8 +148,13 @@ def _collator(job: Job, batches: MicroBatches) -> Collator:
     if not job.plan.padding_free:
         return padded_micro_batches(batches.rows, pad_id)
     joined = joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
-    part = part_of_group(job.plan.sequence_ranks, job.config.parallel.timeout_s)
+    part = part_of_group(*_division(job))
     return divided_micro_batches(joined, part, pad_id) if part else joined
+
+
+def _division(job: Job) -> tuple[int, float]:
+    """Among how many processes tokens are divided, and how long they wait for each other, in seconds."""
+    return job.plan.sequence_ranks, job.config.parallel.timeout_s
 
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:
