@@ -13,7 +13,7 @@ outputs back.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def part_of_group(ranks: int, timeout_s: float) -> Part | None:
     return _part_of(distributed.group.WORLD, ranks, timeout_s)
 
 
-@cache  # a group is a set of connections, and a run may begin several sessions
+@lru_cache(maxsize=4)  # a group is a set of connections, and a run may begin several sessions
 def _part_of(world: Any, ranks: int, timeout_s: float) -> Part:
     group, _ = distributed.new_subgroups(ranks, timeout=timedelta(seconds=timeout_s))
     return Part(distributed.get_rank(group), ranks, group)
@@ -71,7 +71,7 @@ def divide(batch: Batch, part: Part, pad_id: int) -> Batch:
     positions = torch.cat([batch["position_ids"], torch.arange(missing)[None]], dim=1)
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(part.ranks, dim=1)[part.rank].contiguous()
+        return tensor.chunk(part.ranks, dim=1)[part.rank].clone()  # and the others are freed
 
     return {
         "input_ids": own(ids),

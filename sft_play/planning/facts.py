@@ -223,8 +223,12 @@ class DataFacts:
         return MicroBatch(JoinedRows(tokens), supervised, lengths, **rest)
 
     def batches_of(self, plan: Plan, hidden_size: int) -> RunBatches:
-        """The batches of a plan's run of which one has the highest peak, as far as they are known."""
-        return replace(self._training_batches(plan, hidden_size), evaluation=self._evaluation_batches(plan))
+        """The batches of a plan's run of which one has the highest peak, as far as they are known.
+
+        If processes divide their tokens, what one of them has.
+        """
+        found = replace(self._training_batches(plan, hidden_size), evaluation=self._evaluation_batches(plan))
+        return found.of_rank(plan.sequence_ranks)
 
     def _training_batches(self, plan: Plan, hidden_size: int) -> RunBatches:
         """Those of the schedule; none for a plan that was changed, so that it would need other rows."""
