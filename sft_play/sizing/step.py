@@ -133,7 +133,9 @@ class RunBatches:
 
     def of_rank(self, ranks: int) -> "RunBatches":
         """As `MicroBatch.of_rank`."""
-        train, evaluation = (tuple(each.of_rank(ranks) for each in own) for own in (self.train, self.evaluation))
+        train, evaluation = (
+            tuple(each.of_rank(ranks) for each in own) for own in (self.train, self.evaluation)
+        )
         return RunBatches(train, evaluation, part_of(self.held, ranks))
 
 
