@@ -93,17 +93,18 @@ def sentence(reason: reasons.Reason) -> str:
 def batch_sentence(plan: Plan) -> str:
     """The equation of the effective batch."""
     words = "tokens" if plan.packing else "sequences"
+    ranks = ranks_text(plan.world_size, plan.sequence_ranks)
     return (
         f"effective batch {plan.effective_batch_size:,} {words} = micro-batch {plan.micro_batch_size:,} x "
-        f"accumulation {plan.gradient_accumulation_steps} x {ranks_text(plan)}"
+        f"accumulation {plan.gradient_accumulation_steps} x {ranks}"
     )
 
 
-def ranks_text(plan: Plan) -> str:
-    """The processes that have micro-batches of their own: each, or groups that divide the tokens of one."""
-    if plan.sequence_ranks == 1:
-        return counted(plan.world_size, "process")
-    return f"{counted(plan.data_ranks, 'group')} of {counted(plan.sequence_ranks, 'process')}"
+def ranks_text(processes: int, sequence_ranks: int) -> str:
+    """What has micro-batches of its own: each process, or each group that divides the tokens of one."""
+    if sequence_ranks == 1:
+        return counted(processes, "process")
+    return f"{counted(processes // sequence_ranks, 'group')} of {counted(sequence_ranks, 'process')}"
 
 
 @sentence.register

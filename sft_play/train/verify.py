@@ -118,9 +118,13 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
         *ignored_lines(ignored),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
         f"Effective batch: {plan.effective_batch_size:,} {words} = {plan.micro_batch_size:,} x "
-        f"{trainer.args.gradient_accumulation_steps} x {ranks_text(plan)}",
+        f"{trainer.args.gradient_accumulation_steps} x {_ranks(plan, accelerator.num_processes)}",
     ]
     console().print("\n".join(f"  [dim]{line}[/]" for line in lines))
+
+
+def _ranks(plan: Plan, processes: int) -> str:
+    return str(processes) if plan.sequence_ranks == 1 else ranks_text(processes, plan.sequence_ranks)
 
 
 def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
