@@ -119,10 +119,9 @@ def draft_plans(
         ConfigError: settings contradict each other or are not supported by the device.
     """
     require_possible(config, device)
-    train = config.train
+    train, ranks = config.train, config.parallel.sequence_parallel_size
     unit = max_seq_len if train.packing else 1
     dtype, autocast = choose_precision(config, device)
-    ranks = config.parallel.sequence_parallel_size
     splits = batch_choices(train, world_size // ranks, max_seq_len if train.packing else None)
     rate = scaled_learning_rate(train, splits[0].effective * unit).used
     per_epoch, total = count_steps(train, rows, splits[0].effective)
