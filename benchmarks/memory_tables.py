@@ -148,10 +148,10 @@ def random_on_a_cpu() -> str:
     return table(("peak of", "median error", "within 0.1%", "highest", "lowest"), rows)
 
 
-def divided_on_a_cpu() -> str:
+def divided_on_a_cpu(file: str = "sharding") -> str:
     """Errors of predicted peaks of steps under FSDP2 against measured ones, by precision."""
     rows = []
-    for name, found in results("sharding")["by_precision"].items():
+    for name, found in results(file)["by_precision"].items():
         errors = (f"{found['median']:.4%}", signed(found["worst"], 4), str(found["within_target"]))
         rows.append([name, str(found["cases"]), *errors, f"{found['scratch']:.1%}"])
     head = ("precision", "steps", "median error", "worst", "within 0.1%", "oneDNN adds at most")

@@ -2,6 +2,7 @@
 
     make bench-sharding                            # 200 random cases, on 2 and 4 processes
     make bench-sharding ARGS="--cases 8 --seed 3"
+    make bench-sharding ARGS="--cases 24 --sequence --out benchmarks/results/sequence.json"
 
 Each process trains two steps of a small model with random weights, which training's own code has divided,
 over gloo. The highest number of bytes in each phase of the second step, in all of its threads, is counted in
@@ -13,6 +14,7 @@ What is measured is kept beside the result until all is, so a run that was inter
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import platform
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ from benchmarks.small_models import NAMES
 from sft_play.config.schema import LoraSettings, TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
-from sft_play.model.architecture import units_of
+from sft_play.model.architecture import setting, units_of
+from sft_play.model.attention_choice import calls_ours, why_padded
+from sft_play.model.attention_table import NAME
 from sft_play.model.loss_head import add_loss_head
 from sft_play.runlog import console
 from sft_play.sizing.optimizers import make_optimizer
@@ -83,6 +87,7 @@ class Case:
     row_tokens: int
     replicas: int  # of the model, divided among as many processes each
     defers_exchange: bool  # gradients stay whole until the last micro-batch
+    sequence_ranks: int = 1  # processes that divide the tokens of a micro-batch
 
     @property
     def key(self) -> str:
@@ -97,15 +102,17 @@ class Case:
     def step(self, rank: int) -> StepSpec:
         """The step of one process."""
         rows, tokens = self.rows[rank], self.row_tokens
+        own = rows * tokens // self.sequence_ranks
         return StepSpec(
             mode=self.mode,
             lora=LoraSettings(r=8),
             dtype=self.dtype,
             mixed_precision=self.mixed_precision,
             activations="recompute" if self.activations == "recompute" else "keep",
-            batch=JoinedRows(rows * tokens) if self.joined else PaddedRows(rows, tokens),
+            batch=JoinedRows(own) if self.joined else PaddedRows(rows, tokens),
             longest=tokens if self.joined else None,
             accumulates=self.accumulates,
+            sequence_ranks=self.sequence_ranks,
             shards=self.world // self.replicas,
             replicated=self.replicas > 1,
             defers_exchange=self.defers_exchange,
@@ -135,6 +142,27 @@ def draw(number: int, world: int, seed: int) -> Case:
         replicas=pick.choice((1, 2)) if world == 4 else 1,
         defers_exchange=pick.random() < 0.5,
     )
+
+
+def drawn_cases(count: int, seed: int, *, sequence: bool) -> list[Case]:
+    """So many cases; with `sequence`, of joined rows whose tokens all processes divide, and half of them."""
+    worlds = itertools.cycle(WORLDS)
+    if not sequence:
+        return [draw(number, next(worlds), seed) for number in range(count)]
+    found: list[Case] = []
+    for number, world in zip(itertools.count(), worlds, strict=False):
+        case = draw(number, world, seed)
+        heads = setting(case.config.get_text_config(), "num_attention_heads")
+        ranks = max(2, world // (1 + number // 2 % 2))
+        if (
+            calls_ours(case.config)
+            and not why_padded(False, "auto", case.config, NAME)
+            and heads % ranks == 0
+        ):
+            found.append(replace(case, joined=True, rows=(4,) * world, replicas=1, sequence_ranks=ranks))
+        if len(found) == count:
+            break
+    return found
 
 
 class HeapMeter(AllocationRecorder):
@@ -230,10 +258,9 @@ def measure_all(cases: list[Case], meter: Path, folder: Path, log: Path) -> None
 
 
 def measured_cases(
-    count: int, seed: int, meter: Path, folder: Path, log: MeasurementLog
+    cases: list[Case], meter: Path, folder: Path, log: MeasurementLog
 ) -> Iterator[tuple[Case, list[dict[str, int]]]]:
     """All cases with their figures; those that are in the log already are not measured again."""
-    cases = [draw(number, WORLDS[number % len(WORLDS)], seed) for number in range(count)]
     known = {case_of(line["case"]).key for line in log.read()}
     for world in WORLDS:
         missing = [case for case in cases if case.world == world and case.key not in known]
@@ -309,6 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--sequence", action="store_true", help="processes divide the tokens too")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "sharding.json")
@@ -323,7 +351,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         meter = built_meter(Path(name))
-        for case, real in measured_cases(options.cases, options.seed, meter, Path(name), log):
+        cases = drawn_cases(options.cases, options.seed, sequence=options.sequence)
+        for case, real in measured_cases(cases, meter, Path(name), log):
             rows.append(compare(case, real))
             console().print(f"  {describe(rows[-1])}", highlight=False)
     write_result(options.out, {"seed": options.seed, **made, **summary(rows)}, {"rows": rows})
@@ -334,6 +363,7 @@ def main() -> None:
 def describe(row: dict[str, Any]) -> str:
     """One line."""
     words = [row["architecture"], row["mode"], precision_of(row), row["activations"]]
+    words += [f"tokens/{row['sequence_ranks']}"] if row["sequence_ranks"] > 1 else []
     words += [name for name in ("tied", "accumulates", "defers_exchange", "joined") if row[name]]
     phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
     world = f"{row['replicas']}x{row['world'] // row['replicas']}"

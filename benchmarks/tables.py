@@ -6,6 +6,7 @@ key of TABLES. The pages are written by scripts/docs.py.
 
 import re
 import statistics
+from functools import partial
 from typing import Literal
 
 import yaml
@@ -329,6 +330,7 @@ TABLES = {
     "memory-on-gpus": memory_on_gpus,
     "memory-on-a-cpu": memory_on_a_cpu,
     "divided-on-a-cpu": divided_on_a_cpu,
+    "divided-tokens": partial(divided_on_a_cpu, "sequence"),
     "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
     "evidence": evidence,

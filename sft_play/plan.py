@@ -90,7 +90,7 @@ class Memory:
 class Plan:
     """Everything that was chosen for a run. Batch sizes count sequences, or tokens if `packing`.
 
-    The rows of an optimizer step are dealt to accumulation x world size micro-batches of about
+    The rows of an optimizer step are dealt to accumulation x data-parallel size micro-batches of about
     `micro_batch_size` each; the largest one of the whole run has `micro_batch_tokens`, the plan's token
     budget.
     """
@@ -101,6 +101,7 @@ class Plan:
     world_size: int
     engine: str  # name of an engine (engines/registry.py)
     machines: int = 1  # that the processes are on
+    sequence_ranks: int = 1  # processes that divide the tokens of the same micro-batch
     replicas: int = 1  # of a divided model: one on each machine, whose processes divide it; 1: all divide it
     offload: str = "none"  # "ram": weights, gradients and the optimizer's states are in RAM
     defers_exchange: bool = False  # gradients of a divided model stay whole until a step's last micro-batch
@@ -142,6 +143,11 @@ class Plan:
         return self.world_size // self.replicas
 
     @property
+    def data_ranks(self) -> int:
+        """How many different micro-batches the processes have at a time (the data-parallel size)."""
+        return self.world_size // self.sequence_ranks
+
+    @property
     def rows_per_step(self) -> int:
         """Rows per optimizer step over all devices; a packed row holds max_seq_len tokens."""
         return self.effective_batch_size // self.max_seq_len if self.packing else self.effective_batch_size
@@ -149,7 +155,7 @@ class Plan:
     @property
     def rows_per_micro_batch(self) -> int:
         """Average rows per micro-batch, rounded up."""
-        return -(-self.rows_per_step // (self.gradient_accumulation_steps * self.world_size))
+        return -(-self.rows_per_step // (self.gradient_accumulation_steps * self.data_ranks))
 
     def to_json(self) -> dict[str, Any]:
         """The tree that `sft-play plan --json` prints and that plan.json contains."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 FREE, PRODUCT, ATTENTION, ATTENTION_BACKWARD, UNPACK, ELEMENTWISE, IN_PLACE, TRANSCENDENTAL = range(8)
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, TRANSFER, IN_RAM = 8, 9, 10, 11, 12
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, TRANSFER, IN_RAM, ALL_TO_ALL = range(8, 14)
 KINDS = (
     "views", "matrix products", "attention", "attention, backward", "NF4 unpacking", "element-wise",
     "in place", "transcendental", "all-gather", "reduce-scatter", "all-reduce",
-    "transfers between GPU and RAM", "element-wise, in RAM",
+    "transfers between GPU and RAM", "element-wise, in RAM", "all-to-all",
 )  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 M, N, K, TIMES, BYTES, FRESH = range(6)  # columns of `Work.sizes`

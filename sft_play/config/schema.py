@@ -245,6 +245,10 @@ class ParallelConfig(Section):
     nvme_path: PathText | None = None
     """With offload=ram, a folder on a fast local disk for AdamW's moments: not in RAM, but in files that each
     step reads and writes."""
+    sequence_parallel_size: Count = 1
+    """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
+    arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the
+    attention heads of the model."""
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""
@@ -328,3 +332,21 @@ class RunConfig(Section):
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
                 "train.lr_schedule=constant"
             )
+        if self.parallel.sequence_parallel_size > 1 and (problem := self._needs_whole_rows()):
+            raise ValueError(
+                f"parallel.sequence_parallel_size={self.parallel.sequence_parallel_size} divides the tokens "
+                f"of a row, but {problem}; remove one of the two"
+            )
+
+    def _needs_whole_rows(self) -> str | None:
+        """What a process cannot do with a part of a row; None if nothing."""
+        train = self.train
+        if train.neftune_noise_alpha is not None:
+            return f"the noise of train.neftune_noise_alpha={train.neftune_noise_alpha:g} needs all of them"
+        if train.router_aux_loss_coef:
+            return (
+                f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances experts over all of them"
+            )
+        if train.padding_free is False and not train.packing:
+            return "train.padding_free=false does not join rows"
+        return None

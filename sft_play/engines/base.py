@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Message:
     """A collective operation, `times` times per optimizer step."""
 
-    kind: str  # all_reduce, all_gather or reduce_scatter
+    kind: str  # all_reduce, all_gather, reduce_scatter or all_to_all
     tensor_bytes: float
     times: int
 

@@ -25,6 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import FLASH, JOINED, NAME, Capability
+from sft_play.model.sequence_parallel import attend_divided
 
 LIBRARY_NAME = "varlen"  # for transformers, which takes any name with "sdpa" in it for PyTorch's function
 SINK_WIDTH = 8  # columns that a sink adds to heads, since fused kernels want multiples of 8
@@ -162,6 +163,7 @@ def varlen_sdpa(
     sliding_window: int | None = None,
     sequence_lengths: Sequence[int] | None = None,
     s_aux: torch.Tensor | None = None,
+    sequence_group: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls in each layer.
@@ -169,7 +171,9 @@ def varlen_sdpa(
     Query is [batch, heads, tokens, head_dim], key and value are [batch, key_value_heads, tokens, head_dim].
     `sliding_window` counts the tokens that a token attends to, itself included. `sequence_lengths` are the
     tokens of each sequence in a batch of one row: plain integers, since lengths in a GPU tensor would make
-    every layer wait for the device. `s_aux` are the scores of attention sinks, [heads].
+    every layer wait for the device. `s_aux` are the scores of attention sinks, [heads]. With a
+    `sequence_group`, a process group, the tokens are a rank's part of these sequences
+    (model/sequence_parallel.py).
 
     Returns:
         The output, [batch, tokens, heads, head_dim], and no attention weights.
@@ -182,19 +186,41 @@ def varlen_sdpa(
             f"model.attention={NAME}: {type(module).__name__} computes a mask of its own, which this "
             "attention would ignore; set model.attention=sdpa or eager"
         )
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-    attend = _attend if s_aux is None else functools.partial(_attend_with_sinks, sinks=s_aux)
-    if sequence_lengths is not None and s_aux is None and _takes_one_call(query, value, dropout):
-        out = _attend_joined(query, key, value, tuple(sequence_lengths), sliding_window, scaling)
-    elif sequence_lengths is None:
-        out = attend(query, key, value, sliding_window, **options).transpose(1, 2)
-    else:
-        # Split as they lie in memory, [batch, tokens, heads, head_dim], and so are their gradients joined.
-        parts = (tensor.transpose(1, 2).split(list(sequence_lengths), 1) for tensor in (query, key, value))
-        sequences = ([part.transpose(1, 2) for part in sequence] for sequence in zip(*parts, strict=True))
-        outs = [attend(q, k, v, sliding_window, **options).transpose(1, 2) for q, k, v in sequences]
-        out = torch.cat(outs, dim=1)
-    return out.contiguous(), None
+    attend = functools.partial(
+        _attend_sequences,
+        window=sliding_window,
+        lengths=None if sequence_lengths is None else tuple(sequence_lengths),
+        dropout=dropout,
+        scale=scaling,
+    )
+    if sequence_group is not None:
+        return attend_divided(attend, query, key, value, sequence_group, s_aux), None
+    return attend(query, key, value, s_aux).contiguous(), None
+
+
+def _attend_sequences(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    window: int | None,
+    lengths: tuple[int, ...] | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention within each of the joined sequences, or of the rows; arguments as of `varlen_sdpa`."""
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scale}
+    attend = _attend if sinks is None else functools.partial(_attend_with_sinks, sinks=sinks)
+    if lengths is None:
+        return attend(query, key, value, window, **options).transpose(1, 2)
+    if sinks is None and _takes_one_call(query, value, dropout):
+        return _attend_joined(query, key, value, lengths, window, scale)
+    # Split as they lie in memory, [batch, tokens, heads, head_dim], and so are their gradients joined.
+    parts = (tensor.transpose(1, 2).split(list(lengths), 1) for tensor in (query, key, value))
+    sequences = ([part.transpose(1, 2) for part in sequence] for sequence in zip(*parts, strict=True))
+    outs = [attend(q, k, v, window, **options).transpose(1, 2) for q, k, v in sequences]
+    return torch.cat(outs, dim=1)
 
 
 def register() -> None:

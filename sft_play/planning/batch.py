@@ -31,12 +31,12 @@ class BatchSplit:
 
     effective: int  # rows per optimizer step over all devices
     accumulation: int
-    world_size: int
+    data_ranks: int  # processes, or groups of them, with micro-batches of their own
 
     @property
     def bins(self) -> int:
         """Micro-batches per step, over all devices."""
-        return self.accumulation * self.world_size
+        return self.accumulation * self.data_ranks
 
     @property
     def micro(self) -> int:

@@ -74,7 +74,7 @@ def _one_row(config: RunConfig, plan: Plan) -> Iterator[Changed]:
             plan,
             micro_batch_size=one,
             micro_batch_tokens=plan.max_seq_len,
-            gradient_accumulation_steps=-(-plan.rows_per_step // plan.world_size),
+            gradient_accumulation_steps=-(-plan.rows_per_step // plan.data_ranks),
         )
         yield f"train.batch_size={one}", config, smallest
 
@@ -198,7 +198,7 @@ def _fewest_processes(
         return sized[world].fits
 
     world = fewest(counts, fits) or max(sized)
-    batch = batch_for(config.train, world, plan.max_seq_len if plan.packing else 1)
+    batch = batch_for(config.train, world // plan.sequence_ranks, plan.max_seq_len if plan.packing else 1)
     settings = [f"train.effective_batch_size={batch}"] if batch else []
     chosen = replace(plan, engine=engine.name, world_size=world, offload="none")
     typed = training_command(chosen, overrides=settings)

@@ -20,12 +20,12 @@ from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
-from sft_play.planning.speed import ROUNDS, collectives_of, host_link, profile_of
+from sft_play.planning.speed import ROUNDS, Collectives, collectives_of, host_link, profile_of
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.estimator import BatchesOf, work_of_plans
 from sft_play.sizing.step import StepSpec
-from sft_play.work import TRANSFER, Work
+from sft_play.work import ALL_TO_ALL, TRANSFER, Work
 
 
 class StepSeconds(NamedTuple):
@@ -77,11 +77,13 @@ def plan_clock(
     weights are sent for each micro-batch, the seconds are unknown if communication is.
     """
     work_of, profile = work_of_plans(config, batches_of(config, facts)), profile_of(machine, processes)
+    inside = cache(lambda count: collectives_of(machine, count))
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
 
     def seconds(run: RunConfig, plan: Plan) -> float | None:
         engine, collectives = engine_of(plan.engine), collectives_with(plan.replicas) if link else None
-        unknown = link and collectives is None and engine.shards_weights and processes > 1
+        sends = engine.shards_weights or plan.sequence_ranks > 1
+        unknown = link and collectives is None and sends and processes > 1
         if profile is None or unknown:
             return None
         batch = mean_micro_batch(facts, plan)
@@ -91,7 +93,7 @@ def plan_clock(
             profile,
             batch,
             accumulation=plan.gradient_accumulation_steps,
-            exchange=collectives.seconds(messages_of(work, run, plan)) if collectives else 0.0,
+            exchange=_exchange(work, run, plan, collectives, inside(plan.sequence_ranks)),
             update_share=engine.update_share(plan.shards),
         )
         if plan.device == "cpu" or (plan.offload == "none" and not plan.offloads_activations):
@@ -111,6 +113,16 @@ def _with_transfers(parts: StepSeconds, work: Work, plan: Plan, machine: Machine
     link, copied = host_link(machine), sum(work.exchanged(TRANSFER).elements())
     # a copy counts as read and written, which is once over the link
     return sum(parts) + plan.gradient_accumulation_steps * copied / 2 / link if link else None
+
+
+def _exchange(
+    work: Work, run: RunConfig, plan: Plan, all_ranks: Collectives | None, group: Collectives | None
+) -> float:
+    """Seconds of all messages; `group` is what communication costs between those that divide tokens."""
+    if all_ranks is None:
+        return 0.0
+    divided = (group or all_ranks).seconds(sequence_messages(work, plan))
+    return divided + all_ranks.seconds(messages_of(work, run, plan))
 
 
 def _offloaded(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> float | None:
@@ -147,6 +159,14 @@ def messages_of(work: Work, run: RunConfig, plan: Plan) -> tuple[Message, ...]:
     """What the processes of a plan exchange in an optimizer step."""
     element_bytes = StepSpec.of(run, plan).trained_element_bytes
     return engine_of(plan.engine).messages(work, element_bytes, plan)
+
+
+def sequence_messages(work: Work, plan: Plan) -> tuple[Message, ...]:
+    """What processes that divide the tokens of a micro-batch exchange for attention in an optimizer step."""
+    return tuple(
+        Message("all_to_all", size, plan.gradient_accumulation_steps * times)
+        for size, times in work.exchanged(ALL_TO_ALL).items()
+    )
 
 
 def sent_bytes(exchanged: Iterable[Message], processes: int, replicas: int = 1) -> int:

@@ -195,7 +195,7 @@ class DataFacts:
 
     def _heaviest_of(self, schedule: Schedule, split: BatchSplit, padding_free: bool) -> RunBatches:
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
-        later = np.broadcast_to(np.arange(split.bins) >= split.world_size, tokens.shape)
+        later = np.broadcast_to(np.arange(split.bins) >= split.data_ranks, tokens.shape)
         held = _held(tokens, split)
         carried = OWN_TOKEN * tokens + held - tokens
         columns = [tokens, schedule.sums(self.supervised), later | (split.accumulation == 1), carried]
@@ -229,14 +229,18 @@ class DataFacts:
         return MicroBatch(JoinedRows(tokens), supervised, lengths, **rest)
 
     def batches_of(self, plan: Plan, hidden_size: int) -> RunBatches:
-        """The batches of a plan's run of which one has the highest peak, as far as they are known."""
-        return replace(self._training_batches(plan, hidden_size), evaluation=self._evaluation_batches(plan))
+        """The batches of a plan's run of which one has the highest peak, as far as they are known.
+
+        If processes divide their tokens, what one of them has.
+        """
+        found = replace(self._training_batches(plan, hidden_size), evaluation=self._evaluation_batches(plan))
+        return found.of_rank(plan.sequence_ranks)
 
     def _training_batches(self, plan: Plan, hidden_size: int) -> RunBatches:
         """Those of the schedule; none for a plan that was changed, so that it would need other rows."""
         if not self.seen:
             return RunBatches()
-        split = BatchSplit(plan.rows_per_step, plan.gradient_accumulation_steps, plan.world_size)
+        split = BatchSplit(plan.rows_per_step, plan.gradient_accumulation_steps, plan.data_ranks)
         found = self._heaviest(split, plan.total_steps, hidden_size, plan.padding_free)
         if max(each.tokens for each in found.train) != plan.micro_batch_tokens:
             return RunBatches()
@@ -254,8 +258,8 @@ class DataFacts:
             else:
                 padded = PaddedRows(len(rows), padded_length(int(lengths.max())))
                 found.append(MicroBatch(padded, supervised))
-        following = [each.tokens for each in found[plan.world_size :]]  # of the same process
-        pairs = zip(found, [*following, *[0] * plan.world_size], strict=False)
+        following = [each.tokens for each in found[plan.data_ranks :]]  # of the same process
+        pairs = zip(found, [*following, *[0] * plan.data_ranks], strict=False)
         return tuple(replace(each, held=held) for each, held in pairs)
 
 
@@ -265,7 +269,7 @@ def _held(tokens: np.ndarray, split: BatchSplit) -> np.ndarray:
     It fetches the micro-batches of a step before the first one, and keeps them until those of the next step
     are there. The data loader is one ahead; for a GPU, that one is still in the memory of the host.
     """
-    own = tokens.reshape(len(tokens), split.accumulation, split.world_size)
+    own = tokens.reshape(len(tokens), split.accumulation, split.data_ranks)
     following = np.zeros_like(own[:, 0])
     following[:-1] = own[1:, 0]
     held = own.sum(axis=1) + following

@@ -43,11 +43,15 @@ def fewest_gpus(
         return draft.recomputes or config.train.asked_activations == "keep"
 
     allowed = [count for count in COUNTS if batch_grows or with_batch_for(config, facts, count) is config]
+    ranks = config.parallel.sequence_parallel_size
+    if ranks > 1:
+        return fewest([count for count in allowed if count % ranks == 0], fits)
     return 1 if fits(1) else fewest(allowed[1:], fits)
 
 
 def with_batch_for(config: RunConfig, facts: DataFacts, count: int) -> RunConfig:
-    """The run, with an effective batch of at least one row for each of so many processes."""
+    """The run, with an effective batch of at least one row for each of so many processes, or groups."""
+    count //= config.parallel.sequence_parallel_size
     batch = batch_for(config.train, count, facts.longest_row if config.train.packing else 1)
     if batch is None:
         return config

@@ -11,7 +11,7 @@ from sft_play.errors import ConfigError, DataError, DoesNotFitError, Untraceable
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
-from sft_play.planning.clock import batches_of, messages_of, plan_clock, sent_bytes
+from sft_play.planning.clock import batches_of, messages_of, plan_clock, sent_bytes, sequence_messages
 from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import fewest_gpus, with_batch_for
@@ -54,6 +54,7 @@ def scaling(
             work_of = work_of_plans(model_config, batches_of(model_config, facts))
             work = work_of(config, plan, facts.mean_tokens)
             exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
+            exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)
             alone = plan_clock(model_config, facts, machine, world, link=False)(config, plan)
             if world == 1 or collectives:
                 whole = plan_clock(model_config, facts, machine, world)(config, plan)

@@ -14,6 +14,7 @@ from sft_play.planning.devices import memory_device, memory_reasons, training_de
 from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
+from sft_play.planning.sequence import require_divisible
 from sft_play.planning.speed import collectives_of, links_of, profile_of
 from sft_play.reasons import (
     AssumedRows,
@@ -180,6 +181,8 @@ def _trained_besides(config: RunConfig, architecture: Architecture) -> list[Reas
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:
     asked, kind, capability = config.model.attention, device.kind, device.compute_capability
+    if config.parallel.sequence_parallel_size > 1:  # no package exchanges heads, so auto takes none
+        kind, capability = ("cpu", None) if asked == "auto" else (kind, capability)
     if kind == "cuda" and questions.has_attention_packages():  # depends on more than what it is asked about
         return questions.attention(architecture.config, asked, kind, capability)
     return architecture.ask(questions.attention, asked, kind, capability)
@@ -208,6 +211,7 @@ def allowed_plans(
     packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
     attention = _attention(config, architecture, device)
     padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
+    require_divisible(config, architecture, attention, padded, processes, machines)
     hidden_size = architecture.ask(questions.hidden_size)
     drafts = draft_plans(
         config,

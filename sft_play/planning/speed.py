@@ -34,7 +34,8 @@ FORMAT = 3  # increase it when devices must be measured again
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # of measured tensors
 LATENCY_S = 20e-6  # of a collective over a link of which only the data sheet is known
 # Times that the tensor goes around the ring of processes; each of them sends (n - 1) / n of it every time.
-ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+# Of an all-to-all, each process sends (n - 1) / n of its own tensor.
+ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,8 @@ def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:
 class Collectives:
     """Seconds of the collective operations of a number of processes, by the bytes of the tensor.
 
-    A reduce-scatter is not measured: as many bytes go around the ring of processes as in an all-gather, so it
-    is taken to last as long.
+    A reduce-scatter and an all-to-all are not measured: each process sends as many bytes as in an all-gather,
+    so they are taken to last as long.
     """
 
     all_reduce: Curve
@@ -204,7 +205,12 @@ class Collectives:
     def seconds(self, messages: Iterable[Message]) -> float:
         """Seconds of the messages, one after the other."""
         gather = self.all_gather
-        curves = {"all_reduce": self.all_reduce, "all_gather": gather, "reduce_scatter": gather}
+        curves = {
+            "all_reduce": self.all_reduce,
+            "all_gather": gather,
+            "reduce_scatter": gather,
+            "all_to_all": gather,
+        }
         return sum(
             (one.times * float(curves[one.kind].at(np.array(one.tensor_bytes))) for one in messages), 0.0
         )

@@ -93,10 +93,18 @@ def sentence(reason: reasons.Reason) -> str:
 def batch_sentence(plan: Plan) -> str:
     """The equation of the effective batch."""
     words = "tokens" if plan.packing else "sequences"
+    ranks = ranks_text(plan.world_size, plan.sequence_ranks)
     return (
         f"effective batch {plan.effective_batch_size:,} {words} = micro-batch {plan.micro_batch_size:,} x "
-        f"accumulation {plan.gradient_accumulation_steps} x {counted(plan.world_size, 'process')}"
+        f"accumulation {plan.gradient_accumulation_steps} x {ranks}"
     )
+
+
+def ranks_text(processes: int, sequence_ranks: int) -> str:
+    """What has micro-batches of its own: each process, or each group that divides the tokens of one."""
+    if sequence_ranks == 1:
+        return counted(processes, "process")
+    return f"{counted(processes // sequence_ranks, 'group')} of {counted(sequence_ranks, 'process')}"
 
 
 @sentence.register
@@ -107,6 +115,8 @@ def _effective_batch(reason: reasons.EffectiveBatch) -> str:
 @sentence.register
 def _dealing(reason: reasons.Dealing) -> str:
     tokens = f"at most {reason.plan.micro_batch_tokens:,} tokens in a micro-batch"
+    if reason.plan.sequence_ranks > 1:
+        tokens += f", divided among {reason.plan.sequence_ranks} processes"
     if reason.plan.padding_free:
         return f"{tokens}: rows joined end to end, none padded"
     return f"{tokens}: rows of similar length, padded to the longest"

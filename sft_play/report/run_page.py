@@ -12,6 +12,7 @@ from sft_play.report.choices import asked_blocks, chosen_blocks, environment_blo
 from sft_play.report.curves import curve_figures, step_figure
 from sft_play.report.html import Block, Figure, Figures, Page, Sample, Samples, Section, Table, Text
 from sft_play.report.plots import histogram
+from sft_play.report.reasons import ranks_text
 from sft_play.report.record import RECENT, RunRecord, Tree, scores_of_models
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import (
@@ -162,6 +163,8 @@ def key_numbers(run: RunRecord) -> list[KeyNumber]:
     summary, plan = run.summary, run.chosen
     predicted, measured, origin = step_seconds(summary)
     batch = [plan.get(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
+    if (ranks := plan.get("sequence_ranks") or 1) > 1 and batch[-1]:
+        batch[-1] = ranks_text(batch[-1], ranks)
     found = [
         KeyNumber("status", status_word(run)),
         _number("steps", run.last_step, "{:,}".format),

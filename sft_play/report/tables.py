@@ -11,6 +11,7 @@ from rich.text import Text
 
 from sft_play.plan import EARLIER
 from sft_play.report.layout import apart, columns, ending
+from sft_play.report.reasons import ranks_text
 from sft_play.screen import NamedValues, Words
 from sft_play.units import counted, format_bytes, format_count, format_duration
 
@@ -138,7 +139,8 @@ def run_values(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     keys = ("micro_batch_size", "gradient_accumulation_steps", "effective_batch_size")
     micro, accumulated, effective = (formatted(summary.get(key), "{:,}".format) for key in keys)
     unit = "tokens" if summary.get("packing") else "sequences"
-    processes = formatted(summary.get("world_size"), lambda count: counted(count, "process"))
+    ranks = summary.get("sequence_ranks") or 1  # an older run says nothing about them
+    processes = formatted(summary.get("world_size"), lambda count: ranks_text(count, ranks))
     steps = formatted(summary.get("optimizer_steps"), lambda count: counted(count, "step"))
     tokens = formatted(summary.get("supervised_tokens"), format_count)
     memory = memory_facts(summary, "memory", "reserved", "process")

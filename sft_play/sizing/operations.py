@@ -14,6 +14,7 @@ from sft_play.timeline import WHOLE_MODEL, LayersDiffer, Segment, sweeps
 from sft_play.work import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     ATTENTION,
     ATTENTION_BACKWARD,
     DTYPES,
@@ -114,6 +115,7 @@ RULES: dict[str, Callable] = {
     ),  # fmt: skip
     "_allgather_base_": _moving(ALL_GATHER, lambda args, out: nbytes(args[0])),
     "_reduce_scatter_base_": _moving(REDUCE_SCATTER, lambda args, out: nbytes(args[1])),
+    "alltoall_base_": _moving(ALL_TO_ALL, lambda args, out: nbytes(args[0])),
     "allreduce_": _moving(ALL_REDUCE, lambda args, out: _all_bytes(args[0])),
     **dict.fromkeys(GATHERS, _moving(ELEMENTWISE, lambda args, out: 2 * nbytes(out))),
     **dict.fromkeys(SCATTERS, _moving(IN_PLACE, lambda args, out: 3 * _all_bytes(args[2:]))),

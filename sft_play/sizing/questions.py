@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PACKED_BYTES = 0.5 + (1 + 4 / 256) / 64  # of a weight in NF4, with its share of double-quantized scales
 MOST_IN_EXPERTS = 0.1  # of the weights: more than this is not worth 4-bit layers around it
 CLAMPS_WEIGHTS = {"gemma3n_text"}
+BY_LONGEST = {"dynamic", "longrope"}  # types of RoPE whose angles depend on the longest position of a batch
 
 
 def hidden_size(config: "PretrainedConfig") -> int:
@@ -57,6 +58,21 @@ def attention(config: "PretrainedConfig", asked: str, device: str, capability: t
 def has_attention_packages() -> bool:
     """Whether attention may come from a package, which is found out without importing it."""
     return any(find_spec(name) for row in ATTENTIONS.values() for name in row.modules)
+
+
+def heads_and_scaling(config: "PretrainedConfig") -> tuple[int | None, str | None]:
+    """The attention heads of a layer, and the RoPE type if it depends on the longest position of a batch.
+
+    The first is None if layers differ, the second if each position is for itself.
+    """
+    from sft_play.model.architecture import setting
+
+    text = config.get_text_config()
+    heads = setting(text, "num_attention_heads")
+    found = setting(text, "rope_parameters") or {}
+    kinds = [found, *(each for each in found.values() if isinstance(each, dict))]
+    scaling = next((kind["rope_type"] for kind in kinds if kind.get("rope_type") in BY_LONGEST), None)
+    return heads if isinstance(heads, int) else None, scaling
 
 
 def why_padded(

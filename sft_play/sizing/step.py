@@ -76,6 +76,11 @@ class JoinedRows:
 Batch = PaddedRows | JoinedRows
 
 
+def part_of(tokens: int, ranks: int) -> int:
+    """The tokens of each of so many processes that divide them."""
+    return -(-tokens // ranks)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """A micro-batch of a run, or a batch of its evaluation: all that its memory depends on."""
@@ -96,6 +101,22 @@ class MicroBatch:
         """The sum of the squares of the sequence lengths."""
         return sum(length**2 for length in self.lengths)
 
+    def of_rank(self, ranks: int) -> "MicroBatch":
+        """What one of so many processes has of it, if they divide its joined tokens.
+
+        Which of the supervised tokens are its own is not known: as many as it may have.
+        """
+        if ranks == 1 or not isinstance(self.batch, JoinedRows):
+            return self
+        own, missing = part_of(self.batch.tokens, ranks), -self.batch.tokens % ranks
+        return replace(
+            self,
+            batch=JoinedRows(own),
+            supervised=min(self.supervised, own),
+            lengths=self.lengths + ((missing,) if self.lengths and missing else ()),
+            held=part_of(self.held, ranks),
+        )
+
     @property
     def carried(self) -> int:
         """More than another one's, if with as many supervised tokens it has the higher peak."""
@@ -109,6 +130,13 @@ class RunBatches:
     train: tuple[MicroBatch, ...] = ()
     evaluation: tuple[MicroBatch, ...] = ()
     held: int = 0  # the most tokens of batches that the trainer holds at the end of an optimizer step
+
+    def of_rank(self, ranks: int) -> "RunBatches":
+        """As `MicroBatch.of_rank`."""
+        train, evaluation = (
+            tuple(each.of_rank(ranks) for each in own) for own in (self.train, self.evaluation)
+        )
+        return RunBatches(train, evaluation, part_of(self.held, ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +163,7 @@ class StepSpec:
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
     eval_batch: Batch | None = None  # the largest batch of an evaluation; default `batch`
     cast_adapters: bool = False  # adapters have `dtype` too: the engine casts the model and does not autocast
+    sequence_ranks: int = 1  # processes that divide the tokens of a micro-batch: `batch` is the part of one
     shards: int = 1  # processes among which the engine divides each tensor
     offload: bool = False  # what is divided is in RAM, and copied to the device for use
     regathers: bool = False  # what belongs to no layer is freed after the forward pass, and gathered again
@@ -171,12 +200,13 @@ class StepSpec:
         return self.longest or self.batch.shape[1]
 
     def sequence_lengths(self, tokens: int) -> tuple[int, ...]:
-        """Tokens of each of the sequences that are joined to `tokens` tokens.
+        """Tokens of each of the sequences of which this process has `tokens` tokens.
 
         Two sequences stand for any number: how the tokens are divided changes memory only by rounding, and
         by what `sequence_tokens` says. The exception is a sliding window, whose mask grows with the square
         of the sequence length.
         """
+        tokens *= self.sequence_ranks
         if self.cut_at_longest:
             whole, rest = divmod(tokens, self.longest_sequence)
             return (self.longest_sequence,) * whole + ((rest,) if rest else ())
@@ -204,8 +234,13 @@ class StepSpec:
         return self.supervised(self.evaluated, self.eval_share)
 
     def supervised(self, batch: Batch, share: float | None = None) -> int:
-        """How many tokens of such a batch contribute to the loss: never the first one of a row."""
+        """How many tokens of such a batch contribute to the loss: never the first one of a row.
+
+        A part of a row may have the next token of each of its own.
+        """
         rows, row_tokens = batch.shape
+        if self.sequence_ranks > 1:
+            return max(1, round((self.supervised_share if share is None else share) * row_tokens))
         tokens, share = rows * row_tokens, self.supervised_share if share is None else share
         return max(1, min(round(share * tokens), tokens - rows))
 
@@ -249,6 +284,7 @@ class StepSpec:
             optimizer=config.train.optimizer,
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
+            sequence_ranks=plan.sequence_ranks,
             shards=min(plan.shards, MOST_SHARDS) if engine.shards_weights else 1,
             replicated=engine.shards_weights and plan.replicas > 1,
             regathers=engine.regathers,
@@ -267,12 +303,13 @@ def _supervised_share(plan: Plan) -> float:
     """The share of the largest micro-batch, assuming that it also has the most supervised tokens."""
     if not plan.micro_batch_supervised:
         return 1.0
-    return min(1.0, math.ceil(SHARES * plan.micro_batch_supervised / plan.micro_batch_tokens) / SHARES)
+    own = plan.micro_batch_tokens / plan.sequence_ranks  # of which all may be supervised
+    return min(1.0, math.ceil(SHARES * plan.micro_batch_supervised / own) / SHARES)
 
 
 def _largest(plan: Plan) -> Batch:
     if plan.padding_free:
-        return JoinedRows(plan.micro_batch_tokens)
+        return JoinedRows(part_of(plan.micro_batch_tokens, plan.sequence_ranks))
     return PaddedRows(plan.rows_per_micro_batch, padded_length(plan.max_seq_len))
 
 

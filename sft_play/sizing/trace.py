@@ -19,6 +19,7 @@ from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
 from sft_play.model.recomputation import recompute
+from sft_play.model.sequence_parallel import KEY, part_of_group
 from sft_play.sizing.attention_kernels import depends_on_lengths, varlen_attention
 from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
 from sft_play.sizing.kernels import (
@@ -37,6 +38,8 @@ from sft_play.units import AUTOCAST
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+GROUP_TIMEOUT_S = 600  # of processes that divide tokens, where they are real
 
 
 def trace_step(config: "PretrainedConfig", spec: StepSpec, *, all_layers: bool = False) -> StepTrace:
@@ -84,13 +87,22 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
 def _run_whole(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
     """Runs the step; returns its recorder and the optimizer."""
     recorder = SymbolicRecorder(**_settings(spec))
-    with few_tiles(recorder), attributed_loss(recorder):
+    with _group_of(spec), few_tiles(recorder), attributed_loss(recorder):
         materialise(model, layers, recorder)
         _set_up(model, spec)
         optimizer = _optimizer_with_states(model, layers, spec, recorder)
         with recorder, _inputs_in_ram(recorder), layer_hooks(layers, recorder):
             run_step(model, optimizer, spec, recorder)
     return recorder, optimizer
+
+
+def _group_of(spec: StepSpec) -> AbstractContextManager[None]:
+    """A process group for the processes that divide tokens, if there are any."""
+    if spec.sequence_ranks == 1:
+        return nullcontext()
+    from sft_play.sizing.sharded import silent_group
+
+    return silent_group(spec.sequence_ranks)
 
 
 def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
@@ -270,6 +282,11 @@ def make_batch(spec: StepSpec, *, evaluation: bool = False, device: Any = "cpu")
     if spec.joined:
         known = spec.eval_lengths if evaluation else spec.lengths
         batch["sequence_lengths"] = list(known or spec.sequence_lengths(shape[1]))
+    if spec.sequence_ranks > 1:
+        with unset_fake_temporarily():
+            part = part_of_group(spec.sequence_ranks, GROUP_TIMEOUT_S)
+        assert part
+        batch |= {"labels": None, "shift_labels": batch["labels"], KEY: part.group}
     return batch
 
 

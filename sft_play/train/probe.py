@@ -51,9 +51,10 @@ def probe(session: Session) -> ProbeResult:
     trainer, plan = session.trainer, session.job.plan
     rows = step_of_largest(session.rows.dataset, plan)
     with _as_it_was(trainer):
-        # an engine that shards weights needs all ranks for any pass
+        # where weights or tokens are divided, any pass needs all ranks
         shards = engine_of(plan.engine).shards_weights
-        alone = plan.world_size == 1 or shards or _fits_alone(session, rows)
+        together = shards or plan.sequence_ranks > 1
+        alone = plan.world_size == 1 or together or _fits_alone(session, rows)
         result = ProbeResult(ran_out=True)
         if all_agree(alone):
             with spinner("  probe: two steps and an evaluation at the largest batch"):
@@ -173,13 +174,14 @@ def _tokens_per_step(session: Session) -> float:
     return sum(tokens) / len(tokens) / session.job.plan.world_size
 
 
-def _average_step(session: Session, clock: _Clock, tokens: Sequence[int]) -> float:
+def _average_step(session: Session, clock: _Clock, tokens: Sequence[float]) -> float:
     """Seconds of an average step, from a step that has fewer micro-batches, of so many `tokens`.
 
     What comes once per step, such as the update and DDP's exchange, is not multiplied with the micro-batches.
     """
     assert clock.seconds is not None
     first = clock.seconds if clock.first is None else clock.first
+    tokens = [count / session.job.plan.sequence_ranks for count in tokens]  # of this process
     each = first / tokens[0]
     once = max(0.0, clock.seconds - each * sum(tokens[: _accumulation(session.job.plan)]))
     return once + each * _tokens_per_step(session) / (1 - session.rows.padding_share)

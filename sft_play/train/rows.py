@@ -78,7 +78,7 @@ def training_rows(
     schedule = make_schedule(
         lengths,
         rows_per_step=plan.rows_per_step,
-        bins_per_step=plan.gradient_accumulation_steps * plan.world_size,
+        bins_per_step=plan.gradient_accumulation_steps * plan.data_ranks,
         total_steps=plan.total_steps,
         seed=seed,
         hidden_size=hidden_size,
@@ -91,7 +91,9 @@ def training_rows(
     batches = unpacked(*batches, packs) if packs else batches
     return TrainingRows(
         with_filler(rows, pad_id),
-        _as_dataset(*batches, filler=len(rows), tokens=np.maximum(seen.ravel(), 1)),
+        _as_dataset(
+            *batches, filler=len(rows), tokens=np.maximum(seen.ravel(), 1), copies=plan.sequence_ranks
+        ),
         tokens_per_step=real.sum(axis=1).tolist(),
         supervised_per_step=schedule.sums(supervised).sum(axis=1).tolist(),
         padding_share=1 - float(real.sum() / max(seen.sum(), 1)),
@@ -112,14 +114,13 @@ def evaluation_rows(
         int(lengths[group].sum()) if plan.padding_free else padded_length(lengths[group].max()) * len(group)
         for group in groups
     ]
-    missing = -len(groups) % plan.world_size
+    missing = -len(groups) % plan.data_ranks
     groups += [[FILLER]] * missing
     values = np.concatenate(groups)
     offsets = np.cumsum([0, *map(len, groups)])
     tokens = np.array(sizes + [1] * missing)
-    return MicroBatches(
-        with_filler(rows, pad_id), _as_dataset(values, offsets, filler=len(rows), tokens=tokens)
-    )
+    batches = _as_dataset(values, offsets, filler=len(rows), tokens=tokens, copies=plan.sequence_ranks)
+    return MicroBatches(with_filler(rows, pad_id), batches)
 
 
 def validation_rows(job: Job) -> MicroBatches | None:
@@ -135,8 +136,14 @@ def validation_rows(job: Job) -> MicroBatches | None:
     )
 
 
-def _as_dataset(values: np.ndarray, offsets: np.ndarray, *, filler: int, tokens: np.ndarray) -> Dataset:
-    """Micro-batches from row indices, [rows], cut at offsets, [micro-batches + 1], with their tokens."""
+def _as_dataset(
+    values: np.ndarray, offsets: np.ndarray, *, filler: int, tokens: np.ndarray, copies: int
+) -> Dataset:
+    """Micro-batches from row indices, [rows], cut at offsets, [micro-batches + 1], with their tokens.
+
+    Each is there as often as consecutive processes take the same one.
+    """
     numbers = pa.array(np.where(values == FILLER, filler, values), pa.int64())
     lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), numbers)
-    return Dataset(pa.table({"rows": lists, "tokens": pa.array(tokens, pa.int64())}))
+    table = pa.table({"rows": lists, "tokens": pa.array(tokens, pa.int64())})
+    return Dataset(table.take(np.repeat(np.arange(len(table)), copies)) if copies > 1 else table)

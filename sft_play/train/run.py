@@ -189,6 +189,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "error": None,  # of an earlier attempt
         "device": plan.device,
         "world_size": plan.world_size,
+        "sequence_ranks": plan.sequence_ranks,
         "packing": plan.packing,
         "effective_batch_size": plan.effective_batch_size,
         "micro_batch_size": plan.micro_batch_size,

@@ -20,6 +20,7 @@ from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.recomputation import RECOMPUTING
+from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
 from sft_play.planning.speed import device_speed
@@ -71,7 +72,7 @@ def prepare_session(job: Job, *, announce: bool = True) -> Session:
     with spinner(LOADING):
         model = build_model(job.config, job.plan, job.ranks.local_rank)
     session = open_session(job, model, rows, meter)
-    verify(session.trainer, job.plan, announce=announce)
+    verify(session.trainer, job.plan, part_of_group(*_division(job)), announce=announce)
     return session
 
 
@@ -146,9 +147,17 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
 
 
 def _collator(job: Job, batches: MicroBatches) -> Collator:
-    if job.plan.padding_free:
-        return joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
-    return padded_micro_batches(batches.rows, job.tokenizer.pad_token_id)
+    pad_id = job.tokenizer.pad_token_id
+    if not job.plan.padding_free:
+        return padded_micro_batches(batches.rows, pad_id)
+    joined = joined_micro_batches(batches.rows, ATTENTIONS[job.plan.attention].boundaries)
+    part = part_of_group(*_division(job))
+    return divided_micro_batches(joined, part, pad_id) if part else joined
+
+
+def _division(job: Job) -> tuple[int, float]:
+    """Among how many processes tokens are divided, and how long they wait for each other, in seconds."""
+    return job.plan.sequence_ranks, job.config.parallel.timeout_s
 
 
 def _callbacks(job: Job, reporter: Reporter) -> list[TrainerCallback]:

@@ -177,6 +177,7 @@ class PlannedTrainer(SFTTrainer):
     def _skip_step(self, model: Any) -> None:
         step = self.state.global_step + 1
         rows = [row for own in from_all(self._rows_not_finite()) for row in own]
+        rows = list(dict.fromkeys(rows))  # processes that divide the tokens of a row have the same ones
         message = self.skipped.message(step, rows)
         if self._engine.updated(model) or self.skipped.in_a_row >= self.skipped.limit:
             raise ended(message)

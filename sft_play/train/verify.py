@@ -14,7 +14,9 @@ from sft_play.engines.registry import ENGINES, engine_of
 from sft_play.engines.stored import part_of, whole_elements
 from sft_play.errors import ConfigError, LaunchError, first_line
 from sft_play.launch.environment import IGNORED_VARIABLE, ignored_lines
+from sft_play.model.sequence_parallel import KEY, Part, divide
 from sft_play.plan import Plan
+from sft_play.report.reasons import ranks_text
 from sft_play.runlog import console
 from sft_play.train.ranks import from_all
 from sft_play.units import format_bytes
@@ -25,12 +27,15 @@ DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distribut
 ISOLATION_TOLERANCE = 1e-2
 
 
-def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
+def verify(trainer: Trainer, plan: Plan, part: Part | None = None, *, announce: bool = True) -> None:
     """Makes all of these checks; with `announce`, then prints which processes take part.
+
+    `part` is what this process has of the tokens of a micro-batch, if several divide them.
 
     Raises:
         LaunchError: they differ, or processes are missing.
-        ConfigError: the model sees later tokens or other rows, or its output head is unlike others.
+        ConfigError: the model sees later tokens or other rows, its output head is unlike others, or processes
+            that divide its tokens compute something else.
     """
     accelerator = trainer.accelerator
     if accelerator.num_processes != plan.world_size:
@@ -63,6 +68,8 @@ def verify(trainer: Trainer, plan: Plan, *, announce: bool = True) -> None:
         check_head(model, accelerator.device)
         if plan.padding_free:
             check_isolation(model, plan, accelerator.device)
+        if part:
+            check_divided(model, part, accelerator.device)
     if announce:
         print_banner(trainer, plan, [(rank, device) for rank, device, _ in members])
 
@@ -112,9 +119,13 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
         *ignored_lines(ignored),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
         f"Effective batch: {plan.effective_batch_size:,} {words} = {plan.micro_batch_size:,} x "
-        f"{trainer.args.gradient_accumulation_steps} x {accelerator.num_processes}",
+        f"{trainer.args.gradient_accumulation_steps} x {_ranks(plan, accelerator.num_processes)}",
     ]
     console().print("\n".join(f"  [dim]{line}[/]" for line in lines))
+
+
+def _ranks(plan: Plan, processes: int) -> str:
+    return str(processes) if plan.sequence_ranks == 1 else ranks_text(processes, plan.sequence_ranks)
 
 
 def _evaluated(model: PreTrainedModel, *inputs: dict[str, Any]) -> list[Any]:
@@ -205,3 +216,29 @@ def check_isolation(model: PreTrainedModel, plan: Plan, device: torch.device) ->
             f"{_name(model)} with model.attention={plan.attention}: attention leaks between joined rows; "
             f"{remedy}, which pads them"
         )
+
+
+def check_divided(model: PreTrainedModel, part: Part, device: torch.device) -> None:
+    """Raises a ConfigError if a rank's logits for its part of the tokens are not those for all tokens.
+
+    Some architectures let tokens see each other elsewhere than in attention. All ranks call it.
+    """
+    lengths = [ISOLATION_TOKENS - 3, ISOLATION_TOKENS * (part.ranks - 1) + 3]  # the second begins on rank 0
+    ids = torch.arange(sum(lengths))[None] % (2 * ISOLATION_TOKENS) + 1
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    whole = {"input_ids": ids, "position_ids": positions, "labels": ids, "sequence_lengths": lengths}
+    own = divide(whole, part, 0)
+    kept = ("input_ids", "position_ids", "sequence_lengths", KEY)
+    both = ({name: batch[name] for name in kept if name in batch} for batch in (whole, own))
+    one, other = _evaluated(model, *(_on(batch, device) for batch in both))
+    if _differs(one.logits.chunk(part.ranks, dim=1)[part.rank], other.logits):
+        raise ConfigError(
+            f"model.name: {_name(model)} computes something else where processes divide its tokens; set "
+            "parallel.sequence_parallel_size=1"
+        )
+
+
+def _on(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+    }

@@ -48,6 +48,7 @@ def make_job(
     evaluated: int | str = "auto",
     defers_exchange: bool = False,
     kept_layers: int = 0,
+    sequence_parallel_size: int = 1,
     ranks: RankEnvironment = SINGLE_PROCESS,
     **train,
 ) -> Job:
@@ -67,7 +68,12 @@ def make_job(
             "data": {"train_path": "generated"},
             "tuning": {"mode": mode, "lora": {"dropout": dropout, **(lora or {})}},
             "train": settings,
-            "parallel": {"engine": engine, "offload": offload, "nvme_path": nvme_path},
+            "parallel": {
+                "engine": engine,
+                "offload": offload,
+                "nvme_path": nvme_path,
+                "sequence_parallel_size": sequence_parallel_size,
+            },
             "eval": {"batch_size": evaluated},
             "output": {"name": name, "dir": str(output)},
         }

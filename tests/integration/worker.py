@@ -21,6 +21,7 @@ with importing_libraries():  # as a rank does
     from sft_play.launch.ranks import RankEnvironment, finish_rank
     from sft_play.model import decomposition
     from sft_play.runlog import quiet_libraries
+    from sft_play.train import session
     from sft_play.train.ranks import process_group
     from sft_play.train.run import train
     from sft_play.train.session import prepare_session
@@ -70,6 +71,25 @@ def other_signs() -> Iterator[None]:
         decomposition._decompose = decompose
 
 
+@contextmanager
+def boundaries_lost() -> Iterator[None]:
+    """In the block, attention over divided tokens takes all joined rows for one."""
+    divided = session.divided_micro_batches
+
+    def losing(collate: Any, *others: Any) -> Any:
+        def as_one(rows: Any) -> Any:
+            batch = collate(rows)
+            return batch | {"sequence_lengths": [sum(batch["sequence_lengths"])]}
+
+        return divided(as_one, *others)
+
+    session.divided_micro_batches = losing
+    try:
+        yield
+    finally:
+        session.divided_micro_batches = divided
+
+
 def main(path: Path) -> int:
     specs = json.loads(path.read_text())
     ranks = RankEnvironment.read()
@@ -78,7 +98,8 @@ def main(path: Path) -> int:
     log = path.with_name(f"{path.stem}.{rank}.log")
     with quiet_libraries(log, silent=not ranks.is_main), process_group(jobs[0]):
         for job, spec in zip(jobs, specs, strict=True):
-            with other_signs() if spec.get("other_signs_on") == rank else nullcontext():
+            changed = boundaries_lost() if spec.get("loses_boundaries") else nullcontext()
+            with changed, other_signs() if spec.get("other_signs_on") == rank else nullcontext():
                 if spec.get("only_look"):
                     (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
                 elif "load_as" in spec:
