@@ -18,6 +18,7 @@ from sft_play.engines.base import Message
 from sft_play.engines.registry import engine_of
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Clock, Plan
+from sft_play.planning.devices import training_threads
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.profile import DeviceProfile, MicroBatch
 from sft_play.planning.speed import ROUNDS, Collectives, collectives_of, host_link, profile_of
@@ -76,7 +77,8 @@ def plan_clock(
     So many processes share the machine; without `link`, communication between them takes no time. Where
     weights are sent for each micro-batch, the seconds are unknown if communication is.
     """
-    work_of, profile = work_of_plans(config, batches_of(config, facts)), profile_of(machine, processes)
+    threads, profile = training_threads(machine, processes) or 1, profile_of(machine, processes)
+    work_of = work_of_plans(config, batches_of(config, facts), threads)
     inside = cache(lambda count: collectives_of(machine, count))
     collectives_with = cache(lambda replicas: collectives_of(machine, processes, replicas))
 

@@ -53,13 +53,21 @@ def memory_of_a_process(config: RunConfig, machine: Machine, processes: int) -> 
     return int(asked * GIB) if free is None else min(free, int(asked * GIB))
 
 
+def training_threads(machine: Machine, processes: int) -> int | None:
+    """Threads per process when training on the CPU, as the launcher sets them; None on GPUs."""
+    if machine.gpus:
+        return None
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() else max(1, (machine.host.cpu_cores or 1) // processes)
+
+
 def memory_device(config: RunConfig, machine: Machine, processes: int) -> DeviceBudget | None:
     """The budget of each process; None if the free memory is unknown."""
     usable = memory_of_a_process(config, machine, processes)
     if usable is None:
         return None
     if not machine.gpus:
-        return device_budget("cpu", usable)
+        return device_budget("cpu", usable, threads=training_threads(machine, processes) or 1)
     device = training_device(machine)
     return device_budget(
         "cuda",

@@ -12,6 +12,7 @@ from sft_play.machine.gpus import Machine, what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
 from sft_play.planning.clock import batches_of, messages_of, plan_clock, sent_bytes, sequence_messages
+from sft_play.planning.devices import training_threads
 from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import fewest_gpus, with_batch_for
@@ -51,7 +52,8 @@ def scaling(
         collectives = collectives_of(machine, world, plan.replicas)
         exchanged = alone = whole = None
         with contextlib.suppress(UntraceableModel):
-            work_of = work_of_plans(model_config, batches_of(model_config, facts))
+            threads = training_threads(machine, world) or 1
+            work_of = work_of_plans(model_config, batches_of(model_config, facts), threads)
             work = work_of(config, plan, facts.mean_tokens)
             exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
             exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)

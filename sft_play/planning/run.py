@@ -100,7 +100,7 @@ def plan_run(
             record = record_of(config, plan)
             plan = replace(plan, step_seconds_origin=(origin := record.speed.origin_of(plan)))
             besides += profile_reasons(machine, processes, origin, plan.replicas)
-            found = _about_the_step(config, plan, architecture, facts, record)
+            found = _about_the_step(config, plan, architecture, facts, record, budget.threads)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
@@ -154,14 +154,14 @@ def estimator_of_run(
 
 
 def _about_the_step(
-    config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Record
+    config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Record, threads: int
 ) -> list[Reason]:
     """The kernel of attention, the methods, and what earlier runs have shown."""
     assert plan.memory
     kernel = architecture.ask(questions.attention_kernel, StepSpec.of(config, plan))
 
     def trained_elements() -> int:
-        work = work_of_plans(architecture, batches_of(architecture, facts))
+        work = work_of_plans(architecture, batches_of(architecture, facts), threads)
         return work(config, plan, plan.micro_batch_tokens).trained_elements
 
     return [

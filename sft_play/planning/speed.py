@@ -5,7 +5,6 @@ ranks of the first run of several processes (`train/ranks.py`). Units: seconds, 
 is reduced or gathered.
 """
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Gpu, Machine
 from sft_play.machine.process import importing_libraries
-from sft_play.planning.devices import training_device
+from sft_play.planning.devices import training_device, training_threads
 from sft_play.planning.drafts import choose_precision
 from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
@@ -92,14 +91,6 @@ def _link(gpu: Gpu, *, across: bool) -> float | None:
 def device_name(machine: Machine) -> str:
     """The name of the first GPU, or of the CPU."""
     return machine.gpus[0].name if machine.gpus else machine.host.cpu_model or "CPU"
-
-
-def training_threads(machine: Machine, processes: int) -> int | None:
-    """Threads per process when training on the CPU, as the launcher sets them; None on GPUs."""
-    if machine.gpus:
-        return None
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() else max(1, (machine.host.cpu_cores or 1) // processes)
 
 
 def profile_path(device: str, threads: int | None) -> Path:

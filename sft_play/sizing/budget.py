@@ -118,6 +118,7 @@ class DeviceBudget:
     expandable: bool = True  # segments of PyTorch's allocator
     assumed: tuple[str, ...] = ()  # names of the costs that were not measured on this machine
     host: HostBudget = HostBudget(None, 1)  # of a GPU's machine
+    threads: int = 1  # of a process on a CPU
 
     @property
     def granularity(self) -> int:
@@ -146,6 +147,7 @@ def device_budget(
     expandable: bool = True,
     quantized: bool = False,
     host: HostBudget = HostBudget(None, 1),
+    threads: int = 1,
 ) -> DeviceBudget:
     """The budget of a process on a device, "cuda" or "cpu".
 
@@ -158,10 +160,12 @@ def device_budget(
         expandable: whether PyTorch's allocator has expandable segments.
         quantized: whether weights become 4-bit while they are loaded.
         host: the RAM of the GPU's machine.
+        threads: of the process, on a CPU.
     """
     kept_free = guard(kind, free_bytes, loose=quantized and not expandable)
     if kind == "cpu":
-        return DeviceBudget(kind=kind, budget_bytes=free_bytes - kept_free.bytes, guard=kept_free)
+        usable = free_bytes - kept_free.bytes
+        return DeviceBudget(kind=kind, budget_bytes=usable, guard=kept_free, threads=threads)
     assumed: tuple[str, ...] = ()
     if context_bytes is None:
         context_bytes = CONTEXTS.get(compute_capability or (0, 0), ASSUMED_CONTEXT)

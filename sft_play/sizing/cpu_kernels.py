@@ -1,10 +1,11 @@
-"""What a CPU's kernels allocate inside that no operation returns: casts of operands, unpacked weights.
+"""What a CPU's kernels allocate inside that no operation returns: casts, unpacked weights, blocks of scores.
 
 A GPU's kernels read each operand in its own type. Scratch memory of oneDNN's products is not known here: it
 depends on the processor and on the number of threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,25 +19,73 @@ MIXING = frozenset(
     getattr(torch.ops.aten, name + place).Tensor
     for name, place in product(("add", "sub", "mul", "div"), ("", "_"))
 )
+# Of attention, after FlashAttentionKernel.cpp: queries in a block of scores, by the least length of sequences
+# that has so many, and keys in it.
+QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
 
 
-def cast_operands(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+def cast_operands(func: Any, *args: Any) -> list[torch.Tensor]:
     """The copies that an elementwise kernel makes of operands in another type than the one it computes in.
 
     They live as long as the kernel runs (`TensorIteratorBase::compute_types`). A result in another type,
     which only an operation in place has, is computed in a copy too.
 
     Returns:
-        Tensors of the operands' shapes; none for other operations.
+        Tensors of the operands' shapes.
     """
     operands = [value for value in args if isinstance(value, torch.Tensor)]
-    if func not in MIXING or len(operands) < 2 or operands[0].dtype == operands[1].dtype:
+    if len(operands) < 2 or operands[0].dtype == operands[1].dtype:
         return []
     common = torch.result_type(*operands)
     copied = [each for each in operands if each.dtype != common]
     if func.__name__.split(".")[0].endswith("_") and operands[0].dtype != common:
         copied.append(operands[0])
     return [torch.empty(each.shape, dtype=common) for each in copied]
+
+
+def _score_block(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    tokens = query.shape[2]
+    block = next(queries for least, queries in QUERY_BLOCKS if tokens >= least)
+    return min(block, tokens), min(KEY_BLOCK, key.shape[2])
+
+
+def attention_blocks(threads: int, query: torch.Tensor, key: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+    """What each thread has of scores, their maxima and sums, and of results, while attention runs.
+
+    Query and key are [batch, heads, tokens, head_dim]. Scores are in fp32, and again in the query's type.
+    """
+    queries, keys = _score_block(query, key)
+    own = torch.empty((threads, queries * (keys + 2 + query.shape[-1])), dtype=torch.float32)
+    return [own, *_in_own_type(query, threads * queries * keys)]
+
+
+def attention_gradient_blocks(
+    threads: int, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any
+) -> list[torch.Tensor]:
+    """The same in the backward pass: of scores and of their gradients, and the row sums that a block needs.
+
+    The gradient, [batch, heads, tokens, head_dim], is copied if tokens do not lie in front of heads.
+    """
+    queries, keys = _score_block(query, key)
+    sizes = (threads * 2 * queries * keys, min(threads, query.shape[0] * query.shape[1]) * queries)
+    own = [torch.empty(size, dtype=torch.float32) for size in sizes]
+    copied = [] if grad.transpose(1, 2).is_contiguous() else [torch.empty_like(grad)]
+    return [*own, *_in_own_type(query, sizes[0]), *copied]
+
+
+def _in_own_type(query: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=query.dtype)] if query.dtype.itemsize < 4 else []
+
+
+def inside_kernels(threads: int) -> dict[Any, Callable[..., list[torch.Tensor]]]:
+    """What operations allocate on a CPU's threads while they run, as functions of their arguments."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return {
+        **{func: partial(cast_operands, func) for func in MIXING},
+        attention: partial(attention_blocks, threads),
+        backward: partial(attention_gradient_blocks, threads),
+    }
 
 
 def four_bit_product(

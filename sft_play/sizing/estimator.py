@@ -39,10 +39,11 @@ Size = tuple[int, float]  # of a step: what its micro-batch grows by (`Batch.siz
 _SHARED: dict[str, "Traces"] = {}
 
 
-def shared_traces(config: AnyArchitecture) -> "Traces":
-    """The traces of this architecture, shared by all of this process and kept in the project's cache."""
+def shared_traces(config: AnyArchitecture, threads: int = 1) -> "Traces":
+    """The traces of this architecture, for a CPU's threads, shared by this process and kept in the cache."""
     folder, architecture = cache_dir(), Architecture.of(config)
-    return _SHARED.setdefault(f"{folder} {architecture.text}", Traces(architecture, folder))
+    made = Traces(architecture, folder, threads)
+    return _SHARED.setdefault(f"{folder} {threads} {architecture.text}", made)
 
 
 def kind_of(spec: StepSpec) -> str:
@@ -146,9 +147,9 @@ def _spans_plane(spec: StepSpec, sizes: Iterable[Size]) -> bool:
 class Traces:
     """Traces steps on demand, until a few traces of a kind of step give all others of that kind."""
 
-    def __init__(self, config: AnyArchitecture, cache: Path | None = None):
-        """`cache`: folder of earlier traces; None keeps them in memory alone."""
-        self.architecture, self._cache = Architecture.of(config), cache
+    def __init__(self, config: AnyArchitecture, cache: Path | None = None, threads: int = 1):
+        """`cache`: folder of earlier traces; None keeps them in memory alone. `threads`: of a CPU."""
+        self.architecture, self._cache, self._threads = Architecture.of(config), cache, threads
         self.count = 0  # of steps that were traced, not read
         self._kinds: dict[str, dict[Size, StepTrace]] = {}
         self._all_layers: dict[bool, bool] = {}  # whether fewer did not do, by whether tensors are divided
@@ -163,6 +164,7 @@ class Traces:
         """
         if spec.divided in self._untraceable:
             raise self._untraceable[spec.divided]
+        spec = self._on_device(spec)
         if not spec.kept_layers:
             return self._step_of(spec)
         kinds = self.architecture.ask(questions.layer_kinds)
@@ -186,6 +188,9 @@ class Traces:
         share = spec.supervised_share if spec.eval_share is None else spec.eval_share
         evaluated = replace(alike, batch=spec.eval_batch, supervised_share=share)
         return self._derived(alike, evaluated, stand_ins) or self._stood(spec, stand_ins)
+
+    def _on_device(self, spec: StepSpec) -> StepSpec:
+        return replace(spec, threads=self._threads) if spec.device == "cpu" else spec
 
     def _step(self, spec: StepSpec, stand_ins: StandIns) -> Step:
         known = self._known(spec)
@@ -213,7 +218,7 @@ class Traces:
         Raises:
             UntraceableModel: the architecture cannot be traced.
         """
-        spec = spec.without_lengths()
+        spec = self._on_device(spec).without_lengths()
         if spec.joined:
             spec = replace(spec, eval_batch=None, eval_share=None)
         known = self._known(spec)
@@ -288,7 +293,7 @@ def estimator(
     The search asks for many plans: these are predicted from the largest micro-batch, as if it had all that
     any other has most of. What is `complete` is predicted from the run's own micro-batches.
     """
-    traces = shared_traces(config)
+    traces = shared_traces(config, device.threads)
     ask = traces.architecture.ask
 
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
@@ -372,13 +377,13 @@ def _exceeds(step: Step, others: Iterable[Step]) -> bool:
 
 
 def work_of_plans(
-    config: AnyArchitecture, batches_of: BatchesOf = lambda plan: RunBatches()
+    config: AnyArchitecture, batches_of: BatchesOf = lambda plan: RunBatches(), threads: int = 1
 ) -> Callable[[RunConfig, Plan, float], Work]:
     """A function that gives what a micro-batch of a plan computes and moves at a number of tokens.
 
-    `batches_of` is that of the `estimator`, whose traces are reused.
+    `batches_of`, and the threads of a CPU, are those of the `estimator`, whose traces are reused.
     """
-    traces = shared_traces(config)
+    traces = shared_traces(config, threads)
 
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
         evaluated = next(iter(heaviest(batches_of(plan).evaluation)), None)

@@ -28,7 +28,7 @@ from sft_play.errors import ConfigError
 from sft_play.model.attention import type_name
 from sft_play.model.attention_table import Capability
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
-from sft_play.sizing.cpu_kernels import MIXING, cast_operands, four_bit_product
+from sft_play.sizing.cpu_kernels import four_bit_product, inside_kernels
 from sft_play.sizing.operations import nbytes
 from sft_play.sizing.recorder import AllocationRecorder, counted
 from sft_play.units import SIXTEEN_BIT
@@ -49,9 +49,15 @@ class SymbolicRecorder(AllocationRecorder):
     """A recorder for fake tensors that also knows the workspaces of kernels (`kernel_models`)."""
 
     def __init__(
-        self, *, cuda: bool, supervised: int, eval_supervised: int, autocast: str | None = None
+        self,
+        *,
+        cuda: bool,
+        supervised: int,
+        eval_supervised: int,
+        autocast: str | None = None,
+        threads: int = 1,
     ) -> None:
-        """Models a GPU's kernels or a CPU's, for so many supervised tokens in training and evaluation.
+        """Models a GPU's kernels or those of a CPU's threads, for so many tokens with a loss in each phase.
 
         `autocast` is the type around the step, by its name in torch, which operations cannot see.
         """
@@ -74,6 +80,7 @@ class SymbolicRecorder(AllocationRecorder):
             # on a CPU a function in Python, on a GPU one kernel
             update = _noop if cuda else getattr(cpu_kernels, f"_{name}_cpu")
             self.kernel_models[getattr(four_bit, name).default] = update
+        self._inside = {} if cuda else inside_kernels(threads)
         if cuda:
             self.kernel_models |= {
                 ops._softmax_backward_data.default: softmax_backward,
@@ -96,14 +103,10 @@ class SymbolicRecorder(AllocationRecorder):
             if out is not NotImplemented:
                 self.record(out)
                 return out
-        copies = self._casts(func, args)  # noqa: F841 - live until this returns
+        if func in self._inside:
+            with self:
+                blocks = self._inside[func](*args)  # noqa: F841 - live until this returns
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _casts(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-        if self.cuda or func not in MIXING:
-            return []
-        with self:
-            return cast_operands(func, args)
 
     def four_bit_product(
         self, a: Any, b: Any, shape: Sequence[int], absmax: Any, *args: Any, **kwargs: Any
@@ -275,9 +278,9 @@ def _noop(*args: Any, **kwargs: Any) -> None:
 def few_tiles(recorder: AllocationRecorder) -> Iterator[None]:
     """Traces few of the tiles that the output head loops over: they are alike, and a peak needs only some.
 
-    TRL's head has tiles of tokens x vocabulary, ours of tokens. Up to two are traced as they are. Of more
-    tiles of tokens, a full one at each end is traced; of more tiles of the vocabulary, the first two and the
-    last one, which may be smaller. The recorder is told how many tiles each of them stands for.
+    TRL's head has tiles of tokens x vocabulary, ours of tokens. Up to three are traced as they are, of more
+    the first two and the last one, which may be smaller: the second stands for all others. The recorder is
+    told how many tiles each of them stands for.
     """
     from trl.kernels import chunked_logprob
 
@@ -285,12 +288,9 @@ def few_tiles(recorder: AllocationRecorder) -> Iterator[None]:
 
     def few(start: int, stop: int, step: int) -> Iterator[int]:
         everything = range(start, stop, step)
-        if len(everything) <= 2:
-            chosen = dict.fromkeys(everything, 1.0)
-        elif step in (chunked_logprob.TOKEN_CHUNK_SIZE, cpu.TILE):
-            chosen = dict.fromkeys((start, stop - step), (stop - start) / (2 * step))
-        else:
-            chosen = {everything[0]: 1.0, everything[1]: max(1.0, len(everything) - 2.0), everything[-1]: 1.0}
+        chosen = {everything[place]: 1.0 for place in (0, 1, -1)[: len(everything)]}
+        if len(everything) > 3:
+            chosen[everything[1]] = len(everything) - 2.0
         for begin, times in chosen.items():
             with recorder.standing_for(times):
                 yield begin

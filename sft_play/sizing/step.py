@@ -157,6 +157,7 @@ class StepSpec:
     accumulates: bool = True  # gradients of an earlier micro-batch are live during forward and backward
     device: str = "cpu"  # the device whose memory is predicted, not the one that predicts
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
+    threads: int = 1  # of a process, if it is a CPU: its kernels
     optimizer: str = "adamw"
     neftune: bool = False  # noise on the embeddings
     balanced: bool = False  # a loss balances the experts

@@ -146,6 +146,7 @@ def _settings(spec: StepSpec) -> dict[str, Any]:
         supervised=spec.supervised(spec.batch),
         eval_supervised=spec.eval_supervised,
         autocast=AUTOCAST.get(spec.mixed_precision),
+        threads=spec.threads,
     )
 
 

@@ -4,6 +4,8 @@ h hidden size, I feed-forward size, q and k widths of all query and key heads, n
 head size, r rank.
 """
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -180,3 +182,21 @@ def test_the_tiled_head_costs_one_tile_and_its_gradients(trained, tokens):
     assert (
         0 <= backward - tile - gradients <= 20 * tokens
     )  # log-probabilities, their gradient, the normaliser
+
+
+@pytest.mark.parametrize("tokens", [256, 512, 700, 768, 1290])
+def test_the_head_of_a_cpu_is_as_all_of_its_tiles(tokens):
+    """Autocast keeps a cast of each tile until the head ends, and the last tile may be smaller."""
+    from sft_play.model.cpu import TiledLogProbs
+
+    def peak_of_head(*, few: bool) -> int:
+        with FakeTensorMode():
+            recorder = SymbolicRecorder(cuda=False, supervised=tokens, eval_supervised=tokens)
+            hidden = torch.empty((tokens, 64), requires_grad=True)
+            weight, targets = torch.empty((1000, 64)), torch.zeros(tokens, dtype=torch.int64)
+            with recorder, few_tiles(recorder) if few else nullcontext():
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    TiledLogProbs.apply(hidden, weight, None, targets, 1.0, 256, None, 1.0, ("log_probs",))
+        return recorder.peak
+
+    assert peak_of_head(few=True) == peak_of_head(few=False)
