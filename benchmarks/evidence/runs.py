@@ -67,6 +67,7 @@ class Run:
     gradients_kept: bool = False  # until the next step begins
     expandable: bool = False  # expandable segments of the allocator
     processes: PositiveInt = 1  # with more than one, FSDP1 divides the model among them
+    accumulation: PositiveInt = 1  # micro-batches of an optimizer step; counts for tokens per second only
     gpu: str = ""  # its name in configs/hardware.yaml, where tokens per second are predicted
 
 

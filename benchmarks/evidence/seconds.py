@@ -22,4 +22,5 @@ def tokens_per_second(trace: StepTrace, run: Run) -> float:
     profile = derived_from_data_sheet(device_name(machine), "cuda", speed.flops, speed.bandwidth)
     tokens = run.rows * run.row_tokens
     batch = MicroBatch(tokens, tokens * run.row_tokens)
-    return tokens / sum(step_seconds(trace.work, profile, batch))
+    parts = step_seconds(trace.work, profile, batch)
+    return tokens / (sum(parts) - parts.update + parts.update / run.accumulation)
