@@ -8,6 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
+from sft_play.model import liger
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of, plan_clock
 from sft_play.planning.devices import memory_device, memory_reasons, training_device
@@ -19,6 +20,7 @@ from sft_play.reasons import (
     AssumedRows,
     Communication,
     Decomposed,
+    LayerKernels,
     LoraPlus,
     Noise,
     OptimizerStates,
@@ -74,6 +76,7 @@ def plan_run(
         DoesNotFitError: nothing fits.
     """
     device, architecture = training_device(machine), Architecture.of(model_config)
+    _require_kernels(config, architecture, device, here=not machine.what_if)
     machines = machines or (-(-processes // LARGEST_MACHINE) if machine.what_if else 1)
     allowed, about_rows = allowed_plans(config, architecture, facts, device, processes, machines)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
@@ -82,11 +85,10 @@ def plan_run(
     if not facts.seen:
         besides.append(AssumedRows(len(facts.lengths), facts.longest_row))
     record_of = records_of(architecture.text, device.name)
-    found: list[Reason]
     usual = memory_device(config, machine, processes)
     if usual is None:
         plan, why = choose_plan(config, drafts, None, None)
-        found = [UnknownFreeMemory(device.name)]
+        found: list[Reason] = [UnknownFreeMemory(device.name)]
     else:
         budget = usual if budget_bytes is None else replace(usual, budget_bytes=budget_bytes)
         besides += memory_reasons(config, machine, processes, budget)
@@ -100,6 +102,7 @@ def plan_run(
             plan = replace(plan, step_seconds_origin=record.speed.origin_of(plan))
             besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
             found = _about_the_step(config, plan, architecture, facts, record)
+            found += layer_kernels(config, plan, architecture, estimate) if explain else []
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
@@ -153,6 +156,32 @@ def _about_the_step(
         *method_reasons(config, plan, trained_elements),
         *reasons_of(record, plan, plan.memory),
     ]
+
+
+def _require_kernels(config: RunConfig, architecture: Architecture, device: Device, *, here: bool) -> None:
+    """Refuses train.kernels that the device or the model cannot run, or that are not installed `here`."""
+    if config.train.kernels == "liger":
+        liger.require_runnable(device.kind, device.compute_capability, here=here)
+        architecture.ask(questions.require_liger_modules)
+
+
+def layer_kernels(
+    config: RunConfig, plan: Plan, architecture: Architecture, estimate: Estimator
+) -> list[Reason]:
+    """Liger's kernels, and why they are off, where a GPU could run them; another step is traced for it."""
+    asked = config.train.kernels
+    if plan.device != "cuda" or asked == "own":
+        return []
+    try:
+        liger.require_runnable(plan.device, plan.compute_capability, here=False)
+        modules = architecture.ask(questions.require_liger_modules)
+    except ConfigError:  # nobody asked for them
+        return []
+    peaks = {}
+    for kernels in ("own", "liger"):
+        other = config.model_copy(update={"train": config.train.model_copy(update={"kernels": kernels})})
+        peaks[kernels] = estimate(other, plan).peak_bytes
+    return [LayerKernels("off" if asked == "auto" else "liger", modules, peaks["own"] - peaks["liger"])]
 
 
 def _trained_besides(config: RunConfig, architecture: Architecture) -> list[Reason]:
