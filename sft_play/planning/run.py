@@ -101,8 +101,7 @@ def plan_run(
             record = record_of(config, plan)
             plan = replace(plan, step_seconds_origin=record.speed.origin_of(plan))
             besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
-            found = _about_the_step(config, plan, architecture, facts, record)
-            found += layer_kernels(config, plan, architecture, estimate) if explain else []
+            found = _about_the_step(config, plan, architecture, facts, record, estimate if explain else None)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
@@ -141,7 +140,12 @@ def _estimator(
 
 
 def _about_the_step(
-    config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Record
+    config: RunConfig,
+    plan: Plan,
+    architecture: Architecture,
+    facts: DataFacts,
+    record: Record,
+    estimate: Estimator | None,
 ) -> list[Reason]:
     """The kernel of attention, the methods, and what earlier runs have shown."""
     assert plan.memory
@@ -153,6 +157,7 @@ def _about_the_step(
 
     return [
         *([kernel] if kernel else []),
+        *(layer_kernels(config, plan, architecture, estimate) if estimate else []),
         *method_reasons(config, plan, trained_elements),
         *reasons_of(record, plan, plan.memory),
     ]
