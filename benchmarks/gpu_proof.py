@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
-from benchmarks.throughput import COURSES, ROUNDS, SIDES
+from benchmarks.throughput import COURSES, ROUNDS
+from benchmarks.throughput_sides import CHOICES, sides
 from sft_play.runlog import console
 from sft_play.sizing.step import step_code
 
@@ -120,8 +121,8 @@ def all_cases_done(result: dict[str, Any]) -> bool:
 
 
 def all_turns_done(result: dict[str, Any]) -> bool:
-    """Whether bench-gpu has timed both sides of every run in every round."""
-    return len(result.get("turns", ())) == ROUNDS * len(COURSES) * len(SIDES)
+    """Whether bench-gpu has timed every side of every run in every round."""
+    return len(result.get("turns", ())) >= ROUNDS * len(COURSES) * len(sides("cuda"))
 
 
 PARTS = (
@@ -161,6 +162,10 @@ def page(now: Slice) -> str:
         ours, ratio = entry["sft-play"]["tokens_per_second"], entry["times_as_fast"]
         if ours and ratio:
             lines.append(f"- Speed, {entry['course']}: {ours:,.0f} tokens/s, {ratio:.2f} times plain TRL")
+        for choice in (name for name in CHOICES if (entry.get(name) or {}).get("times_as_fast")):
+            lines.append(
+                f"- Speed, {entry['course']}, {choice}: {entry[choice]['times_as_fast']:.2f} times ours"
+            )
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -52,13 +52,19 @@ def drawn_config(name: str, geometry: dict[str, int], *, tied: bool, **changes: 
 @contextmanager
 def stock_forwards() -> Iterator[None]:
     """Models and adapters that are made in the block compute as transformers and PEFT wrote them."""
-    with patched(layer_forward, "replace_forwards", lambda model: None):
+    with patched(layer_forward, "replace_forwards", lambda model, kernels="own": 0):
         with patched(adapter_forward, "replace_forwards", lambda model, *, autocast: None):
             yield
 
 
 def random_base(
-    config: PretrainedConfig, *, dtype: str, attn_implementation: str, device: torch.device, quantize: bool
+    config: PretrainedConfig,
+    *,
+    dtype: str,
+    attn_implementation: str,
+    device: torch.device,
+    quantize: bool,
+    kernels: str = "own",
 ) -> Any:
     """The same model as `sft_play.model.build.load_base` loads, with random weights.
 
@@ -68,6 +74,7 @@ def random_base(
         attn_implementation: attention implementation.
         device: where the model is created.
         quantize: pack linear layers into 4 bits.
+        kernels: as `train.kernels`.
     """
     attention.register()
     with device:
@@ -76,7 +83,7 @@ def random_base(
             dtype=getattr(torch, dtype),
             attn_implementation=attention.library_name(attn_implementation),
         )
-    layer_forward.replace_forwards(model)
+    layer_forward.replace_forwards(model, kernels)
     model.config.use_cache = False
     if quantize:
         quantize_linear_layers(model, getattr(torch, dtype))
@@ -84,7 +91,12 @@ def random_base(
 
 
 def random_model(
-    config: PretrainedConfig, spec: StepSpec | Plan, tuning: TuningConfig, device: torch.device
+    config: PretrainedConfig,
+    spec: StepSpec | Plan,
+    tuning: TuningConfig,
+    device: torch.device,
+    *,
+    kernels: str = "own",
 ) -> Any:
     """The model that the trainer would build for this step or plan, with adapters.
 
@@ -93,6 +105,7 @@ def random_model(
         spec: the step or plan.
         tuning: tuning mode and LoRA settings.
         device: where the model is created.
+        kernels: as `train.kernels`.
     """
     model = random_base(
         config,
@@ -100,6 +113,7 @@ def random_model(
         attn_implementation=spec.attention,
         device=device,
         quantize=tuning.mode == "qlora",
+        kernels=kernels,
     )
     if tuning.mode == "full":
         freeze_what_gets_no_gradient(model)

@@ -17,13 +17,13 @@ Until benchmarks/results/throughput_gpu.json exists, there are no GPU results.
 """
 
 import os
-import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import numpy as np
 import torch
 from datasets import Dataset
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from benchmarks.device_meter import STEP_ERRORS, empty_device
@@ -41,6 +40,7 @@ from benchmarks.gpu_cases import architecture
 from benchmarks.measurement_log import RESULTS, MeasurementLog, write_result
 from benchmarks.random_models import random_base, random_model
 from benchmarks.sizing_gpu import arguments, local_device
+from benchmarks.throughput_sides import CHOICES, result_table, sides, summary
 from sft_play.builtin.models import byte_level_tokenizer
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import (
@@ -66,7 +66,6 @@ from sft_play.train.rows import training_rows
 from sft_play.train.session import open_session
 from sft_play.units import format_bytes
 
-SIDES = ("sft-play", "trl")
 BASELINE_ROWS = 2  # micro-batch of the TRL side, as in TRL's examples
 RANK = 16
 FINISHING_S = 15
@@ -143,8 +142,11 @@ class Started:
     settings: dict[str, Any]
 
 
-def run_config(course: Course, rows: Dataset, folder: Path) -> RunConfig:
-    """The config that a user would write; a packed step has as many tokens as the average padded one."""
+def run_config(course: Course, rows: Dataset, folder: Path, **choice: Any) -> RunConfig:
+    """The config that a user would write, with a `choice` of train's settings.
+
+    A packed step has as many tokens as the average padded one.
+    """
     mean = sum(rows["length"]) / len(rows)
     packed = max(1, round(course.rows * mean / course.max_seq_len)) * course.max_seq_len
     return RunConfig(
@@ -156,6 +158,7 @@ def run_config(course: Course, rows: Dataset, folder: Path) -> RunConfig:
             packing=course.packing,
             max_steps=course.steps,
             report_to=[],
+            **choice,
         ),
         output=OutputConfig(dir=str(folder)),
     )
@@ -180,7 +183,12 @@ def prepared(course: Course, rows: Dataset, folder: Path) -> PreparedData:
 
 
 def our_side(
-    course: Course, rows: Dataset, tokenizer: PreTrainedTokenizerBase, folder: Path, device: torch.device
+    course: Course,
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    device: torch.device,
+    **choice: Any,
 ) -> Started:
     """Our trainer with the plan for this machine.
 
@@ -190,8 +198,9 @@ def our_side(
         tokenizer: any tokenizer; the rows are already tokenized.
         folder: for output.
         device: the device.
+        choice: settings of train.
     """
-    config, data = run_config(course, rows, folder), prepared(course, rows, folder)
+    config, data = run_config(course, rows, folder, **choice), prepared(course, rows, folder)
     plan = our_plan(course, config, data)
     run = open_run(str(folder), "ours")
     job = Job(
@@ -204,7 +213,9 @@ def our_side(
         hidden_size=architecture(course.model).get_text_config().hidden_size,
         pad_id=tokenizer.pad_token_id,
     )
-    model = random_model(architecture(course.model), plan, config.tuning, device)
+    model = random_model(
+        architecture(course.model), plan, config.tuning, device, kernels=config.train.layer_kernels
+    )
     session = open_session(job, model, chosen, MemoryMeter.start(plan.device))
     return Started(session.trainer, chosen.tokens_per_step, plan.to_json()["plan"])
 
@@ -261,7 +272,7 @@ def trl_side(
 
 def measure_side(course: Course, side: str, device: torch.device) -> dict[str, Any]:
     """Trains one side once."""
-    start: Callable[..., Started] = {"sft-play": our_side, "trl": trl_side}[side]
+    start: Callable[..., Started] = trl_side if side == "trl" else partial(our_side, **CHOICES.get(side, {}))
     empty_device(device)
     tokenizer = byte_level_tokenizer([], 300, course.max_seq_len)
     rows = make_rows(course, architecture(course.model).vocab_size)
@@ -297,47 +308,6 @@ def _mfu(course: Course, rows: Dataset, tokens_per_second: float, device: torch.
     return tokens_per_second * flops_per_token(sizes, round(sum(rows["length"]) / len(rows))) / peak
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The medians of each course's rounds, and the ratio of both sides."""
-    found = []
-    for name in dict.fromkeys(row["course"] for row in rows):
-        entry: dict[str, Any] = {"course": name}
-        for side in SIDES:
-            of_side = [row for row in rows if (row["course"], row["side"]) == (name, side)]
-            done = [row for row in of_side if not row["problem"]]
-            entry[side] = {"rounds": len(done)}
-            for key in ("tokens_per_second", "mfu", "peak_bytes"):
-                values = [row[key] for row in done if row[key] is not None]
-                entry[side][key] = statistics.median(values) if values else None
-        ours, theirs = (entry[side]["tokens_per_second"] for side in SIDES)
-        found.append(entry | {"times_as_fast": ours / theirs if ours and theirs else None})
-    return found
-
-
-def _or_na(text: str, value: float | None) -> str:
-    """The value formatted by the template `text`; "n/a" if there is none."""
-    return "n/a" if value is None else text.format(value)
-
-
-def result_table(found: list[dict[str, Any]], where: str) -> Table:
-    """The medians for the console."""
-    table = Table(title=f"Tokens per second (without padding), MFU and peak memory on {where}")
-    for name in ("run", "sft-play", "MFU", "peak", "trl", "MFU", "peak", "times as fast"):
-        table.add_column(name, justify="left" if name == "run" else "right")
-    for entry in found:
-        cells = []
-        for side in SIDES:
-            values = entry[side]
-            peak = values["peak_bytes"]
-            cells += [
-                _or_na("{:,.0f}", values["tokens_per_second"]),
-                _or_na("{:.0%}", values["mfu"]),
-                "n/a" if peak is None else format_bytes(peak),
-            ]
-        table.add_row(entry["course"], *cells, _or_na("{:.2f}", entry["times_as_fast"]))
-    return table
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a run failed."""
     started = time.monotonic()
@@ -346,7 +316,9 @@ def main(argv: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     suffix = "_quick" if args.quick else ""
     lines = MeasurementLog(args.lines or RESULTS / f"throughput_{device.type}{suffix}.lines.jsonl", device)
-    turns = list(product(range(1 if args.quick else ROUNDS), QUICK if args.quick else COURSES, SIDES))
+    turns = list(
+        product(range(1 if args.quick else ROUNDS), QUICK if args.quick else COURSES, sides(device.type))
+    )
     done = {(line["round"], line["course"], line["side"]) for line in lines.read()}
     deadline = started + 60 * args.minutes - FINISHING_S
     slowest = 10.0
@@ -359,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         lines.add(line)
         peak = f", peak {format_bytes(line['peak_bytes'])}" if line.get("peak_bytes") else ""
         result = line["problem"] or f"{line['tokens_per_second']:,.0f} tokens/s{peak}"
-        console().print(f"round {number} {course.name:20} {side:9} {result}", highlight=False, markup=False)
+        console().print(f"round {number} {course.name:20} {side:10} {result}", highlight=False, markup=False)
     rows = lines.read()
     found = summary(rows)
     console().print(result_table(found, lines.made["made_on"].get("gpu", "the CPU")))

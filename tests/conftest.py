@@ -19,6 +19,10 @@ os.environ["SFT_PLAY_MAKE"] = "1"  # messages have the targets of make
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the command line does
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when kernels are defined, as Triton's own are on import
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several workers share the cores
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))

@@ -167,6 +167,9 @@ class TrainConfig(Section):
     paged_ one moves its states to RAM while the GPU is full. lion: one state instead of two; needs a lower
     learning rate. adafactor: for each matrix, a row and a column instead of two states. schedule_free_adamw
     (arXiv 2405.15682): averages the weights instead of lowering the rate."""
+    kernels: Literal["auto", "own", "liger"] = "auto"
+    """What computes norms, rotary embeddings and gated layers. own: passes of this project. liger: the Triton
+    kernels of liger-kernel, on GPUs. auto: own, until `make gpu-proof` has seen Liger's win on a GPU."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
@@ -205,6 +208,11 @@ class TrainConfig(Section):
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     """Experiment trackers; metrics.jsonl is always written. All but tensorboard need their package, e.g.
     wandb. A resumed run continues the curves that it began there."""
+
+    @property
+    def layer_kernels(self) -> str:
+        """What `kernels` stands for: auto is own, since no proof on a GPU has seen another one win."""
+        return "own" if self.kernels == "auto" else self.kernels
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:

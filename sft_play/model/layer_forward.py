@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from sft_play.model import liger
+
 # The classes of transformers with Llama's code: norms, and attention that rotates queries and keys.
 NORMS = """
     ApertusRMSNorm ArceeRMSNorm BambaRMSNorm BitNetRMSNorm DeepseekV2RMSNorm DeepseekV3RMSNorm
@@ -41,29 +43,40 @@ ATTENTIONS = """
 """
 
 
-def replace_forwards(model: torch.nn.Module) -> None:
-    """Lets the listed modules of a model without adapters compute in fewer passes."""
-    ours = {kind: _our_forward(kind) for kind in set(map(type, model.modules()))}
+def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
+    """Lets the listed modules of a model without adapters compute in fewer passes, or by Liger's `kernels`.
+
+    Returns:
+        How many modules these are.
+    """
+    replacements = {kind: _replacement(kind, kernels) for kind in set(map(type, model.modules()))}
+    count = 0
     for module in model.modules():
-        if forward := ours[type(module)]:
+        forward = replacements[type(module)]
+        if forward is None and kernels == liger.NAME and liger.is_swiglu(module):
+            forward = liger.mlp_forward
+        if forward:
             # accelerate's hook, where there is one, calls what it found
             place = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
             setattr(module, place, MethodType(forward, module))
+            count += 1
+    return count
 
 
-def _our_forward(kind: type) -> Any:
+def _replacement(kind: type, kernels: str = "own") -> Any:
     """What to put in the place of the forward pass of a module of this class; None for those that stay."""
     if not kind.__module__.startswith("transformers.models."):
         return None
     if kind.__name__ in NORMS.split():
-        return _norm_forward
+        return liger.norm_forward if kernels == liger.NAME else _norm_forward
     forward: Any = kind.forward  # type: ignore[attr-defined]
-    return _with_our_rotation(forward) if kind.__name__ in ATTENTIONS.split() else None
+    rotate = liger.rotated if kernels == liger.NAME else rotated
+    return _with_rotation(forward, rotate) if kind.__name__ in ATTENTIONS.split() else None
 
 
-def _with_our_rotation(forward: FunctionType) -> FunctionType:
+def _with_rotation(forward: FunctionType, rotate: Any) -> FunctionType:
     """The same function with another `apply_rotary_pos_emb`; others that call that one are not touched."""
-    names = forward.__globals__ | {"apply_rotary_pos_emb": rotated}
+    names = forward.__globals__ | {"apply_rotary_pos_emb": rotate}
     copy = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy

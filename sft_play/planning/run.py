@@ -8,6 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
+from sft_play.model import liger
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of, plan_clock
 from sft_play.planning.devices import memory_device, memory_reasons, training_device
@@ -20,6 +21,7 @@ from sft_play.reasons import (
     AssumedRows,
     Communication,
     Decomposed,
+    LayerKernels,
     LoraPlus,
     Noise,
     OptimizerStates,
@@ -77,6 +79,7 @@ def plan_run(
         DoesNotFitError: nothing fits.
     """
     device, architecture = training_device(machine), Architecture.of(model_config)
+    _require_kernels(config, architecture, device, here=not machine.what_if)
     machines = machines or (-(-processes // LARGEST_MACHINE) if machine.what_if else 1)
     layers = len(architecture.ask(questions.layer_kinds)) if mix else 0
     allowed, about_rows = allowed_plans(config, architecture, facts, device, processes, machines)
@@ -100,7 +103,8 @@ def plan_run(
             record = record_of(config, plan)
             plan = replace(plan, step_seconds_origin=(origin := record.speed.origin_of(plan)))
             besides += profile_reasons(machine, processes, origin, plan.replicas)
-            found = _about_the_step(config, plan, architecture, facts, record, budget.threads)
+            sized = predict if explain else None
+            found = _about_the_step(config, plan, architecture, facts, record, budget.threads, sized)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
@@ -154,7 +158,13 @@ def estimator_of_run(
 
 
 def _about_the_step(
-    config: RunConfig, plan: Plan, architecture: Architecture, facts: DataFacts, record: Record, threads: int
+    config: RunConfig,
+    plan: Plan,
+    architecture: Architecture,
+    facts: DataFacts,
+    record: Record,
+    threads: int,
+    estimate: Estimator | None,
 ) -> list[Reason]:
     """The kernel of attention, the methods, and what earlier runs have shown."""
     assert plan.memory
@@ -166,9 +176,39 @@ def _about_the_step(
 
     return [
         *([kernel] if kernel else []),
+        *(layer_kernels(config, plan, architecture, estimate) if estimate else []),
         *method_reasons(config, plan, trained_elements),
         *reasons_of(record, plan, plan.memory),
     ]
+
+
+def _require_kernels(config: RunConfig, architecture: Architecture, device: Device, *, here: bool) -> None:
+    """Refuses train.kernels that the device or the model cannot run, or that are not installed `here`."""
+    if config.train.kernels == "liger":
+        liger.require_runnable(device.kind, device.compute_capability, here=here)
+        architecture.ask(questions.require_liger_modules)
+
+
+def layer_kernels(
+    config: RunConfig, plan: Plan, architecture: Architecture, estimate: Estimator
+) -> list[Reason]:
+    """Liger's kernels, and why they are off, where a GPU could run them; another step is traced for it."""
+    asked = config.train.kernels
+    if plan.device != "cuda" or asked == "own":
+        return []
+    try:
+        liger.require_runnable(plan.device, plan.compute_capability, here=False)
+        modules = architecture.ask(questions.require_liger_modules)
+    except ConfigError:  # nobody asked for them
+        return []
+    peaks = {}
+    for kernels in ("own", "liger"):
+        other = config.model_copy(update={"train": config.train.model_copy(update={"kernels": kernels})})
+        peaks[kernels] = estimate(other, plan).peak_bytes
+    saved = peaks["own"] - peaks["liger"]
+    if asked == "auto" and saved <= 0:
+        return []
+    return [LayerKernels("off" if asked == "auto" else "liger", modules, saved)]
 
 
 def _trained_besides(config: RunConfig, architecture: Architecture) -> list[Reason]:

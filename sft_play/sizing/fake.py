@@ -59,7 +59,7 @@ def skeleton(
             quantizer._process_model_before_weight_loading(model, device_map=None)
             model.is_loaded_in_4bit = model.config._is_quantized = True
             keep_differentiable(model)
-    layer_forward.replace_forwards(model)
+    layer_forward.replace_forwards(model, spec.kernels)
     model.config.use_cache = False
     return model, stand_ins
 

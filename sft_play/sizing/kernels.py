@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from sft_play.errors import ConfigError
 from sft_play.model.attention import type_name
 from sft_play.model.attention_table import Capability
+from sft_play.sizing import liger_kernels
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
 from sft_play.sizing.cpu_kernels import four_bit_product, inside_kernels
 from sft_play.sizing.operations import nbytes
@@ -227,8 +228,7 @@ class CudaAutocast(TorchFunctionMode):
 
 def _run_backward(loss: torch.Tensor) -> None:
     """The backward pass of a scalar loss."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
+    torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
@@ -341,7 +341,7 @@ def simulate_cuda(
     """
     from trl.kernels import chunked_logprob
 
-    from sft_play.model import attention, loss_head
+    from sft_play.model import attention, liger, loss_head
 
     autocast_enabled, attend = torch.is_autocast_enabled, attention._attend
 
@@ -353,6 +353,7 @@ def simulate_cuda(
         (attention, "varlen_attn", joined),
         (attention, "_offsets", lambda lengths, device: None),
         (attention, "device_capability", lambda device: capability),
+        *((liger, name, getattr(liger_kernels, name)) for name in ("norm", "rotate", "gated")),
         (loss_head, "is_on_cpu", lambda tensor: False),
         (chunked_logprob, "_forward_tile", _forward_tile),
         (chunked_logprob, "_backward_tile", _backward_tile),

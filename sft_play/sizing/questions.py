@@ -103,6 +103,25 @@ def layer_kinds(config: "PretrainedConfig") -> list[int]:
         return []
 
 
+def require_liger_modules(config: "PretrainedConfig") -> int:
+    """How many modules of the model Liger's kernels serve.
+
+    Raises:
+        ConfigError: none.
+    """
+    from sft_play.model import liger
+    from sft_play.model.architecture import empty_model
+    from sft_play.model.layer_forward import replace_forwards
+
+    if count := replace_forwards(empty_model(config), liger.NAME):
+        return count
+    raise ConfigError(
+        f"train.kernels=liger: none of {config.model_type}'s modules are those that Liger's kernels compute "
+        f"(norms, rotary embeddings and gated layers as of {', '.join(liger.EXAMPLES)}); allowed for it: "
+        "auto, own"
+    )
+
+
 def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:
     """As in `sizing.attention_kernels`."""
     from sft_play.sizing.attention_kernels import attention_kernel

@@ -159,6 +159,7 @@ class StepSpec:
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
     threads: int = 1  # of a process, if it is a CPU: its kernels
     optimizer: str = "adamw"
+    kernels: str = "own"  # of norms, rotary embeddings and gated layers, or "liger"
     neftune: bool = False  # noise on the embeddings
     balanced: bool = False  # a loss balances the experts
     supervised_share: float = 1.0  # of the tokens; the loss is computed for these only
@@ -283,6 +284,7 @@ class StepSpec:
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),
             optimizer=config.train.optimizer,
+            kernels=config.train.layer_kernels,
             neftune=config.train.neftune_noise_alpha is not None,
             balanced=config.train.router_aux_loss_coef > 0,
             sequence_ranks=plan.sequence_ranks,

@@ -9,7 +9,8 @@ import torch
 from benchmarks import gpu_proof
 from benchmarks.gpu_proof import PARTS, Slice, all_cases_done, all_turns_done, gathered, outcome, page
 from benchmarks.memory_tables import gpu_proofs
-from benchmarks.throughput import COURSES, ROUNDS, SIDES
+from benchmarks.throughput import COURSES, ROUNDS
+from benchmarks.throughput_sides import sides
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_a_result_counts_only_on_the_same_hardware_with_the_same_versions(now):
 def test_a_benchmark_is_done_when_nothing_of_it_is_left():
     assert not all_cases_done({}) and not all_cases_done({"cases": {"done": 3, "planned_for": 4}})
     assert all_cases_done({"cases": {"done": 4, "planned_for": 4}})
-    turns = [{}] * (ROUNDS * len(COURSES) * len(SIDES))
+    turns = [{}] * (ROUNDS * len(COURSES) * len(sides("cuda")))
     assert all_turns_done({"turns": turns}) and not all_turns_done({"turns": turns[1:]})
 
 

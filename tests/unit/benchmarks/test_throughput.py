@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from benchmarks import throughput
-from benchmarks.throughput import QUICK, SIDES, make_rows, measure_side, summary
+from benchmarks import throughput, throughput_sides
+from benchmarks.throughput import QUICK, make_rows, measure_side
+from benchmarks.throughput_sides import SIDES, summary
 
 CPU = torch.device("cpu")
 LORA = QUICK[0]
@@ -17,15 +18,15 @@ def test_rows_are_the_same_each_time_and_within_the_length_that_is_asked_for():
     assert len(set(rows["length"])) > 3
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_both_sides_train_for_real(side):
+@pytest.mark.parametrize("side", (*SIDES, "adamw_8bit"))
+def test_all_sides_train_for_real(side):
     found = measure_side(LORA, side, CPU)
     assert found["problem"] is None and len(found["step_seconds"]) == LORA.steps
     timed = sum(found["step_seconds"][1:])
     assert found["tokens_per_second"] == pytest.approx(found["tokens"] / timed, rel=0.01)
     tokens = sum(make_rows(LORA, 300)["length"])
     assert 0 < found["tokens"] < tokens and found["mfu"] is None  # nobody knows the peak of this CPU
-    assert found["settings"]["packing"] is (side == "sft-play")
+    assert found["settings"]["packing"] is (side != "trl")
 
 
 def test_a_side_that_breaks_is_a_result(monkeypatch):
@@ -54,3 +55,18 @@ def test_medians_leave_out_what_broke():
     assert entry["sft-play"] == {"rounds": 3, "tokens_per_second": 40.0, "mfu": None, "peak_bytes": 10}
     assert entry["trl"]["rounds"] == 1 and entry["times_as_fast"] == 4.0
     assert summary([turn("trl", 0.0, "broken")])[0]["times_as_fast"] is None
+
+
+def test_a_choice_is_compared_with_ours():
+    def turn(side, speed):
+        return {"course": "a", "side": side, "problem": None, "tokens_per_second": speed, "mfu": None,
+                "peak_bytes": 10}  # fmt: skip
+
+    (entry,) = summary([turn("sft-play", 20.0), turn("liger", 25.0)])
+    assert entry["liger"]["times_as_fast"] == 1.25 and "adamw_8bit" not in entry
+
+
+def test_liger_is_a_side_only_where_it_runs(monkeypatch):
+    assert "liger" not in throughput_sides.sides("cpu")
+    monkeypatch.setattr(throughput_sides, "is_installed", lambda: True)
+    assert throughput_sides.sides("cuda") == (*SIDES, "liger", "adamw_8bit")

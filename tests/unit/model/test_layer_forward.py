@@ -100,7 +100,7 @@ def norms(kind):
 
 def rotations(kind):
     """Results of what an attention rotates queries and keys with, and of what it calls in our forward pass."""
-    ours = layer_forward._our_forward(kind)
+    ours = layer_forward._replacement(kind)
     assert "apply_rotary_pos_emb" in ours.__code__.co_names
     heads = torch.randn(1, 4, TOKENS, SIZE), torch.randn(1, 2, TOKENS, SIZE)
     angles = torch.randn(2, 1, TOKENS, SIZE)

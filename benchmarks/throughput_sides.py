@@ -1,0 +1,68 @@
+"""Who takes part in `make bench-gpu`, and the medians of what they did."""
+
+import statistics
+from typing import Any
+
+from rich.table import Table
+
+from sft_play.model.liger import is_installed
+from sft_play.units import format_bytes
+
+SIDES = ("sft-play", "trl")
+# Settings of train that are off until this benchmark has seen them win, each a side of its own.
+CHOICES: dict[str, dict[str, Any]] = {
+    "liger": {"kernels": "liger"},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+}
+
+
+def sides(device_type: str) -> tuple[str, ...]:
+    """All that run on a device, here."""
+    has_liger = device_type == "cuda" and is_installed()
+    return (*SIDES, *(name for name in CHOICES if name != "liger" or has_liger))
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The medians of each course's rounds, and the ratio of both sides."""
+    found = []
+    measured = {(row["course"], row["side"]) for row in rows}
+    for name in dict.fromkeys(row["course"] for row in rows):
+        entry: dict[str, Any] = {"course": name}
+        for side in (*SIDES, *(name for name in CHOICES if (entry["course"], name) in measured)):
+            of_side = [row for row in rows if (row["course"], row["side"]) == (name, side)]
+            done = [row for row in of_side if not row["problem"]]
+            entry[side] = {"rounds": len(done)}
+            for key in ("tokens_per_second", "mfu", "peak_bytes"):
+                values = [row[key] for row in done if row[key] is not None]
+                entry[side][key] = statistics.median(values) if values else None
+        ours, theirs = (entry[side]["tokens_per_second"] for side in SIDES)
+        entry["times_as_fast"] = ours / theirs if ours and theirs else None
+        for side in (name for name in CHOICES if name in entry):  # the same with a choice
+            speed = entry[side]["tokens_per_second"]
+            entry[side]["times_as_fast"] = speed / ours if ours and speed else None
+        found.append(entry)
+    return found
+
+
+def _or_na(text: str, value: float | None) -> str:
+    """The value formatted by the template `text`; "n/a" if there is none."""
+    return "n/a" if value is None else text.format(value)
+
+
+def result_table(found: list[dict[str, Any]], where: str) -> Table:
+    """The medians for the console."""
+    table = Table(title=f"Tokens per second (without padding), MFU and peak memory on {where}")
+    for name in ("run", "sft-play", "MFU", "peak", "trl", "MFU", "peak", "times as fast"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for entry in found:
+        cells = []
+        for side in SIDES:
+            values = entry[side]
+            peak = values["peak_bytes"]
+            cells += [
+                _or_na("{:,.0f}", values["tokens_per_second"]),
+                _or_na("{:.0%}", values["mfu"]),
+                "n/a" if peak is None else format_bytes(peak),
+            ]
+        table.add_row(entry["course"], *cells, _or_na("{:.2f}", entry["times_as_fast"]))
+    return table

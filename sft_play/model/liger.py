@@ -1,0 +1,105 @@
+"""Norms, rotary embeddings and gated layers by Liger's Triton kernels, which train.kernels=liger asks for.
+
+They replace our own passes (`layer_forward`) on the classes that these know, and the product of SwiGLU.
+Liger's functions are called one by one, instead of `use_liger_kernel`: that exchanges classes and functions
+in the modules of transformers, for all models of the process, and a forward pass that the output head
+replaces. The output head stays TRL's, which is one of Triton too and never makes the logits either.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from sft_play.errors import ConfigError
+from sft_play.model.attention_table import Capability
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "liger"
+PACKAGES = ("liger_kernel", "triton")
+EXAMPLES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "mixtral")  # served architectures
+LEAST_CAPABILITY = (7, 0)  # Triton compiles for no older GPU
+
+
+def is_installed() -> bool:
+    """Whether Liger can be imported, which is found out without doing so."""
+    return all(map(find_spec, PACKAGES))
+
+
+def require_runnable(device: str, capability: Capability | None, *, here: bool) -> None:
+    """Refuses Liger's kernels on devices for which there are none, and `here` without the package.
+
+    Raises:
+        ConfigError: the device cannot run them, or the package is missing.
+    """
+    old = capability is not None and capability < LEAST_CAPABILITY
+    if device != "cuda" or old:
+        found = "a GPU of compute capability {}.{}".format(*capability or ()) if old else "the CPU"
+        raise ConfigError(
+            f"train.kernels=liger: {found} cannot run Liger's kernels, which Triton compiles for NVIDIA GPUs "
+            "of compute capability 7.0 and newer; allowed here: auto, own"
+        )
+    if here and not is_installed():
+        raise ConfigError(
+            "train.kernels=liger needs the packages liger-kernel and triton, which are not installed; run "
+            '`.venv/bin/python -m pip install "sft-play[liger]"`, or set train.kernels=auto'
+        )
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`layer_forward.RMSNorm` by Liger's kernel; x is [..., size], the weight [size].
+
+    The gradient does not take the place of that of the result, as Liger does by default: after a residual
+    sum, as of norms behind a layer, that one belongs to another branch too.
+    """
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False, None)
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layer_forward.rotated` by Liger's kernel, which writes into q and k; shapes as there."""
+    from liger_kernel.ops import LigerRopeFunction
+
+    return LigerRopeFunction.apply(q, k, cos, sin)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of [..., size] by Liger's kernel, whose gradients take the place of both."""
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(gate, up, 1.0, 1.0)
+
+
+def rotated(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of Llama's `apply_rotary_pos_emb`; shapes as in `layer_forward.rotated`."""
+    return rotate(q, k, cos, sin)
+
+
+def mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward pass of Llama's gated layer; x and the result are [..., hidden_size]."""
+    return module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))
+
+
+def norm_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """As in Llama; `hidden_states` and the result are [..., hidden_size]."""
+    return norm(hidden_states, module.weight, module.variance_epsilon)
+
+
+def is_swiglu(module: Any) -> bool:
+    """Whether a module computes as Llama's gated layer does, with SiLU."""
+    from torch.nn import SiLU
+    from transformers.activations import SiLUActivation
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    if not type(module).__module__.startswith("transformers.models."):
+        return False
+    code, llama = type(module).forward.__code__, LlamaMLP.forward.__code__
+    same = (code.co_code, code.co_names) == (llama.co_code, llama.co_names)
+    return same and isinstance(module.act_fn, (SiLUActivation, SiLU))

@@ -1,0 +1,181 @@
+"""Liger's kernels compute what ours do, and allocate what the trace says; by Triton's interpreter."""
+
+import pytest
+import torch
+
+from benchmarks.miniatures import miniature
+from benchmarks.random_models import random_base
+from benchmarks.small_models import TALL, small_config
+from sft_play.errors import ConfigError
+from sft_play.model import layer_forward, liger
+from sft_play.sizing import liger_kernels, questions
+from sft_play.sizing.kernels import patched
+from sft_play.sizing.recorder import AllocationRecorder
+from tests.triton import interpreted, needs_triton
+
+TOKENS, HEADS, GROUPS = 5, 4, 2
+HEAD_SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
+# of the largest value: bf16 has eight binary digits, and norms and sums round a few times
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 0.03}
+TYPES = pytest.mark.parametrize("dtype", NEAR, ids=str)
+
+
+def norm_inputs(size, dtype):
+    return [torch.randn(1, TOKENS, size, dtype=dtype), torch.randn(size, dtype=dtype)]
+
+
+def heads_of(size, dtype):
+    """Queries and keys as projections leave them, and the angles that transformers computes."""
+    angles = torch.randn(1, TOKENS, size // 2, dtype=torch.float32).repeat(1, 1, 2)
+    q, k = (torch.randn(1, TOKENS, count, size, dtype=dtype) for count in (HEADS, GROUPS))
+    return [q, k], [angles.cos().to(dtype), angles.sin().to(dtype)]
+
+
+def outcome(compute, inputs):
+    """Results and gradients; what is trained lies before the function, as in a model."""
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    found = compute(*(leaf * 1 for leaf in leaves))
+    found = found if isinstance(found, tuple) else (found,)
+    # taken before the backward pass, in which a kernel may change them
+    values = [each.detach().clone() for each in found]
+    sum(
+        (each * torch.linspace(-1, 1, each.numel()).view(each.shape).to(each.dtype)).sum() for each in found
+    ).backward()
+    return values + [leaf.grad for leaf in leaves]
+
+
+def assert_near(theirs, ours, dtype):
+    for their, our in zip(theirs, ours, strict=True):
+        assert their.dtype == our.dtype
+        assert (their - our).float().abs().max() <= NEAR[dtype] * our.float().abs().max()
+
+
+@needs_triton
+@TYPES
+@pytest.mark.parametrize("size", (*HEAD_SIZES, 576))
+def test_norms_are_ours(size, dtype):
+    torch.manual_seed(size)
+    inputs = norm_inputs(size, dtype)
+    with interpreted():
+        theirs = outcome(lambda x, weight: liger.norm(x, weight, 1e-6), inputs)
+    assert_near(
+        theirs, outcome(lambda x, weight: layer_forward.RMSNorm.apply(x, weight, 1e-6), inputs), dtype
+    )
+
+
+@needs_triton
+@TYPES
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_rotations_are_ours(size, dtype):
+    torch.manual_seed(size)
+    heads, angles = heads_of(size, dtype)
+
+    def rotation(rotate):
+        return lambda q, k: rotate(q.transpose(1, 2), k.transpose(1, 2), *angles)
+
+    with interpreted():
+        theirs = outcome(rotation(liger.rotated), heads)
+    assert_near(theirs, outcome(rotation(layer_forward.rotated), heads), dtype)
+
+
+@needs_triton
+@TYPES
+@pytest.mark.parametrize("size", (64, 176, 320))
+def test_gated_products_are_those_of_pytorch(size, dtype):
+    torch.manual_seed(size)
+    inputs = [torch.randn(1, TOKENS, size, dtype=dtype) for _ in range(2)]
+    with interpreted():
+        theirs = outcome(liger.gated, inputs)
+    assert_near(theirs, outcome(lambda gate, up: torch.nn.functional.silu(gate) * up, inputs), dtype)
+
+
+def step(config, kernels, checkpointing=False):
+    """Loss and gradients of a small model with random weights, norms included."""
+    torch.manual_seed(0)
+    model = random_base(
+        config, dtype="float32", attn_implementation="sdpa", device=torch.device("cpu"), quantize=False,
+        kernels=kernels,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 1, 0.3)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(18).view(2, 9) * 5
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@needs_triton
+@pytest.mark.parametrize("checkpointing", (False, True), ids=("kept", "recomputed"))
+@pytest.mark.parametrize("family", ("llama", "qwen3", "glm4", "exaone4", "deepseek_v3", "phi3"))
+def test_a_step_is_the_same(family, checkpointing):
+    """Also behind residual sums (glm4, exaone4), and where parts of heads are rotated."""
+    config = small_config(family, TALL | {"layers": 2, "vocabulary": 100})
+    loss, gradients = step(config, "own")
+    with interpreted():
+        their_loss, theirs = step(config, "liger", checkpointing)
+    assert float(their_loss) == pytest.approx(float(loss), rel=1e-5)
+    assert (theirs - gradients).norm() <= 1e-4 * gradients.norm()
+
+
+def allocated(compute, inputs):
+    """Bytes that are live between the forward and the backward pass, and the most ones."""
+    recorder = AllocationRecorder()
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    with recorder:
+        moved = [leaf * 1 for leaf in leaves]
+        found = compute(*moved)
+        kept = recorder.live
+        recorder.begin("backward")
+        found = found if isinstance(found, tuple) else (found,)
+        grads = [torch.empty_like(each) for each in found]
+        torch.autograd.grad(found, moved, grads)
+    return kept, recorder.peak
+
+
+@needs_triton
+@TYPES
+def test_stand_ins_allocate_what_the_kernels_do(dtype):
+    """The kernels allocate on a CPU what they do on a GPU but for its multiprocessors."""
+    heads, angles = heads_of(64, dtype)
+    cases = {
+        "norm": ([liger.norm, liger_kernels.norm], norm_inputs(64, dtype), lambda f: lambda x, w: f(x, w, 1e-6)),
+        "rotate": ([liger.rotate, liger_kernels.rotate], heads,
+                   lambda f: lambda q, k: f(q.transpose(1, 2), k.transpose(1, 2), *(each * 1 for each in angles))),
+        "gated": ([liger.gated, liger_kernels.gated], [heads[0], heads[0]], lambda f: f),
+    }  # fmt: skip
+    for name, ((kernel, stand_in), inputs, call) in cases.items():
+        with interpreted(), patched(liger_kernels, "MULTIPROCESSORS", 1):
+            assert allocated(call(kernel), inputs) == allocated(call(stand_in), inputs), name
+
+
+@pytest.mark.parametrize("name", liger.EXAMPLES)
+def test_named_architectures_have_modules_that_are_replaced(name):
+    config = miniature(name)
+    assert questions.require_liger_modules(config) > 0
+
+
+def test_an_architecture_without_such_modules_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"none of gpt2's modules.*llama, mistral.*allowed for it: auto, own"
+    ):
+        questions.require_liger_modules(miniature("gpt2"))
+
+
+def test_what_cannot_run_is_refused_with_what_can():
+    with pytest.raises(ConfigError, match=r"the CPU cannot run.*allowed here: auto, own"):
+        liger.require_runnable("cpu", None, here=True)
+    with pytest.raises(ConfigError, match=r"capability 6\.1 cannot run"):
+        liger.require_runnable("cuda", (6, 1), here=False)
+    liger.require_runnable("cuda", (8, 0), here=False)
+    liger.require_runnable("cuda", None, here=False)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"liger-kernel and triton, which are not installed"):
+        liger.require_runnable("cuda", (9, 0), here=True)
+    liger.require_runnable("cuda", (9, 0), here=False)  # a plan for another machine
