@@ -35,7 +35,6 @@ from benchmarks.random_models import random_model
 from benchmarks.small_models import small_config
 from benchmarks.throughput import StepClock
 from sft_play.builtin.models import byte_level_tokenizer
-from sft_play.cli import WAITING
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import (
     DataConfig,
@@ -47,6 +46,7 @@ from sft_play.config.schema import (
 )
 from sft_play.data.prepare import PreparedData
 from sft_play.job import Job
+from sft_play.launch.environment import WAITING
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.plan import PROFILED, Plan

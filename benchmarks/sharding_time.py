@@ -32,9 +32,9 @@ from rich.table import Table
 
 from benchmarks.measurement_log import RESULTS, MeasurementLog, write_result
 from benchmarks.planner import Work, Workload, described
-from sft_play.cli import WAITING
 from sft_play.engines.registry import engine_of
 from sft_play.launch.accelerate import launch_command
+from sft_play.launch.environment import WAITING
 from sft_play.launch.ranks import RankEnvironment
 from sft_play.machine.gpus import detect
 from sft_play.plan import Plan

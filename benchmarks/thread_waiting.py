@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.adapter_step import LENGTHS, adapted_model, batch
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
-from sft_play.cli import WAITING
+from sft_play.launch.environment import WAITING
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import token_loss
 from sft_play.runlog import console

@@ -110,7 +110,7 @@ def _at(
         "engine": plan.engine,
         "replicas": plan.replicas,
         "effective_batch_size": plan.effective_batch_size,
-        "gradient_checkpointing": plan.recomputes,
+        "activations": plan.activations,
         "tokens_per_second": tokens_per_second(plan, facts),
         "peak_bytes": plan.memory.peak_bytes,
         "process_bytes": plan.memory.process_bytes,

@@ -85,8 +85,7 @@ def plan_run(
     allowed, about_rows = allowed_plans(config, architecture, facts, device, processes, machines)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
-    assumed = [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]
-    besides = [*_trained_besides(config, architecture), *about_rows, *assumed]
+    besides = [*_trained_besides(config, architecture), *about_rows, *_assumed(facts)]
     record_of = records_of(architecture.text, device.name)
     if (usual := memory_device(config, machine, processes)) is None:
         plan, why = choose_plan(config, drafts, None, None)
@@ -100,10 +99,9 @@ def plan_run(
         time_of = corrected_clock(seconds, record_of, facts.tokens_per_process)
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
-            record = record_of(config, plan)
+            record, sized = record_of(config, plan), predict if explain else None
             plan = replace(plan, step_seconds_origin=(origin := record.speed.origin_of(plan)))
             besides += profile_reasons(machine, processes, origin, plan.replicas)
-            sized = predict if explain else None
             found = _about_the_step(config, plan, architecture, facts, record, budget.threads, sized)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
@@ -217,6 +215,10 @@ def _trained_besides(config: RunConfig, architecture: Architecture) -> list[Reas
     if not tokens and not modules:
         return []
     return [found for found in architecture.ask(questions.trained_besides, tokens, modules) if found]
+
+
+def _assumed(facts: DataFacts) -> list[Reason]:
+    return [] if facts.seen else [AssumedRows(len(facts.lengths), facts.longest_row)]
 
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:

@@ -55,9 +55,10 @@ def _cells(row: Mapping[str, Any], asked: int | None) -> list[str]:
 def _notes(tree: Mapping[str, Any]) -> list[str]:
     rows, asked = tree["rows"], tree["asked"]
     length = "the longest row" if asked == "max" else f"rows of {asked:,} tokens"
+    offloaded = ", from inputs in RAM" if any(row.get("activations") == "offload" for row in rows) else ""
     found = [
-        "one row in a micro-batch, loss on every token, activations recomputed; speed and memory of a "
-        f"{_unit(tree)} at {length}, predicted"
+        f"one row in a micro-batch, loss on every token, activations recomputed{offloaded}; speed and memory "
+        f"of a {_unit(tree)} at {length}, predicted"
     ]
     if any(row.get("limit") == "positions" and row["longest"] for row in rows):
         found.append(

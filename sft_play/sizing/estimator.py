@@ -178,7 +178,7 @@ class Traces:
 
     def _step_of(self, spec: StepSpec, stand_ins: StandIns = ()) -> Step:
         """The step, of a model whose layers are represented like this if that is said."""
-        if spec.lengths or spec.eval_lengths:
+        if spec.lengths or spec.eval_lengths or not spec.is_linear:
             return self._stood(spec, stand_ins)
         alike = replace(spec, eval_batch=None, eval_share=None)
         if spec.eval_batch is None or not spec.joined or alike.loss_tiles != spec.loss_tiles:

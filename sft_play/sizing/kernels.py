@@ -21,7 +21,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from sft_play.errors import ConfigError
@@ -272,44 +271,6 @@ def patched(target: Any, name: str, value: Any, *, builtin: bool = False) -> Ite
 
 def _noop(*args: Any, **kwargs: Any) -> None:
     """Replaces an in-place kernel, which allocates nothing."""
-
-
-@contextmanager
-def few_tiles(recorder: AllocationRecorder) -> Iterator[None]:
-    """Traces few of the tiles that the output head loops over: they are alike, and a peak needs only some.
-
-    TRL's head has tiles of tokens x vocabulary, ours of tokens. Up to three are traced as they are, of more
-    the first two and the last one, which may be smaller: the second stands for all others. The recorder is
-    told how many tiles each of them stands for.
-    """
-    from trl.kernels import chunked_logprob
-
-    from sft_play.model import cpu
-
-    def few(start: int, stop: int, step: int) -> Iterator[int]:
-        everything = range(start, stop, step)
-        chosen = {everything[place]: 1.0 for place in (0, 1, -1)[: len(everything)]}
-        if len(everything) > 3:
-            chosen[everything[1]] = len(everything) - 2.0
-        for begin, times in chosen.items():
-            with recorder.standing_for(times):
-                yield begin
-
-    leaf = cpu._leaf
-
-    def kept(tensor: torch.Tensor, requires_grad: bool) -> Any:
-        """The leaf; autocast keeps a cast of each until it ends, also of those that this one stands for."""
-        found = leaf(tensor, requires_grad)
-        others = round((recorder.times - 1) * len(tensor)) if recorder.times > 1 and requires_grad else 0
-        if others and torch.is_autocast_enabled("cpu"):
-            alike = tensor.detach().as_strided((others, tensor.shape[1]), tensor.stride(), 0)
-            with recorder.standing_for(0.0), torch.enable_grad():
-                linear(leaf(alike, requires_grad), tensor.new_empty(1, tensor.shape[1]))
-        return found
-
-    with patched(chunked_logprob, "range", few, builtin=True), patched(cpu, "range", few, builtin=True):
-        with patched(cpu, "_leaf", kept):
-            yield
 
 
 def _forward_tile(tile: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -226,6 +226,14 @@ class StepSpec:
         return first, second
 
     @property
+    def is_linear(self) -> bool:
+        """Whether block sizes of larger micro-batches follow from those of smaller ones.
+
+        The autocast of a CPU keeps a cast of each tile of the output head, the last of which may be smaller.
+        """
+        return self.device == "cuda" or self.mixed_precision == "no" or 3 not in self.loss_tiles
+
+    @property
     def trained_element_bytes(self) -> int:
         """Bytes per element of a trained parameter and its gradient; adapters are fp32 unless cast."""
         return BYTES_PER_ELEMENT[self.dtype] if self.mode == "full" or self.cast_adapters else 4

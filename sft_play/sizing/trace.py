@@ -22,10 +22,10 @@ from sft_play.model.recomputation import recompute
 from sft_play.model.sequence_parallel import KEY, part_of_group
 from sft_play.sizing.attention_kernels import depends_on_lengths, varlen_attention
 from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
+from sft_play.sizing.head_tiles import few_tiles
 from sft_play.sizing.kernels import (
     SymbolicRecorder,
     attributed_loss,
-    few_tiles,
     patched,
     simulate_cpu,
     simulate_cuda,

@@ -54,7 +54,7 @@ def test_an_error_is_spelled_for_its_reader(monkeypatch):
 def test_every_target_for_users_has_a_command():
     for_users = MAKEFILE[: MAKEFILE.index("##@ Development")]
     targets = set(re.findall(r"^([a-z][\w-]*):.*## ", for_users, re.MULTILINE))
-    assert targets - {"help", "install", "studio"} == set(TARGETS)
+    assert targets - {"help", "install"} == set(TARGETS)
 
 
 def test_every_setting_that_a_command_of_sft_play_takes_is_known():

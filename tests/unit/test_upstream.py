@@ -127,6 +127,11 @@ WRITTEN = [
     ("non_blocking", "torch.distributed.fsdp._fully_shard._fsdp_collectives", "non_blocking=non_blocking"),
     ("unsharded_accumulated_grad", PARAM_GROUP, "fsdp_param.unsharded_accumulated_grad is not None"),
     ("no_sync", "accelerate:Accelerator.no_sync", 'getattr(model, "no_sync", context)'),
+    (
+        "_gradient_checkpointing_func",
+        "transformers.modeling_layers:GradientCheckpointingLayer",
+        "self._gradient_checkpointing_func(",
+    ),
     ("_prepare_for_training", TRAINER, "self._prepare_for_training("),
     ("_load_best_model", TRAINER, "self._load_best_model("),
     ("_tr_loss", TRAINER, "self._tr_loss ="),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.cli import build_parser, main
+from sft_play.cli import main, parse
 from sft_play.commands.context import asked_tokens
 from sft_play.commands.plan import plan_command
 from sft_play.errors import ConfigError, DoesNotFitError
@@ -17,7 +17,7 @@ CARD, SMALL = ("--gpu", "RTX 4090", "--gpus", "1"), "parallel.memory_gib=2"
 
 
 def plan(*words: str):
-    return plan_command(build_parser().parse_args(["plan", "--json", "--model", "tiny-1", *words]))
+    return plan_command(parse(["plan", "--json", "--model", "tiny-1", *words]))
 
 
 @pytest.fixture()
@@ -59,7 +59,7 @@ def test_without_a_number_of_gpus_there_is_one_and_a_machine_of_eight():
 def test_a_config_is_answered_for_this_machine():
     words = ["plan", "--json", "--config", "run.yaml", "--context", "256"]
     Path("run.yaml").write_text("model: {name: org/Tiny-1}\ndata: {train_path: none.jsonl}\n")
-    tree, report = plan_command(build_parser().parse_args(words))
+    tree, report = plan_command(parse(words))
     (row,) = tree["rows"]
     assert tree["gpu"] is None and row["fits"] and row["longest"] == 512
     assert "this CPU" in screen(report)

@@ -175,7 +175,7 @@ SENTENCES = [
     ),
     (
         LayerKernels("off", 97, GIB),
-        "Liger's kernels are off: no proof on a GPU has seen them win yet; train.kernels=liger takes them, for "
+        "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger takes "
         "1.00 GiB less at the same micro-batch",
     ),
 ]

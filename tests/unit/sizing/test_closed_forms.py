@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from sft_play.config.schema import LoraSettings
-from sft_play.sizing.kernels import SymbolicRecorder, few_tiles
+from sft_play.sizing.head_tiles import few_tiles
+from sft_play.sizing.kernels import SymbolicRecorder
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import TERMS, StepTrace

@@ -311,12 +311,24 @@ def test_few_traces_give_every_micro_batch():
 def test_three_traces_give_every_micro_batch_with_any_supervised_share(device, mode):
     traces = Traces(small_config("llama", SMALL))
     kind = replace(on_gpu(mode=mode), device=device, longest=100)
+    if device == "cpu":  # under its autocast nothing follows from other traces
+        kind = replace(kind, mixed_precision="no")
     for rows, share in ((2903, 0.6), (1511, 0.65), (1207, 0.7), (2405, 0.55)):
         spec = replace(kind, batch=JoinedRows(rows), supervised_share=share)
         alone = trace_step(traces.architecture.config, spec)
         assert traces.step(spec).rounded(512).peaks() == alone.step.rounded(512).peaks()
         np.testing.assert_allclose(flop(traces.work(spec).at(rows)).sum(), flop(alone.work).sum(), rtol=2e-4)
     assert traces.count == 3
+
+
+def test_under_the_autocast_of_a_cpu_a_step_with_many_tiles_is_traced_itself():
+    traces = Traces(small_config("llama", SMALL))
+    kind = replace(on_gpu(mode="full"), device="cpu", longest=100)
+    for rows in (2903, 1511):
+        spec = replace(kind, batch=JoinedRows(rows))
+        alone = trace_step(traces.architecture.config, spec)
+        assert traces.step(spec).peaks() == alone.step.peaks()
+    assert traces.count == 2
 
 
 def test_the_work_of_a_step_with_two_tiles_of_the_loss_needs_no_trace_of_another_kind():
