@@ -1,5 +1,8 @@
 """Liger's kernels compute what ours do, and allocate what the trace says; by Triton's interpreter."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,9 +11,11 @@ from benchmarks.random_models import random_base
 from benchmarks.small_models import TALL, small_config
 from sft_play.errors import ConfigError
 from sft_play.model import layer_forward, liger
+from sft_play.model.build import build_model
 from sft_play.sizing import liger_kernels, questions
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
+from tests.integration.jobs import make_job
 from tests.triton import interpreted, needs_triton
 
 TOKENS, HEADS, GROUPS = 5, 4, 2
@@ -121,35 +126,76 @@ def test_a_step_is_the_same(family, checkpointing):
     assert (theirs - gradients).norm() <= 1e-4 * gradients.norm()
 
 
-def allocated(compute, inputs):
-    """Bytes that are live between the forward and the backward pass, and the most ones."""
+def allocated(compute, inputs, frozen):
+    """Sizes of all blocks in order, bytes that live after the forward and the backward pass, and the most.
+
+    Nothing but what is computed keeps a tensor, so that what a function holds for its gradient shows.
+    """
     recorder = AllocationRecorder()
-    leaves = [each.clone().requires_grad_() for each in inputs]
+    leaves = [each.clone().requires_grad_(place not in frozen) for place, each in enumerate(inputs)]
     with recorder:
-        moved = [leaf * 1 for leaf in leaves]
-        found = compute(*moved)
+        found = compute(*(leaf * 1 for leaf in leaves))
         kept = recorder.live
         recorder.begin("backward")
         found = found if isinstance(found, tuple) else (found,)
         grads = [torch.empty_like(each) for each in found]
-        torch.autograd.grad(found, moved, grads)
-    return kept, recorder.peak
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients = torch.autograd.grad(found, trained, grads)
+        del found, grads
+    assert len(gradients) == len(trained)
+    return recorder.sizes, kept, recorder.live, recorder.peak
+
+
+def _normed(function):
+    return lambda x, weight: function(x, weight, 1e-6)
+
+
+def _rotated(function, angles, *, projected):
+    """With angles that nobody else keeps; heads as projections leave them, or already behind one another."""
+
+    def compute(*heads):
+        heads = [each.transpose(1, 2) for each in heads]
+        heads = heads if projected else [each.contiguous() for each in heads]
+        return function(*heads, *(each * 1 for each in angles))
+
+    return compute
 
 
 @needs_triton
 @TYPES
 def test_stand_ins_allocate_what_the_kernels_do(dtype):
-    """The kernels allocate on a CPU what they do on a GPU but for its multiprocessors."""
-    heads, angles = heads_of(64, dtype)
+    """Liger's functions allocate on a CPU what they do on a GPU but for its multiprocessors.
+
+    Kernels are not launched: they allocate nothing, and the interpreter keeps their arguments for a while.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    (heads, angles), normed = heads_of(64, dtype), norm_inputs(512, dtype)
+    wide = [each.float() for each in angles]
+    norms, rotations, gates = (
+        [getattr(place, name) for place in (liger, liger_kernels)] for name in ("norm", "rotate", "gated")
+    )
     cases = {
-        "norm": ([liger.norm, liger_kernels.norm], norm_inputs(64, dtype), lambda f: lambda x, w: f(x, w, 1e-6)),
-        "rotate": ([liger.rotate, liger_kernels.rotate], heads,
-                   lambda f: lambda q, k: f(q.transpose(1, 2), k.transpose(1, 2), *(each * 1 for each in angles))),
-        "gated": ([liger.gated, liger_kernels.gated], [heads[0], heads[0]], lambda f: f),
+        "norm": (norms, normed, (), _normed),
+        "norm of a frozen weight": (norms, normed, (1,), _normed),
+        "norm of an fp32 weight": (norms, [normed[0], normed[1].float()], (), _normed),
+        "norm of transposed heads": (norms, [heads[0], torch.randn(64, dtype=dtype)], (),
+                                     lambda f: lambda x, w: f(x.transpose(1, 2), w, 1e-6)),
+        "rotate": (rotations, heads, (), lambda f: _rotated(f, angles, projected=True)),
+        "rotate by fp32 angles": (rotations, heads, (), lambda f: _rotated(f, wide, projected=True)),
+        "rotate copies": (rotations, heads, (), lambda f: _rotated(f, angles, projected=False)),
+        "rotate frozen keys": (rotations, heads, (1,), lambda f: _rotated(f, angles, projected=True)),
+        "gated": (gates, [normed[0], normed[0]], (), lambda f: f),
+        "gated, a frozen gate": (gates, [normed[0], normed[0]], (0,), lambda f: f),
+        "gated halves": (gates, [normed[0]], (), lambda f: lambda x: f(*x.chunk(2, dim=-1))),
     }  # fmt: skip
-    for name, ((kernel, stand_in), inputs, call) in cases.items():
-        with interpreted(), patched(liger_kernels, "MULTIPROCESSORS", 1):
-            assert allocated(call(kernel), inputs) == allocated(call(stand_in), inputs), name
+    for name, ((kernel, stand_in), inputs, frozen, call) in cases.items():
+        with (
+            patched(GridExecutor, "__call__", lambda *args, **kwargs: None),
+            patched(liger_kernels, "MULTIPROCESSORS", 1),
+        ):
+            found, expected = (allocated(call(each), inputs, frozen) for each in (stand_in, kernel))
+        assert found == expected, name
 
 
 @pytest.mark.parametrize("name", liger.EXAMPLES)
@@ -172,6 +218,34 @@ def test_what_cannot_run_is_refused_with_what_can():
         liger.require_runnable("cuda", (6, 1), here=False)
     liger.require_runnable("cuda", (8, 0), here=False)
     liger.require_runnable("cuda", None, here=False)
+
+
+@needs_triton
+@pytest.mark.parametrize("mode", ("lora", "full"))
+def test_a_model_as_it_is_built_takes_a_step_by_their_kernels(tiny_model, tmp_path, monkeypatch, mode):
+    """They take the places of our own passes, which a base gets while it is loaded, and below adapters too."""
+    calls = Counter()
+    for name in ("norm", "rotate", "gated"):
+        kernel = getattr(liger, name)
+        monkeypatch.setattr(liger, name, lambda *args, f=kernel, n=name: calls.update([n]) or f(*args))
+
+    def step_of(kernels):
+        lora = {"init": "pissa"} if mode == "lora" else None  # which starts with gradients for A too
+        job = make_job(tiny_model, tmp_path, kernels, mode=mode, kernels=kernels, lora=lora)
+        model = build_model(job.config, replace(job.plan, dtype="float32")).train()
+        ids = torch.arange(18).view(2, 9) * 5
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+        return loss.detach(), torch.cat(gradients), model.config.num_hidden_layers
+
+    loss, gradients, layers = step_of("own")
+    assert not calls
+    with interpreted():
+        their_loss, theirs, _ = step_of("liger")
+    assert calls == {"norm": 2 * layers + 1, "rotate": layers, "gated": layers}
+    assert float(their_loss) == pytest.approx(float(loss), rel=1e-5)
+    assert (theirs - gradients).norm() <= 1e-4 * gradients.norm()
 
 
 def test_a_missing_package_is_named(monkeypatch):
