@@ -82,21 +82,23 @@ def start(runs: Path, port: int = PORT) -> Server:
 
 
 def link_run(run: RunDir) -> None:
-    """Shows a run in TensorBoard under its name; without links (some file systems), TensorBoard lacks it."""
-    link = run.path.parent / LINKS / run.path.name
+    """Shows a run under its name in the TensorBoard of its folder, if one was ever started there.
+
+    On a file system without links, TensorBoard lacks it.
+    """
     with contextlib.suppress(OSError):
-        link.parent.mkdir(parents=True, exist_ok=True)
+        link = run.path.parent / LINKS / run.path.name
         link.symlink_to(Path("..", run.path.name, run.tensorboard.name))
 
 
 def _start(runs: Path, port: int) -> Server:
-    for path in runs.iterdir() if runs.is_dir() else ():
-        if RunDir(path).tensorboard.is_dir():
-            link_run(RunDir(path))
     where = [f"--logdir={runs / LINKS}", f"--host={LOOPBACK}", f"--port={port}", "--reload_interval=15"]
     argv = [sys.executable, "-m", "tensorboard.main", *where]
     try:
-        runs.mkdir(parents=True, exist_ok=True)
+        (runs / LINKS).mkdir(parents=True, exist_ok=True)
+        for path in runs.iterdir():
+            if RunDir(path).tensorboard.is_dir():
+                link_run(RunDir(path))
         with (runs / LOG).open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 argv,

@@ -47,6 +47,7 @@ def job(tiny_model, tmp_path_factory):
     """A run of six steps."""
     rows = token_rows(100)
     found = make_job(tiny_model, tmp_path_factory.mktemp("board"), "board", rows=rows, **SETTINGS)
+    (found.run.path.parent / LINKS).mkdir()  # as TensorBoard's start does
     train(found)
     return found
 

@@ -87,7 +87,7 @@ def test_the_report_is_made_at_the_end_from_what_the_run_left(finished):
     assert f"report{run.report}" in re.sub(r"\s", "", finished.done.out)
     assert "Nothing was recorded" not in page and "is damaged" not in page and "Damaged" not in page
     assert str(finished.config.parent) not in page
-    assert "measured by the probe" in page and "Length of the train rows" in page
+    assert "measured by the probe" in page and "Length of the training rows" in page
     assert re.search(r"predicted \d[^<]*, measured \d", page)
     assert "activations" in page and "before training" in page
     data, found = read_json(run.data), read_json(run.environment)
