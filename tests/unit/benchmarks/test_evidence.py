@@ -28,6 +28,7 @@ from sft_play.units import MIB
 
 SOURCES = {source.name: source for source in read_sources(sorted(ROWS.glob("*.json")))}
 HELD_OUT = "t4_holdout"
+SPEED_ALONE = {"a100_qwen"}  # series in which nothing but tokens per second was published
 FMS = "a100_fms"  # the process as nvidia-smi shows it once a second, and tokens per second
 BYTES = {(7, 5): 14912 * MIB, (8, 9): 14912 * MIB, (8, 0): 81920 * MIB}  # of the smaller one of two GPUs
 # Of peaks of allocated bytes, in all sources: the median and the worst.
@@ -73,7 +74,10 @@ def test_every_published_row_is_predicted():
 def test_allocated_bytes_meet_the_aim_in_every_source():
     for name, rows in committed().items():
         kind = "after_step" if name == "l40s" else "allocated"
-        assert_within([row["errors"][kind] for row in rows], ALLOCATED)
+        found = [row["errors"][kind] for row in rows if kind in row["errors"]]
+        assert len(found) == (0 if name in SPEED_ALONE else len(rows))
+        if found:
+            assert_within(found, ALLOCATED)
 
 
 @pytest.mark.parametrize("mode", RESERVED)
