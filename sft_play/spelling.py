@@ -72,6 +72,9 @@ OF_TARGET = {("plan", "NGPU"): "--gpus", ("train-slurm", "NGPU"): "--gpus", ("re
 WORDS = {
     "make install": "pip install <the wheel of SFT-Play>",
     ".venv/bin/hf": "hf",
+    ".venv/bin/accelerate launch scripts/train_distributed.py": (
+        "accelerate launch --module sft_play.scripts.train_distributed"
+    ),
     "docs/reference/config.md lists": "`sft-play config-schema` lists",
 }
 # After training RUN names a run, with the settings that it was trained with.

@@ -25,14 +25,30 @@ Handler = Callable[[Arguments], int]
 Decorator = Callable[[Handler], Handler]
 
 
-class _InOrder(click.Group):
-    """Lists its commands in the order in which they are declared, which is that of a run."""
+GROUPS = {  # of the commands in `sft-play --help`
+    "To start": ("demo", "init", "check", "plan"),
+    "Data": ("prepare", "process", "style", "render", "dapt-docx"),
+    "Training": ("probe", "train", "slurm", "tensorboard", "studio"),
+    "After training": (
+        "eval", "eval-lm", "infer", "merge", "merge-test", "export", "push", "report", "compare",
+    ),
+    "This machine": ("gpu-info", "memory-check", "device-profile", "setup-accelerate", "config-schema"),
+}  # fmt: skip
+
+
+class _Grouped(click.Group):
+    """Lists its commands in the order of a run, a section for each stage."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return [name for names in GROUPS.values() for name in names]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(200)) for name in names])
 
 
-PROGRAM = _InOrder(
+PROGRAM = _Grouped(
     "sft-play",
     help="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
     epilog="""\b

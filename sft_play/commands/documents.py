@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from sft_play.commands.output import require_own_file
 from sft_play.data.reading import TEXT_SUFFIXES, documents_in
 from sft_play.data.show import write_rows
 from sft_play.errors import ConfigError, DataError, first_line
+from sft_play.extras import install_command
 
 # Suffix -> the module that reads such files, and the package that has it.
 LIBRARIES = {".docx": ("docx", "python-docx"), ".pdf": ("pypdf", "pypdf")}
@@ -73,10 +73,9 @@ def _require_libraries(suffixes: set[str]) -> None:
     needed = [LIBRARIES[suffix] for suffix in sorted(suffixes & LIBRARIES.keys())]
     missing = [package for module, package in needed if find_spec(module) is None]
     if missing:
-        packages = " ".join(missing)
         raise ConfigError(
-            f"reading these documents needs {' and '.join(missing)} (the extra `documents`), not installed "
-            f"here. Run: {sys.executable} -m pip install {packages}"
+            f"reading these documents needs {' and '.join(missing)}, not installed; "
+            f"run `{install_command('documents')}`"
         )
 
 

@@ -13,6 +13,7 @@ from sft_play.export import ollama
 from sft_play.export.architecture import gguf_name
 from sft_play.export.gguf_file import TYPES, Source, file_bytes, write
 from sft_play.export.vocabulary import vocabulary
+from sft_play.extras import install_command
 from sft_play.manifest import find_damage
 from sft_play.model.generation import end_of_turn_id, load_chat_tokenizer
 from sft_play.model.load import load_model_config, without_new_tokens
@@ -40,7 +41,7 @@ def export(config: RunConfig, run: RunDir, output: Path | None = None, dtype: st
     if dtype not in ("auto", *TYPES):
         raise ConfigError(f"DTYPE={dtype} is not supported; allowed: auto, {', '.join(TYPES)}")
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("make export needs gguf, which is not installed; run `make install`")
+        raise ConfigError(f"make export needs gguf, not installed; run `{install_command('export')}`")
     output = output or run.path / "gguf"
     require_overwritable(output, EXPORT_INFO, "export")
     finished_weights(config, run)

@@ -18,6 +18,7 @@ from sft_play.commands.merge import merged_folder
 from sft_play.commands.models import BASE, MERGED, trained_name
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, SftPlayError
+from sft_play.extras import install_command
 from sft_play.hub import limit_network
 from sft_play.machine.host import detect_host
 from sft_play.model.build import load_for_inference
@@ -31,7 +32,6 @@ from sft_play.report.tables import harness_table
 from sft_play.runlog import RunDir, console, quiet_libraries, read_json
 from sft_play.units import counted
 
-REQUIREMENT = "lm_eval>=0.4.13,<0.4.14"
 BOOTSTRAPS = 1000  # for standard errors that have no formula
 REASON_CHARACTERS = 300  # of a library's error
 LOGIT_BYTES = 12  # for a token and an entry of the vocabulary: logits, their log_softmax, and room to spare
@@ -94,10 +94,7 @@ def _require_sound(options: Options) -> None:
     if options.folder and not options.folder.is_dir():
         raise ConfigError(f"IN={options.folder} is not a folder; expected one with task definitions (*.yaml)")
     if find_spec("lm_eval") is None:
-        raise ConfigError(
-            "make eval-lm needs lm-eval (the extra `lm-eval`), which is not installed here. Run: "
-            f'{sys.executable} -m pip install "{REQUIREMENT}"'
-        )
+        raise ConfigError(f"make eval-lm needs lm-eval, not installed; run `{install_command('lm-eval')}`")
 
 
 def _weights(config: RunConfig, run: RunDir, part: str) -> tuple[Path | None, str]:

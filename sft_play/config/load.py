@@ -125,9 +125,9 @@ def _refuse_secret(text: str, where: str) -> None:
 
 
 def _shipped(path: Path) -> str:
-    """The configs that come with SFT-Play, the one that may have been meant first."""
-    found = shipped_configs()
-    near = difflib.get_close_matches(str(path), found, n=1)
+    """The file that may have been meant, and the configs that come with SFT-Play."""
+    found, beside = shipped_configs(), map(str, path.parent.glob("*.yaml"))
+    near = difflib.get_close_matches(str(path), [*beside, *found], n=1)
     meant = f"; did you mean {near[0]}?" if near else "."
     return f"{meant} Shipped configs: {', '.join(found)}"
 

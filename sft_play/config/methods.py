@@ -2,7 +2,6 @@
 
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}  # tuning.mode -> its label
 SCHEDULE_FREE = "schedule_free_adamw"
-EXTRAS = {"schedulefree": "install it: .venv/bin/python -m pip install 'schedulefree>=1.4,<2'"}
 PAGED = "paged_"  # how the names of optimizers begin whose states may leave the GPU
 
 

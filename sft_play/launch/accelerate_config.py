@@ -73,7 +73,8 @@ def setup_accelerate(auto: bool, machine: Machine | None = None) -> int:
         write_atomic(path, text)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
-    said = f"wrote {path}, which `accelerate launch` reads without --config_file:\n\n{text.strip()}\n"
+    settings = re.sub("^#.*\n", "", text, flags=re.MULTILINE).strip()
+    said = f"wrote {path}, which `accelerate launch` reads without --config_file:\n\n{settings}\n"
     console().print(said, markup=False, soft_wrap=True)
     console().print(ending({}, [LAUNCH]))
     return 0

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
+from sft_play.config.methods import SCHEDULE_FREE
+from sft_play.extras import install_command
 
 if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
@@ -189,10 +190,8 @@ def missing_packages(config: "RunConfig") -> dict[str, str]:
         **{f"parallel.engine={asked}": (name, True) for name in packages},
         **{f"train.report_to={name}": (name, True) for name in config.train.report_to},
     }
-    install = f"install it: {sys.executable} -m pip install"
-    how = {name: f"{install} {name}" for name in config.train.report_to} | EXTRAS
     return {
-        f"{key} needs {package}, which is not installed": how.get(package, "run `make install`")
+        f"{key} needs {package}, which is not installed": f"run `{install_command(package)}`"
         for key, (package, needed) in needs.items()
         if needed and importlib.util.find_spec(package) is None
     }

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError
+from sft_play.extras import install_command
 from sft_play.model.attention_table import Capability
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def require_runnable(device: str, capability: Capability | None, *, here: bool) 
     if here and not is_installed():
         raise ConfigError(
             "train.kernels=liger needs the packages liger-kernel and triton, which are not installed; run "
-            '`.venv/bin/python -m pip install "sft-play[liger]"`, or set train.kernels=auto'
+            f"`{install_command('liger')}`, or set train.kernels=auto"
         )
 
 

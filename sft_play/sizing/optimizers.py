@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft_play.config.methods import EXTRAS, PAGED, SCHEDULE_FREE
+from sft_play.config.methods import PAGED, SCHEDULE_FREE
 from sft_play.errors import ConfigError
+from sft_play.extras import install_command
 from sft_play.sizing.step import StepSpec
 
 EIGHT_BIT_BLOCK = 256  # bitsandbytes: values of an 8-bit optimizer state that share a scale
@@ -41,7 +42,7 @@ def _schedule_free(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     except ImportError as error:
         raise ConfigError(
             f"train.optimizer={SCHEDULE_FREE} needs a package that cannot be imported: {error}\n"
-            f"{EXTRAS['schedulefree']}"
+            f"Run `{install_command('schedulefree')}`"
         ) from error
     optimizer = AdamWScheduleFree(parameters, lr=1e-4)
     optimizer.train()

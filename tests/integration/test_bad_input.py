@@ -200,7 +200,7 @@ def test_a_rank_whose_launcher_started_too_few_is_refused(refuses, finished, mon
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(refuses, tracker):
     if importlib.util.find_spec(tracker):
         pytest.skip(f"{tracker} is installed")
-    refuses(["train", f"train.report_to=[tensorboard,{tracker}]"], 2, f"pip install {tracker}")
+    refuses(["train", f"train.report_to=[tensorboard,{tracker}]"], 2, f'pip install "{tracker}')
 
 
 WITHOUT_BITSANDBYTES = """

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from sft_play.cli import main, parse, report_error, run_rank
+from sft_play.commands.command_line import GROUPS, PROGRAM
 from sft_play.errors import ConfigError
 from sft_play.launch.environment import WAITING, set_environment
 from tests.conftest import REPOSITORY
@@ -105,3 +107,12 @@ def test_a_rank_takes_what_the_older_launcher_of_torch_passes(flag, monkeypatch,
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert run_rank([flag, "--config", "nothing.yaml"]) == 2
     assert "error: config file nothing.yaml does not exist" in capsys.readouterr().err
+
+
+def test_help_lists_each_command_once():
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(PROGRAM.commands) and len(set(listed)) == len(listed)
+    shown = CliRunner().invoke(PROGRAM, ["--help"], terminal_width=80).output
+    assert (
+        shown.index("To start:") < shown.index("\n  demo ") < shown.index("Data:") < shown.index("\n  push ")
+    )

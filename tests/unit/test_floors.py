@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
     ["spelling"],
-    ["__init__", "errors", "files", "fingerprints", "resources", "screen", "secrets", "units"],
+    ["__init__", "errors", "files", "extras", "fingerprints", "resources", "screen", "secrets", "units"],
     ["config", "cache", "manifest", "streams"],
     ["plan", "runlog", "work"],
     ["reasons", "timeline"],

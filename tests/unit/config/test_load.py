@@ -314,6 +314,12 @@ def test_shipped_schema_is_the_code_s():
     assert shipped == json_schema(), "run: make docs"
 
 
+def test_a_file_beside_it_may_have_been_meant(tmp_path):
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match=r"mine.yml does not exist; did you mean .*mine.yaml\?"):
+        load_config(tmp_path / "mine.yml")
+
+
 def test_a_run_that_does_not_exist_is_named_with_those_that_do(tmp_path):
     asked = tmp_path / "runs" / "typo" / "config.resolved.yaml"
     with pytest.raises(ConfigError, match="there is no run .*typo; runs there: none"):

@@ -13,6 +13,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.host import missing_packages
 from sft_play.plan import Device
 from sft_play.planning.drafts import require_possible
+from sft_play.spelling import BY_MAKE
 
 CPU, GPU = Device(kind="cpu", name="the CPU", bf16=True), Device(kind="cuda", name="an H100", bf16=True)
 
@@ -76,12 +77,15 @@ def test_bitsandbytes_is_needed_by_its_optimizers_only(monkeypatch):
 
 
 def test_each_missing_package_comes_with_a_command_that_installs_it(monkeypatch):
+    monkeypatch.delenv(BY_MAKE, raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = RunConfig.model_validate(tree(optimizer="lion_32bit", report_to=["wandb"]))
     assert list(missing_packages(config).values()) == [
         "run `make install`",
-        f"install it: {sys.executable} -m pip install wandb",
+        f'run `{sys.executable} -m pip install "wandb<1,>=0.31"`',
     ]
+    monkeypatch.setenv(BY_MAKE, "1")
+    assert list(missing_packages(config).values())[1] == "run `make install EXTRAS=wandb`"
 
 
 def test_a_pattern_keeps_its_origin_and_its_names(tmp_path):
