@@ -138,6 +138,7 @@ def test_the_curve_is_another_if_boundaries_of_joined_rows_are_lost(ddp):
         assert_curve_of_one(ddp, "lost-lora-joined")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp2x2-lora-joined", "fsdp4-full-joined"])
 def test_four_processes_have_the_curve_of_one(fsdp2, name):
     assert_curve_of_one(fsdp2, name)

@@ -75,6 +75,7 @@ def test_a_run_is_seen_while_it_trains_and_when_it_has_ended(studio, tmp_path, t
         fetch(f"{address}/")
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_in_a_process_of_its_own_that_ends_with_the_studio(studio):
     process, address = studio
     page = f"{address}/plan?model=meta-llama/Llama-3.2-1B&gpu=NVIDIA+L4&gpus=1&method=lora"

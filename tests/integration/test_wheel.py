@@ -99,6 +99,7 @@ def test_the_demo_runs_and_what_it_made_can_be_loaded(typed, installed):
     assert Path(where).is_relative_to(installed.parent)
 
 
+@pytest.mark.slow
 def test_ranks_of_several_processes_are_started_from_the_package(typed):
     typed("train", "--config", "configs/demo.yaml", "--processes", "2", *SHORT, "output.name=two")
 

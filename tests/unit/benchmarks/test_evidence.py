@@ -159,7 +159,9 @@ def test_we_predict_better_than_the_publishers():
             assert theirs is None or ours[kind] is None or ours[kind]["median"] < theirs["median"], name
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "fsdp1" in name else name for name in SOURCES]
+)
 def test_rows_are_predicted_again_as_committed(name):
     rows = SOURCES[name].rows
     for place in (0, len(rows) - 1):

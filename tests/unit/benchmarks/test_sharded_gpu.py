@@ -18,6 +18,7 @@ def test_all_gpus_divide_the_model_and_one_alone_keeps_it_in_ram(gpus):
     assert (divided, in_ram) == (({4}, set()) if gpus == 4 else ({2}, {1}))
 
 
+@pytest.mark.slow
 def test_a_case_runs_in_processes_of_its_own_and_a_failure_is_its_result():
     case = sharded_cases(CPU, 2, quick=True)[1]
     found = launched(case, CPU)
