@@ -77,8 +77,9 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
                     notes = [said, *notes]
             chosen = plan_run(config, architecture, facts, machine, processes)
             chosen = replace(chosen, why=(*chosen.why, *notes))
+            whole = args.why or args.json or not chosen.memory  # what was not sized has to say so
             scaled = with_offload(config, chosen.offload)
-            scales = scaling(scaled, architecture, facts, machine, least=processes)
+            scales = scaling(scaled, architecture, facts, machine, least=processes) if whole else []
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)
     tree["plan"]["gpu_hours"] = gpu_hours(chosen) if machine.gpus and facts.seen else None
@@ -87,7 +88,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     report = plan_report(tree, scales)
     if not facts.seen:
         notes = [sentence(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
-    if chosen.memory and not args.why:  # what was not sized has to say so
+    if not whole:
         report = plan_answer(tree, _title(config, chosen, machine), notes)
     return tree | {"scaling": scales, "command": command}, report
 
