@@ -10,8 +10,9 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.cpu_meter import measure_step
 from benchmarks.random_models import random_model
 from benchmarks.small_models import TALL, WIDE, small_config
-from sft_play.config.methods import EXTRAS, SCHEDULE_FREE
+from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.config.schema import LoraSettings, TrainConfig, TuningConfig
+from sft_play.extras import install_command
 from sft_play.model.noise import add_noise
 from sft_play.sizing.optimizers import PAGED_FROM, make_optimizer, optimizer_state
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
@@ -56,7 +57,9 @@ LAYERS = LoraSettings(r=4, rank_pattern={"layers.2.mlp.up_proj": 24, "q_proj": 2
 
 
 SLOW = [pytest.mark.slow]
-NO_PACKAGE = pytest.mark.skipif(SCHEDULE_FREE not in INSTALLED, reason=EXTRAS["schedulefree"])
+NO_PACKAGE = pytest.mark.skipif(
+    SCHEDULE_FREE not in INSTALLED, reason=f"run `{install_command('schedulefree')}`"
+)
 
 
 @pytest.mark.parametrize(
