@@ -154,7 +154,7 @@ def test_wrong_data_and_a_wrong_model_together_count_as_wrong_config(config, mod
 
 def test_builtin_models_and_data_need_nothing(config):
     findings = check.check(
-        config(model__name="builtin:demo", data__train_path="builtin:demo"), machine=CPU_ONLY
+        config(model__name="builtin:tiny", data__train_path="builtin:demo"), machine=CPU_ONLY
     )
     assert sum("is built in" in finding.what for finding in findings) == 2
 
