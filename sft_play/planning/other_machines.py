@@ -181,7 +181,7 @@ def _least_bytes(
     least = None
     with contextlib.suppress(ConfigError, DoesNotFitError):
         least = plan_run(
-            config, model_config, facts, machine, chosen.world_size, accept=smallest, explain=False
+            config, model_config, facts, machine, chosen.world_size, accept=smallest, explain=False, mix=False
         ).memory
     return min(memory.peak_bytes for memory in (chosen.memory, least) if memory)
 
