@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from sft_play.machine.gpus import Machine, detect
 from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
 from sft_play.plan import Plan
+from sft_play.planning.advice import Request, changed_command, plan_or_advise
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
@@ -98,7 +100,8 @@ def prepare_job(
             ensure_profile(config, machine, processes)
         with spinner(PLANNING):
             facts = DataFacts.of(loaded.rows, config)
-            plan = plan_run(config, loaded.architecture, facts, machine, processes, machines=machines)
+            request = Request(config, loaded.architecture, facts, machine, processes, machines)
+            plan = plan_or_advise(request, partial(changed_command, resolved))
     engine_of(plan.engine).require_agreement(config, plan)
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 

@@ -299,21 +299,3 @@ class LayerKernels(Reason):
     kernels: Literal["off", "liger"]
     modules: int
     saved_bytes: int  # of a process: what Liger's take less than ours, with the same micro-batch
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change to a run that does not fit, and the bytes of a process with it."""
-
-    what: str  # settings, as they are typed
-    process_bytes: int
-    fits: bool
-    host: HostMemory | None = None  # if it offloads
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """No plan fits: the smallest one, and what would help, cheapest first."""
-
-    smallest: Plan
-    changes: tuple[Change, ...] = ()

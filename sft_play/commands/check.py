@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from sft_play.builtin.demo import materialise
 from sft_play.config.inputs import DataInput, data_inputs
-from sft_play.config.load import load_config
+from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import HUB_NAME, SUFFIXES
 from sft_play.engines.registry import ALONE, distributed_engines
@@ -70,7 +71,7 @@ def check(path: str, overrides: Sequence[str] = (), machine: Machine | None = No
         findings += method_findings(config, machine)
         findings += disk_findings(Path(config.output.dir))
         if not exit_code(findings):
-            findings.append(plan_finding(materialise(resolved).config, machine))
+            findings.append(plan_finding(materialise(resolved), machine))
     return [*findings, *device_findings(machine), *version_findings(machine), *accelerate_findings(machine)]
 
 
@@ -262,14 +263,14 @@ def method_findings(config: RunConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding(ERROR, "method", text, fix)
 
 
-def plan_finding(config: RunConfig, machine: Machine) -> Finding:
+def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     """Whether the run fits this machine. It is planned as `make plan` does; rows of the Hub are assumed."""
+    from sft_play.planning.advice import Request, changed_command, plan_or_advise
     from sft_play.planning.facts import DataFacts, row_sizes
-    from sft_play.planning.run import plan_run
     from sft_play.report.plan import process_unit
     from sft_play.sizing.architecture import planning_architecture
 
-    processes = len(machine.gpus) or 1
+    config, processes = resolved.config, len(machine.gpus) or 1
     on_hub = any(not Path(given.path).expanduser().exists() for given in data_inputs(config.data))
     try:
         architecture, _ = planning_architecture(config.model)
@@ -277,7 +278,8 @@ def plan_finding(config: RunConfig, machine: Machine) -> Finding:
         if not on_hub:
             facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=True), config)
         with spinner(PLANNING):
-            plan = plan_run(config, architecture, facts, machine, processes)
+            request = Request(config, architecture, facts, machine, processes)
+            plan = plan_or_advise(request, partial(changed_command, resolved))
     except DataError as error:
         return Finding(ERROR, "data", str(error))
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """`sft-play plan`: a plan for this machine, for another GPU, or for each of the common ones."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
+from sft_play.planning.advice import Change, Request, as_overrides, plan_or_advise
 from sft_play.planning.drafts import with_offload
 from sft_play.planning.drawn import DrawnRows, drawn_facts, drawn_rows
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
 from sft_play.planning.other_machines import MODES, gpu_hours, plans_by_gpu, scaling, tokens_per_second
-from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
 from sft_play.reasons import AssumedRows, DrawnLengths, Reason
+from sft_play.report.layout import make_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
 from sft_play.report.progress import PLANNING, spinner
 from sft_play.report.reasons import sentence
@@ -42,7 +44,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
 
     Raises:
         ConfigError: neither a config nor a model is given, or as in `plan_run`.
-        DoesNotFitError: nothing fits.
+        DoesNotFitError: nothing fits; the message has the commands that would.
     """
     drawn = drawn_rows(args.rows, args.tokens, args.lengths)
     if args.context and (drawn or args.gpu_hour):
@@ -70,12 +72,14 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         with spinner(PLANNING):
             if args.gpu and not args.gpus:
                 grows = _batch_grows(args, resolved)
-                processes = fewest_gpus(config, architecture, facts, args.gpu, batch_grows=grows) or 1
+                machine_of = partial(what_if, args.gpu)
+                processes = fewest_gpus(config, architecture, facts, machine_of, batch_grows=grows) or 1
                 config, machine = with_batch_for(config, facts, processes), what_if(args.gpu, processes)
                 if processes > 1:
                     said = f"{processes} x {args.gpu}: the fewest that fit, of 1, 2, 4 ... {COUNTS[-1]}"
                     notes = [said, *notes]
-            chosen = plan_run(config, architecture, facts, machine, processes)
+            request = Request(config, architecture, facts, machine, processes)
+            chosen = plan_or_advise(request, partial(_again, args, processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
             whole = args.why or args.json or not chosen.memory  # what was not sized has to say so
             scaled = with_offload(config, chosen.offload)
@@ -88,7 +92,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
     report = plan_report(tree, scales)
     if not facts.seen:
         notes = [sentence(AssumedRows(len(facts.lengths), facts.longest_row)), *notes]
-    if not whole:
+    if chosen.memory and not args.why:
         report = plan_answer(tree, _title(config, chosen, machine), notes)
     return tree | {"scaling": scales, "command": command}, report
 
@@ -174,6 +178,15 @@ def _command(args: Arguments, resolved: ResolvedConfig, config: RunConfig, chose
     if planned.effective_batch_size != config.train.effective_batch_size:  # it has grown with the GPUs
         overrides.append(f"train.effective_batch_size={config.train.effective_batch_size}")
     return training_command(chosen, path, overrides)
+
+
+def _again(args: Arguments, processes: int, change: Change) -> str:
+    """What to type to plan the same with a change, which may be more GPUs than these."""
+    world, gpu = change.plan.world_size, args.gpu
+    if world != processes and gpu is None:
+        gpu = detect().gpus[0].name
+    named = {"MODEL": args.model, "GPU": gpu, "NGPU": world if args.gpus or world != processes else None}
+    return make_command("plan", args.config or "", as_overrides(change.settings, args.overrides), **named)
 
 
 def _on_each_gpu(

@@ -8,7 +8,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +260,13 @@ def what_if(name: str, count: int = 1) -> Machine:
         for index in range(min(count, LARGEST_MACHINE))
     )
     return Machine(gpus=gpus, note="", host=detect_host(), what_if=True)
+
+
+def with_gpus(machine: Machine, count: int) -> Machine:
+    """A hypothetical machine with `count` GPUs like the first of this one, or one of several like it."""
+    first = machine.gpus[0]
+    gpus = tuple(replace(first, index=index) for index in range(min(count, LARGEST_MACHINE)))
+    return replace(machine, gpus=gpus, what_if=True)
 
 
 def to_json(machine: Machine) -> dict[str, Any]:

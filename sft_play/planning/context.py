@@ -10,7 +10,7 @@ from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Memory, Plan
 from sft_play.planning.devices import training_device
-from sft_play.planning.drafts import with_offload
+from sft_play.planning.drafts import leanest, with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import with_batch_for
 from sft_play.planning.other_machines import tokens_per_second
@@ -93,7 +93,7 @@ def _at(
 ) -> dict[str, Any]:
     """The key numbers of the plan for rows of so many tokens, one in a micro-batch."""
     run, facts = _run_of(config, processes, tokens)
-    drafts = _leanest(_drafts(run, architecture, facts, machine, processes))
+    drafts = leanest(drafts_of(run, architecture, facts, machine, processes))
     kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
     plan = plan_run(
         run,
@@ -124,18 +124,12 @@ def _run_of(config: RunConfig, processes: int, tokens: int) -> tuple[RunConfig, 
     return with_batch_for(config, facts, processes), facts
 
 
-def _drafts(
+def drafts_of(
     run: RunConfig, architecture: Architecture, facts: DataFacts, machine: Machine, processes: int
 ) -> list[Plan]:
+    """Every plan that the config allows on so many processes, before memory is estimated."""
     machines = max(1, -(-processes // len(machine.gpus))) if machine.what_if else 1
     return allowed_plans(run, architecture, facts, training_device(machine), processes, machines)[0]
-
-
-def _leanest(drafts: Sequence[Plan]) -> list[Plan]:
-    """Those with the fewest rows in a micro-batch that keep no more activations than they have to."""
-    fewest = min(draft.rows_per_micro_batch for draft in drafts)
-    small = [draft for draft in drafts if draft.rows_per_micro_batch == fewest]
-    return [draft for draft in small if draft.activations != "keep"] or small
 
 
 def _use(
@@ -149,7 +143,7 @@ def _use(
     """The share of its budget that a process takes with the engine that takes least; of all if none fits."""
     run, facts = _run_of(config, processes, tokens)
     estimate = estimator_of_run(run, architecture, facts, machine, processes)
-    drafts = _leanest(_drafts(run, architecture, facts, machine, processes))
+    drafts = leanest(drafts_of(run, architecture, facts, machine, processes))
     order = {engine: place for place, engine in enumerate(best_first)}
     found: dict[tuple[str, int], float] = {}
     for draft in sorted(drafts, key=lambda draft: order.get((draft.engine, draft.replicas), len(order))):

@@ -1,6 +1,6 @@
 """Draft plans: every plan that a config allows, before memory is estimated. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -51,6 +51,13 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]
             "use float32 or bfloat16"
         )
     return chosen, autocast
+
+
+def leanest(drafts: Sequence[Plan]) -> list[Plan]:
+    """Those with the fewest rows in a micro-batch that keep no more activations than they have to."""
+    fewest = min(draft.rows_per_micro_batch for draft in drafts)
+    small = [draft for draft in drafts if draft.rows_per_micro_batch == fewest]
+    return [draft for draft in small if draft.activations != "keep"] or small
 
 
 def with_offload(config: RunConfig, place: str) -> RunConfig:

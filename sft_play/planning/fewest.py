@@ -1,11 +1,13 @@
 """The fewest GPUs of a kind that are enough for a run, on machines of eight."""
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
-from sft_play.machine.gpus import what_if
+from sft_play.machine.gpus import Machine
 from sft_play.plan import Plan
 from sft_play.planning.batch import batch_for
-from sft_play.planning.changes import fewest
 from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
@@ -15,7 +17,13 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
 
 
 def fewest_gpus(
-    config: RunConfig, architecture: AnyArchitecture, facts: DataFacts, gpu: str, *, batch_grows: bool
+    config: RunConfig,
+    architecture: AnyArchitecture,
+    facts: DataFacts,
+    machine_of: Callable[[int], Machine],
+    *,
+    batch_grows: bool,
+    least: int = 1,
 ) -> int | None:
     """How many of these GPUs are enough; None if not even 512 are.
 
@@ -23,8 +31,9 @@ def fewest_gpus(
         config: the run.
         architecture: of the model.
         facts: of the training rows.
-        gpu: a name in configs/hardware.yaml.
+        machine_of: a machine with so many of these GPUs, or one of several like it.
         batch_grows: whether the effective batch becomes as large as the number of GPUs that need it.
+        least: how many there are at least.
 
     Raises:
         ConfigError: settings contradict each other, the model or the GPU.
@@ -33,7 +42,7 @@ def fewest_gpus(
     def fits(count: int) -> bool:
         grown = with_offload(with_batch_for(config, facts, count), "none")
         try:
-            machine = what_if(gpu, count)
+            machine = machine_of(count)
             plan_run(grown, architecture, facts, machine, count, accept=saves_most, explain=False, mix=False)
         except DoesNotFitError:
             return False
@@ -42,11 +51,19 @@ def fewest_gpus(
     def saves_most(draft: Plan) -> bool:
         return draft.recomputes or config.train.asked_activations == "keep"
 
-    allowed = [count for count in COUNTS if batch_grows or with_batch_for(config, facts, count) is config]
     ranks = config.parallel.sequence_parallel_size
-    if ranks > 1:
-        return fewest([count for count in allowed if count % ranks == 0], fits)
-    return 1 if fits(1) else fewest(allowed[1:], fits)
+    counts = [count for count in COUNTS if count >= least and count % ranks == 0]
+    allowed = [each for each in counts if batch_grows or with_batch_for(config, facts, each) is config]
+    return 1 if allowed[:1] == [1] and fits(1) else _first(allowed, fits)
+
+
+def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of ascending counts that fits, if each larger one fits too; None if none does.
+
+    Not every count is tried: where weights are divided, each takes a trace of its own.
+    """
+    place = bisect_left(counts, True, key=fits)
+    return counts[place] if place < len(counts) else None
 
 
 def with_batch_for(config: RunConfig, facts: DataFacts, count: int) -> RunConfig:

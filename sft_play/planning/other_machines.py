@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sft_play.config.methods import METHODS
@@ -138,11 +139,12 @@ def plans_by_mode(
         accept: as in `plan_run`, of plans for so many `gpus`.
     """
     plans: dict[str, dict[str, Any]] = {}
+    machine_of = partial(what_if, gpu)
     for mode in modes:
         tuning = config.tuning.model_copy(update={"mode": mode})
         run = with_offload(config.model_copy(update={"tuning": tuning}), "none")
         try:
-            count = gpus or fewest_gpus(run, model_config, facts, gpu, batch_grows=batch_grows) or 1
+            count = gpus or fewest_gpus(run, model_config, facts, machine_of, batch_grows=batch_grows) or 1
             run = run if gpus else with_batch_for(run, facts, count)
             machine = what_if(gpu, count)
             plan = plan_run(run, model_config, facts, machine, count, accept=accept, explain=False)

@@ -9,7 +9,7 @@ from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
 from sft_play.model import liger
-from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
+from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Plan
 from sft_play.planning.clock import batches_of, plan_clock
 from sft_play.planning.devices import memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
@@ -35,7 +35,6 @@ from sft_play.reasons import (
 from sft_play.report.reasons import sentences
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
-from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.corrections import (
     Record,
     corrected_clock,
@@ -94,7 +93,7 @@ def plan_run(
         budget = usual if budget_bytes is None else replace(usual, budget_bytes=budget_bytes)
         besides += memory_reasons(config, machine, processes, budget)
         seconds = plan_clock(architecture, facts, machine, processes)
-        predict = _estimator(config, architecture, facts, machine, processes, budget)
+        predict = estimator(architecture, budget, batches_of(architecture, facts))
         memory_of = corrected_estimator(predict, record_of)
         time_of = corrected_clock(seconds, record_of, facts.tokens_per_process)
         try:
@@ -109,37 +108,6 @@ def plan_run(
     return replace(plan, why=sentences([*why, *draft_reasons(config, device, plan), *found, *besides]))
 
 
-def _estimator(
-    config: RunConfig,
-    architecture: Architecture,
-    facts: DataFacts,
-    machine: Machine,
-    processes: int,
-    budget: DeviceBudget,
-) -> Estimator:
-    """Predicts the memory of plans of a run, and of the same run in another mode or on more processes.
-
-    These have a budget of their own: more processes need communicators, or share the RAM, and 4-bit weights
-    may need a larger guard. `budget` is that of the run as it is.
-    """
-    usual = memory_device(config, machine, processes)
-    assert usual
-    given = budget.budget_bytes - usual.budget_bytes
-    batches = batches_of(architecture, facts)
-    known = {(config.tuning.mode == "qlora", processes): estimator(architecture, budget, batches)}
-
-    def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
-        kind = run.tuning.mode == "qlora", plan.world_size
-        if kind not in known:
-            other = memory_device(run, machine, plan.world_size)
-            assert other
-            other = replace(other, budget_bytes=other.budget_bytes + given)
-            known[kind] = estimator(architecture, other, batches)
-        return known[kind](run, plan, complete=complete)
-
-    return estimate
-
-
 def estimator_of_run(
     config: RunConfig, architecture: Architecture, facts: DataFacts, machine: Machine, processes: int
 ) -> Estimator:
@@ -151,7 +119,7 @@ def estimator_of_run(
     budget = memory_device(config, machine, processes)
     if budget is None:
         raise ConfigError(f"nothing tells how much memory is free on {training_device(machine).name}")
-    estimate = _estimator(config, architecture, facts, machine, processes, budget)
+    estimate = estimator(architecture, budget, batches_of(architecture, facts))
     return corrected_estimator(estimate, records_of(architecture.text, training_device(machine).name))
 
 

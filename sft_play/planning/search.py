@@ -35,22 +35,21 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
-from sft_play.planning.changes import helpful_changes, master_weights, states_on_disk
 from sft_play.planning.drafts import by_offload
 from sft_play.planning.mixes import mixes
+from sft_play.planning.savings import master_weights, states_on_disk
 from sft_play.reasons import (
     Activations,
     Dealing,
     EffectiveBatch,
     EngineChoice,
     MicroBatch,
-    Misfit,
     Offload,
     OtherKind,
     Reason,
     Unsized,
 )
-from sft_play.report.reasons import misfit_text
+from sft_play.report.misfit import misfit_text
 
 # Predictions that differ by less are a tie, which the larger micro-batch wins: it needs fewer passes.
 TIE = 0.01
@@ -84,7 +83,7 @@ def choose_plan(
         layers: of the model, if it can recompute some and not others.
 
     Raises:
-        DoesNotFitError: no draft fits; the message says by how much, and which changes would help.
+        DoesNotFitError: no draft fits; the message says by how much.
     """
     if estimate is None:
         given = len({draft.micro_batch_size for draft in drafts}) == 1
@@ -105,7 +104,7 @@ def choose_plan(
         mix = False  # from now on
         fitting = _fitting(sized) or _least_of_those_that_ran_out(sized)
         if not fitting:
-            raise DoesNotFitError(_misfit(config, sized, estimate, explain))
+            raise DoesNotFitError(_misfit(sized, explain))
         fastest, seconds = _pick_fastest(fitting, seconds_of)
         memory = estimate(config, fastest, complete=True)
         chosen = replace(fastest, memory=memory)
@@ -138,14 +137,11 @@ def _with_one_exchange(config: RunConfig, plan: Plan, estimate: Estimator) -> Pl
     return replace(deferring, memory=memory) if memory.fits else plan
 
 
-def _misfit(config: RunConfig, sized: list[Plan], estimate: Estimator, explain: bool) -> str:
+def _misfit(sized: list[Plan], explain: bool) -> str:
     """Why none of these plans fits."""
     alike = [plan for plan in sized if plan.offload == sized[0].offload]
     alike = [plan for plan in alike if plan.activations != "offload"] or alike  # the last resort
-    smallest = min(alike, key=_needed)
-    return misfit_text(
-        Misfit(smallest, helpful_changes(config, smallest, estimate) if explain else ()), explain=explain
-    )
+    return misfit_text(min(alike, key=_needed), explain=explain)
 
 
 def _fitting(sized: list[Plan]) -> list[Plan]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 
 from sft_play import reasons
-from sft_play.plan import HostMemory, Memory, Plan
+from sft_play.plan import HostMemory, Plan
 from sft_play.units import counted, format_bytes
 
 ACTIVATIONS = {"keep": "kept", "recompute": "recomputed", "offload": "recomputed from inputs in RAM"}
@@ -37,7 +37,6 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
         "{share:.0%} of the weights of the base are 4-bit ({bytes} in all, {sixteen_bit_bytes} in 16 bit)"
     ),
 }
-MOST_CHANGES = 6  # that are listed of those that are enough
 RAN_OUT = "in an earlier run of this kind, memory ran out with {tokens:,} tokens in a micro-batch"
 # Those of which one fact, of this name, chooses the sentence.
 BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
@@ -347,52 +346,3 @@ def _trained_whole(reason: reasons.TrainedWhole) -> str:
         f"{reason.parameters:,} parameters of {counted(reason.modules, 'module')} are trained whole "
         f"(tuning.lora.modules_to_save: {', '.join(reason.names)})"
     )
-
-
-def misfit_text(misfit: reasons.Misfit, *, explain: bool = True) -> str:
-    """By how much the smallest plan exceeds its budget, and the changes that would make it fit."""
-    plan, memory = misfit.smallest, misfit.smallest.memory
-    assert memory
-    host = memory.host if memory.host and not memory.host.fits else None
-    terms = host.terms if host else memory.terms
-    checkpointing = ", gradient checkpointing" if plan.recomputes else ""
-    first = (
-        f"this run does not fit: the smallest plan (micro-batch {plan.micro_batch_size}{checkpointing}) "
-        f"{_excess(memory, host)}"
-    )
-    if not explain:
-        return first
-    largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
-    lines = [first, f"largest parts{' of a process' if host else ''}: {parts}"]
-    enough = [change for change in misfit.changes if change.fits]
-    if enough:
-        lines.append("any one of these makes it fit:" if enough[1:] else "this makes it fit:")
-        enough = enough[:MOST_CHANGES]
-    else:
-        lines.append("no three settings are enough; these come closest:")
-        enough = sorted(misfit.changes, key=lambda change: change.process_bytes)[:4]
-    return "\n".join([*lines, *(f"  {change.what}: {_then(change, memory, host)}" for change in enough)])
-
-
-def _excess(memory: Memory, host: HostMemory | None) -> str:
-    """What is needed, and how much more than the budget that is; of RAM, if `host` has too little."""
-    needed, budget = memory.process_bytes, memory.budget_bytes
-    where, whose = f" in the {memory.peak_phase} phase", "the budget"
-    if host:
-        needed, budget = host.needed_bytes, host.budget_bytes or 0
-        where, whose = (
-            f" of RAM for {counted(host.processes, 'process')}",
-            "the RAM that may be used, which is",
-        )
-    more = f"{format_bytes(needed - budget)} more than {whose}"
-    return f"needs {format_bytes(needed)}{where}, {more}{'' if host else ' of'} {format_bytes(budget)}"
-
-
-def _then(change: reasons.Change, memory: Memory, host: HostMemory | None) -> str:
-    """What is needed after a change; of RAM too, if that is what it takes."""
-    if host:
-        needed = change.host.needed_bytes if change.host else 0
-        return f"then {format_bytes(needed)} of RAM"
-    difference = format_bytes(change.process_bytes - memory.process_bytes)
-    return f"{difference}, then {format_bytes(change.process_bytes)}{_needs(change.host)}"

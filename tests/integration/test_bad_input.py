@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -139,15 +140,15 @@ def test_more_memory_than_the_device_has_is_refused(refuses):
     )
 
 
-def test_less_memory_than_a_run_needs_is_a_misfit_with_what_would_help(finished):
-    done = sft("plan", "--config", finished.config, "--gpu", "RTX 4090", "parallel.memory_gib=0.75")
-    said = " ".join(done.err.split())
-    assert (
-        done.code == 4
-        and said.startswith("error: this run does not fit")
-        and "than the budget of 512.00 MiB" in said
-    )
-    assert "train.batch_size=1: -" in said and "Traceback" not in done.err
+def test_less_memory_than_a_run_needs_is_a_misfit_with_a_command_that_fits(finished):
+    asked = ["train.batch_size=8", "train.gradient_checkpointing=false", "parallel.memory_gib=0.2515"]
+    done = sft("plan", "--config", finished.config, *asked)
+    assert done.code == 4 and done.err.startswith("error: this run does not fit: the smallest plan")
+    heading, command, needs = done.err.splitlines()[2:]
+    assert heading == "this makes it fit:"
+    words = dict(word.split("=", 1) for word in shlex.split(command)[2:])
+    again = sft("plan", "--config", words["CONFIG"], *words["ARGS"].split())
+    assert again.code == 0 and needs.split(" a process")[0].strip() in again.out
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_advice_for_the_most_processes_ends(finished):
     words = ["--gpus", str(MOST_PROCESSES), f"train.effective_batch_size={MOST_PROCESSES}"]
     words += ["--gpu", "RTX 4090", "train.batch_size=auto", "parallel.memory_gib=0.75"]
     done = sft("plan", "--config", finished.config, *words)
-    assert done.code == 4 and "no three settings are enough; these come closest:" in done.err
+    assert done.code == 4 and "no setting makes it fit" in done.err
 
 
 def test_an_effective_batch_that_the_gpus_do_not_divide_names_the_nearest(refuses):

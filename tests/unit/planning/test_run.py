@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from sft_play.data.prepare import PreparedData
 from sft_play.errors import ConfigError
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
-from sft_play.plan import Memory, Plan
-from sft_play.planning import run as planning_run
+from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit
 from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
 from sft_play.planning.facts import DataFacts
@@ -24,8 +22,8 @@ from sft_play.planning.other_machines import scaling
 from sft_play.planning.run import plan_run
 from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
-from sft_play.sizing.architecture import Architecture, text_of
-from sft_play.sizing.budget import ASSUMED_COMMUNICATOR, guard
+from sft_play.sizing.architecture import text_of
+from sft_play.sizing.budget import guard
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.step import Batch, JoinedRows, PaddedRows, StepSpec
 from sft_play.units import GIB, MIB
@@ -203,30 +201,6 @@ def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
     assert plan.memory.budget_bytes == budget.budget_bytes and plan.memory.guard_bytes == budget.guard.bytes
     assert "each process may use 2 GiB (parallel.memory_gib)" in plan.why
     assert any(reason.startswith("guard 256.00 MiB: ") for reason in plan.why)
-
-
-def changed_and_as_it_is(machine: Machine, changed: RunConfig, **plan: Any) -> tuple[Memory, Memory]:
-    """The predicted memory of a run of one process after a change, and before."""
-    config = run()
-    chosen = plan_run(config, MODEL, FACTS, machine, 1)
-    budget = memory_device(config, machine, 1)
-    estimate = planning_run._estimator(config, Architecture.of(MODEL), FACTS, machine, 1, budget)
-    return estimate(changed, replace(chosen, **plan)), estimate(config, chosen)
-
-
-def test_advice_about_more_processes_counts_their_communicators():
-    more, one = changed_and_as_it_is(what_if("T4"), run(), engine="deepspeed_z2", world_size=2)
-    assert more.terms["context"] - one.terms["context"] == ASSUMED_COMMUNICATOR
-    shared, alone = changed_and_as_it_is(CPU, run(), engine="deepspeed_z2", world_size=2)
-    assert shared.budget_bytes == memory_device(run(), CPU, 2).budget_bytes < 0.6 * alone.budget_bytes
-
-
-def test_advice_about_4_bit_weights_has_their_guard(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    packed, as_it_is = changed_and_as_it_is(what_if("T4"), run("qlora"))
-    expected = memory_device(run("qlora"), what_if("T4"), 1)
-    assert packed.guard_bytes == expected.guard.bytes > as_it_is.guard_bytes
-    assert packed.budget_bytes == expected.budget_bytes < as_it_is.budget_bytes
 
 
 def test_a_limit_above_what_is_free_says_what_is_free():

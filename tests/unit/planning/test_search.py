@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from sft_play.config.schema import ParallelConfig, RunConfig
-from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
+from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
-from sft_play.planning.changes import fewest
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
 from sft_play.reasons import Activations, EngineChoice, MasterWeights, MicroBatch, Offload, OtherKind
@@ -247,8 +246,6 @@ def test_a_link_of_unknown_speed_is_not_chosen_for_activations():
     with pytest.raises(DoesNotFitError, match="micro-batch 1, gradient checkpointing"):
         choose(config(), in_ram_of(11), seconds)
     assert choose(config(activations="offload"), in_ram_of(11), seconds).activations == "offload"
-    with pytest.raises(DoesNotFitError, match="train.activations=offload: -1.50 GiB, then 10.50 GiB"):
-        choose(config(activations="recompute"), in_ram_of(11), seconds)
 
 
 def test_what_was_fixed_by_hand_stays_fixed():
@@ -277,33 +274,11 @@ def test_zero_is_taken_where_only_it_fits():
     assert plan.engine == "deepspeed_z2" and why[EngineChoice].other is None
 
 
-def test_a_misfit_says_by_how_much_and_what_would_fit():
+def test_a_misfit_says_by_how_much():
     with pytest.raises(DoesNotFitError) as caught:
         choose(config(), memory_of(8), clock(0.1))
     text = str(caught.value)
     assert "needs 11.00 GiB in the backward phase, 3.00 GiB more than the budget of 8.00 GiB" in text
-    assert "this makes it fit:" in text
-    assert "tuning.mode=qlora: -6.67 GiB, then 4.33 GiB" in text
-    assert "gradient_checkpointing" not in text.split("makes it fit")[1]  # the smallest plan has it already
-
-
-def test_changes_are_combined_where_none_is_enough_alone_and_what_is_named_then_fits():
-    """Two at most here; what changes nothing, as the optimizer's states in this memory, is not named."""
-    asked = {"batch_size": 4, "gradient_checkpointing": False}
-    with pytest.raises(DoesNotFitError) as caught:
-        choose(config(**asked), memory_of(7.4), clock(0.1))
-    heading, *lines = str(caught.value).splitlines()[2:]
-    assert heading == "any one of these makes it fit:" and all(line.count("=") == 2 for line in lines)
-    assert not any("adamw_8bit" in line for line in lines)
-    first = "train.gradient_checkpointing=true tuning.mode=qlora"
-    assert f"  {first}: -18.67 GiB, then 7.33 GiB" in lines
-    changed = config("qlora", **{**asked, "gradient_checkpointing": True})
-    assert choose(changed, memory_of(7.4), clock(0.1)).memory.process_bytes == int(22 / 3 * GIB)
-
-
-def test_a_hopeless_misfit_says_so():
-    with pytest.raises(DoesNotFitError, match="no three settings are enough; these come closest"):
-        choose(config("qlora"), memory_of(1), clock(0.1))
 
 
 def in_halves(budget_gib: float, host_gib: float | None = None):
@@ -336,30 +311,6 @@ def test_the_plan_says_what_masters_cost_and_what_pure_bf16_saves():
     assert MasterWeights not in chosen_because(config(), memory_of(40), None)[1]
     zero = config("full", "deepspeed_z2", batch_size=1)  # which keeps masters in any case
     assert MasterWeights not in chosen_because(zero, in_halves(40), None, world_size=2)[1]
-
-
-@pytest.mark.parametrize("device", [GPU, replace(GPU, bf16=False)])
-def test_advice_for_full_fine_tuning_offers_pure_bf16_where_the_gpu_has_it(device):
-    run = config("full", gradient_checkpointing=True)
-    drafts = draft_plans(run, device=device, world_size=1, rows=10, max_seq_len=1024, attention="sdpa")
-    with pytest.raises(DoesNotFitError) as caught:
-        choose_plan(run, drafts, in_halves(7), None)
-    offered = "model.dtype=bfloat16: -5.00 GiB, then 6.00 GiB" in str(caught.value)
-    assert offered == device.bf16
-
-
-def test_what_the_model_does_not_allow_is_not_among_the_changes():
-    memory = memory_of(8)
-
-    def estimate(run, plan, complete=False) -> Memory:
-        if run.tuning.mode == "qlora":
-            raise ConfigError("most of its weights are fused experts")
-        return memory(run, plan, complete)
-
-    with pytest.raises(DoesNotFitError) as caught:
-        choose(config(), estimate, clock(0.1))
-
-    assert "qlora" not in str(caught.value) and "model.max_seq_len=" in str(caught.value)
 
 
 def test_alternatives_are_the_best_of_each_other_kind_with_their_cost():
@@ -568,26 +519,6 @@ def test_all_machines_hold_the_model_once_if_activations_that_fit_then_are_worth
     assert (plan.engine, plan.replicas, plan.recomputes) == ("fsdp2", replicas, replicas == 2)
 
 
-def test_advice_names_the_fewest_gpus_that_are_enough_with_fsdp2():
-    estimate, asked = divided_memory(11, row=1)
-    with pytest.raises(DoesNotFitError, match="8 GPUs with FSDP2 .make train-fsdp NGPU=8.") as error:
-        choose(config(), estimate, slower_with_fsdp2(1.0), 2)
-    assert "16 GPUs with FSDP2" not in str(error.value) and ("fsdp2", 16) not in asked
-
-
-@pytest.mark.parametrize("enough", [*range(1, 9), 100])
-def test_the_fewest_are_found_without_trying_all(enough):
-    counts, tried = [1, 2, 3, 4, 5, 6, 7, 8], []
-    found = fewest(counts, lambda count: tried.append(count) or count >= enough)
-    assert found == (enough if enough <= 8 else None) and len(tried) <= 4
-
-
-def test_advice_for_more_gpus_than_rows_names_the_batch_that_they_need():
-    estimate, _ = divided_memory(11, row=1)
-    with pytest.raises(DoesNotFitError, match="train-fsdp NGPU=8 ARGS=.train.effective_batch_size=8"):
-        choose(config(effective_batch_size=4), estimate, slower_with_fsdp2(1.0), 2)
-
-
 def offloading(budget_gib: float, ram_gib: float | None):
     """As `memory_of`; what offloads has no weights on the GPU, and needs 100 GiB of RAM."""
     plain = memory_of(budget_gib)
@@ -616,11 +547,9 @@ def test_what_fits_nowhere_else_is_offloaded(world_size, ram):
     assert choose(run, offloading(40, ram), faster, world_size).offload == "none"
 
 
-def test_what_does_not_fit_names_offloading_and_the_ram_that_it_needs():
+def test_what_does_not_fit_says_where():
     never = config().model_copy(update={"parallel": ParallelConfig(offload="none")})
-    with pytest.raises(
-        DoesNotFitError, match=r"offload to RAM \(make train-fsdp NGPU=1 OFFLOAD=ram\): .*100.00 GiB"
-    ):
+    with pytest.raises(DoesNotFitError, match=r"needs 11.00 GiB in the backward phase"):
         choose(never, offloading(9, 128), None)
     with pytest.raises(DoesNotFitError, match=r"needs 11.00 GiB in the backward phase"):
         choose(config(), offloading(9, 64), None)  # neither the GPU nor RAM is enough

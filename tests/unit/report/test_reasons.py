@@ -11,7 +11,6 @@ from sft_play.plan import HostMemory, Memory
 from sft_play.reasons import (
     Activations,
     AttentionKernel,
-    Change,
     Communication,
     Corrected,
     Dealing,
@@ -23,7 +22,6 @@ from sft_play.reasons import (
     MasterWeights,
     MemoryLimit,
     MicroBatch,
-    Misfit,
     NewTokens,
     OptimizerStates,
     OtherKind,
@@ -35,7 +33,8 @@ from sft_play.reasons import (
     UnknownCapability,
     Unsized,
 )
-from sft_play.report.reasons import BY_FACT, FROM_FACTS, misfit_text, sentence
+from sft_play.report.misfit import advice_text, misfit_text
+from sft_play.report.reasons import BY_FACT, FROM_FACTS, sentence
 from sft_play.units import GIB, MIB
 from tests.unit.report.written_run import make_plan
 
@@ -215,20 +214,22 @@ MEMORY = Memory(
 )
 
 
-def test_a_misfit_says_by_how_much_and_what_would_help():
+def test_a_misfit_says_by_how_much_and_of_what():
     smallest = replace(PLAN, memory=MEMORY, micro_batch_size=1, activations="recompute")
-    near, far = Change("tuning.mode=qlora", 4 * GIB, True), Change("model.max_seq_len=64", 10 * GIB, False)
-    first, parts, heading, *changes = misfit_text(Misfit(smallest, (near, far))).splitlines()
+    first, parts = misfit_text(smallest).splitlines()
     assert first == (
         "this run does not fit: the smallest plan (micro-batch 1, gradient checkpointing) needs 11.00 GiB in "
         "the backward phase, 3.00 GiB more than the budget of 8.00 GiB"
     )
     assert parts == "largest parts: weights 10.00 GiB, loss 1.00 GiB"
-    assert heading == "this makes it fit:"
-    assert changes == ["  tuning.mode=qlora: -7.00 GiB, then 4.00 GiB"]
-    hopeless = misfit_text(Misfit(smallest, (far,))).splitlines()
-    assert hopeless[2:] == [
-        "no three settings are enough; these come closest:",
-        "  model.max_seq_len=64: -1.00 GiB, then 10.00 GiB",
-    ]
-    assert misfit_text(Misfit(smallest), explain=False) == first
+    assert misfit_text(smallest, explain=False) == first
+
+
+def test_advice_is_commands_each_with_its_plan():
+    small = replace(PLAN, memory=replace(MEMORY, peak_bytes=4 * GIB), micro_batch_size=2, activations="keep")
+    heading, command, plan = advice_text([("make train", small, 1234.5)], gpus=True).splitlines()
+    assert heading == "this makes it fit:" and command == "  make train"
+    assert plan == "    4.00 GiB a process, micro-batch 2, activations kept, 1,234 tokens/s"
+    two = advice_text([("make train", small, None)] * 2, gpus=True)
+    assert two.startswith("any one of these makes it fit:") and "tokens/s" not in two
+    assert "512 such GPUs" in advice_text([], gpus=True) and "GPU" not in advice_text([], gpus=False)

@@ -1,0 +1,61 @@
+"""What is said of a run that fits nowhere: by how much, and the commands with which it fits."""
+
+from collections.abc import Sequence
+
+from sft_play.plan import HostMemory, Memory, Plan
+from sft_play.report.reasons import ACTIVATIONS
+from sft_play.units import counted, format_bytes
+
+
+def misfit_text(smallest: Plan, *, explain: bool = True) -> str:
+    """By how much the smallest plan exceeds its budget, and what it consists of."""
+    memory = smallest.memory
+    assert memory
+    host = memory.host if memory.host and not memory.host.fits else None
+    terms = host.terms if host else memory.terms
+    checkpointing = ", gradient checkpointing" if smallest.recomputes else ""
+    first = (
+        f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}{checkpointing}) "
+        f"{_excess(memory, host)}"
+    )
+    if not explain:
+        return first
+    largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+    return f"{first}\nlargest parts{' of a process' if host else ''}: {parts}"
+
+
+def advice_text(ways: Sequence[tuple[str, Plan, float | None]], *, gpus: bool) -> str:
+    """Commands with which a run fits, each with its plan and the tokens per second of that, if known.
+
+    If there are none, what that means on a machine with or without `gpus`.
+    """
+    if not ways and gpus:
+        return "no setting makes it fit, nor do 512 such GPUs; use a smaller model, or a GPU with more memory"
+    if not ways:
+        return "no setting makes it fit; use a smaller model, or a machine with more memory"
+    lines = ["any one of these makes it fit:" if ways[1:] else "this makes it fit:"]
+    for command, plan, speed in ways:
+        assert plan.memory
+        host = plan.memory.host
+        ram = f" and {format_bytes(host.needed_bytes)} of RAM" if host else ""
+        needs = f"{format_bytes(plan.memory.process_bytes)} a process{ram}"
+        speed_text = f", {speed:,.0f} tokens/s" if speed else ""
+        how = "partly kept" if plan.kept_layers else ACTIVATIONS[plan.activations]
+        split = f"micro-batch {plan.micro_batch_size}, activations {how}"
+        lines += [f"  {command}", f"    {needs}, {split}{speed_text}"]
+    return "\n".join(lines)
+
+
+def _excess(memory: Memory, host: HostMemory | None) -> str:
+    """What is needed, and how much more than the budget that is; of RAM, if `host` has too little."""
+    needed, budget = memory.process_bytes, memory.budget_bytes
+    where, whose = f" in the {memory.peak_phase} phase", "the budget"
+    if host:
+        needed, budget = host.needed_bytes, host.budget_bytes or 0
+        where, whose = (
+            f" of RAM for {counted(host.processes, 'process')}",
+            "the RAM that may be used, which is",
+        )
+    more = f"{format_bytes(needed - budget)} more than {whose}"
+    return f"needs {format_bytes(needed)}{where}, {more}{'' if host else ' of'} {format_bytes(budget)}"

@@ -1,0 +1,129 @@
+"""What makes a run fit: each change that is offered is a run that fits, with the figures that are printed."""
+
+import re
+import shlex
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.small_models import WIDE, small_config
+from sft_play.cli import parse
+from sft_play.commands.plan import plan_command
+from sft_play.config.schema import RunConfig
+from sft_play.errors import DoesNotFitError
+from sft_play.machine.gpus import what_if
+from sft_play.planning import fewest
+from sft_play.planning.advice import Change, Request, as_overrides, changed, changes_that_fit, plan_or_advise
+from sft_play.planning.facts import DataFacts
+from sft_play.spelling import BY_MAKE
+from sft_play.units import GIB, format_bytes
+
+MODEL = small_config("llama", WIDE)
+LENGTHS = np.random.default_rng(0).integers(500, 1025, 1000)
+UNEVEN = DataFacts(LENGTHS, LENGTHS, longest_row=1024, mean_tokens=760.0, mean_squared_tokens=6e5, seed=0)
+FULL = DataFacts.full_rows(1024, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def _few_gpus(monkeypatch):
+    monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4))
+
+
+def request(limit_gib: float, mode: str = "lora", gpus: int = 1, **train) -> Request:
+    """The run on T4s of which each process may use so much."""
+    tree = {
+        "model": {"name": "some/model"},
+        "data": {"train_path": "x"},
+        "tuning": {"mode": mode},
+        "train": {"effective_batch_size": 16} | train,
+        "parallel": {"memory_gib": limit_gib},
+    }
+    return Request(RunConfig.model_validate(tree), MODEL, FULL, what_if("T4", gpus), gpus)
+
+
+def test_each_change_is_a_run_that_fits_with_the_figures_that_it_has():
+    asked = request(1.0, batch_size=16, gradient_checkpointing=False)
+    with pytest.raises(DoesNotFitError):
+        asked.plan()
+    found = changes_that_fit(asked)
+    assert {"train.gradient_checkpointing": "auto"} in [change.settings for change in found]
+    assert {"train.batch_size": "auto"} in [change.settings for change in found]
+    for change in found:
+        again = replace(changed(asked, change.settings), processes=change.plan.world_size)
+        if again.processes == asked.processes:
+            assert again.plan(explain=False) == change.plan and change.plan.memory.fits
+
+
+def test_what_saves_too_little_is_not_offered():
+    offered = changes_that_fit(request(1.0, batch_size=16, gradient_checkpointing=False))
+    assert all("train.optimizer" not in change.settings for change in offered)
+
+
+def test_several_changes_at_once_only_where_none_is_enough():
+    offered = changes_that_fit(request(0.6, "full", batch_size=16, gradient_checkpointing=False))
+    alone = [change.settings for change in offered if change.plan.world_size == 1]
+    assert alone[0] == {"train.gradient_checkpointing": "auto", "train.batch_size": "auto"}
+    assert {len(settings) for settings in alone} == {2}
+
+
+def test_rows_that_are_too_long_are_left_out_or_cut():
+    asked = replace(request(1.0), facts=UNEVEN)
+    shorter = changed(asked, {"model.max_seq_len": 768})
+    assert shorter.facts.lengths.max() <= 768 and len(shorter.facts.lengths) == (LENGTHS <= 768).sum()
+    tree = asked.config.model_dump()
+    tree["data"]["overlong"] = "truncate"
+    cut = changed(replace(asked, config=RunConfig.model_validate(tree)), {"model.max_seq_len": 768})
+    assert len(cut.facts.lengths) == len(LENGTHS) and cut.facts.longest_row == 768
+
+
+def test_a_hopeless_run_says_so(monkeypatch):
+    with pytest.raises(DoesNotFitError, match="largest parts: .*\nno setting makes it fit"):
+        plan_or_advise(request(0.26, "qlora", engine_only(monkeypatch)), lambda change: "")
+
+
+def engine_only(monkeypatch) -> int:
+    """One GPU, and no more to be had."""
+    monkeypatch.setattr("sft_play.planning.advice._more_gpus", lambda request: [])
+    return 1
+
+
+def test_earlier_overrides_give_way():
+    earlier = ["train.batch_size=4", "tuning.mode=full"]
+    assert as_overrides({"tuning.mode": "qlora"}, earlier) == ["train.batch_size=4", "tuning.mode=qlora"]
+
+
+@pytest.mark.parametrize("by_make", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_what_is_printed_can_be_typed_and_has_the_memory_that_is_said(by_make, monkeypatch):
+    """Of a full 0.6B on a card of 8 GiB, with all that could help switched off."""
+    words = ["plan", "--model", "qwen3-0.6b", "--gpu", "RTX 3070 Ti", "--gpus", "1", "tuning.mode=full"]
+    words += ["parallel.offload=none", "model.max_seq_len=4096"]
+    monkeypatch.setenv(BY_MAKE, "1") if by_make else monkeypatch.delenv(BY_MAKE, raising=False)
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_command(parse(words))
+    lines = re.split("makes? it fit:\n", str(caught.value))[1].splitlines()
+    pairs = list(zip(lines[::2], lines[1::2], strict=True))
+    assert pairs
+    if by_make:
+        assert all(line.startswith("  make plan MODEL=qwen3-0.6b ") for line, _ in pairs)
+        return
+    for line, said in pairs[:2]:
+        program, *typed = shlex.split(line)
+        assert program == "sft-play"
+        tree, _ = plan_command(parse(typed))
+        assert said.strip().startswith(f"{format_bytes(tree['memory']['process_bytes'])} a process")
+
+
+@pytest.mark.parametrize("enough", [*range(1, 9), 100])
+def test_the_fewest_are_found_without_trying_all(enough):
+    counts, tried = [1, 2, 3, 4, 5, 6, 7, 8], []
+    found = fewest._first(counts, lambda count: tried.append(count) or count >= enough)
+    assert found == (enough if enough <= 8 else None) and len(tried) <= 4
+
+
+def test_more_gpus_come_with_the_batch_that_they_need():
+    asked = request(0.42, "full", effective_batch_size=1, gradient_checkpointing=True, optimizer="adamw_8bit")
+    more = [change for change in changes_that_fit(asked) if change.plan.world_size > 1]
+    for change in more:
+        assert isinstance(change, Change) and change.plan.memory.process_bytes < 0.42 * GIB
+        assert change.settings == {"train.effective_batch_size": change.plan.effective_batch_size}
