@@ -56,6 +56,16 @@ class NoiseOfStep(TrainerCallback):
         kwargs["model"].noise_step = state.global_step
 
 
+def _forget_other_embeddings() -> None:
+    """Empties bitsandbytes' list of parameters with states in 32 bits, which knows them by position.
+
+    An earlier run of this process has left those of its embeddings there.
+    """
+    from bitsandbytes.optim import GlobalOptimManager
+
+    GlobalOptimManager.get_instance().initialize()
+
+
 class PlannedTrainer(SFTTrainer):
     """TRL's trainer; each method is overridden where the library has no callback, and says why."""
 
@@ -95,6 +105,8 @@ class PlannedTrainer(SFTTrainer):
         PEFT's function for it gives their rate to vectors too, such as norms that are trained whole.
         """
         exists = self.optimizer is not None
+        if not exists and self.args.optim.endswith("8bit"):
+            _forget_other_embeddings()
         optimizer = super().create_optimizer(model)
         if exists:
             return optimizer

@@ -13,6 +13,7 @@ from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
 from sft_play.model.loss_head import TokenScore, score_batch
+from sft_play.sizing.optimizers import EIGHT_BIT_FROM
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged
 from tests.conftest import VOCABULARY
@@ -162,6 +163,19 @@ def test_lora_plus_gives_the_b_matrices_a_rate_of_their_own_and_nothing_else(tra
     assert all(found == (4 * rate if "lora_B" in name else rate) for name, found in rates.items())
     assert all(group["params"] for group in optimizer.param_groups)
     assert trainer.create_optimizer() is optimizer  # not divided again
+
+
+def test_what_has_8_bit_states_does_not_depend_on_an_earlier_run_of_the_process(trainer_of):
+    whole = trainer_of(optimizer="adamw_8bit", max_steps=1)
+    whole.train()
+    embedding = whole.model.get_input_embeddings().weight
+    assert whole.optimizer.param_groups[0]["params"][0] is embedding
+    assert whole.optimizer.state[embedding]["state1"].dtype == torch.float32
+    adapted = trainer_of(mode="lora", lora={"r": 128}, optimizer="adamw_8bit", max_steps=1)
+    adapted.train()
+    first = adapted.optimizer.param_groups[0]["params"][0]
+    assert first.numel() >= EIGHT_BIT_FROM
+    assert adapted.optimizer.state[first]["state1"].dtype == torch.uint8
 
 
 def test_weights_are_averaged_where_they_are_used_and_not_where_they_are_trained(trainer_of):
