@@ -106,6 +106,7 @@ def close_session(session: Session, plan: Plan) -> Job:
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan, engine = job.config, job.plan, engine_of(job.plan.engine)
     validation = validation_rows(job)
+    types = {weight: weight.dtype for weight in model.parameters() if weight.requires_grad}
     trainer = PlannedTrainer(
         model=model,
         args=sft_config(
@@ -133,10 +134,9 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         callbacks=_callbacks(job, reporter),
     )
     trainer.remove_callback(PrinterCallback)
-    for parameter in model.parameters():
-        if parameter.requires_grad and config.tuning.mode == "qlora":
-            # TRL has cast them to bf16, which an fp16 gradient scaler cannot unscale
-            parameter.data = parameter.data.float()
+    # TRL has cast what is beside 4-bit weights to bf16, which an fp16 gradient scaler cannot unscale
+    for parameter, dtype in types.items():
+        parameter.data = parameter.data.to(dtype)
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
     if plan.recomputes:

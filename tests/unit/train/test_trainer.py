@@ -165,6 +165,22 @@ def test_lora_plus_gives_the_b_matrices_a_rate_of_their_own_and_nothing_else(tra
     assert trainer.create_optimizer() is optimizer  # not divided again
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_what_is_trained_whole_has_the_type_of_the_model_or_under_autocast_fp32(trainer_of, mode, precision):
+    trainer = trainer_of(
+        mode=mode,
+        lora={"modules_to_save": ["norm"]},
+        dtype="bfloat16",
+        mixed_precision=precision,
+        max_steps=1,
+    )
+    named = list(trainer.model.named_parameters())
+    types = {"modules_to_save" in name: weight.dtype for name, weight in named if weight.requires_grad}
+    assert types == {False: torch.float32, True: torch.bfloat16 if precision == "no" else torch.float32}
+    assert trainer.train().metrics["train_loss"] > 0
+
+
 def test_what_has_8_bit_states_does_not_depend_on_an_earlier_run_of_the_process(trainer_of):
     whole = trainer_of(optimizer="adamw_8bit", max_steps=1)
     whole.train()
