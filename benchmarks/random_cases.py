@@ -265,7 +265,9 @@ def predicted_again(run: RandomRun, tree: dict[str, Any] | None, folder: Path) -
     config = config_of(run, folder, folder)
     architecture, (_, facts) = load_model_config(config.model), facts_of(run, config, folder)
     if tree is None:
-        plan = plan_run(config, architecture, facts, detect(), run.world_size, budget_bytes=ENOUGH)
+        plan = plan_run(
+            config, architecture, facts, detect(), run.world_size, budget_bytes=ENOUGH, explain=False
+        )
         assert plan.memory
         return {"plan": without_memory(plan), "predicted": plan.memory.phases}
     usual = memory_device(config, detect(), run.world_size)

@@ -41,6 +41,8 @@ class Division:
     autocasts: bool = False  # operations of a step are in 16 bits
     offloads: bool = False  # to RAM, also where a device has no other memory
     states_on_disk: bool = False  # of the optimizer, then
+    # elements of the parameters of each of the optimizer's groups, in its order; () if unknown
+    trained: Callable[[], Sequence[Sequence[int]]] = lambda: ()
     state_bytes: Callable[[int], int]  # of the optimizer, for so many elements in one fp32 vector
     # what it allocates while it updates these: nothing, unless its kernel is written in Python
     update_bytes: Callable[[int], int] = lambda elements: 0
