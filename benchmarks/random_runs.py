@@ -60,7 +60,7 @@ from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.step import step_code
 from sft_play.train.ranks import from_main
 from sft_play.train.session import prepare_session
-from sft_play.train.trainer import NoiseOfStep
+from sft_play.train.trainer import NoiseOfStep, forget_embeddings
 
 RUNS, SEED = 200, 7
 BLOCK = 20  # runs
@@ -138,6 +138,7 @@ def measure(job: Job, meter: ctypes.CDLL) -> dict[str, int]:
     trainer.train()
     marks.begin("load")
     trainer.accelerator.free_memory()
+    forget_embeddings(args)
     return {name: peak for name, peak in marks.peaks.items() if name != "load"} | {
         SCRATCH: marks.with_scratch
     }

@@ -34,7 +34,7 @@ from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.resume import settings_of
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.trackers import trackers
-from sft_play.train.trainer import NoiseOfStep, PlannedTrainer
+from sft_play.train.trainer import NoiseOfStep, PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
 
 
@@ -99,6 +99,7 @@ def close_session(session: Session, plan: Plan) -> Job:
     trainer: Any = session.trainer
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
     trainer.accelerator.free_memory()
+    forget_embeddings(trainer.args)
     release_memory()
     return replace(session.job, plan=plan)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.optim import GlobalOptimManager
 from transformers import AutoModelForCausalLM
 
 from benchmarks.small_models import WIDE, small_config
@@ -15,7 +16,7 @@ from sft_play.manifest import read_manifest
 from sft_play.model.loss_head import TokenScore, score_batch
 from sft_play.sizing.optimizers import EIGHT_BIT_FROM
 from sft_play.train.session import prepare_session
-from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged
+from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged, forget_embeddings
 from tests.conftest import VOCABULARY
 from tests.integration.jobs import make_job
 from tests.rounding import assert_same_values
@@ -187,11 +188,16 @@ def test_what_has_8_bit_states_does_not_depend_on_an_earlier_run_of_the_process(
     embedding = whole.model.get_input_embeddings().weight
     assert whole.optimizer.param_groups[0]["params"][0] is embedding
     assert whole.optimizer.state[embedding]["state1"].dtype == torch.float32
+    held = GlobalOptimManager.get_instance()
+    assert any(module.weight is embedding for module, *_ in held.module_weight_config_triple)
     adapted = trainer_of(mode="lora", lora={"r": 128}, optimizer="adamw_8bit", max_steps=1)
     adapted.train()
     first = adapted.optimizer.param_groups[0]["params"][0]
     assert first.numel() >= EIGHT_BIT_FROM
     assert adapted.optimizer.state[first]["state1"].dtype == torch.uint8
+    assert not any(module.weight is embedding for module, *_ in held.module_weight_config_triple)
+    forget_embeddings(adapted.args)
+    assert not held.module_weight_config_triple
 
 
 def test_weights_are_averaged_where_they_are_used_and_not_where_they_are_trained(trainer_of):
