@@ -248,19 +248,30 @@ def job_of(run: RandomRun, model: Path, output: Path, ranks: RankEnvironment) ->
     return Job(resolved, folder, architecture, load_tokenizer(config.model), data, detect(), planned, ranks)
 
 
-def predicted_again(run: RandomRun, tree: dict[str, Any], folder: Path) -> dict[str, int]:
-    """Bytes of each phase of a run that was planned and measured before, as today's code predicts them.
+def without_memory(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON, without its prediction and reasons."""
+    return replace(plan, memory=None, why=(), alternatives=()).to_json()
+
+
+def predicted_again(run: RandomRun, tree: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
+    """The plan of a run that was measured before, and bytes of each phase as today's code predicts them.
 
     Args:
         run: the run.
-        tree: its plan, as `Plan.to_json` writes it.
+        tree: its plan, as `without_memory` gives it; None makes it again.
         folder: for the model's config and tokenizer.
     """
     save_architecture(run, folder)
-    config, plan = config_of(run, folder, folder), Plan.from_json(tree)
-    architecture = Architecture.of(load_model_config(config.model))
+    config = config_of(run, folder, folder)
+    architecture, (_, facts) = load_model_config(config.model), facts_of(run, config, folder)
+    if tree is None:
+        plan = plan_run(
+            config, architecture, facts, detect(), run.world_size, budget_bytes=ENOUGH, explain=False
+        )
+        assert plan.memory
+        return {"plan": without_memory(plan), "predicted": plan.memory.phases}
     usual = memory_device(config, detect(), run.world_size)
     assert usual
-    batches = batches_of(architecture, facts_of(run, config, folder)[1])
-    estimate = estimator(architecture, replace(usual, budget_bytes=ENOUGH), batches)
-    return estimate(config, plan, complete=True).phases
+    known = Architecture.of(architecture)
+    estimate = estimator(known, replace(usual, budget_bytes=ENOUGH), batches_of(known, facts))
+    return {"plan": tree, "predicted": estimate(config, Plan.from_json(tree), complete=True).phases}

@@ -3,6 +3,7 @@
     make bench-random                           # 200 runs
     make bench-random ARGS="--runs 20 --seed 3"
     make bench-random ARGS="--minutes 15"           # those that can be measured in this time
+    make bench-random ARGS="--forget 9 61"          # these again, the others as they were measured
 
 Each run has another architecture, other settings and rows of very different lengths, all drawn from a seed;
 three of five are on two processes. Its plan predicts the peak of each phase. Then the run's own trainer goes
@@ -12,7 +13,7 @@ oneDNN takes there for products of 16 bits is no tensor and not predicted: it is
 and loaded weights lie in other memory; here they are copied into PyTorch's, to be counted. Runs are measured
 in the order of their numbers, BLOCK after BLOCK, and the result is of the first ones: none is picked. What is
 measured is kept beside the result with its plan: a benchmark that was interrupted goes on where it was, and
-plans that other code has predicted are predicted again.
+plans that other code has predicted are predicted again. What the log lacks is taken from the result.
 """
 
 import argparse
@@ -23,7 +24,6 @@ import math
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,7 +40,6 @@ from typing import Any
 import torch
 from datasets import concatenate_datasets
 from deepspeed import DeepSpeedEngine
-from rich.table import Table
 from torch.distributed.tensor import DTensor
 from transformers import DefaultFlowCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -48,7 +47,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
-from benchmarks.random_cases import RandomRun, draw, job_of, predicted_again, save_model
+from benchmarks.random_cases import RandomRun, draw, job_of, predicted_again, save_model, without_memory
+from benchmarks.random_results import SCRATCH, describe, found_of, row_of, summary, table
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.job import Job
@@ -58,17 +58,14 @@ from sft_play.model.cpu import storage_bytes
 from sft_play.model.weights import release_memory
 from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.step import step_code
-from sft_play.timeline import PHASES
 from sft_play.train.ranks import from_main
 from sft_play.train.session import prepare_session
-from sft_play.train.trainer import NoiseOfStep
+from sft_play.train.trainer import NoiseOfStep, forget_embeddings
 
 RUNS, SEED = 200, 7
 BLOCK = 20  # runs
-TARGET = 0.001
 ENGINES = ("none", "none", "ddp", "deepspeed_z2", "fsdp2")  # all but the first run on two processes
 WAIT = timedelta(minutes=5)  # for another process
-SCRATCH = "with_scratch"
 
 
 class Marks(TrainerCallback):
@@ -141,6 +138,7 @@ def measure(job: Job, meter: ctypes.CDLL) -> dict[str, int]:
     trainer.train()
     marks.begin("load")
     trainer.accelerator.free_memory()
+    forget_embeddings(args)
     return {name: peak for name, peak in marks.peaks.items() if name != "load"} | {
         SCRATCH: marks.with_scratch
     }
@@ -174,7 +172,8 @@ def outcome(run: RandomRun, folder: Path, ranks: RankEnvironment, meter: ctypes.
             torch.distributed.barrier()
         job = job_of(run, model, output, ranks)
         assert job.plan.memory
-        found |= {"plan": job.plan.to_json(), "code": step_code(), "predicted": job.plan.memory.phases}
+        found |= {"plan": without_memory(job.plan), "code": step_code()}
+        found["predicted"] = job.plan.memory.phases
         with quiet_libraries(folder / "log.txt"):
             found["measured"] = measure(job, meter)
     except (SftPlayError, ValueError) as error:
@@ -262,98 +261,45 @@ def measure_missing(runs: list[RandomRun], folder: Path, log: MeasurementLog, mi
 
 
 def _unmeasured(runs: list[RandomRun], log: MeasurementLog) -> list[RandomRun]:
-    known = {run_of(line["run"]).key for line in log.read()}
+    known = log_of(log)
     return [run for run in runs if run.key not in known]
+
+
+def log_of(log: MeasurementLog) -> dict[str, list[dict[str, Any]]]:
+    """What was found of each run last, by its key; an entry for each process."""
+    latest = {run_of(line["run"]).key: line["found"] for line in log.read()}
+    return {key: found for key, found in latest.items() if found}
+
+
+def take_over(path: Path, log: MeasurementLog) -> None:
+    """Adds to the log what a result that the same versions wrote says and the log does not."""
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if result.get("versions") != versions():
+        return
+    known = {run_of(line["run"]).key for line in log.read()}
+    for row in result["rows"]:
+        tree = {name: row[name] for name in RandomRun.__dataclass_fields__}
+        if run_of(tree).key not in known:
+            log.add({"run": tree, "found": [found_of(row)]})
+
+
+def forget(runs: list[RandomRun], log: MeasurementLog) -> None:
+    """Lets these be measured again."""
+    for run in runs:
+        log.add({"run": asdict(run), "found": []})
 
 
 def predict_again(runs: list[RandomRun], folder: Path, log: MeasurementLog) -> None:
     """Adds to the log what today's code predicts of the plans that other code predicted."""
-    latest = {run_of(line["run"]).key: line["found"] for line in log.read()}
+    latest = log_of(log)
     for run in runs:
         found = latest.get(run.key, [{}])
-        if "measured" not in found[0] or found[0]["code"] == step_code():
+        if "measured" not in found[0] or found[0].get("code") == step_code():
             continue
         model = folder / f"model-{run.number}"
-        made = predicted_again(run, found[0]["plan"], model)
-        log.add(
-            {"run": asdict(run), "found": [each | {"code": step_code(), "predicted": made} for each in found]}
-        )
+        again = {"code": step_code()} | predicted_again(run, found[0].get("plan"), model)
+        log.add({"run": asdict(run), "found": [each | again for each in found]})
         shutil.rmtree(model)
-
-
-def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the result: errors of the peak and of each phase, of the highest among all processes."""
-    row: dict[str, Any] = asdict(run)
-    failed = next((each for each in found if "measured" not in each), None)
-    if failed is not None:
-        return row | {name: failed[name] for name in ("refused", "crashed") if name in failed}
-    predicted, measured = found[0]["predicted"], [each["measured"] for each in found]
-    phases = [name for name in measured[0] if name != SCRATCH]
-    highest = {name: max(each[name] for each in measured) for name in phases}
-    peak = max(highest.values())
-    return row | {
-        "predicted": {name: predicted[name] for name in phases},
-        "measured": highest,
-        "error": max(predicted[name] for name in phases) / peak - 1,
-        "scratch": round(max(each[SCRATCH] for each in measured) / peak - 1, 6),
-        "errors": {name: round(predicted[name] / highest[name] - 1, 6) for name in phases},
-    }
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of the peaks, in all, by type and by engine, and of each phase."""
-    trained = [row for row in rows if "error" in row]
-    groups = {"all": trained}
-    for name in ("precision", "engine"):
-        for kind in dict.fromkeys(row[name] for row in trained):
-            groups[f"{name} {kind}"] = [row for row in trained if row[name] == kind]
-    found = {name: figures([row["error"] for row in group]) for name, group in groups.items() if group}
-    for name in PHASES[1:] if trained else ():
-        found[f"phase {name}"] = figures([row["errors"][name] for row in trained])
-    return {
-        "runs": len(rows),
-        "refused": sum("refused" in row for row in rows),
-        "crashed": sum("crashed" in row for row in rows),
-        "errors": found,
-        "scratch": max((row["scratch"] for row in trained), default=0.0),
-    }
-
-
-def figures(errors: list[float]) -> dict[str, Any]:
-    """Of relative errors; positive where the prediction is too high."""
-    return {
-        "runs": len(errors),
-        "median": statistics.median(map(abs, errors)),
-        "within_target": sum(abs(error) <= TARGET for error in errors),
-        "worst_high": max(0.0, *errors),
-        "worst_low": min(0.0, *errors),
-    }
-
-
-def describe(row: dict[str, Any]) -> str:
-    """One line."""
-    tree, train = row["tree"], row["tree"]["train"]
-    layout = "packed" if train["packing"] else "padded" if train["padding_free"] is False else "joined"
-    words = [row["architecture"], tree["tuning"]["mode"], row["precision"], row["engine"], layout]
-    words += [train["optimizer"], "recomputed" if train["gradient_checkpointing"] else "kept"]
-    words += [name for name in tree["tuning"].get("lora", {}) if name != "r"] + ["tied"] * row["tied"]
-    words += ["neftune"] * ("neftune_noise_alpha" in train) + ["new tokens"] * bool(
-        tree["model"]["new_tokens"]
-    )
-    if "error" not in row:
-        said = row.get("refused", row.get("crashed", "no result"))
-        return f"{row['number']:>3} {'refused' if 'refused' in row else 'crashed'}  {' '.join(words)}: {said}"
-    phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
-    return f"{row['number']:>3} {row['error']:+.4%}  {' '.join(words)}  ({phases})"
-
-
-def table(found: dict[str, Any]) -> Table:
-    """The summary for people."""
-    grid = Table("peaks of", "runs", "median", f"within {TARGET:.1%}", "worst high", "worst low")
-    for kind, each in found["errors"].items():
-        worst = (f"{each['worst_high']:+.3%}", f"{each['worst_low']:+.3%}")
-        grid.add_row(kind, str(each["runs"]), f"{each['median']:.4%}", str(each["within_target"]), *worst)
-    return grid
 
 
 def main() -> None:
@@ -365,6 +311,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of runs")
+    parser.add_argument("--forget", type=int, nargs="*", default=[], help="numbers to measure again")
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
@@ -378,10 +325,12 @@ def main() -> None:
     numbers = options.only or range(options.first, options.first + options.runs)
     runs = [draw(number, options.seed, tuple(options.engines)) for number in numbers]
     console().print(f"{len(runs)} runs, drawn from seed {options.seed}")
+    take_over(options.out, log)
+    forget([run for run in runs if run.number in options.forget], log)
     with tempfile.TemporaryDirectory() as name:
         measure_missing(runs, Path(name), log, options.minutes)
         predict_again(runs, Path(name), log)
-    lines = {run_of(line["run"]).key: line["found"] for line in log.read()}
+    lines = log_of(log)
     rows = [row_of(run, lines[run.key]) for run in takewhile(lambda run: run.key in lines, runs)]
     for row in rows:
         console().print(f"  {describe(row)}", highlight=False, soft_wrap=True, markup=False)

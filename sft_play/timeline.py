@@ -18,7 +18,7 @@ from sft_play.work import Work
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation")
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss", "temporaries", "engine")
-Place = Literal["begin", "layers", "end"]
+Place = Literal["begin", "layers", "gradients", "end"]
 WHOLE_MODEL = -1  # stands in for a layer index where a block or segment belongs to no decoder layer
 
 
@@ -123,17 +123,18 @@ class Timeline:
 
     def with_block(self, buffer: "Buffer") -> "Timeline | None":
         """This timeline with a block from a place in a phase, if it has that, to the end of another one."""
-        number = len(self.source) + 1
         events, after = np.flatnonzero(self.phases == PHASES.index(buffer.first)), buffer.place == "end"
-        inner = events[(self.layers[events] != WHOLE_MODEL) & (buffer.place == "layers")]
-        begins = events[-1:] if after else np.append(inner, events)[:1]
+        marked = self.terms[self._source_of_event[events]] == TERMS.index("engine")  # by a recorder
+        inner = self.layers[events] != WHOLE_MODEL
+        found = {"layers": (inner,), "gradients": (marked, inner)}.get(buffer.place, ())
+        begins = np.concatenate([*(events[each] for each in found), events])[-1 if after else 0 :][:1]
         if not begins.size:
             return None
         ends = np.flatnonzero(self.phases == PHASES.index(buffer.last))[-1:] if buffer.last else begins[:0]
         places = np.concatenate([begins + after, ends + 1])
         return replace(
             self,
-            events=np.insert(self.events, places, [number, -number][: len(places)]),
+            events=np.insert(self.events, places, np.array([1, -1])[: len(places)] * (len(self.source) + 1)),
             source=np.append(self.source, len(self.terms)),
             phases=np.insert(self.phases, places, self.phases[np.concatenate([begins, ends])]),
             layers=np.insert(self.layers, places, WHOLE_MODEL),
@@ -158,7 +159,7 @@ class Buffer:
     bytes: int
     first: str  # phase in which it is allocated
     last: str | None  # phase at whose end it is freed; None: never
-    place: Place = "begin"  # of the first phase: with its first event, its first in a layer, or after all
+    place: Place = "begin"  # of the first phase: its first event, of a layer, of a gradient, or after all
     in_ram: bool = False  # of a process on a GPU
 
 
@@ -279,8 +280,7 @@ class _Expansion:
         """Blocks that one layer allocates and another one frees, by key, in order of allocation."""
         crossing: dict[tuple[int, int, int, int], list[int]] = {}
         for block in np.argsort(self.births, kind="stable").tolist():
-            key = self._crossing_key(block)
-            if key is not None:
+            if (key := self._crossing_key(block)) is not None:
                 crossing.setdefault(key, []).append(block)
         return crossing
 

@@ -41,6 +41,8 @@ class Division:
     autocasts: bool = False  # operations of a step are in 16 bits
     offloads: bool = False  # to RAM, also where a device has no other memory
     states_on_disk: bool = False  # of the optimizer, then
+    # elements of the parameters of each of the optimizer's groups, in its order; () if unknown
+    trained: Callable[[], Sequence[Sequence[int]]] = lambda: ()
     state_bytes: Callable[[int], int]  # of the optimizer, for so many elements in one fp32 vector
     # what it allocates while it updates these: nothing, unless its kernel is written in Python
     update_bytes: Callable[[int], int] = lambda elements: 0
@@ -68,6 +70,7 @@ class Engine:
     answers_together = False  # the processes that trained also generate
     regathers = False  # also what belongs to no layer, for the backward pass
     wraps_shards = False  # accelerate wraps a model that is divided already
+    joins_trained = False  # to one vector, so that all that is trained must have one type
     can_defer = False  # gradients of divided weights may stay whole until the last micro-batch of a step
     loads_own_state = True  # the trainer's library does, if it was saved by as many processes
     file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes

@@ -19,7 +19,7 @@ class Zero(Engine):
     optimizers: tuple[str, ...] = ("adamw",)
     distributed_type = "DEEPSPEED"
     packages = ("deepspeed",)
-    distributes = trades_speed = casts_model = shards_state = True
+    distributes = trades_speed = casts_model = shards_state = joins_trained = True
 
     def problem(self, config: RunConfig) -> str | None:
         """The optimizer does not update each element on its own."""

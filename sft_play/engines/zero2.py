@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Division, Message
 from sft_play.engines.zero import Zero
+from sft_play.engines.zero2_division import Part, parts_of
 from sft_play.plan import Plan
 from sft_play.timeline import PHASES, TERMS, Buffer, Place, Step
 from sft_play.work import Work
@@ -53,6 +54,23 @@ def _without_updates(step: Step) -> Step:
     traced = line.source[line.events[allocations] - 1]
     sizes[traced[line.terms[traced] == TERMS.index("temporaries")]] = 0
     return replace(step, sizes=sizes)
+
+
+def _updating(part: Part, held: int, division: Division, *, in_fp32: bool) -> int:
+    """The most bytes beside the gradients `held` in the optimizer step of the process that has this part.
+
+    First the norm of each gradient is taken. Then each group's gradients are flattened and cast to fp32, and
+    its vector is updated at once; those of all groups are held until the last group's are flat. In fp32 they
+    are flat from the beginning.
+    """
+    most, cast = NORM * part.largest, division.element_bytes != FP32
+    for group, size in enumerate(part.sizes, start=1):
+        updated = division.update_bytes(size)
+        if not in_fp32:
+            flattened = (division.element_bytes + FP32 * cast) * size
+            updated = max(flattened, FP32 * size + updated - held * (group == len(part.sizes)))
+        most = max(most, updated)
+    return most
 
 
 class Zero2(Zero):
@@ -105,31 +123,33 @@ class Zero2(Zero):
         """Puts this process's part in the place of optimizer states and gradients, and adds the buffers.
 
         All trained parameters are copied into one flat buffer while the model is loaded. From then on a
-        process has fp32 weights and states of its part. Gradients are moved into a bucket, which is flattened
-        once more to be reduced, and those of the part are kept, beside those of earlier micro-batches. Before
-        the optimizer step they are flattened and cast to fp32, and its vector is updated at once; where
-        gradients accumulate, those of the part are still there. Without autocast, DeepSpeed takes the run for
-        one in fp32: it reduces and keeps gradients in fp32 whatever the weights are.
+        process has fp32 weights and states of its part. Gradients are moved into a bucket, which is there
+        from the first one on and flattened once more to be reduced. Those of the part are kept, beside those
+        of earlier micro-batches, and tensors on its borders whole. Without autocast, DeepSpeed takes the run
+        for one in fp32: it reduces gradients in fp32 whatever the weights are, and keeps the part alone.
         """
         element, accumulates = division.element_bytes, division.accumulates
-        elements = step.bytes_of("gradients") // element
-        share = -(-elements // division.world_size)
+        gradients = (step.sizes_of("gradients") // element).tolist()
+        elements = sum(gradients)
+        parts = parts_of(division.trained() or [gradients], division.world_size)
+        share = sum(parts[0].sizes)
         in_fp32 = not division.autocasts and element != FP32
-        own = share * max(element, FP32 * in_fp32)
+        own_of = [FP32 * share if in_fp32 else element * part.whole for part in parts]
+        own = max(own_of)
         buckets = Buckets.shipped()
         # all in one bucket is reduced at the end; else, the last process begins to keep its part at once
         at_end = elements <= buckets.elements
-        reducing: Place = "end" if at_end else "layers"
+        reducing: Place = "end" if at_end else "gradients"
         reduced = (element + FP32 * in_fp32) * min(elements, buckets.elements)
         beside = own * (accumulates and not at_end and not in_fp32)  # to be added to earlier ones
         if at_end and not accumulates and not in_fp32:
             reduced -= own  # which is kept when that is freed
         first: str = "forward" if accumulates else "backward"
         place: Place = "begin" if accumulates else reducing
-        flattened = (own + FP32 * share * (element != FP32)) * (not in_fp32)
-        beyond = (FP32 * share - own * (not accumulates)) * (not in_fp32)  # of flat gradients, once in fp32
-        updated = beyond + division.update_bytes(share)
-        norm = NORM * int(step.sizes_of("gradients").max(initial=0)) // element
+        updating = max(
+            held + _updating(part, held, division, in_fp32=in_fp32)
+            for part, held in zip(parts, own_of, strict=True)
+        )
         return (
             _without_updates(step)
             .without("optimizer", "gradients")
@@ -139,8 +159,8 @@ class Zero2(Zero):
                 Buffer("gradients", own, first, "optimizer", place),
                 Buffer("gradients", beside, "backward", "backward", reducing),
                 Buffer("engine", reduced, "backward", "backward", reducing),
-                Buffer("engine", buckets.bytes(elements, element), "backward", "backward", "layers"),
-                Buffer("engine", max(norm, flattened, updated), "optimizer", "optimizer"),
+                Buffer("engine", buckets.bytes(elements, element), "backward", "backward", "gradients"),
+                Buffer("engine", updating - own, "optimizer", "optimizer"),
             )
         )
 

@@ -172,10 +172,10 @@ def keep_differentiable(model: torch.nn.Module) -> None:
 
 def storage_bytes(model: torch.nn.Module) -> int:
     """Bytes of parameters, buffers and the quantization tables of 4-bit weights; each storage counts once."""
-    own = (t.to_local() if isinstance(t, DTensor) else t for t in model.parameters())
+    own = [t.to_local() if isinstance(t, DTensor) else t for t in model.parameters()]
     tensors: list[torch.Tensor] = [*own, *model.buffers()]
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
+    for holder in (*own, *model.modules()):  # of a divided weight, its layer holds the tables
+        state = getattr(holder, "quant_state", None)
         while state is not None:
             tensors += [t for t in (state.absmax, state.code, state.offset) if t is not None]
             state = state.state2

@@ -86,6 +86,8 @@ def require_possible(config: RunConfig, device: Device) -> None:
     asked, optimizer = config.parallel.engine, config.train.optimizer
     problem = engine_of(asked).problem(config) if asked != "auto" else None
     problem = problem or offload_problem(config, device.kind, choose_precision(config, device)[1].precision)
+    if asked != "auto" and engine_of(asked).joins_trained:
+        problem = problem or _several_types(config, device)
     if problem:
         raise ConfigError(problem)
     if optimizer.startswith(PAGED) and device.kind == "cpu":
@@ -93,6 +95,19 @@ def require_possible(config: RunConfig, device: Device) -> None:
             f"train.optimizer={optimizer}: states can be paged on a GPU only, and this is {device.name}; "
             f"use {optimizer.removeprefix(PAGED).replace('adamw_32bit', 'adamw')}"
         )
+
+
+def _several_types(config: RunConfig, device: Device) -> str | None:
+    """Why what is trained cannot be joined; None if all of it has one type."""
+    dtype, autocast = choose_precision(config, device)
+    whole = config.tuning.lora.modules_to_save if config.tuning.mode != "full" else ()
+    if not whole or dtype == "float32" or autocast.precision != "no":
+        return None
+    return (
+        f"parallel.engine={config.parallel.engine} joins all that is trained, which must have one type, but "
+        f"without autocast tuning.lora.modules_to_save ({', '.join(whole)}) stay in {dtype} beside adapters "
+        "in float32; set train.mixed_precision=bf16, model.dtype=float32 or parallel.engine=ddp"
+    )
 
 
 def draft_plans(
@@ -179,7 +194,9 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
     """How processes may share the work, as fields of a plan."""
     # a CPU has no other memory than RAM, and gradients of fp16 are scaled on the GPU
     offload = device.kind == "cuda" and choose_precision(config, device)[1].precision != "fp16"
-    for engine, place in engines_for(config, world_size, offload=offload):
+    engines = engines_for(config, world_size, offload=offload)
+    several = _several_types(config, device)
+    for engine, place in (each for each in engines if not (several and each[0].joins_trained)):
         for count in _replicas(engine, world_size, machines):
             yield {"engine": engine.name, "offload": place, "replicas": count}
 

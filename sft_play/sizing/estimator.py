@@ -309,6 +309,7 @@ def estimator(
             autocasts=plan.mixed_precision != "no",
             offloads=plan.offload != "none",
             states_on_disk=(on_disk := run.parallel.nvme_path is not None),
+            trained=lambda: ask(questions.trained_elements, spec.mode, spec.lora, spec.new_tokens),
             state_bytes=lambda elements: (
                 0 if on_disk else ask(questions.state_bytes, spec.optimizer, spec.device, elements)
             ),

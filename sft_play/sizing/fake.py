@@ -5,8 +5,8 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from itertools import groupby, product
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -16,6 +16,7 @@ from sft_play.model import attention, layer_forward
 from sft_play.model.adapters import attach_adapter
 from sft_play.model.architecture import decoder_layers, empty_model, setting, without_weights
 from sft_play.model.attention_choice import calls_ours
+from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.four_bit import nf4
 from sft_play.sizing.layers import choose_layers, with_kept
@@ -146,6 +147,33 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(getattr(torch, spec.dtype))
     return adapted
+
+
+def trained_elements(config: "PretrainedConfig", spec: StepSpec) -> list[list[int]]:
+    """Elements of the trained parameters of each of the optimizer's groups, in its order, of all layers.
+
+    transformers' trainer has two groups, with weight decay and without, and LoRA+ those of the B matrices.
+    """
+    from transformers import Trainer
+
+    base, stand_ins = skeleton(config, spec, all_layers=False)
+    model: Any = attach(base, spec)
+    if spec.mode == "full":
+        freeze_what_gets_no_gradient(base)
+    owners = layer_of_modules(model, layers_told_apart(base, stand_ins))
+    owner_of = {weight: owners[module] for module in owners for weight in module.parameters(recurse=False)}
+    decay = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    splits_rates = spec.lora.plus_ratio is not None
+    keys = product((False, True) if splits_rates else (False,), (True, False))
+    groups: dict[tuple[bool, bool], list[int]] = {key: [] for key in keys}
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    for owner, named in groupby(trained, key=lambda pair: owner_of[pair[1]] != WHOLE_MODEL):
+        own = list(named)
+        for stand_in in stand_ins if owner else (WHOLE_MODEL,):
+            for name, weight in own:
+                if owner_of[weight] == stand_in:
+                    groups[splits_rates and "lora_B" in name, name in decay].append(weight.numel())
+    return [group for group in groups.values() if group]
 
 
 def names_layers(lora: LoraSettings) -> bool:

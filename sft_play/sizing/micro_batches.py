@@ -67,6 +67,9 @@ def with_held(
 ) -> Step:
     """A step of a run, with the batches that the trainer holds beside the one that the step is of.
 
+    Of several processes on a CPU, each has the device "cpu:0" (accelerate's `set_device`), and a tensor that
+    is moved there is copied, though it is there: the batch that is computed is there twice.
+
     Args:
         step: the step.
         spec: its description.
@@ -77,8 +80,11 @@ def with_held(
     """
     most = (batches.held or spec.tokens * (plan.gradient_accumulation_steps + 1)) - spec.tokens
     ahead = evaluated.held if evaluated else math.prod(spec.evaluated.shape)
-    sizes = (max(0, most) if micro is None else micro.held), max(0, most), ahead
-    phases = ("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")
+    copies = int(plan.device == "cpu" and plan.world_size > 1)
+    sizes = [(max(0, most) if micro is None else micro.held), max(0, most), ahead]
+    sizes += [copies * spec.tokens, copies * math.prod(spec.evaluated.shape)]
+    phases = [("forward", "backward"), ("optimizer", "evaluation"), ("evaluation", "evaluation")]
+    phases += [("forward", "forward"), ("evaluation", "evaluation")]
     return step.with_buffers(
         *(Buffer("activations", TOKEN_BYTES * size, *ends) for size, ends in zip(sizes, phases, strict=True))
     )

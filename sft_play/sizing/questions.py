@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.reasons import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
@@ -32,6 +33,15 @@ def state_bytes(config: "PretrainedConfig", optimizer: str, device: str, element
     from sft_play.sizing.optimizers import state_bytes
 
     return state_bytes(StepSpec(mode="full", optimizer=optimizer, device=device), elements)
+
+
+def trained_elements(
+    config: "PretrainedConfig", mode: str, lora: LoraSettings, new_tokens: int
+) -> list[list[int]]:
+    """As `fake.trained_elements`."""
+    from sft_play.sizing.fake import trained_elements
+
+    return trained_elements(config, StepSpec(mode=mode, lora=lora, new_tokens=new_tokens))
 
 
 def update_bytes(config: "PretrainedConfig", optimizer: str, device: str, elements: int) -> int:

@@ -63,12 +63,22 @@ class AllocationRecorder(TorchDispatchMode):
         self._sum: GradientSum | None = None  # if nothing has happened since
         self.phase, self._layer = "load", WHOLE_MODEL  # that events are attributed to
         self._left_layer = False
+        self._marked = False  # whether the first gradient of the backward pass is
 
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
         """Attributes the events that follow to this phase and layer."""
         self._close_segment()
         self._sum = None
         self.phase, self._layer, self._left_layer = phase, layer, False
+
+    def mark_gradient(self) -> None:
+        """Leaves a block without bytes where the first gradient of a parameter is complete."""
+        if self.phase == "backward" and not self._marked:
+            self._marked = True
+            self.sizes.append(0)
+            self.terms.append("engine")
+            self.owners.append(self._layer)
+            self.events += [len(self.sizes), -len(self.sizes)]
 
     def leave_layer(self) -> None:
         """Ends the last decoder layer: frees that follow still belong to it, allocations do not."""

@@ -34,7 +34,7 @@ from sft_play.train.nonfinite import SkippedSteps
 from sft_play.train.resume import settings_of
 from sft_play.train.rows import MicroBatches, TrainingRows, training_rows, validation_rows
 from sft_play.train.trackers import trackers
-from sft_play.train.trainer import NoiseOfStep, PlannedTrainer
+from sft_play.train.trainer import NoiseOfStep, PlannedTrainer, forget_embeddings
 from sft_play.train.verify import verify
 
 
@@ -99,6 +99,7 @@ def close_session(session: Session, plan: Plan) -> Job:
     trainer: Any = session.trainer
     trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
     trainer.accelerator.free_memory()
+    forget_embeddings(trainer.args)
     release_memory()
     return replace(session.job, plan=plan)
 
@@ -106,6 +107,7 @@ def close_session(session: Session, plan: Plan) -> Job:
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan, engine = job.config, job.plan, engine_of(job.plan.engine)
     validation = validation_rows(job)
+    types = {weight: weight.dtype for weight in model.parameters() if weight.requires_grad}
     trainer = PlannedTrainer(
         model=model,
         args=sft_config(
@@ -133,10 +135,9 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         callbacks=_callbacks(job, reporter),
     )
     trainer.remove_callback(PrinterCallback)
-    for parameter in model.parameters():
-        if parameter.requires_grad and config.tuning.mode == "qlora":
-            # TRL has cast them to bf16, which an fp16 gradient scaler cannot unscale
-            parameter.data = parameter.data.float()
+    # TRL has cast what is beside 4-bit weights to bf16, which an fp16 gradient scaler cannot unscale
+    for parameter, dtype in types.items():
+        parameter.data = parameter.data.to(dtype)
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
     if plan.recomputes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.markup import escape
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
@@ -56,6 +56,18 @@ class NoiseOfStep(TrainerCallback):
         kwargs["model"].noise_step = state.global_step
 
 
+def forget_embeddings(args: TrainingArguments) -> None:
+    """Empties bitsandbytes' list of parameters that have states in 32 bits beside those in 8.
+
+    It holds the embedding of a model for as long as the process lives, and knows its parameters by position,
+    so that those of another run at the same places would have such states too.
+    """
+    if args.optim.endswith("8bit"):
+        from bitsandbytes.optim import GlobalOptimManager
+
+        GlobalOptimManager.get_instance().initialize()
+
+
 class PlannedTrainer(SFTTrainer):
     """TRL's trainer; each method is overridden where the library has no callback, and says why."""
 
@@ -95,6 +107,8 @@ class PlannedTrainer(SFTTrainer):
         PEFT's function for it gives their rate to vectors too, such as norms that are trained whole.
         """
         exists = self.optimizer is not None
+        if not exists:
+            forget_embeddings(self.args)
         optimizer = super().create_optimizer(model)
         if exists:
             return optimizer

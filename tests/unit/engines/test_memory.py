@@ -9,6 +9,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.engines.zero2 import Buckets
+from sft_play.engines.zero2_division import parts_of
 from sft_play.sizing.allocator import as_changes, first_steps
 from sft_play.sizing.budget import device_budget
 from sft_play.sizing.memory import estimate
@@ -87,21 +88,27 @@ def test_the_broadcast_of_weights_has_a_bound():
     assert DDP.transform(step, division()).peaks()["load"].terms["engine"] == 250 * MIB
 
 
+TENTHS = [[TRAINED // 10] * 10]  # a group of ten tensors, the third of which is in two of four parts
+
+
 @pytest.mark.parametrize("accumulates", [True, False])
-@pytest.mark.parametrize(("autocasts", "kept", "cast"), [(True, 2, 0), (False, 4, 4)])
-def test_zero2_holds_a_share_of_states_and_gradients(autocasts, kept, cast, accumulates):
+@pytest.mark.parametrize(("autocasts", "cast"), [(True, 0), (False, 4)])
+def test_zero2_holds_a_share_of_states_and_gradients(autocasts, cast, accumulates):
     """Without autocast, DeepSpeed keeps and reduces those of 16-bit weights in fp32."""
     world, share = 4, TRAINED // 4
-    shared = ZERO2.transform(trained_step(), division(world, accumulates, autocasts=autocasts)).peaks()
+    of_four = division(world, accumulates, autocasts=autocasts, trained=lambda: TENTHS)
+    kept = 2 * TRAINED * 3 // 10 if autocasts else 4 * share  # tensors on borders are kept whole
+    shared = ZERO2.transform(trained_step(), of_four).peaks()
     assert shared["forward"].terms["optimizer"] == 12 * share
-    assert shared["forward"].terms["gradients"] == (kept * share if accumulates else 0)
+    assert shared["forward"].terms["gradients"] == (kept if accumulates else 0)
     # all fit into one bucket, which is flattened, and cast, when the backward pass is done
-    joined = (2 + 2 + cast) * TRAINED - (0 if accumulates or cast else kept * share)
+    joined = (2 + 2 + cast) * TRAINED - (0 if accumulates or cast else kept)
     assert shared["backward"].terms["engine"] == joined
-    assert shared["backward"].terms["gradients"] == kept * share
+    assert shared["backward"].terms["gradients"] == kept
     assert shared["backward"].terms["activations"] == 0
-    assert shared["optimizer"].terms["gradients"] == kept * share
-    assert shared["optimizer"].terms["engine"] == 8 * TRAINED  # the norm of the largest gradient, in 64 bits
+    assert shared["optimizer"].terms["gradients"] == kept
+    # the norm of the largest piece, in 64 bits, or the gradients of the part flat and in fp32
+    assert shared["optimizer"].terms["engine"] == (6 * share if autocasts else 8 * TRAINED // 10)
     assert shared["evaluation"].terms["gradients"] == 0
     assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
 
@@ -109,7 +116,8 @@ def test_zero2_holds_a_share_of_states_and_gradients(autocasts, kept, cast, accu
 def test_zero2_keeps_reduced_gradients_during_the_backward_pass_if_buckets_are_filled(monkeypatch):
     monkeypatch.setattr(Buckets, "shipped", lambda: Buckets(elements=TRAINED // 10, overlap=False))
     share = TRAINED // 2
-    shared = ZERO2.transform(trained_step(), division(2, accumulates=True, autocasts=True)).peaks()
+    halves = division(2, accumulates=True, autocasts=True, trained=lambda: TENTHS)
+    shared = ZERO2.transform(trained_step(), halves).peaks()
     assert shared["backward"].terms["gradients"] == 2 * 2 * share
     assert (
         shared["backward"].terms["engine"] == 2 * 2 * TRAINED // 10
@@ -119,16 +127,38 @@ def test_zero2_keeps_reduced_gradients_during_the_backward_pass_if_buckets_are_f
 
 @pytest.mark.parametrize("accumulates", [True, False])
 @pytest.mark.parametrize("autocasts", [True, False])
-def test_zero2_updates_its_whole_share_at_once(autocasts, accumulates):
-    """What the optimizer allocates is beside the gradients in fp32 and, where these were cast, their sums."""
-    share, sums = TRAINED // 2, 2 * (autocasts and accumulates)
+@pytest.mark.parametrize("groups", [TENTHS, [TENTHS[0][:8], TENTHS[0][:2]]], ids=["one", "two"])
+def test_zero2_updates_the_part_of_a_group_at_once(autocasts, accumulates, groups):
+    """What the optimizer allocates is beside the gradients in fp32, and the sums of groups that wait."""
+    shares = [sum(group) // 2 for group in groups]
+    sums = sum(shares) * (4 if not autocasts else 2 * (len(groups) > 1))
     updating = division(
-        autocasts=autocasts, accumulates=accumulates, update_bytes=lambda elements: 20 * elements
+        autocasts=autocasts,
+        accumulates=accumulates,
+        trained=lambda: groups,
+        update_bytes=lambda elements: 20 * elements,
     )
     peak = ZERO2.transform(trained_step(), updating).peaks()["optimizer"]
     allocated = peak.terms["engine"] + peak.terms["gradients"]
-    assert allocated == (20 + 4 + sums) * share
+    assert allocated == (20 + 4 * autocasts) * shares[0] + sums
     assert peak.terms["temporaries"] == 0  # of an update of one tensor after the other
+
+
+def test_parts_of_zero2_are_those_of_deepspeed():
+    """Padded, and with the tensors on their borders, as `get_partition_info` of DeepSpeed cuts them."""
+    groups, processes = [[5, 90, 7, 300, 1, 1], [], [3, 3]], 3
+    sizes = [136, 2]
+    for rank, part in enumerate(parts_of(groups, processes)):
+        assert part.sizes == sizes
+        inside = []
+        for group, size in zip([groups[0], groups[2]], sizes, strict=True):
+            start, end, at = size * rank, size * (rank + 1), 0
+            for elements in group:
+                if start <= at < end or at < start < at + elements:
+                    inside.append((elements, min(at + elements, end) - max(at, start)))
+                at += elements
+        assert part.whole == sum(elements for elements, _ in inside)
+        assert part.largest == max(piece for _, piece in inside)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -154,6 +154,37 @@ def test_precision_that_the_device_lacks_is_refused(run, device, message):
         choose_precision(run, device)
 
 
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+@pytest.mark.parametrize("engine", ["deepspeed_z2", "deepspeed_z3", "ddp", "auto"])
+def test_an_engine_that_joins_what_is_trained_needs_it_in_one_type(mode, engine):
+    def engines(**changes) -> set[str]:
+        lora = {"use_dora": mode == "lora", "modules_to_save": ["lm_head"]}
+        tree = {"dtype": "bfloat16", "mixed_precision": "no"} | changes
+        run = RunConfig.model_validate(
+            {
+                "model": {"name": "m", "dtype": tree["dtype"]},
+                "data": {"train_path": "d"},
+                "tuning": {"mode": mode, "lora": lora},
+                "train": {"mixed_precision": tree["mixed_precision"]},
+                "parallel": {"engine": engine},
+            }
+        )
+        drafts = draft_plans(
+            run, device=AMPERE, world_size=2, rows=99, max_seq_len=128, attention="varlen_sdpa"
+        )
+        return {draft.engine for draft in drafts}
+
+    usual = engines(mixed_precision="bf16")
+    assert engines(dtype="float32") == usual and (engine == "auto" or usual == {engine})
+    if engine.startswith("deepspeed"):
+        message = rf"parallel.engine={engine} joins all.*\(lm_head\) stay in bfloat16.*mixed_precision=bf16"
+        with pytest.raises(ConfigError, match=message):
+            engines()
+    else:
+        assert engines() == {name for name in usual if not name.startswith("deepspeed")} != set()
+        assert engine == "ddp" or engines() < usual
+
+
 def test_plan_survives_json():
     plan = replace(plan_of(2, engine="deepspeed_z2"), why=("a reason", "another"))
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

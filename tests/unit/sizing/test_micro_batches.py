@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.miniatures import miniature
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
 from sft_play.sizing.estimator import Traces, steps_of
-from sft_play.sizing.micro_batches import front, heaviest
+from sft_play.sizing.micro_batches import front, heaviest, with_held
 from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import StepTrace
+from tests.unit.sizing.handmade import TraceBuilder
 
 PLAN = Plan(
     micro_batch_size=2, gradient_accumulation_steps=2, effective_batch_size=4, world_size=1, engine="none",
@@ -86,6 +88,29 @@ def test_no_micro_batch_of_the_run_has_a_higher_peak(family, mode):
     )
     for phase in expected:
         assert found[phase] == pytest.approx(expected[phase], rel=5e-4), phase
+
+
+@pytest.mark.parametrize(("world_size", "device", "copied"), [(1, "cpu", 0), (2, "cpu", 24), (2, "cuda", 0)])
+def test_several_processes_of_a_cpu_copy_the_batch_that_they_compute(world_size, device, copied):
+    """Their device has a number, and torch copies what is moved there, as the trainer moves each batch."""
+    batch, device_of_rank = torch.zeros(1), torch.device("cpu", 0)
+    assert batch.to(device_of_rank).data_ptr() != batch.data_ptr() == batch.to("cpu").data_ptr()
+    trace = TraceBuilder()
+    for phase in ("forward", "backward", "optimizer", "evaluation"):
+        trace.segment(phase)
+        trace.free(trace.allocate(10))
+    plan = replace(PLAN, world_size=world_size, device=device)
+    spec = StepSpec(mode="full", batch=JoinedRows(7), eval_batch=JoinedRows(5))
+    micro, evaluated = (MicroBatch(each, 1, held=3) for each in (JoinedRows(7), JoinedRows(5)))
+    step = with_held(trace.trace(()).step, spec, plan, RunBatches(held=9), micro, evaluated)
+    found = {phase: peak.bytes - 10 for phase, peak in step.peaks().items()}
+    waiting = 24 * (9 - 7)
+    assert found == {
+        "forward": 24 * 3 + copied * 7,
+        "backward": 24 * 3,
+        "optimizer": waiting,
+        "evaluation": waiting + 24 * 3 + copied * 5,
+    }
 
 
 def with_waiting(trace: StepTrace, micro: MicroBatch, most: int, ahead: int) -> dict[str, int]:

@@ -1,7 +1,15 @@
 import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
 
+from benchmarks.random_models import random_model
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import TuningConfig
+from sft_play.engines.shards import shard
+from sft_play.model.architecture import units_of
 from sft_play.model.cpu import storage_bytes
 from sft_play.sizing.phase_meter import PhaseMeter
+from sft_play.sizing.step import StepSpec
 
 
 def test_each_phase_has_the_peak_of_its_own_time():
@@ -27,3 +35,16 @@ def test_memory_that_never_comes_back_is_not_taken_for_a_measurement():
         kept = torch.empty(1_000_000)
     assert meter.peaks is None
     del kept
+
+
+def test_tables_of_4_bit_weights_count_where_the_model_is_divided():
+    config = small_config("llama", WIDE)
+    model = random_model(config, StepSpec(mode="qlora"), TuningConfig(mode="qlora"), torch.device("cpu"))
+    whole = storage_bytes(model)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        shard(units_of(model), "cpu")
+    finally:
+        distributed.destroy_process_group()
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    assert storage_bytes(model) == whole

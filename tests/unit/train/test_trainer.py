@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.optim import GlobalOptimManager
 from transformers import AutoModelForCausalLM
 
 from benchmarks.small_models import WIDE, small_config
@@ -13,8 +14,9 @@ from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.errors import NonFiniteError
 from sft_play.manifest import read_manifest
 from sft_play.model.loss_head import TokenScore, score_batch
+from sft_play.sizing.optimizers import EIGHT_BIT_FROM
 from sft_play.train.session import prepare_session
-from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged
+from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged, forget_embeddings
 from tests.conftest import VOCABULARY
 from tests.integration.jobs import make_job
 from tests.rounding import assert_same_values
@@ -162,6 +164,40 @@ def test_lora_plus_gives_the_b_matrices_a_rate_of_their_own_and_nothing_else(tra
     assert all(found == (4 * rate if "lora_B" in name else rate) for name, found in rates.items())
     assert all(group["params"] for group in optimizer.param_groups)
     assert trainer.create_optimizer() is optimizer  # not divided again
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_what_is_trained_whole_has_the_type_of_the_model_or_under_autocast_fp32(trainer_of, mode, precision):
+    trainer = trainer_of(
+        mode=mode,
+        lora={"modules_to_save": ["norm"]},
+        dtype="bfloat16",
+        mixed_precision=precision,
+        max_steps=1,
+    )
+    named = list(trainer.model.named_parameters())
+    types = {"modules_to_save" in name: weight.dtype for name, weight in named if weight.requires_grad}
+    assert types == {False: torch.float32, True: torch.bfloat16 if precision == "no" else torch.float32}
+    assert trainer.train().metrics["train_loss"] > 0
+
+
+def test_what_has_8_bit_states_does_not_depend_on_an_earlier_run_of_the_process(trainer_of):
+    whole = trainer_of(optimizer="adamw_8bit", max_steps=1)
+    whole.train()
+    embedding = whole.model.get_input_embeddings().weight
+    assert whole.optimizer.param_groups[0]["params"][0] is embedding
+    assert whole.optimizer.state[embedding]["state1"].dtype == torch.float32
+    held = GlobalOptimManager.get_instance()
+    assert any(module.weight is embedding for module, *_ in held.module_weight_config_triple)
+    adapted = trainer_of(mode="lora", lora={"r": 128}, optimizer="adamw_8bit", max_steps=1)
+    adapted.train()
+    first = adapted.optimizer.param_groups[0]["params"][0]
+    assert first.numel() >= EIGHT_BIT_FROM
+    assert adapted.optimizer.state[first]["state1"].dtype == torch.uint8
+    assert not any(module.weight is embedding for module, *_ in held.module_weight_config_triple)
+    forget_embeddings(adapted.args)
+    assert not held.module_weight_config_triple
 
 
 def test_weights_are_averaged_where_they_are_used_and_not_where_they_are_trained(trainer_of):
