@@ -1,5 +1,6 @@
 """The pages are connected, and those that are generated are what `make docs` writes."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -108,3 +109,17 @@ def test_every_table_is_on_a_page_and_an_unknown_one_is_an_error():
     assert shown == set(TABLES)
     with pytest.raises(KeyError, match="no-such-table"):
         filled("<!-- make docs: no-such-table -->\n<!-- end -->")
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_ours():
+    """A piece of a message is one text of the code, without what is filled in."""
+    texts = [
+        node.value
+        for file in (ROOT / "sft_play").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    page = (ROOT / "docs/guides/troubleshooting.md").read_text()
+    pieces = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    missing = [piece for piece in pieces if not any(piece in text for text in texts)]
+    assert len(pieces) >= 20 and not missing, missing
