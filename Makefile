@@ -109,7 +109,7 @@ FLOOR = .venv-floor
 RECORDED = tests/unit/sizing/test_benchmark_results.py::test_steps_of_the_cpu_are_predicted_again_within_the_targets
 # Optional packages, each with a lock of what it adds: the extras of pyproject.toml, but for mlflow and trackio: these need an
 # older pyarrow and an older pillow than requirements.lock has.
-LOCKED_EXTRAS = browser documents export kernels liger lm-eval schedulefree wandb
+LOCKED_EXTRAS = browser documents export kernels liger lm-eval schedulefree site wandb
 COMMA = ,
 CHOSEN = $(subst $(COMMA), ,$(EXTRAS))
 UNKNOWN_EXTRAS = $(filter-out $(LOCKED_EXTRAS),$(CHOSEN))
@@ -345,6 +345,15 @@ check-code: $(READY) ## Lint, check formatting, check types
 .PHONY: docs
 docs: $(READY) ## Write the generated pages, tables and the JSON schema
 	$(PY) -m scripts.docs
+
+# The pages as they are, with the files that they link to: links work in the site as in the repository.
+.PHONY: site
+site: $(READY) $(VENV)/.ready-site ## Build the documentation as a website, in build/site
+	rm -rf build/pages
+	mkdir -p build/pages
+	cp -R --parents *.md Dockerfile examples/quickstart.ipynb docs build/pages
+	$(PY) -m zensical build --clean --strict
+	@echo 'wrote       build/site/index.html'
 
 .PHONY: report-image
 report-image: $(READY) ## Draw the README's picture of RUN=name in Chromium

@@ -2,6 +2,10 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -123,3 +127,26 @@ def test_every_message_of_the_troubleshooting_page_is_one_of_ours():
     pieces = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     missing = [piece for piece in pieces if not any(piece in text for text in texts)]
     assert len(pieces) >= 20 and not missing, missing
+
+
+def test_the_site_leads_to_every_page_but_single_decisions():
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    listed = [page for part in nav for pages in part.values() for page in pages]
+    assert len(set(listed)) == len(listed) and all((ROOT / page).is_file() for page in listed)
+    elsewhere = ("docs/decisions/0", "docs/notebook/")  # reached from pages that are listed
+    every = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert {page for page in every if not page.startswith(elsewhere)} <= set(listed)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("zensical", reason="needs zensical (make install EXTRAS=site)")
+    (tmp_path / "zensical.toml").write_text((ROOT / "zensical.toml").read_text())
+    pages = tmp_path / "build" / "pages"
+    shutil.copytree(ROOT / "docs", pages / "docs")
+    (pages / "examples").mkdir()
+    for name in ("Dockerfile", "examples/quickstart.ipynb", *(page.name for page in ROOT.glob("*.md"))):
+        shutil.copy(ROOT / name, pages / name)
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "build" / "site" / "docs" / "guides" / "start.html").is_file()
