@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_play import cli
 from sft_play.commands.handlers import MOST_PROCESSES
+from sft_play.extras import install_command
 from sft_play.manifest import MANIFEST
 from tests.integration.cli import TRAINED, Done, conversation, finish, sft, snapshot, start, write_rows
 from tests.unit.test_manifest import flip_bit
@@ -201,7 +202,7 @@ def test_a_rank_whose_launcher_started_too_few_is_refused(refuses, finished, mon
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(refuses, tracker):
     if importlib.util.find_spec(tracker):
         pytest.skip(f"{tracker} is installed")
-    refuses(["train", f"train.report_to=[tensorboard,{tracker}]"], 2, f'pip install "{tracker}')
+    refuses(["train", f"train.report_to=[tensorboard,{tracker}]"], 2, install_command(tracker))
 
 
 WITHOUT_BITSANDBYTES = """
