@@ -49,6 +49,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> Q
 LLAMA_2_7B = _llama(4096, 11008, 32, 32, 32, 32000, tied=False)
 LLAMA_2_13B = _llama(5120, 13824, 40, 40, 40, 32000, tied=False)
 LLAMA_3_1_8B = _llama(4096, 14336, 32, 32, 8, 128256, tied=False)
+LLAMA_2_70B = _llama(8192, 28672, 80, 64, 8, 32000, tied=False)
 LLAMA_3_1_70B = _llama(8192, 28672, 80, 64, 8, 128256, tied=False)
 LLAMA_3_2_1B = _llama(2048, 8192, 16, 32, 8, 128256, tied=True)
 LLAMA_3_2_3B = _llama(3072, 8192, 28, 24, 8, 128256, tied=True)

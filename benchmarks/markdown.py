@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sft_play.units import GIB, MIB
+
+GB = 10**9
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -38,3 +41,9 @@ def signed(share: float, digits: int) -> str:
     """A share in percent with its sign, but zero without one."""
     shown = f"{share:+.{digits}%}"
     return shown[1:] if float(shown[:-1]) == 0 else shown
+
+
+def in_unit(value: float, unit: int) -> str:
+    """Bytes in a unit, or with unit 1 tokens per second."""
+    name = {GIB: "GiB", MIB: "MiB", GB: "GB", 1: "tokens/s"}[unit]
+    return f"{value / unit:,.{2 if unit in (GIB, GB) else 0}f} {name}"

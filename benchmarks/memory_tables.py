@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import RESULTS, results, signed, spread, summarized, table
+from benchmarks.markdown import RESULTS, in_unit, results, signed, spread, summarized, table
 
 # The start of the names of the series that were measured on a GPU.
 GPUS = {
@@ -114,6 +114,19 @@ def evidence_overlap() -> str:
         where = f"{row['gpus']} x {row['gpu']}"
         rows.append([f"{name} {step}", row["from"], where, f"{row['alone']:.2f}", *more])
     return table(("step", "from", "GPUs", "alone, s", "published", "added in full", "overlapped"), rows)
+
+
+def evidence_sharded() -> str:
+    """Published steps that several GPUs divided, beside plans of such runs."""
+    rows = []
+    for found in results("sizing_published")["figures"]:
+        if found["gpus"] > 1:
+            values = (in_unit(found[name], found["unit"]) for name in ("published", "predicted"))
+            step, kind = found["what"].rsplit(": ", 1)
+            rows.append(
+                [f"[{step}]({found['source']})", kind, *values, signed(found["error"], 1), found["note"]]
+            )
+    return table(("step", "", "published", "planned here", "difference", "how theirs differs"), rows)
 
 
 def _whole_runs() -> list[tuple[str, dict[str, Any]]]:

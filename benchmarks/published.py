@@ -26,6 +26,8 @@ from benchmarks.geometries import (
     QWEN3_8B,
     QWEN3_600M,
 )
+from benchmarks.markdown import GB, in_unit
+from benchmarks.published_sharded import KINDS, SPEED, planned_steps
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
 from sft_play.engines.zero2 import Buckets
@@ -37,7 +39,6 @@ from sft_play.sizing.trace import trace_step
 from sft_play.units import GIB, MIB
 
 RESULTS = Path(__file__).parent / "results"
-GB = 10**9
 
 TRL_SFT = "https://github.com/huggingface/trl/pull/6859"
 TRL_LOSS = "https://github.com/huggingface/trl/pull/6858"
@@ -48,14 +49,15 @@ DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/issues/1302"
 
 @dataclass(frozen=True)
 class Figure:
-    """A published number and our prediction, in bytes."""
+    """A published number and our prediction, in bytes or tokens per second."""
 
     source: str
     what: str
-    unit: int
+    unit: int  # of which `published` is a multiple in the table; 1 for tokens per second
     published: float
     predicted: float
     note: str
+    gpus: int = 1  # that divide the model
 
     @property
     def error(self) -> float:
@@ -223,25 +225,45 @@ def litgpt_figures() -> list[Figure]:
     ]
 
 
+def sharded_figures() -> list[Figure]:
+    """Models that several GPUs divide: the memory of one of them, and the speed of all."""
+    figures = []
+    for step, tree in planned_steps():
+        measured = [
+            (KINDS[kind], step.unit, each, tree["memory"][kind]) for kind, each in step.memory.items()
+        ]
+        if step.tokens_per_second:
+            measured.append((SPEED, 1, step.tokens_per_second, tree["plan"]["tokens_per_second"]))
+        figures += [
+            Figure(step.source, f"{step.what}: {kind}", unit, value * unit, predicted, step.note, step.gpus)
+            for kind, unit, value, predicted in measured
+        ]
+    return figures
+
+
 def figures() -> list[Figure]:
     """All published figures with our predictions."""
-    groups = (deepspeed_figures, trl_sft_figures, trl_loss_figures, torchtune_figures, litgpt_figures)
+    groups = (
+        deepspeed_figures,
+        trl_sft_figures,
+        trl_loss_figures,
+        torchtune_figures,
+        litgpt_figures,
+        sharded_figures,
+    )
     return [figure for group in groups for figure in group()]
 
 
 def published_table(found: list[Figure]) -> Table:
     """The figures for the console."""
-    units = {GIB: "GiB", MIB: "MiB", GB: "GB"}
     table = Table(title="Published GPU measurements against our predictions (nothing was fitted)")
     for name in ("run", "published", "predicted", "difference", "explanation"):
         table.add_column(name, justify="left" if name in ("run", "explanation") else "right")
     for f in found:
-        unit = units[f.unit]
-        digits = 0 if f.unit == MIB else 2
         table.add_row(
             f"[link={f.source}]{f.what}[/link]",
-            f"{f.published / f.unit:.{digits}f} {unit}",
-            f"{f.predicted / f.unit:.{digits}f} {unit}",
+            in_unit(f.published, f.unit),
+            in_unit(f.predicted, f.unit),
             f"{f.error:+.1%}",
             f.note,
         )

@@ -41,6 +41,7 @@ class Division:
     autocasts: bool = False  # operations of a step are in 16 bits
     offloads: bool = False  # to RAM, also where a device has no other memory
     states_on_disk: bool = False  # of the optimizer, then
+    room_bytes: int | None = None  # of the device, for all tensors of a process; None if unknown
     # elements of the parameters of each of the optimizer's groups, in its order; () if unknown
     trained: Callable[[], Sequence[Sequence[int]]] = lambda: ()
     state_bytes: Callable[[int], int]  # of the optimizer, for so many elements in one fp32 vector

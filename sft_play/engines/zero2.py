@@ -47,6 +47,15 @@ class Buckets:
         return (2 if overlaps else 1) * element_bytes * min(self.elements, trained_elements)
 
 
+def _flat_copy(step: Step, flat: int, division: Division) -> int:
+    """Bytes of the flat buffer beside the parameters that go into it; they are freed before there are states.
+
+    DeepSpeed takes what it copies to RAM if the device has no room for both (stage_1_and_2.py).
+    """
+    loaded = step.bytes_of("weights") + step.bytes_of("adapters")
+    return 0 if division.room_bytes is not None and loaded + flat > division.room_bytes else flat
+
+
 def _without_updates(step: Step) -> Step:
     """The step without what an update of one tensor after the other allocates."""
     line, sizes = step.timeline, step.sizes.copy()
@@ -122,17 +131,20 @@ class Zero2(Zero):
     def transform(self, step: Step, division: Division) -> Step:
         """Puts this process's part in the place of optimizer states and gradients, and adds the buffers.
 
-        All trained parameters are copied into one flat buffer while the model is loaded. From then on a
-        process has fp32 weights and states of its part. Gradients are moved into a bucket, which is there
-        from the first one on and flattened once more to be reduced. Those of the part are kept, beside those
-        of earlier micro-batches, and tensors on its borders whole. Without autocast, DeepSpeed takes the run
-        for one in fp32: it reduces gradients in fp32 whatever the weights are, and keeps the part alone.
+        All trained parameters are copied into one flat buffer while the model is loaded, which a GPU without
+        room for it gets from RAM. From then on a process has fp32 weights and states of its part. Gradients
+        are moved into a bucket, which is there from the first one on and flattened once more to be reduced.
+        Those of the part are kept, beside those of earlier micro-batches, and tensors on its borders whole.
+        Without autocast, DeepSpeed takes the run for one in fp32: it reduces gradients in fp32 whatever the
+        weights are, and keeps the part alone.
         """
         element, accumulates = division.element_bytes, division.accumulates
         gradients = (step.sizes_of("gradients") // element).tolist()
         elements = sum(gradients)
         parts = parts_of(division.trained() or [gradients], division.world_size)
         share = sum(parts[0].sizes)
+        states = FP32 * share + division.state_bytes(share)
+        copied = max(0, _flat_copy(step, elements * element, division) - states)
         in_fp32 = not division.autocasts and element != FP32
         own_of = [FP32 * share if in_fp32 else element * part.whole for part in parts]
         own = max(own_of)
@@ -154,8 +166,8 @@ class Zero2(Zero):
             _without_updates(step)
             .without("optimizer", "gradients")
             .with_buffers(
-                Buffer("optimizer", FP32 * share + division.state_bytes(share), "load", None),
-                Buffer("engine", elements * element, "load", "load"),
+                Buffer("optimizer", states, "load", None),
+                Buffer("engine", copied, "load", "load"),
                 Buffer("gradients", own, first, "optimizer", place),
                 Buffer("gradients", beside, "backward", "backward", reducing),
                 Buffer("engine", reduced, "backward", "backward", reducing),

@@ -63,6 +63,7 @@ def estimate(
     host = host_memory(steps, device, engine, division)
     steps = [step.rounded(device.granularity) for step in steps]
     if division:
+        division = replace(division, room_bytes=device.budget_bytes - device.context_bytes)
         alone = replace(division, accumulates=False, precedes=division.accumulates)
         divisions = [alone if first else division for first in firsts] or [division] * len(steps)
         steps = list(map(engine.transform, steps, divisions))

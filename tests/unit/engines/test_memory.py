@@ -113,6 +113,17 @@ def test_zero2_holds_a_share_of_states_and_gradients(autocasts, cast, accumulate
     assert all(sum(peak.terms.values()) == peak.bytes for peak in shared.values())
 
 
+@pytest.mark.parametrize(("room", "copied"), [(None, 2), (4 * TRAINED, 2), (4 * TRAINED - 1, 0)])
+def test_zero2_copies_what_is_trained_on_a_device_that_has_room_for_it_twice(room, copied):
+    """Before it makes the states of its part, since it has freed what it copied by then."""
+    for processes in (2, 64):
+        of_many = replace(division(processes), room_bytes=room)
+        peaks = ZERO2.transform(trained_step(), of_many).peaks()
+        states = peaks["forward"].terms["optimizer"]
+        assert states >= 12 * TRAINED / processes
+        assert peaks["load"].bytes == 2 * TRAINED + max(copied * TRAINED, states)
+
+
 def test_zero2_keeps_reduced_gradients_during_the_backward_pass_if_buckets_are_filled(monkeypatch):
     monkeypatch.setattr(Buckets, "shipped", lambda: Buckets(elements=TRAINED // 10, overlap=False))
     share = TRAINED // 2
