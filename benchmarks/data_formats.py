@@ -6,11 +6,12 @@ from itertools import chain
 from typing import Any
 
 from sft_play.builtin.models import byte_level_tokenizer
-from sft_play.data.chat import Chat, encode, make_chat
+from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert
 from sft_play.data.reading import Row
 from sft_play.data.show import marked
 from sft_play.data.template import use_template
+from sft_play.data.tokens import encode
 
 TOOL = {
     "type": "function",

@@ -53,7 +53,7 @@ print(json.dumps(str(tiny_model(inputs))))
 """
 PREPARE = """
 import json, os, sys, time
-import datasets  # imports do not count, here and below
+import datasets, transformers.activations  # imports do not count, here and below
 from sft_play.config.load import load_config
 from sft_play.model.load import load_data
 config = load_config(sys.argv[1], sys.argv[2:]).config

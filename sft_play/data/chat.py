@@ -1,9 +1,8 @@
-"""Conversations -> token ids and labels: loss on what the assistant says, end-of-turn token included.
+"""Conversations -> rendered texts, and where in them the answers are that carry loss.
 
 To locate an answer in the text, the messages before it are rendered with the generation prompt. That is the
 prompt at inference time, so whatever the template writes after it is what the model has to produce. A
-template with {% generation %} tags marks the answers itself. The text is tokenized once, as a whole, and
-token offsets map the character spans to tokens.
+template with {% generation %} tags marks the answers itself. `tokens.py` maps these spans to tokens.
 
 Some templates render a turn differently once it is history (Qwen3 drops its <think> block). Training on the
 history would teach the model text that it never has to produce. Such a turn becomes a row of its own that
@@ -15,38 +14,24 @@ copy, character by character, and some of them render different text than the mo
 
 import os
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sft_play.data.formats import Conversation, Message
-from sft_play.data.limits import limited_renderings, require_length, within_limits
-from sft_play.data.template import cannot_render, render
+from sft_play.data.limits import require_length, within_limits
+from sft_play.data.template import cannot_render, render, render_together
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100
-CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
 WORD = re.compile(r"\w+")
 HIDDEN_REASONING = "with reasoning that the chat template does not render"
 
 Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """One tokenized row, int32 [tokens]; IGNORED labels carry no loss, and the first is always IGNORED."""
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    truncated: bool = False
-    part: bool = False  # of a longer row
+# Yields turns of a conversation, and is sent the text that ends with each and the prompt for it.
+Renderings = Generator[tuple["Conversation", int], tuple[str, str], list["RenderedRow"]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +45,7 @@ class RenderedRow:
 
 @dataclass(frozen=True)
 class Chat:
-    """Settings of `encode`."""
+    """Settings for rendering and tokenizing conversations."""
 
     tokenizer: "PreTrainedTokenizerBase"
     supervise: str  # data.supervise: assistant, last or all
@@ -105,50 +90,60 @@ def prompt_and_answer(conversation: Conversation) -> tuple[list[Message], str]:
     return list(conversation.messages[:last]), conversation.messages[last]["content"]
 
 
-def encode(
-    chat: Chat, conversations: Sequence[Conversation], notes: Counter[str] | None = None
-) -> list[list[Tokens]]:
-    """The rows of each conversation: one, several if the template rewrites turns, none without an answer.
-
-    `notes` counts conversations with HIDDEN_REASONING.
+def render_rows(chat: Chat, conversations: Sequence[Conversation]) -> list[list[RenderedRow]]:
+    """The rendered rows of each conversation; the module docstring explains when there are several.
 
     Raises:
-        DataError: the template cannot render a row, or the answers are not found in the rendered text; names
-            the row.
+        DataError: a row cannot be rendered; names the first one.
     """
-    with limited_renderings():
-        rendered = [[] if row.text is not None else render_rows(chat, row) for row in conversations]
-    if notes is not None:
-        hidden = (_hides_reasoning(chat, *pair) for pair in zip(conversations, rendered, strict=True))
-        notes[HIDDEN_REASONING] += sum(hidden)
-    tokens = iter(_tokenize(chat, list(chain.from_iterable(rendered))))
-    encoded = [list(islice(tokens, len(rows))) for rows in rendered]
-    for index, row in enumerate(conversations):
-        if row.text is not None:
-            encoded[index] = [tokenize_text(chat, row)]
-            encoded[index][0].labels[:1] = IGNORED
-    return encoded
+    try:
+        return _advance_together(chat, [_renderings(chat, row) for row in conversations])
+    except DataError:
+        if len(conversations) == 1:
+            raise
+        return [rows for row in conversations for rows in render_rows(chat, [row])]
 
 
-def render_rows(chat: Chat, conversation: Conversation) -> list[RenderedRow]:
-    """The rendered rows of a conversation; the module docstring explains when there are several."""
-    messages = conversation.messages
+def _advance_together(chat: Chat, renderings: Sequence[Renderings]) -> list[list[RenderedRow]]:
+    """What each of these returns, while all that they wait for is rendered in one call."""
+    found: list[list[RenderedRow]] = [[] for _ in renderings]
+    answers: dict[int, Any] = dict.fromkeys(range(len(renderings)))  # None starts a generator
+    while answers:
+        asked = {}
+        for index, answer in answers.items():
+            try:
+                asked[index] = renderings[index].send(answer)
+            except StopIteration as done:
+                found[index] = done.value
+        texts = render_together(chat.tokenizer, [(row, turn + 1) for row, turn in asked.values()])
+        prompts = render_together(chat.tokenizer, list(asked.values()), prompt=True)
+        answers = dict(zip(asked, zip(texts, prompts, strict=True), strict=True))
+    return found
+
+
+def _renderings(chat: Chat, conversation: Conversation) -> Renderings:
+    if conversation.text is not None:
+        return []
     if chat.supervise == "all":
-        if conversation.untrained:
-            raise DataError(
-                f"{conversation.source}: messages[{conversation.untrained[0]}] is excluded from the loss, "
-                "but data.supervise=all puts loss on every token; set data.supervise to assistant or last"
-            )
-        text = render(chat.tokenizer, conversation, messages)
-        end = _end_of_turn(chat, text)
-        return [RenderedRow(text[:end], ((0, end),), add_eos=not text[:end].endswith(chat.end_tokens))]
+        return [_render_whole(chat, conversation)]
     turns = supervised_turns(chat, conversation)
     if not turns:
         return []
     template = chat.tokenizer.get_chat_template(None, conversation.tools)
     if "endgeneration" in template:
         return _render_with_tags(chat, conversation, turns)
-    return _render_by_prefix(chat, conversation, turns)
+    return (yield from _render_by_prefix(chat, conversation, turns))
+
+
+def _render_whole(chat: Chat, conversation: Conversation) -> RenderedRow:
+    if conversation.untrained:
+        raise DataError(
+            f"{conversation.source}: messages[{conversation.untrained[0]}] is excluded from the loss, "
+            "but data.supervise=all puts loss on every token; set data.supervise to assistant or last"
+        )
+    text = render(chat.tokenizer, conversation, conversation.messages)
+    end = _end_of_turn(chat, text)
+    return RenderedRow(text[:end], ((0, end),), add_eos=not text[:end].endswith(chat.end_tokens))
 
 
 def supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
@@ -166,16 +161,16 @@ def supervised_turns(chat: Chat, conversation: Conversation) -> list[int]:
     return turns[-1:] if chat.supervise == "last" else turns
 
 
-def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> list[RenderedRow]:
+def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) -> Renderings:
     """Goes back from the last turn; a turn that the current text renders differently starts another row."""
     found: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
-        own = render(chat.tokenizer, conversation, conversation.messages[: turn + 1])
+        own, prompt = yield conversation, turn
         end = _end_in(chat, own, found[-1][0]) if found else None
         if end is None:
             end = _end_of_turn(chat, own)
             found.append((own[:end], []))
-        start = _start_of_answer(chat, conversation, turn, own)
+        start = _start_of_answer(conversation, turn, own, prompt)
         _check_shown(conversation, turn, own[start:end])
         found[-1][1].append((start, end))
     ends = chat.end_tokens
@@ -185,8 +180,7 @@ def _render_by_prefix(chat: Chat, conversation: Conversation, turns: list[int]) 
     ]
 
 
-def _start_of_answer(chat: Chat, conversation: Conversation, turn: int, text: str) -> int:
-    prompt = render(chat.tokenizer, conversation, conversation.messages[:turn], prompt=True)
+def _start_of_answer(conversation: Conversation, turn: int, text: str, prompt: str) -> int:
     # Some templates end the prompt with a space that they do not write before an answer.
     for start in (prompt, prompt.rstrip()):
         if text.startswith(start):
@@ -222,7 +216,7 @@ def _check_shown(conversation: Conversation, turn: int, text: str) -> None:
         )
 
 
-def _hides_reasoning(chat: Chat, conversation: Conversation, rows: Sequence[RenderedRow]) -> bool:
+def hides_reasoning(chat: Chat, conversation: Conversation, rows: Sequence[RenderedRow]) -> bool:
     """Whether the rendered rows lack the reasoning (its last line) of a turn that carries loss."""
     if not rows:
         return False
@@ -321,75 +315,3 @@ def _end_of_tag(chat: Chat, text: str, start: int, end: int) -> int:
         if text.rstrip().endswith(token) and text.startswith(token, end):
             return end + len(token)
     return end
-
-
-def _beginning(chat: Chat, text: str) -> str:
-    """The text; if it is far too long, a beginning that certainly has more than max_tokens tokens.
-
-    Tokenizing a row of several megabytes would take gigabytes of memory, only to drop or truncate it.
-    """
-    size = 32 * (chat.max_tokens or len(text))
-    while size < len(text):
-        ids = chat.tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) > (chat.max_tokens or 0) + CUT_MARGIN:
-            return text[:size]
-        size *= 4
-    return text
-
-
-def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
-    if not rendered:
-        return []
-    texts = [_beginning(chat, row.text) for row in rendered]
-    batch = chat.tokenizer(
-        texts,
-        add_special_tokens=False,  # the template writes them
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    rows = []
-    columns = zip(rendered, texts, batch["input_ids"], batch.encodings or (), strict=True)
-    for row, text, ids, encoding in columns:
-        # numpy is slow on pairs, and the garbage collector on those of many rows
-        offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids))
-        mask = label_mask(offsets, row.supervised)
-        if row.add_eos and len(text) == len(row.text):
-            ids, mask = [*ids, chat.tokenizer.eos_token_id], np.append(mask, True)
-        found = np.array(ids, np.int32)
-        labels = np.where(mask, found, np.int32(IGNORED))
-        labels[:1] = IGNORED  # no context precedes the first token, so it cannot be predicted
-        rows.append(Tokens(found, labels))
-    return rows
-
-
-def label_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """The loss mask, bool [tokens]: True for tokens with a character in one of the spans.
-
-    A token that begins in the prompt's last space and ends in the answer's first word is included. Zero-width
-    tokens (a tokenizer may emit some before a word) are included if their position is in a span.
-
-    `offsets` are the first and last character of each token, [tokens, 2] or flat. Example: tokens "Hi",
-    " there", "!" of "Hi there!" with span (3, 9) give [False, True, True].
-    """
-    begins, ends = offsets.reshape(-1, 2).T
-    mask = np.zeros(len(begins), bool)
-    for start, end in spans:
-        mask |= (begins < end) & np.where(ends > begins, ends > start, begins >= start)
-    return mask
-
-
-def tokenize_text(chat: Chat, row: Conversation) -> Tokens:
-    """Plain text, with loss on every token, even the first one.
-
-    A document begins as the tokenizer begins a text, and ends with the end token; a section in it does not.
-    """
-    eos = chat.tokenizer.eos_token_id
-    text = _beginning(chat, str(row.text))
-    ids = chat.tokenizer(text, add_special_tokens=row.begins, verbose=False)["input_ids"]
-    closed = ids[-1:] == [eos]
-    if row.ends and not closed:
-        ids = [*ids, eos]
-    elif closed and not row.ends:
-        ids = ids[:-1]
-    return Tokens(np.array(ids, np.int32), np.array(ids, np.int32))

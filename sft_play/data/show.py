@@ -16,12 +16,13 @@ from rich.text import Text
 
 from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
-from sft_play.data.chat import IGNORED, Chat, make_chat, render_rows
+from sft_play.data.chat import Chat, make_chat, render_rows
 from sft_play.data.formats import Conversation, convert, detect_format, with_format
 from sft_play.data.prepare import PreparedData
 from sft_play.data.reading import Source, open_source, opened, read_rows
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
+from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, StorageError
 from sft_play.files import replacing_file
 from sft_play.report.layout import columns
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUPERVISED_STYLE, CONTEXT_STYLE = "bold green", "dim"
+PARTS = "parts of longer rows"
 EACH_ROW = "each row"  # a format: what `process` writes may come from sources of several formats
 
 
@@ -50,7 +52,9 @@ def table(prepared: PreparedData) -> Group:
     shown = columns("data", *splits)
     counts = [_counts(stats[split]) for split in splits]
     for name in counts[0]:
-        shown.add_row(name, *(column[name] for column in counts))
+        cells = [column[name] for column in counts]
+        if name != PARTS or set(cells) != {"0"}:
+            shown.add_row(name, *cells)
     sources = stats["train"].get("sources")
     return Group(shown, *([_sources_table(sources)] if sources else []), Words(notes))
 
@@ -77,7 +81,7 @@ def _counts(split: dict[str, Any]) -> dict[str, str]:
         "tokens": f"{split['tokens']:,}",
         "supervised": f"{100 * split['supervised_tokens'] / split['tokens']:.1f}%",
         "truncated": f"{100 * split['truncated'] / split['rows']:.1f}%",
-        "parts of longer rows": f"{split['parts']:,}",
+        PARTS: f"{split['parts']:,}",
         "dropped": f"{sum(split['dropped'].values()):,}",
         "tokens per row, median": f"{lengths['p50']:,}",
         "90th percentile": f"{lengths['p90']:,}",
@@ -168,7 +172,7 @@ def _rendered(chat: Chat, row: Conversation) -> list[dict[str, Any]]:
         text = row.text + (eos if row.ends else "")
         return [{"text": text, "learned": [text], "source": row.source}]
     rendered = []
-    for part in render_rows(chat, row):
+    for part in render_rows(chat, [row])[0]:
         text, supervised = part.text, [part.text[start:end] for start, end in part.supervised]
         if part.add_eos:
             text += eos

@@ -12,8 +12,8 @@ import pyarrow as pa
 from sft_play.config.inputs import DataInput
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
-from sft_play.data.chat import IGNORED
 from sft_play.data.raw_text import joined_blocks
+from sft_play.data.tokens import IGNORED
 from sft_play.data.workers import ANSWER_TRUNCATED, TEXTS, Counts, too_long
 from sft_play.errors import DataError
 

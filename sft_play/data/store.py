@@ -13,7 +13,7 @@ import filelock
 import numpy as np
 import pyarrow as pa
 
-from sft_play.data.chat import IGNORED
+from sft_play.data.tokens import IGNORED
 from sft_play.errors import StorageError
 from sft_play.files import publish
 from sft_play.manifest import files_in, find_damage, has_manifest, hash_files, write_manifest

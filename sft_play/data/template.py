@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 from collections.abc import Sequence
+from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,16 +85,15 @@ def template_text(setting: str) -> str:
 
 
 def _apply(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any, prompt: bool
-) -> str:
-    def call() -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False
-            )
+    tokenizer: "PreTrainedTokenizerBase", talks: Sequence[Sequence[Message]], tools: Any, prompt: bool
+) -> list[str]:
+    def call() -> list[str]:
+        listed = [list(messages) for messages in talks]
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]
+            listed, tools=tools, add_generation_prompt=prompt, tokenize=False
         )
 
-    return require_length(within_limits(call))
+    return [require_length(text) for text in within_limits(call)]
 
 
 def render(
@@ -109,9 +109,27 @@ def render(
         DataError: the template rejects the messages; names the row.
     """
     try:
-        return _apply(tokenizer, messages, conversation.tools, prompt)
+        return _apply(tokenizer, [messages], conversation.tools, prompt)[0]
     except Exception as error:  # a template makes Python raise anything
         raise cannot_render(conversation, messages, error) from None
+
+
+def render_together(
+    tokenizer: "PreTrainedTokenizerBase", firsts: Sequence[tuple[Conversation, int]], *, prompt: bool = False
+) -> list[str]:
+    """Renders the first so many messages of each conversation; one call for many takes a third of the time.
+
+    Raises:
+        DataError: the template rejects one; names the row.
+    """
+    texts = []
+    for tools, alike in groupby(firsts, key=lambda first: first[0].tools):
+        group = [(conversation, conversation.messages[:count]) for conversation, count in alike]
+        try:
+            texts += _apply(tokenizer, [messages for _, messages in group], tools, prompt)
+        except Exception:  # one of them is wrong, or all together took more than a row may
+            texts += [render(tokenizer, *one, prompt=prompt) for one in group]
+    return texts
 
 
 def render_example(tokenizer: "PreTrainedTokenizerBase", *texts: str, prompt: bool = False) -> str | None:
@@ -184,7 +202,7 @@ def _trial(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, sen
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     problem = None
     try:
-        if not _apply(tokenizer, conversation.messages, conversation.tools, prompt=False).strip():
+        if not _apply(tokenizer, [conversation.messages], conversation.tools, prompt=False)[0].strip():
             problem = f"it renders {conversation.source} as an empty string"
     except TemplateSyntaxError as error:
         problem = f"syntax error on line {error.lineno}: {error.message}"

@@ -17,11 +17,12 @@ import numpy as np
 import pyarrow as pa
 
 from sft_play.data import store
-from sft_play.data.chat import IGNORED, Chat, Tokens, encode, tokenize_text
+from sft_play.data.chat import Chat
 from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import in_sections
 from sft_play.data.reading import Row
 from sft_play.data.splitting import split_rows
+from sft_play.data.tokens import IGNORED, Tokens, encode, tokenize_text
 from sft_play.data.unused import has_placeholder, unused_keys
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
@@ -237,10 +238,17 @@ def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterato
         LaunchError: a worker process was killed.
     """
     chunks = _chunks(iter(rows))
-    if workers == 1:
-        yield from (encode_chunk(task, chunk) for chunk in chunks)
-        return
-    gc.freeze()  # or a worker's garbage collector writes to, and so copies, all memory that it shares with us
+    gc.freeze()  # the collector reads all that is there already, and in a worker writes to, and so copies it
+    try:
+        if workers == 1:
+            yield from (encode_chunk(task, chunk) for chunk in chunks)
+        else:
+            yield from _encode_in_workers(task, chunks, workers)
+    finally:
+        gc.unfreeze()
+
+
+def _encode_in_workers(task: EncodingTask, chunks: Iterator[list[Row]], workers: int) -> Iterator[Chunk]:
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("fork"),
@@ -261,7 +269,6 @@ def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterato
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-        gc.unfreeze()
 
 
 _task: EncodingTask | None = None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft_play.data.chat import IGNORED
+from sft_play.data.tokens import IGNORED
 
 SPREAD = -1640531527  # 2^32 / golden ratio as a signed number; it is odd, so its multiples all differ
 MIXERS = ((16, -2048144789), (13, -1028477387))  # of MurmurHash3's finalizer: shift, factor

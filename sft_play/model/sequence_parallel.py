@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 from torch.nn.functional import pad
 
-from sft_play.data.chat import IGNORED
+from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.model.collators import Batch, Collator
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 
 from sft_play.data.batching import FILLER, Share, make_schedule, pack_shares, pack_sums, padded_length
-from sft_play.data.chat import IGNORED
 from sft_play.data.store import column_of, count_supervised
+from sft_play.data.tokens import IGNORED
 from sft_play.job import Job
 from sft_play.plan import Plan
 from sft_play.planning.batch import evaluation_batches

@@ -4,9 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.data.chat import IGNORED, encode, label_mask, make_chat, prompt_and_answer, render_rows
+from sft_play.data.chat import make_chat, prompt_and_answer, render_rows
 from sft_play.data.formats import Conversation
 from sft_play.data.template import use_template
+from sft_play.data.tokens import IGNORED, encode, label_mask
 from sft_play.errors import ConfigError, DataError
 
 # Each in the manner of a family of models; written for these tests.
@@ -320,9 +321,8 @@ def test_the_shipped_templates_show_tools_calls_and_thoughts(make_tokenizer, shi
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "Four.", "reasoning_content": "Easy."},
     )
-    (part,) = render_rows(
-        make_chat(tokenizer, "assistant"), Conversation(messages, tools=[{"name": "adder"}])
-    )
+    row = Conversation(messages, tools=[{"name": "adder"}])
+    ((part,),) = render_rows(make_chat(tokenizer, "assistant"), [row])
     end = "<|im_end|>" if shipped == "chatml" else "<|endoftext|>"
     assert [part.text[a:b] for a, b in part.supervised] == [
         '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' + end,
@@ -333,9 +333,14 @@ def test_the_shipped_templates_show_tools_calls_and_thoughts(make_tokenizer, shi
 
 def test_a_token_across_the_edge_of_an_answer_is_learned():
     offsets = np.array([[0, 2], [2, 8], [8, 9], [9, 9]])
-    assert label_mask(offsets, [(3, 9)]).tolist() == [False, True, True, False]
-    assert label_mask(offsets, [(9, 12)]).tolist() == [False, False, False, True]
-    assert label_mask(np.zeros((0, 2), int), [(0, 1)]).tolist() == []
+    inside, after = [False, True, True, False], [False, False, False, True]
+    assert label_mask(offsets, [4], [[(3, 9)]]).tolist() == inside
+    assert label_mask(offsets, [4], [[(9, 12)]]).tolist() == after
+    assert label_mask(np.zeros((0, 2), int), [0], [[(0, 1)]]).tolist() == []
+    # rows end to end, with several spans, none and no token
+    offsets = np.concatenate([offsets, offsets, offsets])
+    spans = [[(9, 12), (0, 1)], [], [(0, 1)], [(3, 9)]]
+    assert label_mask(offsets, [4, 4, 0, 4], spans).tolist() == [True, *after[1:], *[False] * 4, *inside]
 
 
 def test_a_tokenizer_without_offsets_is_refused():
@@ -376,7 +381,7 @@ def test_real_templates_give_the_answers_that_their_marked_twins_in_trl_give(mak
     found = []
     for suffix in ("", "_training"):
         tokenizer = make_tokenizer((TRL_TEMPLATES / f"{family}{suffix}.jinja").read_text(), bos_token="<bos>")
-        (part,) = render_rows(make_chat(tokenizer, "assistant"), TWO_TURNS)
+        ((part,),) = render_rows(make_chat(tokenizer, "assistant"), [TWO_TURNS])
         learned = "".join(part.text[a:b] for a, b in part.supervised)
         found.append(
             (part.text, learned.replace("\n", ""))

@@ -12,12 +12,13 @@ from sft_play import fingerprints
 from sft_play.config.schema import RunConfig
 from sft_play.data import prepare as module
 from sft_play.data import store, workers
-from sft_play.data.chat import IGNORED, make_chat
+from sft_play.data.chat import make_chat
 from sft_play.data.length import length_limit
 from sft_play.data.prepare import prepare
 from sft_play.data.reading import Row
 from sft_play.data.splits import assign
 from sft_play.data.template import use_template
+from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, DataError, LaunchError, StorageError
 from tests.conftest import SHARED
 

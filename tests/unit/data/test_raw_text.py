@@ -7,10 +7,10 @@ import pytest
 
 from sft_play.config.schema import RunConfig
 from sft_play.data import reading
-from sft_play.data.chat import IGNORED
 from sft_play.data.length import block_tokens
 from sft_play.data.prepare import prepare
 from sft_play.data.reading import open_source, read_rows, sections
+from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, DataError
 
 WORDS = "What is two plus three? It is five. Hello there, friend!"

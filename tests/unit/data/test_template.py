@@ -3,9 +3,10 @@ import signal
 
 import pytest
 
-from sft_play.data.chat import encode, make_chat
+from sft_play.data.chat import make_chat
 from sft_play.data.formats import Conversation
 from sft_play.data.template import check_template, render, split_markers, split_warning, use_template
+from sft_play.data.tokens import encode
 from sft_play.errors import ConfigError, DataError
 
 ROW = Conversation(({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}), source="f:1")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sft_play.data.chat import IGNORED
+from sft_play.data.tokens import IGNORED
 from sft_play.model.collators import flash_boundaries
 from sft_play.model.noise import add_noise
 

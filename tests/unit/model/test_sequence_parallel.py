@@ -2,7 +2,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from sft_play.data.chat import IGNORED
+from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.model.collators import joined_micro_batches
 from sft_play.model.sequence_parallel import KEY, Part, divided_micro_batches, repeated_heads
