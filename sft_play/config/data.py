@@ -5,12 +5,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, FiniteFloat, model_validator
 
 from sft_play.config.section import Section
-from sft_play.config.values import AutoOrWorkers, Count, Fraction, PathText
+from sft_play.config.values import Auto, AutoOrWorkers, Count, Fraction, PathText
 
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "system_user_assistant",
     "preference", "text",
 ]  # fmt: skip
+Streaming = bool | Auto
 # What keys of a format are called in the data, e.g. {prompt: input_text, completion: target_text}
 Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
 
@@ -76,6 +77,10 @@ class DataConfig(Section):
     """Drop exact duplicates of earlier conversations."""
     limit: Count | None = None
     """Maximum number of rows to use from each file."""
+    streaming: Streaming = "auto"
+    """Whether the rows of a Hub dataset are read over the network instead of being downloaded first. auto: if
+    the download does not fit on the disk. What is tokenized is on the disk in any case; with limit, no more
+    than its rows are read."""
     num_workers: AutoOrWorkers = "auto"
     """Number of tokenizing processes. auto: the number of CPU cores, at most 8, and 1 for small data."""
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sft_play.config.data import DataConfig
+from sft_play.config.data import DataConfig, Streaming
 
 # Folders that builtin/demo.py makes in the cache, before a hash -> the names that people ask for them by.
 BUILTINS = {"demo-data": "builtin:demo", "demo-model": "builtin:demo", "tiny": "builtin:tiny"}
@@ -22,6 +22,7 @@ class DataInput:
     weight: float = 1.0  # how often its rows are seen per epoch
     hub_split: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)  # key of a format -> its name in the data
+    streaming: Streaming = "auto"  # of a Hub dataset
 
 
 def data_inputs(data: DataConfig) -> list[DataInput]:
@@ -35,13 +36,16 @@ def data_inputs(data: DataConfig) -> list[DataInput]:
             source.weight,
             source.split,
             data.columns if source.columns is None else source.columns,
+            data.streaming,
         )
         for number, source in enumerate(data.sources)
         if source.weight
     ]
     paths = {"train": data.train_path, "val": data.val_path, "test": data.test_path}
     found += [
-        DataInput(f"data.{split}_path", split, path, data.format, columns=data.columns)
+        DataInput(
+            f"data.{split}_path", split, path, data.format, columns=data.columns, streaming=data.streaming
+        )
         for split, path in paths.items()
         if path is not None
     ]

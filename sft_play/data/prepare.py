@@ -27,6 +27,7 @@ from sft_play.data.template import check_template, split_markers, split_warning,
 from sft_play.data.warnings import data_warnings
 from sft_play.data.workers import (
     PART_ROWS,
+    SMALL_BYTES,
     TEXTS,
     Counts,
     EncodingTask,
@@ -225,7 +226,9 @@ def _encode(
     conversations_file = rows_file.with_suffix(".conversations.part")
     counts = Counts()
     digests, row_counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-    size = sum(file.stat().st_size for file in source.files) or 200 * len(source.hub or ())
+    size = sum(file.stat().st_size for file in source.files)
+    if source.hub:
+        size = SMALL_BYTES if source.hub.count is None else 200 * source.hub.count
     rows = read_rows(source, config.data.limit, counts.notes)
     with (
         store.writing(rows_file, PART_ROWS) as rows_writer,

@@ -13,23 +13,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sft_play.config.data import Streaming
 from sft_play.config.inputs import DataInput
+from sft_play.data.hub_rows import HubRows, load_hub_rows
 from sft_play.data.rows import OPTIONAL, Row, decoding, read_json, read_jsonl, require_shallow
 from sft_play.errors import DataError, first_line
-from sft_play.hub import limit_network
 from sft_play.units import counted
-
-if TYPE_CHECKING:
-    import datasets
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 TEXT_SUFFIXES = (".txt", ".md")  # raw text, a document each
 HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?"
 )
-HUB_SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 BLOCK_BYTES = 1 << 20
 SECTION_CHARACTERS = 1 << 15  # of long text: neither reading nor tokenizing needs memory for all of it
@@ -41,18 +38,24 @@ class Source:
 
     path: str
     files: tuple[Path, ...] = ()
-    hub: "datasets.Dataset | None" = None
+    hub: HubRows | None = None
     columns: Mapping[str, str] = field(default_factory=dict)  # key of a format -> its name in the rows
 
 
 def opened(given: DataInput) -> Source:
     """The source of one of a run's data paths; DataError as of `open_source`."""
-    source = open_source(given.path, given.split, given.key, given.hub_split)
+    source = open_source(given.path, given.split, given.key, given.hub_split, given.streaming)
     return replace(source, columns=given.columns)
 
 
-def open_source(path: str, split: str, key: str | None = None, hub_split: str | None = None) -> Source:
-    """Resolves a file, a folder, or a Hub dataset, which it downloads to the Hub's cache.
+def open_source(
+    path: str,
+    split: str,
+    key: str | None = None,
+    hub_split: str | None = None,
+    streaming: Streaming = "auto",
+) -> Source:
+    """Resolves a file, a folder, or a Hub dataset, which it downloads to the Hub's cache if it fits.
 
     `key` is the setting that the path is from, for messages. The split of a Hub dataset is named in `path` or
     by `hub_split`; otherwise it is that of `split`.
@@ -81,7 +84,8 @@ def open_source(path: str, split: str, key: str | None = None, hub_split: str | 
             "files, or a Hub dataset as org/name[:config[:split]]"
         )
     wanted = named["split"] or hub_split
-    return Source(path, hub=_load_from_hub(named["name"], named["config"] or None, wanted, split, key))
+    hub = load_hub_rows(named["name"], named["config"] or None, wanted, split, key, streaming)
+    return Source(path, hub=hub)
 
 
 def _files_in(folder: Path, key: str) -> list[Path]:
@@ -143,34 +147,12 @@ def _checked(file: Path, key: str) -> Path:
     return file
 
 
-def _load_from_hub(
-    name: str, config: str | None, wanted: str | None, split: str, key: str
-) -> "datasets.Dataset":
-    import datasets
-
-    limit_network()
-    try:
-        loaded = datasets.load_dataset(name, config)
-    except Exception as error:  # the Hub client raises a dozen unrelated classes
-        reason = first_line(error)
-        raise DataError(
-            f"{key}: '{name}' is not a local file, and loading it as a Hub dataset failed: {reason}"
-        ) from None
-    for candidate in (wanted,) if wanted else HUB_SPLITS[split]:
-        if candidate in loaded:
-            return loaded[candidate]
-    raise DataError(
-        f"{key}: dataset '{name}' has no split {wanted or ' or '.join(HUB_SPLITS[split])}; "
-        f"it has {', '.join(loaded)}. Choose one: {name}:{config or ''}:<split>"
-    )
-
-
 def fingerprint(source: Source) -> tuple[str, int | None]:
     """A digest of file names (without folders) and bytes, and an estimate of the rows if it is cheap."""
     digest = hashlib.sha256()
     if source.hub is not None:
-        digest.update(f"{source.path} {source.hub._fingerprint}".encode())
-        return digest.hexdigest(), len(source.hub)
+        digest.update(f"{source.path} {source.hub.version}".encode())
+        return digest.hexdigest(), source.hub.count
     rows: int | None = 0
     for file in source.files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())

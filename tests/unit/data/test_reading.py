@@ -181,26 +181,6 @@ def test_a_hub_name_that_cannot_be_reached_is_a_data_error_of_one_sentence(tmp_p
         open_source("no-such-org/no-such-data", "train")
 
 
-def test_a_hub_data_set_is_read_from_the_split_that_its_use_or_its_name_asks_for(tmp_path, monkeypatch):
-    import datasets
-
-    rows = {
-        name: datasets.Dataset.from_list([{"text": name, "extra": None}])
-        for name in ("train", "validation", "odd")
-    }
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, config: datasets.DatasetDict(rows) if config != "x" else {}
-    )
-    monkeypatch.chdir(tmp_path)
-    assert [row.data for row in read_rows(open_source("org/name", "train"))] == [{"text": "train"}]
-    assert [row.where for row in read_rows(open_source("org/name", "val"))] == ["org/name:1"]
-    assert [row.data for row in read_rows(open_source("org/name::odd", "train"))] == [{"text": "odd"}]
-    with pytest.raises(DataError, match="no split test; it has train, validation, odd"):
-        open_source("org/name", "test")
-    with pytest.raises(DataError, match="no split train"):
-        open_source("org/name:x", "train")
-
-
 def test_the_fingerprint_follows_the_bytes_and_not_the_folder(write_rows, tmp_path):
     first = fingerprint(open_source(str(write_rows([ROW, ROW])), "train"))
     (tmp_path / "other").mkdir()
