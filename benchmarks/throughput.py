@@ -59,7 +59,7 @@ from sft_play.model.architecture import flop_sizes, flops_per_token
 from sft_play.plan import Plan
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
-from sft_play.planning.speed import device_speed
+from sft_play.planning.speed import peak_flops
 from sft_play.runlog import console, open_run, quiet_libraries
 from sft_play.train.memory_meter import MemoryMeter
 from sft_play.train.rows import training_rows
@@ -300,7 +300,7 @@ def measure_side(course: Course, side: str, device: torch.device) -> dict[str, A
 
 def _mfu(course: Course, rows: Dataset, tokens_per_second: float, device: torch.device) -> float | None:
     """Model FLOPs utilization; None if the device's peak is unknown."""
-    peak = device_speed(detect(), 1).flops if device.type == "cuda" else None
+    peak = peak_flops(detect()) if device.type == "cuda" else None
     if peak is None:
         return None
     config = run_config(course, rows, Path())

@@ -27,9 +27,8 @@ from sft_play.plan import Plan
 from sft_play.planning.clock import StepSeconds, batches_of, mean_micro_batch, messages_of, step_seconds
 from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
-from sft_play.planning.profile import derived_from_data_sheet
 from sft_play.planning.run import allowed_plans
-from sft_play.planning.speed import Collectives, collectives_of, device_name, device_speed
+from sft_play.planning.speed import Collectives, collectives_of, derived_profile
 from sft_play.runlog import console
 from sft_play.sizing.estimator import work_of_plans
 from sft_play.work import Work
@@ -58,9 +57,8 @@ def parts_of(row: dict[str, Any], gpus: int) -> tuple[StepSeconds, tuple[Message
     plan: Plan = next(draft for draft in drafts if (draft.engine, draft.offload) == (engine.name, "none"))
     batch = mean_micro_batch(facts, plan)
     work: Work = work_of_plans(config, batches_of(config, facts))(run, plan, batch.tokens)
-    speed = device_speed(machine, gpus)
-    assert speed.flops and speed.bandwidth
-    profile = derived_from_data_sheet(device_name(machine), "cuda", speed.flops, speed.bandwidth)
+    profile = derived_profile(machine, gpus)
+    assert profile
     parts = step_seconds(work, profile, batch, update_share=engine.update_share(plan.shards))
     collectives = collectives_of(machine, gpus)
     if link := row.get("link_gb_s"):  # which the catalogue does not know

@@ -3,8 +3,8 @@
 from benchmarks.evidence.runs import Run
 from sft_play.machine.gpus import what_if
 from sft_play.planning.clock import step_seconds
-from sft_play.planning.profile import MicroBatch, derived_from_data_sheet
-from sft_play.planning.speed import device_name, device_speed
+from sft_play.planning.profile import MicroBatch
+from sft_play.planning.speed import derived_profile
 from sft_play.timeline import StepTrace
 
 
@@ -17,9 +17,8 @@ def tokens_per_second(trace: StepTrace, run: Run) -> float:
         ConfigError: the GPU is not in configs/hardware.yaml, or its speed is not.
     """
     machine = what_if(run.gpu)
-    speed = device_speed(machine, 1)
-    assert speed.flops and speed.bandwidth, f"configs/hardware.yaml does not say how fast {run.gpu} is"
-    profile = derived_from_data_sheet(device_name(machine), "cuda", speed.flops, speed.bandwidth)
+    profile = derived_profile(machine, 1)
+    assert profile, f"configs/hardware.yaml does not say how fast {run.gpu} is"
     tokens = run.rows * run.row_tokens
     batch = MicroBatch(tokens, tokens * run.row_tokens)
     parts = step_seconds(trace.work, profile, batch)

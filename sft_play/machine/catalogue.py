@@ -71,6 +71,7 @@ def speed_of(specs: dict[str, Any]) -> dict[str, Any]:
     """TFLOP/s and memory bandwidth of an entry, under the field names of `Gpu`; None if unknown."""
     return {
         "tflops": specs.get("bf16_tflops") or specs.get("fp16_tflops"),
+        "matmul_tflops": specs.get("matmul_tflops"),
         "bandwidth_gb_s": specs.get("bandwidth_gb_s"),
     }
 

@@ -53,6 +53,7 @@ class Gpu:
     processes: tuple[GpuProcess, ...] = ()  # other processes that use it
     own_bytes: int | None = None  # what this process uses of its memory
     tflops: float | None = None  # dense 16-bit TFLOP/s with FP32 accumulation, from configs/hardware.yaml
+    matmul_tflops: float | None = None  # that products of the best shape have been seen to reach
     bandwidth_gb_s: float | None = None
     network_gb_s: float | None = None  # to a GPU of another machine, in one direction
 

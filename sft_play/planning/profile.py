@@ -35,10 +35,15 @@ from sft_play.work import (
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")  # whose code is timed
 MATRIX_SHARE, BANDWIDTH_SHARE = 0.7, 0.8  # of the data sheet's figures, reached by large products and copies
+BEST_SHARE = 0.9  # of the rate that the best shape has been measured at, reached by other large products
+# Of the data sheet's figure, by FlashAttention 2, from this compute capability on: 50% to 73% on an A100
+# (arXiv 2307.08691), 35% on an H100 (arXiv 2407.08608). Before, by other kernels: an assumption.
+ATTENTION_SHARES = {(0, 0): 0.42, (8, 0): 0.6, (9, 0): 0.35}
 FP32_SHARE = 1 / 8  # of the 16-bit rate in a GPU's data sheet, for fp32 without TF32
 KERNEL_S = {"cuda": 3e-6, "cpu": 1e-6}  # the shortest time of a kernel
-# The time that PyTorch and a model's modules take to call an operation; on CUDA with the kernel launch.
-CALL_S = {"cuda": (12e-6, 7e-6), "cpu": (12e-6, 7e-6)}
+# The time that PyTorch and a model's modules take to call an operation, forward and backward: measured on an
+# idle server CPU (AMD EPYC, a LoRA step), and for CUDA 3 microseconds more for the launch of a kernel.
+CALL_S = {"cuda": (9e-6, 6e-6), "cpu": (6e-6, 3e-6)}
 # Per element and step, in fp32: clipping (2 reads, 1 write of the gradient) and AdamW (4 reads, 3 writes).
 UPDATE_BYTES = 40
 SIDES = {"cpu": (8, 64, 512, 2048), "cuda": (16, 128, 1024, 8192)}  # of measured products
@@ -240,13 +245,26 @@ def _queue(dispatch: np.ndarray, spent: np.ndarray) -> float:
     return float((np.cumsum(dispatch) + np.cumsum(spent[::-1])[::-1]).max())
 
 
-def derived_from_data_sheet(device: str, kind: str, flops: float, bandwidth: float) -> DeviceProfile:
-    """The profile of a device ("cpu" or "cuda") that has not been measured.
+def derived_from_data_sheet(
+    device: str,
+    kind: str,
+    flops: float,
+    bandwidth: float,
+    *,
+    best_flops: float | None = None,
+    compute_capability: tuple[int, int] = (0, 0),
+) -> DeviceProfile:
+    """The profile of a device ("cpu" or "cuda") that has not been measured here.
 
     It assumes a share of the data sheet's figures (dense FLOP/s in the dtype of training, bytes per second of
-    its memory), and a minimum time per kernel.
+    its memory), and a minimum time per kernel. `best_flops` are those of the best product that others have
+    measured on such a device.
     """
-    rate, stream, least = MATRIX_SHARE * flops, BANDWIDTH_SHARE * bandwidth, KERNEL_S[kind]
+    rate = BEST_SHARE * best_flops if best_flops else MATRIX_SHARE * flops
+    attention = next(
+        share * flops for since, share in reversed(ATTENTION_SHARES.items()) if compute_capability >= since
+    )
+    stream, least = BANDWIDTH_SHARE * bandwidth, KERNEL_S[kind]
 
     def of_product(share: float, element: int) -> Callable[[int, int, int], float]:
         def seconds(m: int, n: int, k: int) -> float:
@@ -256,7 +274,7 @@ def derived_from_data_sheet(device: str, kind: str, flops: float, bandwidth: flo
         return seconds
 
     def attended(passes: float) -> Callable[[int], float]:
-        return lambda tokens: max(passes * 2 * tokens / (0.6 * rate), passes * 8 / stream)
+        return lambda tokens: max(passes * 2 * tokens / attention, passes * 8 / stream)
 
     streaming = Curve.of(STRETCHES, lambda size: least + size / stream)
     forward, backward = CALL_S[kind]

@@ -37,26 +37,28 @@ LATENCY_S = 20e-6  # of a collective over a link of which only the data sheet is
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What the device's data sheet says, per second; None if unknown."""
-
-    flops: float | None
-    bandwidth: float | None
+def peak_flops(machine: Machine) -> float | None:
+    """Dense FLOP/s of the slowest GPU in 16 bits, by its data sheet; None if unknown, and of a CPU."""
+    slowest = min((gpu.tflops or 0.0 for gpu in machine.gpus), default=0.0)
+    return 1e12 * slowest or None
 
 
-def device_speed(machine: Machine, processes: int) -> Speed:
-    """Data-sheet speed of the slowest GPU, or an assumption for a share of the CPU."""
+def derived_profile(machine: Machine, processes: int) -> DeviceProfile | None:
+    """The profile of the slowest GPU by its data sheet, None if that is unknown, or of a share of the CPU."""
+    name = device_name(machine)
     if not machine.gpus:
-        share = (machine.host.cpu_cores or 1) / processes
-        return Speed(flops=CPU_FLOPS_PER_CORE * share, bandwidth=CPU_BANDWIDTH / processes)
-    flops = [gpu.tflops for gpu in machine.gpus]
-    bandwidths = [gpu.bandwidth_gb_s for gpu in machine.gpus]
-    if None in flops or None in bandwidths:
-        return Speed(flops=None, bandwidth=None)
-    return Speed(
-        flops=1e12 * min(filter(None, flops)),
-        bandwidth=1e9 * min(filter(None, bandwidths)),
+        flops = CPU_FLOPS_PER_CORE * (machine.host.cpu_cores or 1) / processes
+        return derived_from_data_sheet(name, "cpu", flops, CPU_BANDWIDTH / processes)
+    slowest = min(machine.gpus, key=lambda gpu: gpu.tflops or 0)
+    if not slowest.tflops or not slowest.bandwidth_gb_s:
+        return None
+    return derived_from_data_sheet(
+        name,
+        "cuda",
+        1e12 * slowest.tflops,
+        1e9 * slowest.bandwidth_gb_s,
+        best_flops=1e12 * slowest.matmul_tflops if slowest.matmul_tflops else None,
+        compute_capability=slowest.compute_capability or (0, 0),
     )
 
 
@@ -175,10 +177,7 @@ def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:
             found = replace(found, products={**shared.products, **found.products})
         else:
             found = found or shared
-    speed = device_speed(machine, processes)
-    if found is not None or not speed.flops or not speed.bandwidth:
-        return found
-    return derived_from_data_sheet(name, "cuda" if machine.gpus else "cpu", speed.flops, speed.bandwidth)
+    return found or derived_profile(machine, processes)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from sft_play.model.recomputation import RECOMPUTING
 from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
-from sft_play.planning.speed import device_speed
+from sft_play.planning.speed import peak_flops
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir
 from sft_play.sizing.step import StepSpec
@@ -86,7 +86,7 @@ def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: Me
 
 def flops_share(job: Job) -> float | None:
     """Share of the peak FLOPs of all devices that a token per second takes; None if the peak is unknown."""
-    peak = device_speed(job.machine, job.plan.world_size).flops if job.plan.device == "cuda" else None
+    peak = peak_flops(job.machine) if job.plan.device == "cuda" else None
     if peak is None:
         return None
     tokens = round(sum(job.data.train["length"]) / len(job.data.train))

@@ -24,9 +24,7 @@ def repository(tmp_path, monkeypatch):
     folder = tmp_path / "name"
     folder.mkdir()
     for split in ("train", "validation", "odd"):
-        rows = [
-            {"question": f"{split} {number}?", "answer": "Four.", "extra": None} for number in range(5)
-        ]
+        rows = [{"question": f"{split} {number}?", "answer": "Four.", "extra": None} for number in range(5)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = "".join(
         f"  - {{split: {split}, path: {split}.jsonl}}\n" for split in ("train", "validation", "odd")

@@ -24,6 +24,7 @@ NUMBERS = (
     "compute_capability",
     "bf16_tflops",
     "fp16_tflops",
+    "matmul_tflops",
     "bandwidth_gb_s",
     "link",
     "network_gb_s",
@@ -53,6 +54,12 @@ def test_bf16_follows_from_the_compute_capability():
         or (entry.get("bf16_tflops") and entry.get("fp16_tflops"))
     ]
     assert not wrong, wrong
+
+
+def test_what_was_measured_is_less_than_the_data_sheet_says():
+    measured = [entry for entry in ENTRIES if entry.get("matmul_tflops")]
+    assert len(measured) >= 8
+    assert all(0.7 < entry["matmul_tflops"] / entry["bf16_tflops"] < 0.9 for entry in measured)
 
 
 def test_no_two_names_or_aliases_mean_the_same():

@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -130,6 +131,17 @@ def test_without_a_measurement_the_data_sheet_counts_and_says_so():
     assert not found.measured and "not measured" in found.source
     unknown = replace(H100S.gpus[0], tflops=None)
     assert speed.profile_of(replace(CPU, gpus=(unknown,)), 1) is None
+
+
+def test_what_others_have_measured_counts_before_the_data_sheet():
+    sheet, seen = (
+        speed.derived_profile(replace(H100S, gpus=(gpu,)), 1)
+        for gpu in (replace(H100S.gpus[0], matmul_tflops=None), replace(H100S.gpus[0], matmul_tflops=800))
+    )
+    large = np.array([8192])
+    rates = [2 * 8192**3 / found.products["bfloat16"].at(large, large, large)[0] for found in (sheet, seen)]
+    assert rates == pytest.approx([0.7 * 989.5e12, 0.9 * 800e12], rel=0.01)
+    assert speed.peak_flops(H100S) == 989.5e12 and speed.peak_flops(CPU) is None
 
 
 def test_processes_share_what_was_measured_for_one():
