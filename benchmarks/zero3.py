@@ -2,6 +2,7 @@
 
     python -m benchmarks.zero3                     # 20 random cases, each also with offload, on 2 processes
     python -m benchmarks.zero3 --cases 4 --seed 3
+    python -m benchmarks.zero3 --again             # predicts what has been measured once more
 
 As benchmarks/sharding.py, whose small models and meter these are. DeepSpeed runs three steps; the highest
 number of bytes in each phase of the third is compared with the prediction: the trace of a step that
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -197,23 +198,25 @@ def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Runs the benchmark, or is one of its processes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=CASES)
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS / "zero3.json")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if options.work:
-        work(options.work, options.out)
-        return
+def measured_again(path: Path) -> list[dict[str, Any]]:
+    """The lines of an earlier result: cases with what was measured."""
+    names = {each.name for each in fields(Case)}
+    rows = json.loads(path.read_text())["rows"]
+    return [
+        {
+            "case": {name: row[name] for name in row if name in names and name != "offload"},
+            "offload": row["offload"],
+            "measured": row["measured"],
+        }
+        for row in rows
+    ]
+
+
+def measured_now(cases: int, seed: int) -> list[dict[str, Any]]:
+    """The same of random cases, measured by processes of their own."""
     with tempfile.TemporaryDirectory() as name:
         folder, found = Path(name), Path(name) / "measured.json"
-        cases = [asdict(drawn(number, options.seed)) for number in range(options.cases)]
-        (folder / "cases.json").write_text(json.dumps(cases))
+        (folder / "cases.json").write_text(json.dumps([asdict(drawn(each, seed)) for each in range(cases)]))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
         files = ["--work", str(folder / "cases.json"), "--out", str(found)]
         environment = {
@@ -223,10 +226,29 @@ def main() -> None:
         }
         subprocess.run(
             [sys.executable, *launch, "-m", "benchmarks.zero3", *files],
-            env={**os.environ, **environment, "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"},
+            env={**os.environ, **environment, "GLOO_SOCKET_IFNAME": "lo"},
             check=True,
         )
-        lines = json.loads(found.read_text())
+        return json.loads(found.read_text())  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    """Runs the benchmark, or is one of its processes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "zero3.json")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if options.work:
+        work(options.work, options.out)
+        return
+    if options.again:
+        options.seed = json.loads(options.out.read_text())["seed"]
+    lines = measured_again(options.out) if options.again else measured_now(options.cases, options.seed)
     rows = [compare(case_of(line["case"]), line["offload"], line["measured"]) for line in lines]
     plain, away = ([row for row in rows if row["offload"] == offload] for offload in (False, True))
     summary = {**summarised(plain), "offload": summarised(away)}

@@ -100,11 +100,14 @@ class Zero3(Sharded, Zero):
         bucket = element * min(limit, elements)
         ahead = element * zero["stage3_prefetch_bucket_size"] if division.device == "cuda" else 0
         reduced = bucket * (1 + (division.device == "cpu"))  # gloo makes a copy of its own
+        at_end = elements <= limit
+        if at_end:  # what belongs to no layer is gathered until DeepSpeed's backward pass is over
+            reduced += division.world_size * step.kept_outside_layers("weights")
         place = _held_in_ram if division.offloads else _held
         return place(step.without("optimizer", "gradients"), division, share).with_buffers(
             Buffer("engine", bucket, "load", None),
             Buffer("engine", ahead, "forward", "evaluation"),
-            Buffer("engine", reduced, "backward", "backward", "end" if elements <= limit else "layers"),
+            Buffer("engine", reduced, "backward", "backward", "end" if at_end else "layers"),
         )
 
     def moved_by_offload(self, work: Work, accumulation: int) -> tuple[float, float]:

@@ -39,6 +39,11 @@ BEST_SHARE = 0.9  # of the rate that the best shape has been measured at, reache
 # Of the data sheet's figure, by FlashAttention 2, from this compute capability on: 50% to 73% on an A100
 # (arXiv 2307.08691), 35% on an H100 (arXiv 2407.08608). Before, by other kernels: an assumption.
 ATTENTION_SHARES = {(0, 0): 0.42, (8, 0): 0.6, (9, 0): 0.35}
+SOURCES = {
+    ("cpu", False): "assumed",
+    ("cuda", False): "derived from the data sheet",
+    ("cuda", True): "derived from the data sheet and the matrix rate that others report",
+}
 FP32_SHARE = 1 / 8  # of the 16-bit rate in a GPU's data sheet, for fp32 without TF32
 KERNEL_S = {"cuda": 3e-6, "cpu": 1e-6}  # the shortest time of a kernel
 # The time that PyTorch and a model's modules take to call an operation, forward and backward: measured on an
@@ -283,7 +288,7 @@ def derived_from_data_sheet(
         device=device,
         kind=kind,
         measured=False,
-        source="derived from the data sheet, not measured" if kind == "cuda" else "assumed, not measured",
+        source=f"{SOURCES[kind, best_flops is not None]}, not measured",
         products={
             "bfloat16": ProductGrid.of(SIDES[kind], of_product(1.0, 2)),
             "float16": ProductGrid.of(SIDES[kind], of_product(1.0, 2)),
