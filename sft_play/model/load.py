@@ -47,7 +47,7 @@ def not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError
         reason += f" {lines[1].strip()}"
     if reason.startswith("Repo id must"):
         reason = "it is neither a folder here nor a name on the Hub, such as Qwen/Qwen3-0.6B"
-    hint = "run `make check` to check the model folder or the Hub"
+    hint = "use a folder written by save_pretrained(), or a name on the Hub such as Qwen/Qwen3-0.6B"
     similar = similar_name(model.name)
     if similar and not Path(model.name).exists():
         hint = f"did you mean model.name={similar}?"
