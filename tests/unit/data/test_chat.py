@@ -1,4 +1,5 @@
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -265,6 +266,38 @@ def test_a_conversation_that_the_template_refuses_is_an_error_naming_the_row(mak
         rows_of(tokenizer, Conversation((system, *TWO_TURNS.messages[:2]), source="f.jsonl:3"))
     with pytest.raises(DataError, match="must alternate"):
         rows_of(tokenizer, Conversation((*TWO_TURNS.messages[:2], TWO_TURNS.messages[1]), source="f.jsonl:3"))
+
+
+def test_rows_that_are_rendered_together_are_those_that_each_is_alone(make_tokenizer):
+    """Of one turn and of several, with and without tools, plain text, and one that becomes two rows."""
+    chat = make_chat(make_tokenizer(QWEN3), "assistant")
+    thought = "<think>\nHm.\n</think>\n\nFour."
+    rows = [
+        TWO_TURNS,
+        talk("What?", thought, "And?", "Five."),
+        Conversation((), text="Plain text."),
+        talk("So?", "Two.", tools=[{"name": "adder"}]),
+        talk("What?", "Four."),
+    ]
+    together, alone = encode(chat, rows), [encode(chat, [row])[0] for row in rows]
+    assert [len(parts) for parts in together] == [2, 2, 1, 1, 1]
+    for parts, expected in zip(together, alone, strict=True):
+        for part, same in zip(parts, expected, strict=True):
+            assert np.array_equal(part.input_ids, same.input_ids)
+            assert np.array_equal(part.labels, same.labels)
+
+
+def test_of_several_wrong_rows_the_first_is_named(make_tokenizer):
+    """Although another kind of mistake in a later one is met before."""
+    chat = make_chat(make_tokenizer(GEMMA, bos_token="<bos>"), "assistant")
+    unseen = replace(talk("What?", "Four."), source="f.jsonl:4")
+    refused = Conversation(({"role": "system", "content": "Hm."}, *TWO_TURNS.messages), source="f.jsonl:5")
+    chat.tokenizer.chat_template = GEMMA.replace(
+        "m.content | trim", "m.content | replace('Four.', '') | trim"
+    )
+    for rows, named in ([unseen, refused], 4), ([refused, unseen], 5):
+        with pytest.raises(DataError, match=f"f.jsonl:{named}"):
+            encode(chat, [TWO_TURNS, *rows])
 
 
 def test_a_greeting_before_the_first_question_and_a_given_prompt_are_not_learned(make_tokenizer):
