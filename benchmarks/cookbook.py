@@ -67,10 +67,11 @@ gpt-oss, nearly all of whose weights are fused experts, which stay in 16 bit.
 """
 HEAD = """# Cookbook: what fits, and how fast
 
-Written by `make cookbook` from the plans for each machine; a test makes some of the plans again. Nothing here
-was measured: peaks and speeds are predicted, the speed from the data sheet of the GPU, for rows of 2,048
-tokens, an effective batch of 16 and the default [settings](config.md). Your rows are likely to be shorter. To
-see a plan with its reasons, and for your own data:
+Written by `make cookbook` from the plans for each machine; a test makes some of the plans again. Nothing
+was measured here: peaks and speeds are predicted, the speed from the GPU's data sheet and from matrix rates
+that others report of it, for rows of 2,048 tokens, an effective batch of 16 and the default
+[settings](config.md). Your rows are likely to be shorter. To see a plan with its reasons, and for your own
+data:
 
 ```
 make plan MODEL=qwen3-8b GPU="RTX 4090" ARGS="tuning.mode=qlora"
