@@ -68,11 +68,12 @@ def known_gpus() -> list[str]:
 
 
 def speed_of(specs: dict[str, Any]) -> dict[str, Any]:
-    """TFLOP/s and memory bandwidth of an entry, under the field names of `Gpu`; None if unknown."""
+    """TFLOP/s, memory bandwidth and link to RAM of an entry, as fields of `Gpu`; None if unknown."""
     return {
         "tflops": specs.get("bf16_tflops") or specs.get("fp16_tflops"),
         "matmul_tflops": specs.get("matmul_tflops"),
         "bandwidth_gb_s": specs.get("bandwidth_gb_s"),
+        "host_link": specs.get("host_link"),
     }
 
 

@@ -55,6 +55,7 @@ class Gpu:
     tflops: float | None = None  # dense 16-bit TFLOP/s with FP32 accumulation, from configs/hardware.yaml
     matmul_tflops: float | None = None  # that products of the best shape have been seen to reach
     bandwidth_gb_s: float | None = None
+    host_link: str | None = None  # to RAM, where `link` is another one
     network_gb_s: float | None = None  # to a GPU of another machine, in one direction
 
     @property

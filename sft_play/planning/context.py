@@ -15,6 +15,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import with_batch_for
 from sft_play.planning.other_machines import tokens_per_second
 from sft_play.planning.run import allowed_plans, estimator_of_run, plan_run
+from sft_play.planning.speed import host_link
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 
@@ -127,9 +128,12 @@ def _run_of(config: RunConfig, processes: int, tokens: int) -> tuple[RunConfig, 
 def drafts_of(
     run: RunConfig, architecture: Architecture, facts: DataFacts, machine: Machine, processes: int
 ) -> list[Plan]:
-    """Every plan that the config allows on so many processes, before memory is estimated."""
+    """Every plan that may be chosen on so many processes, before memory is estimated."""
     machines = max(1, -(-processes // len(machine.gpus))) if machine.what_if else 1
-    return allowed_plans(run, architecture, facts, training_device(machine), processes, machines)[0]
+    drafts = allowed_plans(run, architecture, facts, training_device(machine), processes, machines)[0]
+    if run.train.asked_activations != "auto" or host_link(machine) is not None:
+        return drafts
+    return [draft for draft in drafts if not draft.offloads_activations]  # as `by_offload` has it
 
 
 def _use(

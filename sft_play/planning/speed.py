@@ -18,7 +18,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Message
 from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
-from sft_play.machine.catalogue import LARGEST_MACHINE
+from sft_play.machine.catalogue import LARGEST_MACHINE, link_speed
 from sft_play.machine.gpus import Gpu, Machine
 from sft_play.machine.process import importing_libraries
 from sft_play.planning.devices import training_device, training_threads
@@ -79,8 +79,12 @@ def links_of(machine: Machine, processes: int, replicas: int = 1) -> tuple[float
 
 def host_link(machine: Machine) -> float | None:
     """Bytes per second, one way, between a GPU and RAM, by the data sheet of its PCIe; None if unknown."""
-    links = [gpu.link_gb_s if (gpu.link or "").startswith("PCIe") else None for gpu in machine.gpus]
+    links = [link_speed(gpu.host_link or _if_pcie(gpu.link), None) for gpu in machine.gpus]
     return None if not links or None in links else 1e9 * min(filter(None, links))
+
+
+def _if_pcie(link: str | None) -> str | None:
+    return link if link and link.startswith("PCIe") else None
 
 
 def _link(gpu: Gpu, *, across: bool) -> float | None:

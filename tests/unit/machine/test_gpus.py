@@ -27,6 +27,7 @@ NUMBERS = (
     "matmul_tflops",
     "bandwidth_gb_s",
     "link",
+    "host_link",
     "network_gb_s",
 )
 
