@@ -56,6 +56,16 @@ def test_the_search_ends_at_the_last_multiple_that_fits(budget, shape):
     assert len(set(asked)) <= (5 if shape == "line" else 24), asked
 
 
+@pytest.mark.parametrize(
+    ("gpu", "away"), [("RTX 4090", True), ("H100 80GB", True), ("A100 80GB", True), ("B200", False)]
+)
+def test_activations_may_be_in_ram_only_where_the_link_is_known_as_in_a_plan(gpu, away):
+    machine, facts = what_if(gpu, 1), DataFacts.full_rows(GRAIN, 0)
+    for asked, expected in (({}, away), ({"activations": "offload"}, True)):
+        drafts = context.drafts_of(config(**asked), architecture(), facts, machine, 1)
+        assert any(draft.offloads_activations for draft in drafts) == expected
+
+
 def test_what_the_model_allows_is_the_limit_where_memory_is_left():
     assert longest_multiple(lambda tokens: 0.5, 40_961) == 40_961
 
