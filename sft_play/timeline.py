@@ -206,14 +206,6 @@ class Step:
         """Bytes of all blocks of a term, whenever they live."""
         return int(self.sizes_of(term).sum())
 
-    def kept_outside_layers(self, term: str) -> int:
-        """Bytes of the blocks of a term that belong to no decoder layer and are never freed."""
-        line = self.timeline
-        here = (line.events > 0) & (line.layers == WHOLE_MODEL)
-        kept = np.setdiff1d(line.events[here], -line.events[line.events < 0]) - 1
-        sources = line.source[kept]
-        return int(self.sizes[sources][line.terms[sources] == TERMS.index(term)].sum())
-
     def sizes_of(self, term: str) -> np.ndarray:
         """Bytes of each block of a term, [blocks]."""
         line = self.timeline

@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from sft_play.config.schema import RunConfig
 from sft_play.engines import deepspeed
 from sft_play.engines.base import Division
 from sft_play.engines.sharded import Sharded
 from sft_play.engines.zero import Zero
 from sft_play.plan import Plan
-from sft_play.timeline import Buffer, Step
+from sft_play.timeline import TERMS, WHOLE_MODEL, Buffer, Step
 from sft_play.units import AUTOCAST
 from sft_play.work import Work
 
@@ -102,7 +104,7 @@ class Zero3(Sharded, Zero):
         reduced = bucket * (1 + (division.device == "cpu"))  # gloo makes a copy of its own
         at_end = elements <= limit
         if at_end:  # what belongs to no layer is gathered until DeepSpeed's backward pass is over
-            reduced += division.world_size * step.kept_outside_layers("weights")
+            reduced += division.world_size * _outside_layers(step)
         place = _held_in_ram if division.offloads else _held
         return place(step.without("optimizer", "gradients"), division, share).with_buffers(
             Buffer("engine", bucket, "load", None),
@@ -125,6 +127,15 @@ class Zero3(Sharded, Zero):
     def state_on_disk(self, elements: int, state_bytes: int) -> int:
         """The fp32 weights of all processes are saved with their states."""
         return FP32 * elements + state_bytes
+
+
+def _outside_layers(step: Step) -> int:
+    """Bytes that a process holds of the weights that belong to no decoder layer."""
+    line = step.timeline
+    here = (line.events > 0) & (line.layers == WHOLE_MODEL)
+    kept = np.setdiff1d(line.events[here], -line.events[line.events < 0]) - 1  # blocks that are never freed
+    sources = line.source[kept]
+    return int(step.sizes[sources][line.terms[sources] == TERMS.index("weights")].sum())
 
 
 def _held(step: Step, division: Division, share: int) -> Step:
