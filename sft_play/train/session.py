@@ -1,6 +1,7 @@
 """A run that is ready to start: model, rows, and the trainer with its arguments and callbacks."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,7 +108,7 @@ def close_session(session: Session, plan: Plan) -> Job:
 def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter: Reporter) -> PlannedTrainer:
     config, plan, engine = job.config, job.plan, engine_of(job.plan.engine)
     validation = validation_rows(job)
-    types = {weight: weight.dtype for weight in model.parameters() if weight.requires_grad}
+    types = {name: weight.dtype for name, weight in model.named_parameters() if weight.requires_grad}
     trainer = PlannedTrainer(
         model=model,
         args=sft_config(
@@ -135,9 +136,7 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
         callbacks=_callbacks(job, reporter),
     )
     trainer.remove_callback(PrinterCallback)
-    # TRL has cast what is beside 4-bit weights to bf16, which an fp16 gradient scaler cannot unscale
-    for parameter, dtype in types.items():
-        parameter.data = parameter.data.to(dtype)
+    _restore_types(model, types)
     if trainer.accelerator.ddp_handler is not None:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # saves one copy of the gradients
     if plan.recomputes:
@@ -145,6 +144,16 @@ def _make_trainer(job: Job, model: torch.nn.Module, rows: TrainingRows, reporter
     if engine.shards_weights:
         engine.divide(units_of(model), config, plan)
     return trainer
+
+
+def _restore_types(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> None:
+    """Undoes TRL's cast of what is beside 4-bit weights to bf16, which an fp16 scaler cannot unscale.
+
+    By name: a reference to a parameter would keep it whole while an engine divides the model.
+    """
+    for name, dtype in types.items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(dtype)
 
 
 def _collator(job: Job, batches: MicroBatches) -> Collator:

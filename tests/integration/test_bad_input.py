@@ -153,7 +153,7 @@ def test_less_memory_than_a_run_needs_is_a_misfit_with_a_command_that_fits(finis
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)  # without a bound on what is traced, it takes more than ten minutes
+@pytest.mark.timeout(300)  # without a bound on what is traced, it takes more than ten minutes
 def test_advice_for_the_most_processes_ends(finished):
     words = ["--gpus", str(MOST_PROCESSES), f"train.effective_batch_size={MOST_PROCESSES}"]
     words += ["--gpu", "RTX 4090", "train.batch_size=auto", "parallel.memory_gib=0.75"]

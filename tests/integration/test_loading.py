@@ -16,7 +16,7 @@ from tests.integration.jobs import make_job
 from tests.integration.loading import weights_of
 from tests.integration.processes import launch_jobs
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
 RANKS, LAYERS = 2, 24
 HIDDEN, INNER = 512, 1536

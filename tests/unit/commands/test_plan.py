@@ -160,7 +160,7 @@ def test_the_fewest_gpus_are_those_of_which_half_are_too_few(large, one_gpu_of):
     assert f"{count} x small: the fewest that fit" in " ".join(alone["why"])
     assert f"NGPU={count} " in alone["command"] and memory["process_bytes"] <= memory["budget_bytes"]
     half = ("--model", "large-1", "--gpu", "small", "--gpus", str(count // 2), *FULL)
-    with pytest.raises(DoesNotFitError, match=f"{count} GPUs with FSDP2 .make train-fsdp NGPU={count}."):
+    with pytest.raises(DoesNotFitError, match=f"make plan MODEL=large-1 GPU=small NGPU={count} "):
         plan(*half, NEVER)
 
 
