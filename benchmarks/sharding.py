@@ -63,6 +63,7 @@ from sft_play.timeline import PHASES, WHOLE_MODEL
 CPU = torch.device("cpu")
 WORLDS, CASES, SEED = (2, 4), 200, 22
 UNPACKED = ("gpt2",)  # its products are no torch.nn.Linear, which random_models packs
+FEW_TARGETS = ("q_proj", "v_proj")
 TARGET = 0.001  # of the peak
 SCRATCH = "with_scratch"
 PRECISIONS = ("fp32", "bf16", "autocast")
@@ -88,6 +89,7 @@ class Case:
     replicas: int  # of the model, divided among as many processes each
     defers_exchange: bool  # gradients stay whole until the last micro-batch
     sequence_ranks: int = 1  # processes that divide the tokens of a micro-batch
+    few_targets: bool = False  # adapters beside the projections of queries and values alone
 
     @property
     def key(self) -> str:
@@ -105,7 +107,7 @@ class Case:
         own = rows * tokens // self.sequence_ranks
         return StepSpec(
             mode=self.mode,
-            lora=LoraSettings(r=8),
+            lora=LoraSettings(r=8, target_modules=FEW_TARGETS if self.few_targets else "auto"),
             dtype=self.dtype,
             mixed_precision=self.mixed_precision,
             activations="recompute" if self.activations == "recompute" else "keep",

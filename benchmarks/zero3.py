@@ -3,6 +3,7 @@
     python -m benchmarks.zero3                     # 20 random cases, each also with offload, on 2 processes
     python -m benchmarks.zero3 --cases 4 --seed 3
     python -m benchmarks.zero3 --again             # predicts what has been measured once more
+    python -m benchmarks.zero3 --few-targets --out benchmarks/results/zero3_few_targets.json
 
 As benchmarks/sharding.py, whose small models and meter these are. DeepSpeed runs three steps; the highest
 number of bytes in each phase of the third is compared with the prediction: the trace of a step that
@@ -12,6 +13,7 @@ measured: a CPU has no other, so that no copy to a device is seen.
 
 import argparse
 import gc
+import itertools
 import json
 import logging
 import os
@@ -45,6 +47,17 @@ from sft_play.sizing.trace import forward, make_batch, prepare_for_training, tra
 
 WORLD, CASES, STEPS = 2, 20, 3
 STAGE = 3
+SEPARATE = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")  # a projection each of q, k, v
+
+
+def drawn_cases(count: int, seed: int, *, few_targets: bool) -> list[Case]:
+    """So many cases; with `few_targets`, LoRA of architectures that have those modules."""
+    if not few_targets:
+        return [drawn(number, seed) for number in range(count)]
+    cases = (drawn(number, seed) for number in itertools.count())
+    separate = (case for case in cases if case.architecture in SEPARATE)
+    fitting = (replace(case, mode="lora", few_targets=True) for case in separate)
+    return list(itertools.islice(fitting, count))
 
 
 def drawn(number: int, seed: int) -> Case:
@@ -212,11 +225,11 @@ def measured_again(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def measured_now(cases: int, seed: int) -> list[dict[str, Any]]:
+def measured_now(cases: list[Case]) -> list[dict[str, Any]]:
     """The same of random cases, measured by processes of their own."""
     with tempfile.TemporaryDirectory() as name:
         folder, found = Path(name), Path(name) / "measured.json"
-        (folder / "cases.json").write_text(json.dumps([asdict(drawn(each, seed)) for each in range(cases)]))
+        (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
         files = ["--work", str(folder / "cases.json"), "--out", str(found)]
         environment = {
@@ -238,6 +251,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
+    parser.add_argument("--few-targets", action="store_true", help="LoRA beside q_proj and v_proj alone")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "zero3.json")
     options = parser.parse_args()
@@ -248,7 +262,10 @@ def main() -> None:
         return
     if options.again:
         options.seed = json.loads(options.out.read_text())["seed"]
-    lines = measured_again(options.out) if options.again else measured_now(options.cases, options.seed)
+    if options.again:
+        lines = measured_again(options.out)
+    else:
+        lines = measured_now(drawn_cases(options.cases, options.seed, few_targets=options.few_targets))
     rows = [compare(case_of(line["case"]), line["offload"], line["measured"]) for line in lines]
     plain, away = ([row for row in rows if row["offload"] == offload] for offload in (False, True))
     summary = {**summarised(plain), "offload": summarised(away)}

@@ -97,11 +97,42 @@ class ShardRecorder(SymbolicRecorder):
             *((FSDPParamGroup, name, _attributed(self, each)) for name, each in _functions(spec)),
             *(_copying() if spec.device == "cpu" else ()),
             *(_transferring(self) if offloads(spec) else ()),
+            *(((torch.nn.functional, "linear", _KeepingLinear.apply),) if spec.regathers else ()),
         ]
         with ExitStack() as stack:
             for target, name, replacement in replacements:
                 stack.enter_context(patched(target, name, replacement))
             yield
+
+
+class _KeepingLinear(torch.autograd.Function):
+    """The linear layer that DeepSpeed puts in the place of torch's under ZeRO-3 (its zero/linear.py).
+
+    It keeps its input for the gradient of the weight, also where the weight is frozen and gets none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., out] of x [..., in], weight [out, in] and bias [out] or None."""
+        ctx.save_for_backward(x, weight, bias)
+        if bias is not None and x.dim() == 2:
+            return torch.addmm(bias, x, weight.t())
+        out = x.matmul(weight.t())
+        if bias is not None:
+            out += bias
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of those that need one."""
+        x, weight, bias = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        x_grad = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+        weight_grad = rows.t().matmul(x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        bias_grad = rows.sum(0) if bias is not None and ctx.needs_input_grad[2] else None
+        return x_grad, weight_grad, bias_grad
 
 
 def _functions(spec: StepSpec) -> Iterator[tuple[str, Callable[..., Any]]]:
