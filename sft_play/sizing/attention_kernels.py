@@ -104,7 +104,10 @@ def softmax_backward(
 
 
 def safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The math kernel's softmax of scores of any shape, which clears rows that are masked everywhere."""
+    """The math kernel's softmax of scores of any shape, which clears rows that are masked everywhere.
+
+    As in the versions of PyTorch that were measured on GPUs; in 2.13, the result is no tensor of its own.
+    """
     plain = scores.new_empty(scores.shape, dtype=dtype or scores.dtype)
     masked = scores.new_empty(scores.shape, dtype=torch.bool)  # noqa: F841
     counted(TRANSCENDENTAL, scores, 0, moved=2 * nbytes(scores) + 2 * nbytes(plain))

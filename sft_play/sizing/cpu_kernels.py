@@ -77,12 +77,22 @@ def _in_own_type(query: torch.Tensor, size: int) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=query.dtype)] if query.dtype.itemsize < 4 else []
 
 
+def masked_rows(scores: torch.Tensor, dim: int, *_: Any) -> list[torch.Tensor]:
+    """What the math kernel's softmax of scores of any shape needs to find rows that are masked everywhere.
+
+    After `_safe_softmax` in PyTorch's attention.cpp, whose result takes the place of the plain softmax.
+    """
+    masked = torch.empty(scores.shape, dtype=torch.bool)
+    return [masked, masked.all(dim, keepdim=True), torch.empty((), dtype=scores.dtype)]
+
+
 def inside_kernels(threads: int) -> dict[Any, Callable[..., list[torch.Tensor]]]:
     """What operations allocate on a CPU's threads while they run, as functions of their arguments."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     return {
         **{func: partial(cast_operands, func) for func in MIXING},
+        torch.ops.aten._safe_softmax.default: masked_rows,
         attention: partial(attention_blocks, threads),
         backward: partial(attention_gradient_blocks, threads),
     }

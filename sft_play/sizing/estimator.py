@@ -24,7 +24,7 @@ from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.layers import fewest_kept_alike, stand_ins_of, standing_for
 from sft_play.sizing.memory import Counts, scaled_step
-from sft_play.sizing.micro_batches import heaviest, with_held
+from sft_play.sizing.micro_batches import anywhere, heaviest, with_held
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.sizing.trace_files import load_trace, save_trace
 from sft_play.timeline import LayersDiffer, Step, StepTrace
@@ -348,7 +348,7 @@ def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) ->
     by_length = _is_by_length(traces, run, plan)
     train = heaviest(batches.train, by_length=by_length)
     evaluation = heaviest(batches.evaluation, by_length=by_length)
-    later = [micro for micro in train if not micro.first] or train
+    later = anywhere([micro for micro in train if not micro.first] or train, plan)
 
     def step(micro: MicroBatch | None, evaluated: MicroBatch | None) -> Step:
         spec = StepSpec.of(run, plan, micro, evaluated)
@@ -360,9 +360,9 @@ def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) ->
     pairs = pairs or [most]
     steps = [step(*pair) for pair in pairs]
     firsts = [micro is not None and micro.first for micro, _ in pairs]
-    for micro in train if len(later) < len(train) else ():
+    for micro in train if not all(each.first for each in train) else ():
         # of the first ones of their steps, few have higher peaks even with the gradients of others
-        if micro.first and _exceeds(step(replace(micro, first=False), most[1]), steps):
+        if micro.first and _exceeds(step(replace(micro, first=False, last=False), most[1]), steps):
             steps.append(step(micro, most[1]))
             firsts.append(True)
     return steps, firsts

@@ -5,6 +5,7 @@ Those that no other one exceeds in everything can have it.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 import numpy as np
@@ -55,6 +56,16 @@ def _heaviest(batches: Sequence[MicroBatch], by_length: bool) -> list[MicroBatch
         most = [max(sizes, key=itemgetter(at, *columns)) for at in columns[:-1]]
         return [batches[sizes.index(size)] for size in dict.fromkeys(most)]
     return [batches[index] for index in front(np.array(sizes))]
+
+
+def anywhere(batches: Sequence[MicroBatch], plan: Plan) -> list[MicroBatch]:
+    """Micro-batches that are not the first of their steps, in every place where their peaks differ.
+
+    Where gradients wait for the last one of a step, those in between leave them whole.
+    """
+    waits = plan.defers_exchange or plan.replicas > 1
+    between = plan.gradient_accumulation_steps > 2 and waits
+    return [replace(each, last=last) for each in batches for last in ((True, False) if between else (True,))]
 
 
 def with_held(

@@ -298,21 +298,29 @@ def add_kept_gradients(
 ) -> None:
     """Records gradients that are outside the parameters between the micro-batches of a step.
 
-    They are whole, or shards that replicas have not reduced yet.
-
-    Args:
-        model: divided.
-        owner_of: the layer of each module.
-        recorder: of the step.
+    They are whole, or shards that replicas have not reduced yet. `owner_of` has the layer of each module.
     """
+    for module, group in _divided(model):
+        whole = [parameter._unsharded_param.grad for parameter in group.fsdp_params]
+        sums = [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
+        for gradient in (group._partial_reduce_output, *whole, *sums):
+            if gradient is not None:
+                recorder.add(gradient, "gradients", owner_of[module])
+
+
+def drop_kept_gradients(model: torch.nn.Module) -> None:
+    """Frees what `add_kept_gradients` records."""
+    for _, group in _divided(model):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+
+
+def _divided(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """The modules that FSDP2 divides, each with its groups of parameters."""
     for module in model.modules():
-        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
-        for group in groups:
-            whole = [parameter._unsharded_param.grad for parameter in group.fsdp_params]
-            sums = [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
-            for gradient in (group._partial_reduce_output, *whole, *sums):
-                if gradient is not None:
-                    recorder.add(gradient, "gradients", owner_of[module])
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            yield module, group
 
 
 def _terms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

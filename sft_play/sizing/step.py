@@ -89,6 +89,7 @@ class MicroBatch:
     supervised: int  # tokens
     lengths: tuple[int, ...] = ()  # tokens of each sequence, if they are joined
     first: bool = False  # of its optimizer step, so that there are no gradients yet
+    last: bool = True  # of its optimizer step; a first one is so only if it is alone
     held: int = 0  # tokens of the other batches that the trainer holds meanwhile
 
     @property
@@ -171,6 +172,7 @@ class StepSpec:
     regathers: bool = False  # what belongs to no layer is freed after the forward pass, and gathered again
     replicated: bool = False  # on several machines, over which gradients are reduced
     defers_exchange: bool = False  # gradients of divided tensors stay whole until the last micro-batch
+    exchanges: bool = True  # or else another micro-batch of the step follows, until which they wait
     cut_at_longest: bool = False  # joined sequences are all of the longest kind: for attention with a window
     lengths: tuple[int, ...] = ()  # of the sequences that are joined, where they matter and are known
     eval_share: float | None = None  # supervised tokens of the evaluation batch; default `supervised_share`
@@ -277,6 +279,7 @@ class StepSpec:
         engine = engine_of(plan.engine)
         several = plan.gradient_accumulation_steps > 1
         later = several and not (micro and micro.first)
+        waits = several and engine.shards_weights and (plan.defers_exchange or plan.replicas > 1)
         early = engine.makes_gradients_early and not (several and engine.keeps_gradients)
         spec = cls(
             mode=config.tuning.mode,
@@ -301,6 +304,7 @@ class StepSpec:
             regathers=engine.regathers,
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
+            exchanges=not (waits and micro and (micro.first or not micro.last)),
             **_batches(plan, micro, evaluated),
         )
         if engine.casts_model and plan.mixed_precision in AUTOCAST:

@@ -304,12 +304,17 @@ def run_step(
     parameters = trained_parameters(model)
     device = parameters[0].device
     batch = make_batch(spec, device=device)  # the trainer, too, keeps it until the next one
-    loss = forward(model, batch, spec)
-    saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
-    recorder.retag(saved, "activations")
-    recorder.begin("backward")
-    loss.backward()
+    with nullcontext() if spec.exchanges else model.no_sync():
+        loss = forward(model, batch, spec)
+        saved = [block for block in recorder.blocks_alive() if recorder.terms[block] == "temporaries"]
+        recorder.retag(saved, "activations")
+        recorder.begin("backward")
+        loss.backward()
     del loss
+    if not spec.exchanges:  # no update follows
+        from sft_play.sizing.sharded import drop_kept_gradients
+
+        drop_kept_gradients(model)
     recorder.begin("optimizer")
     recorder.retag(recorder.blocks_of(p.grad for p in parameters if p.grad is not None), "gradients")
     # foreach as PyTorch would choose it on that device, where it does not know divided tensors

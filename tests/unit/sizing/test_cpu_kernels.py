@@ -101,6 +101,16 @@ def test_a_four_bit_product_under_autocast_casts_its_operands():
     assert sorted(made) == sorted(size for size in real if size in made)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_math_kernel_looks_for_rows_that_are_masked_everywhere(dtype):
+    scores = torch.randn(2, 4, ROWS, ROWS).to(dtype)
+
+    def compute(scores):
+        torch.ops.aten._safe_softmax.default(scores, -1)
+
+    assert peak(recorded(compute, tensors=[scores])) == peak(allocated(compute, scores))
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request):
     """So many threads of PyTorch."""

@@ -12,7 +12,7 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.plan import Plan
 from sft_play.sizing.estimator import Traces, steps_of
-from sft_play.sizing.micro_batches import front, heaviest, with_held
+from sft_play.sizing.micro_batches import anywhere, front, heaviest, with_held
 from sft_play.sizing.step import JoinedRows, MicroBatch, PaddedRows, RunBatches, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.timeline import StepTrace
@@ -51,6 +51,20 @@ def test_whether_a_first_micro_batch_is_traced_with_gradients(engine, of_several
     assert StepSpec.of(run, two, first).accumulates is of_several
     assert StepSpec.of(run, one, first).accumulates is alone
     assert StepSpec.of(run, two, replace(first, first=False)).accumulates
+
+
+@pytest.mark.parametrize(("defers", "replicas"), [(True, 1), (False, 2), (False, 1)])
+def test_only_the_last_micro_batch_of_a_step_reduces_gradients_that_wait(defers, replicas):
+    run = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "x"}})
+    plan = replace(PLAN, engine="fsdp2", world_size=4, defers_exchange=defers, replicas=replicas)
+    waits, later = defers or replicas > 1, MicroBatch(JoinedRows(8), 4)
+    first = replace(later, first=True, last=False)
+    for steps, places in ((2, [later]), (3, [later, replace(later, last=False)])):
+        plan = replace(plan, gradient_accumulation_steps=steps)
+        found = anywhere([later], plan)
+        assert found == (places if waits else [later])
+        exchanges = [StepSpec.of(run, plan, micro).exchanges for micro in (first, *found)]
+        assert exchanges == ([False, True, False][: len(exchanges)] if waits else [True, True])
 
 
 def test_the_front_has_what_nothing_exceeds():

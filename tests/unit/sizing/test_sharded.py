@@ -171,6 +171,20 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_whole(steps):
     assert half.step.peaks()["forward"].terms["gradients"] == pytest.approx(4 * elements, rel=0.001)
 
 
+def test_gradients_that_wait_are_whole_until_the_end_of_a_micro_batch_that_is_not_the_last(steps):
+    """The last one reduces them layer by layer; after another one, nothing is updated."""
+    few = dict(accumulates=False, defers_exchange=True, batch=PaddedRows(2, 4))
+    last, first = (
+        trace_step(LLAMA, spec(**few, exchanges=exchanges)).step.peaks() for exchanges in (True, False)
+    )
+    whole = 4 * steps[2].work.trained_elements
+    held = first["backward"].terms["weights"] + first["backward"].terms["optimizer"]
+    assert last["forward"] == first["forward"]
+    assert last["backward"].bytes < first["backward"].bytes
+    assert first["backward"].bytes > held + whole
+    assert first["optimizer"].bytes < last["optimizer"].bytes
+
+
 def test_replicas_keep_their_own_sum_of_gradients_until_the_last_micro_batch(steps):
     """It is as large as the shards of all processes' gradients would be."""
     one, more = (trace_step(LLAMA, spec(accumulates=True, replicated=many)) for many in (False, True))
