@@ -37,21 +37,32 @@ def _numbers(runs: Sequence[RunRecord]) -> Table:
     head = ["", runs[0].name]
     for run in runs[1:]:
         head += [run.name, "difference" if len(runs) == 2 else f"difference from {runs[0].name}"]
+    places: dict[str, int] = {}  # what only some runs have stands where it stands in them
+    for column in columns:
+        for place, name in enumerate(column):
+            places[name] = max(place, places.get(name, 0))
     rows = []
-    for name in dict.fromkeys(name for column in columns for name in column):
+    for name in sorted(places, key=places.__getitem__):
         found = [column.get(name, KeyNumber(name, MISSING)) for column in columns]
         cells = [found[0].text]
         for entry in found[1:]:
-            cells += [entry.text, _difference(found[0].value, entry.value)]
+            cells += [entry.text, _difference(found[0], entry)]
         rows.append((name, *cells))
     return Table("Key numbers of each run", head, rows)
 
 
-def _difference(base: float | None, value: float | None) -> str:
-    """Of numbers, in percent of the first; "" where there is none, or it is zero."""
-    if not base or value is None:
+def _difference(first: KeyNumber, other: KeyNumber) -> str:
+    """Points of percentages, else percent of the first or times it; "" where a number is missing or 0."""
+    base, value = first.value, other.value
+    if base is None or value is None:
         return ""
-    return f"{100 * (value - base) / base:+z.1f}%"
+    if base == value:
+        return "same"
+    if first.text.endswith("%"):
+        return f"{100 * (value - base):+z.1f} points"
+    if not base:
+        return ""
+    return f"{value / base:,.0f} times" if value / base >= 10 else f"{100 * (value - base) / base:+z.1f}%"
 
 
 def _differences(runs: Sequence[RunRecord]) -> Block:

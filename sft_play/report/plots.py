@@ -184,7 +184,15 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
     predicted = [sum(size for *_, size in phase.terms) for phase in phases]
     top = max([*predicted, *(phase.measured or 0 for phase in phases)], default=1) or 1
     scale, unit = next((unit for unit in UNITS if top >= unit[0]), (1, "bytes"))
-    shows_budget = budget is not None and top >= BUDGET_SHOWN_FROM * budget
+    line = budget if budget and top >= BUDGET_SHOWN_FROM * budget else None
+    end = max(1.3 * top, 1.05 * (line or 0))
+
+    def label(axes: Axes, size: int, y: float) -> None:
+        crossed = line is not None and size < line < size + 0.2 * end  # a label is as wide as a fifth
+        place = (line if line and crossed else size) / scale
+        axes.annotate(
+            format_bytes(size), (place, y), (4, 0), textcoords="offset points", va="center", fontsize=10
+        )
 
     def draw(axes: Axes) -> list[Hint]:
         hints = []
@@ -195,15 +203,15 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
                 across = (left / scale, (left + size) / scale)
                 hints.append(Hint(f"{name} {format_bytes(size)}", across, (row - 0.37, row - 0.01)))
                 left += size
-            _bar_label(axes, left, scale, row - 0.19)
+            label(axes, int(left), row - 0.19)
             if phase.measured is not None:
                 axes.barh(row + 0.21, phase.measured / scale, 0.3, fc="none", ec=INK, lw=1, hatch="////")
-                _bar_label(axes, phase.measured, scale, row + 0.21)
-        if shows_budget and budget:
-            axes.axvline(budget / scale, color=ACCENT, linestyle="--", linewidth=1.4)
+                label(axes, phase.measured, row + 0.21)
+        if line:
+            axes.axvline(line / scale, color=ACCENT, linestyle="--", linewidth=1.4)
         axes.set_yticks(range(len(phases)), [phase.name for phase in phases])
         axes.set_ylim(len(phases) - 0.5, -0.5)
-        axes.set_xlim(0, max(1.3 * top, 1.05 * (budget or 0) if shows_budget else 0) / scale)
+        axes.set_xlim(0, max(end, (line or 0) + 0.2 * end) / scale)
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
         axes.grid(False, axis="y")
         axes.tick_params(axis="y", length=0)
@@ -211,11 +219,6 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
         return hints
 
     return _svg(title, draw, height=0.75 + 0.56 * len(phases))
-
-
-def _bar_label(axes: Axes, size: float, scale: int, y: float) -> None:
-    text, place = format_bytes(int(size)), (size / scale, y)
-    axes.annotate(text, place, (4, 0), textcoords="offset points", va="center", fontsize=10)
 
 
 def _svg(title: str, draw: Callable[[Axes], Sequence[Hint]], *, height: float) -> str:

@@ -46,6 +46,13 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
         caption = f"{text}: beyond the right edge, {budget / peak:,.0f} times the peak, {said}."
     else:
         caption = f"{text}."
+        if memory.get("process_bytes"):
+            needed, context = (
+                format_bytes(size) for size in (memory["process_bytes"], memory["terms"]["context"])
+            )
+            caption += (
+                f" It needs {needed}: these tensors, what the allocator holds besides, {context} of context."
+            )
         legend.append(Legend("budget", level=True))
     svg = memory_bars(f"Memory by phase, {said}{' and measured' if measured else ''}", phases, budget)
     return Figures([Figure("Peak memory of each phase, by what takes it", svg, caption, legend)])

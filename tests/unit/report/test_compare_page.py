@@ -1,6 +1,7 @@
 """Runs side by side: what differs, and nothing else."""
 
 import io
+import json
 import os
 
 import pytest
@@ -8,7 +9,8 @@ from rich.console import Console
 
 from sft_play.commands.compare import compare_command
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.report.compare_page import compare_table
+from sft_play.report.compare_page import _difference, compare_table
+from sft_play.report.run_page import KeyNumber
 from tests.unit.report.test_run_page import section
 from tests.unit.report.written_run import begin, finished, no_plots, train  # noqa: F401
 
@@ -117,6 +119,35 @@ def test_two_runs_have_a_column_of_differences_and_curves_come_first(tmp_path):
     assert page.index('id="curves"') < page.index('id="numbers"') < page.index('id="settings"')
     text = section(page, "numbers")
     assert "one two difference" in text and "tokens/s 1,000 2,000 +100.0%" in text
+    assert "steps 20 20 same" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "text"),
+    [
+        (0.15, 0.85, "+70.0 points"),
+        (0.0, 0.5, "+50.0 points"),
+        (2.0, 1.5, "-25.0%"),
+        (0.0141, 0.3927, "28 times"),
+        (2.0, 2.0, "same"),
+        (0.0, 2.0, ""),
+        (2.0, None, ""),
+    ],
+)
+def test_differences_read_as_people_say_them(first, other, text):
+    percent = text.endswith("points")
+    numbers = [KeyNumber("x", f"{value}%" if percent else f"{value}", value) for value in (first, other)]
+    assert _difference(*numbers) == text
+
+
+def test_what_only_one_run_has_stands_where_it_has_it(tmp_path):
+    finished(tmp_path / "one")
+    run = finished(tmp_path / "two")
+    summary = json.loads(run.summary.read_text())
+    run.summary.write_text(json.dumps(summary | {"predicted_memory_origin": "earlier run"}))
+    text = section(compared(tmp_path, "one", "two"), "numbers")
+    places = [text.index(f"peak memory, {name}") for name in ("predicted", "from an earlier run", "measured")]
+    assert places == sorted(places)
 
 
 def test_more_runs_are_each_compared_with_the_first(tmp_path):

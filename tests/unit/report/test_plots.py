@@ -68,6 +68,16 @@ def test_the_budget_is_a_line_unless_the_bars_would_vanish_beside_it(budget, sho
     assert {"load", "1.00 GiB", "GiB"} <= set(texts(svg))
 
 
+def test_the_line_of_the_budget_does_not_cross_the_size_of_a_bar():
+    sizes = {"a": int(1.9 * GIB), "b": GIB}
+    svg = memory_bars(
+        "m", [PhaseMemory(name, [("w", 0, size)], None) for name, size in sizes.items()], 2 * GIB
+    )
+    left = {text: float(x) for x, text in re.findall(r'x="([\d.]+)" y="[^>]*>([\d.]+ GiB)<', svg)}
+    (line,) = re.findall(r'<path d="M ([\d.]+) [^>]*stroke-dasharray', svg)
+    assert left["1.00 GiB"] < float(line) < left["1.90 GiB"]
+
+
 def test_a_phase_that_was_not_measured_has_one_bar():
     one, two = (
         memory_bars("m", [PhaseMemory("save", [("weights", 0, MIB)], found)], None) for found in (None, MIB)
