@@ -110,6 +110,9 @@ def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments
             sys.stderr.write(f"{context.get_usage()}\n")
         unknown = isinstance(error, click.NoSuchOption)
         settings = _as_settings(words, context.command) if context and unknown else ""
+        files = [word for word in words if word.endswith((".yaml", ".yml"))]
+        if isinstance(error, click.MissingParameter) and files:
+            settings = f"; did you mean --config {shlex.quote(files[0])}?"
         name = context.command_path if context else program.name
         _write_error(f"{error.format_message().rstrip('.')}{settings}", label=f"{name}: error: ")
         raise SystemExit(2) from None

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from sft_play.builtin.demo import materialise
-from sft_play.config.inputs import DataInput, data_inputs
+from sft_play.config.inputs import BUILTIN, DataInput, data_inputs
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.reading import HUB_NAME, SUFFIXES
@@ -36,7 +36,6 @@ from sft_play.units import GIB, counted, format_bytes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "red"}
-BUILTIN = "builtin:"
 HUB_TIMEOUT_S = 5
 DISK_ERROR_BYTES, DISK_WARNING_BYTES = 1 * GIB, 10 * GIB
 BUSY_SHARE = 0.1  # share of a GPU's memory that other processes may use without a warning

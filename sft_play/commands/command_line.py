@@ -53,10 +53,10 @@ PROGRAM = _Grouped(
     help="Plan, run and evaluate the fine-tuning of an LLM on the GPUs you have.",
     epilog="""\b
 Examples:
-  sft-play demo                                      a whole run, no GPU needed
-  sft-play plan --model qwen3-8b --gpu "RTX 4090"    what would fit, and why
-  sft-play init                                      write my.yaml, to start from
-  sft-play train --config my.yaml train.epochs=1     with a setting changed
+  sft-play demo                                    a whole run, without a GPU
+  sft-play plan --model qwen3-8b --gpu "RTX 4090"  how it would be trained
+  sft-play init                                    a config to start from
+  sft-play train --config my.yaml train.epochs=1   with a setting changed
 \b
 Completion in bash (or zsh, fish):
   eval "$(_SFT_PLAY_COMPLETE=bash_source sft-play)"
@@ -183,12 +183,20 @@ def end(
     return 0
 
 
-def announce(args: Arguments, *lines: str, name: str = "") -> "ResolvedConfig":
-    """Prints the header of a command, before anything that takes a while; returns the config."""
+def announce(args: Arguments, *lines: str, name: str = "", reads_rows: bool = False) -> "ResolvedConfig":
+    """Prints the header of a command, before anything that takes a while; returns the config.
+
+    With `reads_rows`, data files that are not there are an error now, not after libraries are loaded.
+    """
     from sft_play.config.load import load_config
 
     resolved = load_config(args.config, args.overrides)
     console().print(header(name or args.command, resolved, *lines))
+    if reads_rows:
+        from sft_play.config.inputs import data_inputs
+        from sft_play.data.reading import require_here
+
+        require_here(data_inputs(resolved.config.data))
     return resolved
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from rich.text import Text
+
 from sft_play.commands.command_line import (
     Arguments,
     announce,
@@ -17,7 +19,8 @@ from sft_play.commands.handlers import force
 from sft_play.errors import CheckpointError
 from sft_play.report.layout import ending, make_command
 from sft_play.runlog import console, open_run
-from sft_play.screen import NamedValues
+from sft_play.screen import NamedValues, Words
+from sft_play.spelling import as_typed
 from sft_play.units import counted
 
 
@@ -27,7 +30,8 @@ def prepare(args: Arguments) -> int:
     """Tokenize the data and show its statistics."""
     from sft_play.data import show
 
-    announce(args, "converts, renders and tokenizes the rows; keeps the result for the run")
+    what = "converts, renders and tokenizes the rows; keeps the result for the run"
+    announce(args, what, reads_rows=True)
     with importing():
         from sft_play.model.load import load_data
     loaded = load_data(loaded_config(args), progress=not args.json)
@@ -35,7 +39,11 @@ def prepare(args: Arguments) -> int:
         console().print(show.table(loaded.rows))
         if args.show:
             show.print_samples(loaded.rows, loaded.tokenizer, args.show)
-    return end(args, loaded.rows.stats, "", then=["plan", "train"])
+    hint = Words(
+        Text(as_typed("SHOW=3 shows rows as they are trained, what is learned in colour"), style="dim")
+    )
+    shown = [""] if args.show else ["", hint, ""]
+    return end(args, loaded.rows.stats, *shown, then=["plan", "train"])
 
 
 @command("process")

@@ -148,7 +148,7 @@ def probe(args: Arguments) -> int:
     from sft_play.report.probe import probe_report
 
     what = "plans, then runs two steps and an evaluation at the largest batch; trains nothing"
-    resolved = announce(args, what)
+    resolved = announce(args, what, reads_rows=True)
     with importing():
         from sft_play.commands.probe import probe_command
     result = probe_command(resolved, processes=args.processes, engine=args.engine)
@@ -183,7 +183,7 @@ def train(args: Arguments) -> int:
     if nodes.count > 1:
         # Otherwise torch prints a C++ stack trace when the connection to another machine is lost.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    resolved = announce(args, name="resume" if args.resume else "train")
+    resolved = announce(args, name="resume" if args.resume else "train", reads_rows=nodes.count == 1)
     with importing():
         from sft_play.commands.train import train_command
     runs = Path(resolved.config.output.dir)

@@ -8,7 +8,6 @@ from sft_play.errors import ConfigError, SftPlayError, StorageError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.host import existing_folder, free_bytes
 from sft_play.manifest import replacing
-from sft_play.train.disk import write_failure
 from sft_play.units import format_bytes
 
 
@@ -56,6 +55,8 @@ def replacing_output(output: Path) -> Iterator[Path]:
     except SftPlayError:
         raise
     except Exception as error:  # tokenizers raises plain exceptions
+        from sft_play.train.disk import write_failure  # with torch, which some of these commands do without
+
         reason = write_failure(error, output.parent)
         if reason is None:
             raise

@@ -112,7 +112,9 @@ def parse_yaml(text: str, source: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}, line {mark.line + 1}" if mark else source
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = str(getattr(error, "problem", None) or error)
+        hint = "; is it indented like its neighbours?" if "<block" in problem else ""
+        raise ConfigError(f"{where}: not valid YAML: {problem}{hint}") from None
 
 
 def _refuse_secret(text: str, where: str) -> None:

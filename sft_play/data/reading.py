@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.data import Streaming
-from sft_play.config.inputs import DataInput
+from sft_play.config.inputs import BUILTIN, DataInput
 from sft_play.data.hub_rows import HubRows, load_hub_rows
 from sft_play.data.rows import OPTIONAL, Row, decoding, read_json, read_jsonl, require_shallow
 from sft_play.errors import DataError, first_line
@@ -46,6 +46,14 @@ def opened(given: DataInput) -> Source:
     """The source of one of a run's data paths; DataError as of `open_source`."""
     source = open_source(given.path, given.split, given.key, given.hub_split, given.streaming)
     return replace(source, columns=given.columns)
+
+
+def require_here(inputs: Iterable[DataInput]) -> None:
+    """Raises DataError for the first data path that is neither here nor a name on the Hub; reads no rows."""
+    for given in inputs:
+        is_file = Path(given.path).suffix in SUFFIXES + TEXT_SUFFIXES
+        if not given.path.startswith(BUILTIN) and (is_file or not HUB_NAME.fullmatch(given.path)):
+            opened(given)
 
 
 def open_source(

@@ -48,6 +48,9 @@ def not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError
     if reason.startswith("Repo id must"):
         reason = "it is neither a folder here nor a name on the Hub, such as Qwen/Qwen3-0.6B"
     hint = "use a folder written by save_pretrained(), or a name on the Hub such as Qwen/Qwen3-0.6B"
+    if "couldn't connect" in str(error).lower() or "offline mode" in str(error):
+        reason = "the Hub is not reachable, and it is not in the local cache"
+        hint = "use a local folder, or connect to the network; `make plan MODEL=...` plans without either"
     similar = similar_name(model.name)
     if similar and not Path(model.name).exists():
         hint = f"did you mean model.name={similar}?"

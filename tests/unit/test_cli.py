@@ -102,11 +102,24 @@ def test_a_flag_that_is_a_setting_here_is_shown_as_one(typed, settings, capsys):
     assert said == (f"settings are written as section.key=value: {settings}" if settings else "")
 
 
+def test_a_config_without_its_flag_is_recognized(capsys):
+    with pytest.raises(SystemExit):
+        parse(["train", "my.yaml"])
+    assert capsys.readouterr().err.endswith("Missing option '--config'; did you mean --config my.yaml?\n")
+
+
 @pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
 def test_a_rank_takes_what_the_older_launcher_of_torch_passes(flag, monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert run_rank([flag, "--config", "nothing.yaml"]) == 2
     assert "error: config file nothing.yaml does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [PROGRAM, *PROGRAM.commands.values()], ids=lambda each: each.name)
+def test_no_example_is_broken_at_80_columns(command):
+    shown = CliRunner().invoke(command, ["--help"], terminal_width=80).output
+    for line in (command.epilog or "").replace("\b", "").splitlines():
+        assert f"{line}\n" in shown
 
 
 def test_help_lists_each_command_once():

@@ -177,7 +177,18 @@ def test_the_api_and_the_package_are_imported_without_heavy_libraries():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [["gpu-info"], ["config-schema"], ["--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["gpu-info"],
+        ["config-schema"],
+        ["--help"],
+        ["report", "none"],
+        ["compare", "one", "none"],
+        ["train", "--config", "configs/run_lora.yaml", "data.train_path=none.jsonl"],
+    ],
+    ids=lambda words: words[0],
+)
 def test_light_commands_do_not_import_torch(command):
     script = (
         "import sys\nfrom sft_play.cli import main\n"

@@ -3,7 +3,8 @@ from collections import Counter
 
 import pytest
 
-from sft_play.data.reading import fingerprint, open_source, read_rows
+from sft_play.config.inputs import DataInput
+from sft_play.data.reading import fingerprint, open_source, read_rows, require_here
 from sft_play.errors import DataError
 
 ROW = {"question": "q", "answer": "a"}
@@ -187,3 +188,14 @@ def test_the_fingerprint_follows_the_bytes_and_not_the_folder(write_rows, tmp_pa
     assert fingerprint(open_source(str(write_rows([ROW, ROW], "other/rows.jsonl")), "train")) == first
     assert first[1] == 2
     assert fingerprint(open_source(str(write_rows([ROW])), "train"))[0] != first[0]
+
+
+@pytest.mark.parametrize("path", ["none.jsonl", "./none", "/none/here", "org/none.csv"])
+def test_paths_that_are_not_here_are_found_without_reading(path):
+    with pytest.raises(DataError, match="does not exist"):
+        require_here([DataInput("data.train_path", "train", path, "auto")])
+
+
+@pytest.mark.parametrize("path", ["org/name", "org/name:main:train", "builtin:demo", "builtin:none"])
+def test_hub_datasets_and_built_in_rows_are_not_asked_for_yet(path):
+    require_here([DataInput("data.train_path", "train", path, "auto")])

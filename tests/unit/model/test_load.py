@@ -318,6 +318,16 @@ def test_a_gated_model_says_how_to_get_access():
     )
 
 
+def test_a_model_of_a_hub_that_cannot_be_reached_is_not_called_a_wrong_name():
+    error = OSError(
+        "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them"
+    )
+    said = str(not_loadable("config", ModelConfig(name="Qwen/Qwen3-0.6B"), error))
+    assert (
+        "the Hub is not reachable, and it is not in the local cache\nuse a local folder, or connect" in said
+    )
+
+
 @pytest.mark.parametrize("typed", ["qwen3-8b", "Qwen/Qwen3-8", "qwen/qwen3-8b"])
 def test_a_misspelt_model_is_recognized(typed):
     said = str(not_loadable("config", ModelConfig(name=typed), OSError("not found")))
