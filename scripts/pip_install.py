@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-COLLECTING = re.compile(r"^(?:Collecting|Requirement already satisfied:) (\S+?)(?:[=<>!~ ].*)?$")
+COLLECTING = re.compile(r"^(?:Collecting|Obtaining|Requirement already satisfied:) (\S+?)(?:[=<>!~ ].*)?$")
 DOWNLOADING = re.compile(r"Downloading (\S+?)-\d\S* \((.+)\)")
 INSTALLING = "Installing collected packages:"
 
@@ -17,10 +17,15 @@ INSTALLING = "Installing collected packages:"
 def shown(line: str, packages: int) -> str:
     """What a line of pip means to a person who waits; "" if nothing."""
     if found := COLLECTING.match(line):
-        return f"{packages} packages: {found[1]}"
+        return f"{counted(packages)}: {found[1]}"
     if found := DOWNLOADING.search(line):
-        return f"{packages} packages: downloading {found[1]} ({found[2]})"
-    return f"installing {packages} packages" if line.startswith(INSTALLING) else ""
+        return f"{counted(packages)}: downloading {found[1]} ({found[2]})"
+    return f"installing {counted(packages)}" if line.startswith(INSTALLING) else ""
+
+
+def counted(packages: int) -> str:
+    """How many packages, as text."""
+    return f"{packages} package{'s' * (packages != 1)}"
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if pip.returncode:
         sys.stderr.write(("\n" if live else "") + "".join(said))
     else:
-        end = f"    {packages} package{'s' * (packages != 1)}, {time.monotonic() - began:.0f} s\n"
+        end = f"    {counted(packages)}, {time.monotonic() - began:.0f} s\n"
         sys.stderr.write(f"\r\x1b[K{end}" if live else end)
     return pip.returncode
 

@@ -47,7 +47,7 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`format_duration(4000)` is "1 h 06 min", `format_duration(0.0786)` is "79 ms"."""
+    """`format_duration(4000)` is "1 h 06 min"; below a second it is in ms, from 100 hours in days."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
@@ -56,4 +56,6 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    if hours < 100:
+        return f"{hours} h {minutes:02d} min"
+    return f"{seconds / 86_400:,.1f} days"

@@ -34,6 +34,9 @@ def init(args: Arguments) -> int:
         raise ConfigError(f"{found}; name another file: sft-play init another.yaml") from None
     except OSError as error:
         raise StorageError(f"{args.file} cannot be written: {error.strerror}") from None
-    commands = [make_command(target, args.file) for target in ("check", "plan", "train")]
-    console().print(ending({"wrote": args.file}, commands))
+    commands = [
+        make_command("prepare", args.file, SHOW=3),
+        *(make_command(target, args.file) for target in ("check", "train")),
+    ]
+    console().print(ending({"wrote": args.file, "edit": "model.name and data.train_path in it"}, commands))
     return 0

@@ -25,12 +25,19 @@ from sft_play.planning.drafts import with_offload
 from sft_play.planning.drawn import DrawnRows, drawn_facts, drawn_rows
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
-from sft_play.planning.other_machines import MODES, gpu_hours, plans_by_gpu, scaling, tokens_per_second
+from sft_play.planning.other_machines import (
+    COMMON_GPUS,
+    MODES,
+    gpu_hours,
+    plans_by_gpu,
+    scaling,
+    tokens_per_second,
+)
 from sft_play.planning.speed import ensure_profile
 from sft_play.reasons import AssumedRows, DrawnLengths, Reason
 from sft_play.report.layout import make_command
 from sft_play.report.plan import gpus_report, plan_answer, plan_report
-from sft_play.report.progress import PLANNING, spinner
+from sft_play.report.progress import PLANNING, progress_bar, spinner
 from sft_play.report.reasons import sentence
 from sft_play.report.training import training_command
 from sft_play.runlog import quiet_libraries
@@ -62,8 +69,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
         if args.model and not args.gpu:
             if args.gpu_hour:
                 raise ConfigError('GPU_HOUR is the price of one kind of GPU: add GPU="H100 80GB"')
-            with spinner(PLANNING):
-                tree = _on_each_gpu(args, resolved, architecture, facts) | {"why": notes}
+            tree = _on_each_gpu(args, resolved, architecture, facts) | {"why": notes}
             return tree, gpus_report(tree)
         machine = what_if(args.gpu, args.gpus or 1) if args.gpu else detect()
         processes = args.gpus or len(machine.gpus) or 1
@@ -196,10 +202,15 @@ def _on_each_gpu(
     config = resolved.config
     modes = MODES if resolved.origins["tuning.mode"] == "default" else (config.tuning.mode,)
     grows = _batch_grows(args, resolved)
+    with progress_bar(PLANNING, len(COMMON_GPUS)) as planned:
+        cards = []
+        for card in plans_by_gpu(config, architecture, facts, modes, gpus=args.gpus, batch_grows=grows):
+            cards.append(card)
+            planned(1)
     return {
         "model": config.model.name,
         "gpus": args.gpus,
         "row_tokens": facts.longest_row,
         "seen": facts.seen,
-        "cards": plans_by_gpu(config, architecture, facts, modes, gpus=args.gpus, batch_grows=grows),
+        "cards": cards,
     }

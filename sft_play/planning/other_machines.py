@@ -1,7 +1,7 @@
 """The same run on other machines: on more or fewer processes, and on common GPUs in each tuning mode."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -106,13 +106,11 @@ def _keeps_speed(draft: Plan) -> bool:
 
 def plans_by_gpu(
     config: RunConfig, model_config: AnyArchitecture, facts: DataFacts, modes: tuple[str, ...], **gpus: Any
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row for each common GPU: name, memory, and `plans_by_mode`, which has the other arguments."""
-    rows = []
     for name in COMMON_GPUS:
         plans = plans_by_mode(config, model_config, facts, name, modes, **gpus)
-        rows.append({"gpu": name, "total_bytes": what_if(name).gpus[0].total_bytes, "plans": plans})
-    return rows
+        yield {"gpu": name, "total_bytes": what_if(name).gpus[0].total_bytes, "plans": plans}
 
 
 def plans_by_mode(

@@ -78,7 +78,8 @@ def test_a_plan_for_a_gpu_that_is_not_here(typed):
 
 def test_init_writes_a_config_once_that_editors_and_the_tool_understand(typed, empty):
     said = typed("init", "first.yaml").stdout
-    assert "next        sft-play check --config first.yaml" in said
+    assert "next        sft-play prepare --show 3 --config first.yaml" in said
+    assert "sft-play check --config first.yaml" in said
     text = (empty / "first.yaml").read_text()
     schema = Path(text.splitlines()[0].partition("$schema=")[2])
     assert json.loads(schema.read_text())["properties"]["model"]
