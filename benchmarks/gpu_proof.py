@@ -122,7 +122,8 @@ def all_cases_done(result: dict[str, Any]) -> bool:
 
 def all_turns_done(result: dict[str, Any]) -> bool:
     """Whether bench-gpu has timed every side of every run in every round."""
-    return len(result.get("turns", ())) >= ROUNDS * len(COURSES) * len(sides("cuda"))
+    turns = ROUNDS * sum(len(sides("cuda", course.mode)) for course in COURSES)
+    return len(result.get("turns", ())) >= turns
 
 
 PARTS = (

@@ -316,9 +316,8 @@ def main(argv: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     suffix = "_quick" if args.quick else ""
     lines = MeasurementLog(args.lines or RESULTS / f"throughput_{device.type}{suffix}.lines.jsonl", device)
-    turns = list(
-        product(range(1 if args.quick else ROUNDS), QUICK if args.quick else COURSES, sides(device.type))
-    )
+    rounds = product(range(1 if args.quick else ROUNDS), QUICK if args.quick else COURSES)
+    turns = [(*turn, side) for turn in rounds for side in sides(device.type, turn[1].mode)]
     done = {(line["round"], line["course"], line["side"]) for line in lines.read()}
     deadline = started + 60 * args.minutes - FINISHING_S
     slowest = 10.0

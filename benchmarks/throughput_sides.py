@@ -12,14 +12,17 @@ SIDES = ("sft-play", "trl")
 # Settings of train that are off until this benchmark has seen them win, each a side of its own.
 CHOICES: dict[str, dict[str, Any]] = {
     "liger": {"kernels": "liger"},
+    "compiled": {"compile": True},
     "adamw_8bit": {"optimizer": "adamw_8bit"},
 }
 
 
-def sides(device_type: str) -> tuple[str, ...]:
-    """All that run on a device, here."""
-    has_liger = device_type == "cuda" and is_installed()
-    return (*SIDES, *(name for name in CHOICES if name != "liger" or has_liger))
+def sides(device_type: str, mode: str) -> tuple[str, ...]:
+    """All that train in this mode of tuning on a device, here."""
+    left_out = set() if device_type == "cuda" and is_installed() else {"liger"}
+    if mode == "qlora":
+        left_out.add("compiled")
+    return (*SIDES, *(name for name in CHOICES if name not in left_out))
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

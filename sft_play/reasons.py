@@ -293,6 +293,12 @@ class AttentionKernel(Reason):
     calls: Literal["one", "each_row", "padded"]
 
 
+class CompiledLayers(Reason):
+    """Whether torch.compile compiles the decoder layers, which the prediction does not count on."""
+
+    compiled: Literal["on", "off"]
+
+
 class LayerKernels(Reason):
     """What computes norms, rotary embeddings and gated layers on a GPU."""
 

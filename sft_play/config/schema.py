@@ -170,6 +170,9 @@ class TrainConfig(Section):
     kernels: Literal["auto", "own", "liger"] = "auto"
     """What computes norms, rotary embeddings and gated layers. own: passes of this project. liger: the Triton
     kernels of liger-kernel, on GPUs. auto: own, until `make gpu-proof` has seen Liger's win on a GPU."""
+    compile: bool = False
+    """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
+    DDP; the first step takes minutes longer. Off until `make gpu-proof` has seen it win on a GPU."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
@@ -340,11 +343,33 @@ class RunConfig(Section):
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
                 "train.lr_schedule=constant"
             )
+        if self.train.compile and (found := self._not_compiled()):
+            raise ValueError(
+                f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
+                "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
+                "or with parallel.engine=ddp; change it, or set train.compile=false"
+            )
         if self.parallel.sequence_parallel_size > 1 and (problem := self._needs_whole_rows()):
             raise ValueError(
                 f"parallel.sequence_parallel_size={self.parallel.sequence_parallel_size} divides the tokens "
                 f"of a row, but {problem}; remove one of the two"
             )
+
+    def _not_compiled(self) -> str | None:
+        """The setting with which layers cannot be compiled; None if there is none."""
+        train, parallel = self.train, self.parallel
+        settings = {
+            "tuning.mode=qlora": self.tuning.mode == "qlora",
+            "tuning.lora.use_dora=true": self.tuning.lora.use_dora,
+            f"train.kernels={train.kernels}": train.layer_kernels != "own",
+            "train.activations=offload": train.activations == "offload",
+            f"parallel.engine={parallel.engine}": parallel.engine not in ("auto", "ddp"),
+            f"parallel.offload={parallel.offload}": parallel.offload == "ram",
+            f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": (
+                parallel.sequence_parallel_size > 1
+            ),
+        }
+        return next((setting for setting, excluded in settings.items() if excluded), None)
 
     def _needs_whole_rows(self) -> str | None:
         """What a process cannot do with a part of a row; None if nothing."""

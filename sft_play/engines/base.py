@@ -81,6 +81,11 @@ class Engine:
         """Whether a first micro-batch finds gradients: in buffers, where each process has all of them."""
         return self.distributes and not self.shards_weights
 
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether `train.compile` was measured with it: each process has whole weights and states."""
+        return not (self.shards_weights or self.shards_state)
+
     def problem(self, config: RunConfig) -> str | None:
         """Why a run cannot use it; None if it can."""
         return None

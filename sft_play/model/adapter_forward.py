@@ -103,7 +103,9 @@ class AddedInPlace(LoraVariant):
         low = module.lora_A[active_adapter](module.lora_dropout[active_adapter](x))
         up, scaling = module.lora_B[active_adapter], module.scaling[active_adapter]
         # Autograd copies the gradient of a view that was changed: a linear layer with a bias returns one.
-        if result.dim() != 3 or result.dtype != low.dtype or result._is_view():
+        # Compiled code has no views.
+        is_view = not torch.compiler.is_compiling() and result._is_view()
+        if result.dim() != 3 or result.dtype != low.dtype or is_view:
             return result + (up(low) * scaling).to(result.dtype)
         weight = up.weight.to(low.dtype).t().expand(len(low), -1, -1)
         return result.baddbmm_(low, weight, alpha=scaling)

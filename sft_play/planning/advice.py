@@ -117,7 +117,9 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
     device = training_device(request.machine)
     if config.tuning.mode == "full" and device.bf16 and choose_precision(config, device)[0] == "float32":
         yield [{"model.dtype": "bfloat16"}]
-    yield [{"tuning.mode": mode} for mode in lighter_modes(config.tuning.mode, config.tuning.lora.init)]
+    lighter = lighter_modes(config.tuning.mode, config.tuning.lora.init)
+    plain = {"train.compile": False} if train.compile else {}
+    yield [{"tuning.mode": mode} | (plain if mode == "qlora" else {}) for mode in lighter]
     lengths = [int(request.facts.longest_row * share) // 64 * 64 for share in SHARES]
     yield [{"model.max_seq_len": length} for length in lengths if length]
 

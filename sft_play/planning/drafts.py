@@ -202,9 +202,10 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
 
 
 def _ways(train: TrainConfig, device: Device) -> tuple[str, ...]:
-    """What may become of activations; a CPU has no other memory to offload to."""
+    """What may become of activations; a CPU has no other memory to offload to, compiled layers cannot."""
     if train.asked_activations == "auto":
-        return ("keep", "recompute", "offload") if device.kind == "cuda" else ("keep", "recompute")
+        offloads = device.kind == "cuda" and not train.compile
+        return ("keep", "recompute", "offload") if offloads else ("keep", "recompute")
     return (train.asked_activations,)
 
 

@@ -11,6 +11,7 @@ from sft_play.machine.gpus import Machine
 from sft_play.model import liger
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Plan
 from sft_play.planning.clock import batches_of, plan_clock
+from sft_play.planning.compiled import compiled_reasons, require_compilable, require_compiler
 from sft_play.planning.devices import memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
@@ -143,13 +144,15 @@ def _about_the_step(
     return [
         *([kernel] if kernel else []),
         *(layer_kernels(config, plan, architecture, estimate) if estimate else []),
+        *compiled_reasons(config, plan, architecture),
         *method_reasons(config, plan, trained_elements),
         *reasons_of(record, plan, plan.memory),
     ]
 
 
 def _require_kernels(config: RunConfig, architecture: Architecture, device: Device, *, here: bool) -> None:
-    """Refuses train.kernels that the device or the model cannot run, or that are not installed `here`."""
+    """Refuses train.kernels or train.compile that device or model cannot run, or that are missing `here`."""
+    require_compiler(config, device, here=here)
     if config.train.kernels == "liger":
         liger.require_runnable(device.kind, device.compute_capability, here=here)
         architecture.ask(questions.require_liger_modules)
@@ -220,6 +223,7 @@ def allowed_plans(
     quantized = config.tuning.mode == "qlora"
     packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
     attention = _attention(config, architecture, device)
+    require_compilable(config, architecture, attention)
     padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
     require_divisible(config, architecture, attention, padded, processes, machines)
     hidden_size = architecture.ask(questions.hidden_size)

@@ -65,6 +65,12 @@ BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
         "each_row": "attention: {kernel}, a call for each row",
         "padded": "attention: {kernel}, rows are padded",
     }),
+    reasons.CompiledLayers: ("compiled", {
+        "off": "layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true "
+        "compiles them",
+        "on": "layers are compiled, as set in the config; memory and seconds are those of layers that are "
+        "not, and the first step takes minutes longer",
+    }),
     reasons.LayerKernels: ("kernels", {
         "off": "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger "
         "takes {saved_bytes} less at the same micro-batch",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import ConfigError
-from sft_play.model.attention_table import ATTENTIONS
+from sft_play.model.attention_table import ATTENTIONS, NAME
 from sft_play.reasons import AttentionKernel, FourBitBase, NewTokens, Padded, TrainedWhole
 from sft_play.sizing.step import StepSpec
 from sft_play.units import format_bytes
@@ -130,6 +130,20 @@ def require_liger_modules(config: "PretrainedConfig") -> int:
         f"(norms, rotary embeddings and gated layers as of {', '.join(liger.EXAMPLES)}); allowed for it: "
         "auto, own"
     )
+
+
+def besides_dense_layers(config: "PretrainedConfig") -> str | None:
+    """What the decoder layers have besides attention and a dense feed-forward part; None if nothing."""
+    from sft_play.model.architecture import empty_model
+    from sft_play.model.attention_choice import why_padded
+    from sft_play.model.targets import fused_experts
+
+    if next(fused_experts(empty_model(config)), None):
+        return "experts"
+    found = why_padded(False, "auto", config, NAME)
+    if found is None:
+        return None
+    return f"layers of type {found.what}" if found.cause == "layers" else "an attention of its own"
 
 
 def attention_kernel(config: "PretrainedConfig", spec: StepSpec) -> AttentionKernel | None:

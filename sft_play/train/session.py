@@ -19,6 +19,7 @@ from sft_play.model.architecture import flop_sizes, flops_per_token, units_of
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import build_model
 from sft_play.model.collators import Collator, joined_micro_batches, padded_micro_batches
+from sft_play.model.compilation import compile_layers
 from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.recomputation import RECOMPUTING
 from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
@@ -81,6 +82,8 @@ def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: Me
     """TRL's trainer over our rows, with our callbacks; the meter was started before the model was loaded."""
     if job.plan.device == "cpu":
         keep_freed_memory()
+    if job.config.train.compile:
+        compile_layers(model)
     reporter = Reporter(job.plan, rows, job.run, meter, main=job.ranks.is_main, flops_share=flops_share(job))
     return Session(job, rows, reporter, _make_trainer(job, model, rows, reporter))
 

@@ -18,7 +18,7 @@ def test_rows_are_the_same_each_time_and_within_the_length_that_is_asked_for():
     assert len(set(rows["length"])) > 3
 
 
-@pytest.mark.parametrize("side", (*SIDES, "adamw_8bit"))
+@pytest.mark.parametrize("side", (*SIDES, "adamw_8bit", pytest.param("compiled", marks=pytest.mark.slow)))
 def test_all_sides_train_for_real(side):
     found = measure_side(LORA, side, CPU)
     assert found["problem"] is None and len(found["step_seconds"]) == LORA.steps
@@ -66,7 +66,8 @@ def test_a_choice_is_compared_with_ours():
     assert entry["liger"]["times_as_fast"] == 1.25 and "adamw_8bit" not in entry
 
 
-def test_liger_is_a_side_only_where_it_runs(monkeypatch):
-    assert "liger" not in throughput_sides.sides("cpu")
+def test_a_choice_is_a_side_only_where_it_runs(monkeypatch):
+    assert throughput_sides.sides("cpu", "full") == (*SIDES, "compiled", "adamw_8bit")
     monkeypatch.setattr(throughput_sides, "is_installed", lambda: True)
-    assert throughput_sides.sides("cuda") == (*SIDES, "liger", "adamw_8bit")
+    assert throughput_sides.sides("cuda", "lora") == (*SIDES, "liger", "compiled", "adamw_8bit")
+    assert throughput_sides.sides("cuda", "qlora") == (*SIDES, "liger", "adamw_8bit")

@@ -12,6 +12,7 @@ from sft_play.reasons import (
     Activations,
     AttentionKernel,
     Communication,
+    CompiledLayers,
     Corrected,
     Dealing,
     EffectiveBatch,
@@ -176,6 +177,15 @@ SENTENCES = [
         LayerKernels("off", 97, GIB),
         "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger takes "
         "1.00 GiB less at the same micro-batch",
+    ),
+    (
+        CompiledLayers("off"),
+        "layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true compiles them",
+    ),
+    (
+        CompiledLayers("on"),
+        "layers are compiled, as set in the config; memory and seconds are those of layers that are not, and "
+        "the first step takes minutes longer",
     ),
 ]
 

@@ -1,0 +1,178 @@
+"""Measures memory of steps with compiled layers against the prediction, which is that of layers that are not.
+
+    python -m benchmarks.compiled               # about an hour; goes on where it was interrupted
+    python -m benchmarks.compiled --only 0 12   # these cases; writes nothing
+
+Each case is a run with rows of very different lengths, once with compiled layers and once without. As in
+benchmarks/random_runs.py, its own trainer goes through its micro-batches twice, and what PyTorch's allocator
+holds is counted in the second pass, in all threads of each process. Then a model is trained on micro-batches
+that all have other lengths, and what the compiler did is counted.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+
+from benchmarks.context import spec_of
+from benchmarks.heap_meter import built_meter
+from benchmarks.measurement_log import RESULTS, MeasurementLog, made_on, versions, write_result
+from benchmarks.random_cases import RandomRun
+from benchmarks.random_results import SCRATCH
+from benchmarks.random_runs import log_of, measure_all
+from benchmarks.sizing import CPU, build
+from benchmarks.small_models import WIDE, small_config
+from sft_play.model.compilation import compile_layers
+from sft_play.model.loss_head import add_loss_head
+from sft_play.runlog import console
+from sft_play.sizing.step import JoinedRows
+from sft_play.sizing.trace import forward, make_batch, prepare_for_training
+
+ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "phi3")
+GEOMETRY = WIDE | {"vocabulary": 1000, "layers": 3}
+ROWS, EVALUATED = 24, 6
+LONGEST = 240  # tokens of a row
+DTYPES = {"fp32": ("float32", "no"), "bf16": ("bfloat16", "no"), "autocast": ("float32", "bf16")}
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"packing": False, "effective_batch_size": 8},
+    {"packing": False, "effective_batch_size": 8, "padding_free": False},
+    {"packing": True, "effective_batch_size": 4 * LONGEST},
+)
+STEPS = ((60, 130, 7), (200,), (96, 96, 96, 96), (5, 9, 44, 71, 150, 20), (1, 64), (33,) * 9)
+
+
+def cases() -> list[RandomRun]:
+    """All runs, without compiled layers: modes, types, activations and engines, over models and layouts."""
+    settings = product(("none", "ddp"), ("full", "lora"), DTYPES, (False, True))
+    return [_case(number, *each) for number, each in enumerate(settings)]
+
+
+def _case(number: int, engine: str, mode: str, precision: str, recompute: bool) -> RandomRun:
+    pick, (dtype, autocast) = random.Random(number), DTYPES[precision]
+    lengths = [LONGEST, *(pick.randint(2, LONGEST) for _ in range(ROWS + EVALUATED - 1))]
+    rows = [(tokens, max(1, tokens // 3)) for tokens in lengths]
+    tree = {
+        "model": {"dtype": dtype},
+        "tuning": {"mode": mode} | ({} if mode == "full" else {"lora": {"r": 8}}),
+        "train": {
+            "mixed_precision": autocast,
+            "gradient_checkpointing": recompute,
+            "grad_accum": 2,
+            "max_steps": 3,
+            **LAYOUTS[number % len(LAYOUTS)],
+        },
+        "eval": {"batch_size": "auto"},
+    }
+    return RandomRun(
+        number=number,
+        seed=0,
+        architecture=ARCHITECTURES[(number + number // 4) % len(ARCHITECTURES)],
+        geometry=GEOMETRY,
+        tied=False,
+        precision=precision,
+        engine=engine,
+        tree=tree,
+        rows=tuple(rows[:ROWS]),
+        val=tuple(rows[ROWS:]),
+    )
+
+
+def compiled(run: RandomRun) -> RandomRun:
+    """The same run with compiled layers."""
+    return replace(run, tree=run.tree | {"train": run.tree["train"] | {"compile": True}})
+
+
+def row_of(run: RandomRun, plain: list[dict[str, Any]], fast: list[dict[str, Any]]) -> dict[str, Any]:
+    """A case: predicted bytes by phase, those of its highest process without and with compiled layers."""
+    kept = ("number", "architecture", "precision", "engine", "tree")
+    row: dict[str, Any] = {name: value for name, value in asdict(run).items() if name in kept}
+    problems = [each[kind] for each in (*plain, *fast) for kind in ("refused", "crashed") if kind in each]
+    if problems:
+        return row | {"problem": problems[0]}
+    phases = [phase for phase in fast[0]["measured"] if phase != SCRATCH]
+    row["predicted"] = {phase: fast[0]["predicted"][phase] for phase in phases}
+    for name, found in (("plain", plain), ("compiled", fast)):
+        row[name] = {phase: max(each["measured"][phase] for each in found) for phase in phases}
+    top = max(row["predicted"].values())
+    row["plain_error"] = top / max(row["plain"].values()) - 1
+    row["error"] = top / max(row["compiled"].values()) - 1
+    row["errors"] = {phase: row["predicted"][phase] / row["compiled"][phase] - 1 for phase in phases}
+    return row
+
+
+def compilations(mode: str) -> dict[str, Any]:
+    """What the compiler does in steps of other lengths: graphs so far, and seconds, after each of them."""
+    spec, before = replace(spec_of(mode, "keep", joined=True), accumulates=False), counters["stats"].copy()
+    steps: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(small_config("llama", GEOMETRY)).save_pretrained(folder)
+        model = build(Path(folder), spec)
+        add_loss_head(model)
+        prepare_for_training(model, spec)
+        compile_layers(model)
+        for lengths in STEPS:
+            own, began = replace(spec, batch=JoinedRows(sum(lengths)), lengths=lengths), time.perf_counter()
+            forward(model, make_batch(own), own).backward()
+            graphs = counters["stats"]["unique_graphs"] - before["unique_graphs"]
+            seconds = round(time.perf_counter() - began, 1)
+            steps.append({"lengths": lengths, "graphs": graphs, "seconds": seconds})
+    return {"mode": mode, "steps": steps}
+
+
+def measured(runs: list[RandomRun], log: MeasurementLog) -> list[dict[str, Any]]:
+    """A row for each case; what the log lacks is measured, those of an engine by the same processes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        meter = built_meter(folder)
+        both = [each for run in runs for each in (run, compiled(run))]
+        for engine in dict.fromkeys(run.engine for run in both):
+            known = log_of(log)
+            if left := [run for run in both if run.engine == engine and run.key not in known]:
+                measure_all(left, meter, folder, log.path, sys.float_info.max)
+    lines = log_of(log)
+    found = [run for run in runs if run.key in lines and compiled(run).key in lines]
+    return [row_of(run, lines[run.key], lines[compiled(run).key]) for run in found]
+
+
+def main() -> int:
+    """Runs the benchmark; returns 1 if compiled layers took more than predicted, or a run failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cases; write no result")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    runs = [run for run in cases() if only is None or run.number in only]
+    log = MeasurementLog(RESULTS / "compiled_cpu.lines.jsonl", CPU)
+    rows = measured(runs, log)
+    for row in rows:
+        said = row.get("problem") or f"plain {row['plain_error']:+.3%}, compiled {row['error']:+.3%}"
+        console().print(f"{row['number']:2} {row['architecture']:12} {row['engine']:4} {said}", markup=False)
+    if only is not None or len(rows) < len(runs):
+        return 0
+    errors = [row["error"] for row in rows if "error" in row]
+    head = {
+        "what": "Peak memory of runs with compiled layers on the CPU, against the prediction without",
+        "made_on": made_on(CPU),
+        "versions": versions(),
+        "errors": {"least": min(errors), "most": max(errors), "cases": len(errors)},
+        "compilations": [compilations(mode) for mode in ("full", "lora")],
+    }
+    path = RESULTS / "compiled_cpu.json"
+    write_result(path, head, {"cases": rows})
+    log.path.unlink()
+    console().print(f"wrote {path}: {min(errors):+.3%} to {max(errors):+.3%}")
+    return int(min(errors) < 0 or len(errors) < len(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

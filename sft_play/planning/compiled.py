@@ -1,0 +1,86 @@
+"""Whether the decoder layers of a run can be compiled, and what its plan says of it."""
+
+import os
+import shutil
+from importlib.util import find_spec
+
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
+from sft_play.errors import ConfigError
+from sft_play.model.attention_table import NAME
+from sft_play.plan import Device, Plan
+from sft_play.reasons import CompiledLayers, Reason
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import Architecture
+
+LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton compiles for
+
+
+def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
+    """Refuses train.compile on a device that nothing compiles for, and `here` without the compiler.
+
+    Raises:
+        ConfigError: the GPU is too old, or a compiler is missing.
+    """
+    if not config.train.compile:
+        return
+    capability = device.compute_capability
+    if capability is not None and capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            "train.compile=true: Triton compiles for GPUs of compute capability 7.0 and newer, and this is "
+            "{} ({}.{}); set train.compile=false".format(device.name, *capability)
+        )
+    missing = _missing(device.kind) if here else None
+    if missing:
+        raise ConfigError(
+            f"train.compile=true needs {missing}, which is not installed; install it, or set "
+            "train.compile=false"
+        )
+
+
+def _missing(device: str) -> str | None:
+    """What the compiler of a "cuda" or "cpu" device needs and is not here; None if nothing."""
+    if device == "cuda" and not find_spec("triton"):
+        return "the package triton"
+    kind, variable, usual = ("C", "CC", "gcc") if device == "cuda" else ("C++", "CXX", "g++")
+    found = os.environ.get(variable, usual)
+    return None if shutil.which(found) else f"a {kind} compiler ({found}; {variable} names another one)"
+
+
+def require_compilable(config: RunConfig, architecture: Architecture, attention: str) -> None:
+    """Refuses to compile layers of a kind, or around an attention, with which it was not measured.
+
+    Raises:
+        ConfigError: the attention is not ours, or layers have experts or carry a state.
+    """
+    if not config.train.compile:
+        return
+    if attention != NAME:
+        raise ConfigError(
+            f"train.compile=true does not work with model.attention={attention}: layers are compiled around "
+            f"{NAME} only; set model.attention={NAME}, or train.compile=false"
+        )
+    if besides := architecture.ask(questions.besides_dense_layers):
+        raise ConfigError(
+            "train.compile=true compiles layers of attention and a dense feed-forward part, and "
+            f"{architecture.config.model_type} has {besides}; set train.compile=false"
+        )
+
+
+def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
+    """That layers are compiled, or, on a GPU where they could be, why not."""
+    if config.train.compile:
+        return [CompiledLayers("on")]
+    could = (
+        plan.device == "cuda"
+        and config.tuning.mode != "qlora"
+        and config.train.layer_kernels == "own"
+        and not config.tuning.lora.use_dora
+        and engine_of(plan.engine).compiles_layers
+        and plan.sequence_ranks == 1
+        and plan.activations != "offload"
+        and plan.attention == NAME
+        and (plan.compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
+    )
+    off = could and architecture.ask(questions.besides_dense_layers) is None
+    return [CompiledLayers("off")] if off else []

@@ -1,0 +1,96 @@
+"""Compiled layers in a plan: where they are refused, in one sentence before anything loads, and what the plan says."""
+
+import pytest
+from pydantic import ValidationError
+
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import what_if
+from sft_play.plan import Device
+from sft_play.planning.compiled import require_compiler
+from sft_play.planning.facts import DataFacts
+from sft_play.planning.run import plan_run
+
+ROWS = DataFacts.full_rows(64, 0)
+
+
+def config_of(tuning: dict | None = None, parallel: dict | None = None, **train) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name": "x", **train.pop("model", {})},
+            "data": {"train_path": "none"},
+            "tuning": tuning or {},
+            "train": {"compile": True, **train},
+            "parallel": parallel or {},
+        }
+    )
+
+
+EXCLUDED = [
+    ("tuning.mode=qlora", {"tuning": {"mode": "qlora"}}),
+    ("tuning.lora.use_dora=true", {"tuning": {"lora": {"use_dora": True}}}),
+    ("train.kernels=liger", {"kernels": "liger"}),
+    ("train.activations=offload", {"activations": "offload"}),
+    *((f"parallel.engine={name}", {"parallel": {"engine": name}}) for name in ("deepspeed_z2", "fsdp2", "deepspeed_z3")),
+    ("parallel.offload=ram", {"parallel": {"offload": "ram"}}),
+    ("parallel.sequence_parallel_size=2", {"parallel": {"sequence_parallel_size": 2}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "changes"), EXCLUDED)
+def test_what_layers_are_not_compiled_with_is_named_with_what_is_allowed(setting, changes):
+    with pytest.raises(ValidationError) as caught:
+        config_of(**changes)
+    (error,) = caught.value.errors()
+    assert f"train.compile=true does not work with {setting}: " in error["msg"]
+    assert "set train.compile=false" in error["msg"] and "\n" not in error["msg"]
+    config_of(**{**changes, "compile": False})
+
+
+def test_other_attentions_and_layers_are_refused_before_the_model_is_loaded():
+    def plan(name: str, **model) -> None:
+        plan_run(config_of(model=model), small_config(name, WIDE), ROWS, what_if("RTX 4090"), 1)
+
+    with pytest.raises(ConfigError, match=r"model.attention=sdpa: .* set model.attention=varlen_sdpa, or"):
+        plan("llama", attention="sdpa")
+    with pytest.raises(ConfigError, match="mixtral has experts; set train.compile=false"):
+        plan("mixtral")
+
+
+def test_old_gpus_and_missing_compilers_are_named(monkeypatch):
+    old = Device(kind="cuda", name="P100", bf16=False, compute_capability=(6, 0))
+    with pytest.raises(
+        ConfigError, match=r"7.0 and newer, and this is P100 \(6.0\); set train.compile=false"
+    ):
+        require_compiler(config_of(), old, here=False)
+    cpu = Device(kind="cpu", name="CPU", bf16=True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    require_compiler(config_of(), cpu, here=False)
+    require_compiler(config_of(compile=False), cpu, here=True)
+    with pytest.raises(ConfigError, match=r"a C\+\+ compiler \(no-such-compiler; CXX names another one\)"):
+        require_compiler(config_of(), cpu, here=True)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes):
+    machine = what_if("RTX 4090", processes)
+    plans = [
+        plan_run(config_of(compile=on), small_config("llama", WIDE), ROWS, machine, processes)
+        for on in (False, True)
+    ]
+    said = [[line for line in plan.why if "compiled" in line] for plan in plans]
+    assert said == [
+        ["layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true compiles them"],
+        ["layers are compiled, as set in the config; memory and seconds are those of layers that are not, and the "
+         "first step takes minutes longer"],
+    ]  # fmt: skip
+    assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
+
+
+def test_no_plan_with_compiled_layers_divides_weights_or_offloads():
+    machine = what_if("RTX 4090", 2)
+    plan = plan_run(config_of(tuning={"mode": "full"}), small_config("llama", WIDE), ROWS, machine, 2)
+    assert plan.engine == "ddp" and plan.offload == "none"
+    assert {row["engine"] for row in plan.alternatives} <= {"ddp"}
+    assert "offload" not in {row.get("activations") for row in plan.alternatives}
