@@ -52,11 +52,13 @@ STEPS = ((60, 130, 7), (200,), (96, 96, 96, 96), (5, 9, 44, 71, 150, 20), (1, 64
 
 def cases() -> list[RandomRun]:
     """All runs, without compiled layers: modes, types, activations and engines, over models and layouts."""
-    settings = product(("none", "ddp"), ("full", "lora"), DTYPES, (False, True))
-    return [_case(number, *each) for number, each in enumerate(settings)]
+    kinds = list(enumerate(product(("full", "lora"), DTYPES)))
+    alone = [(kind, "none", *each, recompute) for kind, each in kinds for recompute in (False, True)]
+    on_two = [(kind, "ddp", *each, kind % 2 == 0) for kind, each in kinds]
+    return [_case(number, *each) for number, each in enumerate(alone + on_two)]
 
 
-def _case(number: int, engine: str, mode: str, precision: str, recompute: bool) -> RandomRun:
+def _case(number: int, kind: int, engine: str, mode: str, precision: str, recompute: bool) -> RandomRun:
     pick, (dtype, autocast) = random.Random(number), DTYPES[precision]
     lengths = [LONGEST, *(pick.randint(2, LONGEST) for _ in range(ROWS + EVALUATED - 1))]
     rows = [(tokens, max(1, tokens // 3)) for tokens in lengths]
@@ -68,14 +70,14 @@ def _case(number: int, engine: str, mode: str, precision: str, recompute: bool) 
             "gradient_checkpointing": recompute,
             "grad_accum": 2,
             "max_steps": 3,
-            **LAYOUTS[number % len(LAYOUTS)],
+            **LAYOUTS[kind % len(LAYOUTS)],
         },
         "eval": {"batch_size": "auto"},
     }
     return RandomRun(
         number=number,
         seed=0,
-        architecture=ARCHITECTURES[(number + number // 4) % len(ARCHITECTURES)],
+        architecture=ARCHITECTURES[kind % len(ARCHITECTURES)],
         geometry=GEOMETRY,
         tied=False,
         precision=precision,

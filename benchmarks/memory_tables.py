@@ -70,6 +70,47 @@ def gpu_proofs(folder: Path = RESULTS / "gpu") -> str:
     return table(("machine", "torch", "tests", "allocated", "reserved", "divided", "times plain TRL"), rows)
 
 
+def compiled_on_a_cpu() -> str:
+    """By how much the prediction, without compiled layers, is above what runs with them took."""
+    cases: dict[tuple[str, ...], dict[bool, str]] = {}
+    for row in results("compiled_cpu")["cases"]:
+        train = row["tree"]["train"]
+        layout = "packed" if train["packing"] else "padded" if "padding_free" in train else "joined"
+        processes = "2, DDP" if row["engine"] == "ddp" else "1"
+        case = (processes, row["tree"]["tuning"]["mode"], row["precision"], row["architecture"], layout)
+        cases.setdefault(case, {})[train["gradient_checkpointing"]] = signed(row["error"], 1)
+    head = ("processes", "mode", "types", "model", "rows", "kept", "recomputed")
+    return table(
+        head, ([*case, *(found.get(way, "-") for way in (False, True))] for case, found in cases.items())
+    )
+
+
+def compilations() -> str:
+    """Graphs and seconds of steps whose rows have other lengths each time."""
+    rows = []
+    for entry in results("compiled_cpu")["compilations"]:
+        first, *others = entry["steps"]
+        seconds = max(step["seconds"] for step in others)
+        rows.append(
+            [
+                entry["mode"],
+                *(str(step["graphs"]) for step in (first, others[-1])),
+                str(first["seconds"]),
+                str(seconds),
+            ]
+        )
+    return table(
+        (
+            "mode",
+            "graphs after the first step",
+            "after the last",
+            "seconds of the first",
+            "longest of the others",
+        ),
+        rows,
+    )
+
+
 def reserved() -> str:
     """Errors of reserved and process bytes, by whether the weights are in NF4."""
     rows = []

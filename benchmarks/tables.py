@@ -14,6 +14,8 @@ import yaml
 from benchmarks.data_formats import examples
 from benchmarks.markdown import RESULTS, ROOT, results, signed, table
 from benchmarks.memory_tables import (
+    compilations,
+    compiled_on_a_cpu,
     divided_on_a_cpu,
     evidence,
     evidence_overlap,
@@ -337,6 +339,8 @@ TABLES = {
     "divided-tokens": partial(divided_on_a_cpu, "sequence"),
     "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
+    "compiled-on-a-cpu": compiled_on_a_cpu,
+    "compilations": compilations,
     "evidence": evidence,
     "evidence-seconds": evidence_seconds,
     "evidence-overlap": evidence_overlap,

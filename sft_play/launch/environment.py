@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
 
 PRECISION = "train.mixed_precision decides"
-NOT_COMPILED = "runs are not compiled, since the lengths of their batches vary"
+COMPILATION = "train.compile decides"
 PLAN = "the plan decides"
 DEEPSPEED = "configs/deepspeed_z2.json decides"
 ENGINE = "parallel.engine decides"
@@ -32,7 +32,7 @@ SETTLED_ELSEWHERE = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": PRECISION,
     "ONEDNN_DEFAULT_FPMATH_MODE": PRECISION,
     "DNNL_DEFAULT_FPMATH_MODE": PRECISION,
-    "ACCELERATE_DYNAMO_*": NOT_COMPILED,
+    "ACCELERATE_DYNAMO_*": COMPILATION,
     "ACCELERATE_DEEPSPEED_*": DEEPSPEED,
     "ACCELERATE_CONFIG_DS_FIELDS": DEEPSPEED,
     "ACCELERATE_USE_CPU": "CUDA_VISIBLE_DEVICES decides",

@@ -6,7 +6,7 @@ all micro-batches. Passes without gradients are not compiled: that would take as
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -41,13 +41,19 @@ def compile_layers(model: Any) -> None:
     torch._dynamo.config.optimize_ddp = False  # it would cut layers at DDP's buckets
     torch._dynamo.config.recompile_limit = VARIANTS
     for name in (attention.NAME, attention.LIBRARY_NAME):
-        AttentionInterface.register(name, torch.compiler.disable(attention.varlen_sdpa))
-    layers = decoder_layers(base)[2]
-    forwards = {kind: _compiled(kind) for kind in set(map(type, layers))}
-    for layer in layers:
-        layer.forward = MethodType(forwards[type(layer)], layer)
+        AttentionInterface.register(name, _attention())
+    for layer in decoder_layers(base)[2]:
+        kind: Any = type(layer)
+        layer.forward = MethodType(_compiled(kind), layer)
 
 
+@cache
+def _attention() -> Callable[..., Any]:
+    """Ours, which is left as it is; always the same function, as what was compiled expects."""
+    return torch.compiler.disable(attention.varlen_sdpa)
+
+
+@cache
 def _compiled(kind: Any) -> Callable[..., Any]:
     """The forward pass of layers of a class; they are recomputed where transformers says so."""
     # later versions of transformers wrap it, earlier ones recompute what calls it

@@ -55,4 +55,4 @@ def test_flags_of_accelerate_change_nothing_of_a_run(finished, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(RunDir(tmp_path / "one")) == pytest.approx(losses(finished.run), rel=CLOSE)
     assert "Mixed precision: no" in done.stdout
-    assert "Ignored: ACCELERATE_DYNAMO_BACKEND, since runs are not compiled" in done.stdout
+    assert "Ignored: ACCELERATE_DYNAMO_BACKEND, since train.compile decides" in done.stdout

@@ -32,7 +32,7 @@ KEPT = {
         ("ACCELERATE_MIXED_PRECISION", "bf16", "train.mixed_precision decides"),
         ("ACCELERATE_FP8_BACKEND", "TE", "train.mixed_precision decides"),
         ("NVIDIA_TF32_OVERRIDE", "1", "train.mixed_precision decides"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "not compiled"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "train.compile decides"),
         ("ACCELERATE_USE_CPU", "true", "CUDA_VISIBLE_DEVICES decides"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "parallel.engine decides"),
         ("FSDP_VERSION", "2", "parallel.engine decides"),

@@ -184,8 +184,8 @@ SENTENCES = [
     ),
     (
         CompiledLayers("on"),
-        "layers are compiled, as set in the config; memory and seconds are those of layers that are not, and "
-        "the first step takes minutes longer",
+        "layers are compiled, as set in the config; memory and seconds are predicted for layers that are "
+        "not, and the first step takes minutes longer",
     ),
 ]
 
