@@ -77,7 +77,8 @@ def _replacement(kind: type, kernels: str = "own") -> Any:
 def _with_rotation(forward: FunctionType, rotate: Any) -> FunctionType:
     """The same function with another `apply_rotary_pos_emb`; others that call that one are not touched."""
     names = forward.__globals__ | {"apply_rotary_pos_emb": rotate}
-    copy = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
+    code = forward.__code__.replace()  # what it is compiled to is kept with it, and has these names
+    copy = FunctionType(code, names, None, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 

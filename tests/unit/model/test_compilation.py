@@ -77,6 +77,13 @@ def test_losses_are_those_of_layers_that_are_not_compiled_and_one_compilation_se
 
 
 @pytest.mark.slow
+def test_a_second_model_of_the_process_trains_as_the_first(folder):
+    torch._dynamo.reset()
+    first, second = (trained(folder, "full", "keep", compiled=True) for _ in range(2))
+    assert second == first
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "way"), [("full", "keep"), ("lora", "keep"), ("lora", "recompute")])
 def test_so_they_are_with_adapters_and_other_activations(folder, mode, way):
     assert tried(folder, mode, way) <= 7  # the input of the first layer has no gradient
