@@ -125,6 +125,15 @@ def assert_whole_checkpoints(run: RunDir, engine: str) -> None:
         assert len(own) == (2 if engine == "deepspeed_z2" else 1)
 
 
+@pytest.mark.slow
+def test_two_processes_with_compiled_layers_learn_what_one_does_without(config, alone):
+    words = ("--config", config, *SETTINGS["lora"], "train.compile=true", "output.name=compiled")
+    command = ("train", "--processes", "2", "--engine", "ddp", *words, "eval.generate=false")
+    done = finish(start(*command), timeout_s=500)
+    assert done.code == 0, done.err
+    assert_same_result(RunDir(config.parent / "runs" / "compiled"), alone("lora"))
+
+
 def test_a_deepspeed_file_that_contradicts_the_run_is_refused_before_anything_is_launched(
     config, monkeypatch, tmp_path
 ):

@@ -90,6 +90,15 @@ def test_padding_does_not_change_the_loss_curve(tiny_model, tmp_path, reference,
         assert_same_values(ours, theirs, CLOSE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_compiled_layers_do_not_change_the_loss_curve(tiny_model, tmp_path, reference, mode):
+    job = make_job(tiny_model, tmp_path, "compiled", mode=mode, compile=True, batch_size=4)
+    train(job)
+    for ours, theirs in zip(losses(job), reference(mode), strict=True):
+        assert_same_values(ours, theirs, CLOSE)
+
+
 def test_packed_rows_give_the_loss_of_the_same_rows_unpacked(tiny_model, tmp_path):
     """One step holds all rows, so both runs learn from the same set in each step."""
     rows = token_rows(32)

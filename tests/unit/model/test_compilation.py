@@ -51,7 +51,8 @@ def trained(folder, mode: str, way: str, *, compiled: bool) -> tuple[list[float]
         losses.append(loss.item())
     score = score_batch(model.eval(), batch_of((11, 40)))
     assert sorted(model.state_dict()) == names
-    return [*losses, float(score[0] / score[1])], [float(p.sum()) for p in trained_parameters(model)]
+    sums = [parameter.detach().sum().item() for parameter in trained_parameters(model)]
+    return [*losses, (score[0] / score[1]).item()], sums
 
 
 @pytest.fixture
@@ -74,12 +75,7 @@ def tried(folder, mode: str, way: str) -> int:
 
 def test_losses_are_those_of_layers_that_are_not_compiled_and_one_compilation_serves_all_lengths(folder):
     assert tried(folder, "full", "some") == 4  # before attention, after it, and the two parts around both
-
-
-@pytest.mark.slow
-def test_a_second_model_of_the_process_trains_as_the_first(folder):
-    torch._dynamo.reset()
-    first, second = (trained(folder, "full", "keep", compiled=True) for _ in range(2))
+    first, second = (trained(folder, "full", "some", compiled=True) for _ in range(2))  # of other models
     assert second == first
 
 
