@@ -26,6 +26,7 @@ from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
 from sft_play.plan import Plan
 from sft_play.planning.advice import Request, changed_command, plan_or_advise
+from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import ensure_profile
@@ -132,13 +133,13 @@ def agreed_plan(offers: Sequence[tuple[str, dict[str, Any]]]) -> Plan:
 
 
 def plan_again(job: Job, accept: Callable[[Plan], bool]) -> Plan:
-    """The fastest plan that `accept` allows, with the engine, offload, world size and budget of the job's.
+    """The fastest plan that `accept` allows, with engine, offload, processes, groups and budget of the job's.
 
     Raises DoesNotFitError if there is none.
     """
     earlier = job.plan
     return plan_run(
-        job.config,
+        with_groups(job.config, earlier.sequence_ranks),
         job.architecture,
         DataFacts.of(job.data, job.config),
         job.machine,

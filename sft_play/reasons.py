@@ -84,6 +84,12 @@ class Offload(Reason):
     held: str = "weights, gradients and optimizer states"
 
 
+class TokensDivided(Reason):
+    """Processes divide the tokens of a micro-batch, which nobody asked for: nothing else fits."""
+
+    ranks: int  # of a group
+
+
 class StatesOnDisk(Reason):
     """The optimizer's states are in files, as the config says."""
 

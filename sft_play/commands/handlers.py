@@ -210,7 +210,7 @@ def slurm(args: Arguments) -> int:
     job = read_job(args.nodes, args.gpus, config.output.name, **options)
     if job.processes and not config.train.packing:
         # Raise errors now and not after hours in the queue.
-        groups = job.nodes * job.processes // config.parallel.sequence_parallel_size
+        groups = job.nodes * job.processes // config.parallel.sequence_ranks
         batch_choices(config.train, max(1, groups), None)
     job_id = submit(job, config=args.config, engine=args.engine, overrides=args.overrides)
     console().print(submission_summary(job_id, job), markup=False)

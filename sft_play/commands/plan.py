@@ -21,7 +21,7 @@ from sft_play.machine.gpus import Machine, detect, what_if
 from sft_play.model.published import hub_name
 from sft_play.plan import Plan
 from sft_play.planning.advice import Change, Request, as_overrides, plan_or_advise
-from sft_play.planning.drafts import with_offload
+from sft_play.planning.drafts import with_groups, with_offload
 from sft_play.planning.drawn import DrawnRows, drawn_facts, drawn_rows
 from sft_play.planning.facts import DataFacts, data_facts
 from sft_play.planning.fewest import COUNTS, fewest_gpus, with_batch_for
@@ -88,7 +88,7 @@ def plan_command(args: Arguments) -> tuple[dict[str, Any], RenderableType]:
             chosen = plan_or_advise(request, partial(_again, args, processes))
             chosen = replace(chosen, why=(*chosen.why, *notes))
             whole = args.why or args.json or not chosen.memory  # what was not sized has to say so
-            scaled = with_offload(config, chosen.offload)
+            scaled = with_groups(with_offload(config, chosen.offload), chosen.sequence_ranks)
             scales = scaling(scaled, architecture, facts, machine, least=processes) if whole else []
     tree = chosen.to_json()
     tree["plan"]["tokens_per_second"] = tokens_per_second(chosen, facts)

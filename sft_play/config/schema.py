@@ -256,15 +256,20 @@ class ParallelConfig(Section):
     nvme_path: PathText | None = None
     """With offload=ram, a folder on a fast local disk for AdamW's moments: not in RAM, but in files that each
     step reads and writes."""
-    sequence_parallel_size: Count = 1
+    sequence_parallel_size: AutoOrCount = "auto"
     """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
     arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the
-    attention heads of the model."""
+    attention heads of the model. auto: only if nothing else fits, and train.grad_accum is auto."""
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""
     timeout_s: Count = 600
     """Timeout for collectives in seconds; a run that exceeds it is terminated."""
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Processes that are to divide the tokens of a micro-batch; 1 if the plan decides it."""
+        return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
 
     @field_validator("offload", mode="before")
     @classmethod
@@ -349,9 +354,9 @@ class RunConfig(Section):
                 "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
                 "or with parallel.engine=ddp; change it, or set train.compile=false"
             )
-        if self.parallel.sequence_parallel_size > 1 and (problem := self._needs_whole_rows()):
+        if self.parallel.sequence_ranks > 1 and (problem := self._needs_whole_rows()):
             raise ValueError(
-                f"parallel.sequence_parallel_size={self.parallel.sequence_parallel_size} divides the tokens "
+                f"parallel.sequence_parallel_size={self.parallel.sequence_ranks} divides the tokens "
                 f"of a row, but {problem}; remove one of the two"
             )
 
@@ -365,9 +370,7 @@ class RunConfig(Section):
             "train.activations=offload": train.activations == "offload",
             f"parallel.engine={parallel.engine}": parallel.engine not in ("auto", "ddp"),
             f"parallel.offload={parallel.offload}": parallel.offload == "ram",
-            f"parallel.sequence_parallel_size={parallel.sequence_parallel_size}": (
-                parallel.sequence_parallel_size > 1
-            ),
+            f"parallel.sequence_parallel_size={parallel.sequence_ranks}": parallel.sequence_ranks > 1,
         }
         return next((setting for setting, excluded in settings.items() if excluded), None)
 

@@ -20,13 +20,16 @@ from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine, with_gpus
 from sft_play.plan import Plan
 from sft_play.planning.context import drafts_of
-from sft_play.planning.devices import training_device
+from sft_play.planning.devices import machines_of, training_device
 from sft_play.planning.drafts import choose_precision, leanest
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import fewest_gpus, with_batch_for
 from sft_play.planning.other_machines import tokens_per_second
 from sft_play.planning.run import estimator_of_run, plan_run
+from sft_play.planning.sequence import group_sizes
+from sft_play.reasons import TokensDivided
 from sft_play.report.misfit import advice_text
+from sft_play.report.reasons import sentence
 from sft_play.report.training import training_command
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
@@ -69,7 +72,7 @@ class Change:
 
 
 def plan_or_advise(request: Request, typed: Callable[[Change], str]) -> Plan:
-    """The fastest plan that fits.
+    """The fastest plan that fits; one that divides the tokens of micro-batches if nothing else fits.
 
     Args:
         request: the run.
@@ -82,10 +85,42 @@ def plan_or_advise(request: Request, typed: Callable[[Change], str]) -> Plan:
     try:
         return request.plan()
     except DoesNotFitError as error:
+        if plan := _with_tokens_divided(request):
+            return plan
         found = changes_that_fit(request)
         ways = [(typed(change), change.plan, change.tokens_per_second) for change in found]
         advice = advice_text(ways, gpus=bool(request.machine.gpus))
         raise DoesNotFitError(f"{error}\n{advice}") from None
+
+
+def _with_tokens_divided(request: Request) -> Plan | None:
+    """The plan of the smallest groups that make the run fit by dividing the tokens of micro-batches.
+
+    None if there are none, and if the config has decided about it, or about what it changes: the accumulation
+    grows with the groups.
+    """
+    config = request.config
+    if config.parallel.sequence_parallel_size != "auto" or config.train.grad_accum != "auto":
+        return None
+    found = next(_fitting(request, [_divisions(request)]), None)
+    if found is None:
+        return None
+    plan = changed(request, found.settings).plan()
+    return replace(plan, why=(*plan.why, sentence(TokensDivided(plan.sequence_ranks))))
+
+
+def _divisions(request: Request) -> list[Settings]:
+    """Groups that divide tokens, from small to large; the effective batch stays."""
+    config, architecture = request.config, Architecture.of(request.architecture)
+    machines = request.machines or machines_of(request.machine, request.processes)
+    found: list[Settings] = []
+    for size in group_sizes(config, architecture, request.processes, machines):
+        settings: dict[str, Any] = {"parallel.sequence_parallel_size": size}
+        if config.train.grad_accum != "auto":
+            times = size // config.parallel.sequence_ranks
+            settings["train.grad_accum"] = config.train.grad_accum * times
+        found.append(settings)
+    return found
 
 
 def changes_that_fit(request: Request) -> list[Change]:
@@ -112,6 +147,7 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
         yield [{"train.batch_size": "auto"}]
     if config.parallel.offload == "none":
         yield [{"parallel.offload": "auto"}]
+    yield _divisions(request)
     if train.optimizer == "adamw":
         yield [{"train.optimizer": "adamw_8bit"}]
     device = training_device(request.machine)

@@ -67,6 +67,12 @@ def with_offload(config: RunConfig, place: str) -> RunConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": place})})
 
 
+def with_groups(config: RunConfig, ranks: int) -> RunConfig:
+    """The run in which groups of so many processes divide the tokens of micro-batches."""
+    parallel = config.parallel.model_copy(update={"sequence_parallel_size": ranks})
+    return config.model_copy(update={"parallel": parallel})
+
+
 def draft_reasons(config: RunConfig, device: Device, draft: Plan) -> list[Reason]:
     """What all drafts of a run share: the precision and the learning rate."""
     rate = scaled_learning_rate(config.train, draft.effective_batch_size)
@@ -141,7 +147,7 @@ def draft_plans(
         ConfigError: settings contradict each other or are not supported by the device.
     """
     require_possible(config, device)
-    train, ranks = config.train, config.parallel.sequence_parallel_size
+    train, ranks = config.train, config.parallel.sequence_ranks
     unit = max_seq_len if train.packing else 1
     dtype, autocast = choose_precision(config, device)
     splits = batch_choices(train, world_size // ranks, max_seq_len if train.packing else None)

@@ -51,7 +51,7 @@ def fewest_gpus(
     def saves_most(draft: Plan) -> bool:
         return draft.recomputes or config.train.asked_activations == "keep"
 
-    ranks = config.parallel.sequence_parallel_size
+    ranks = config.parallel.sequence_ranks
     counts = [count for count in COUNTS if count >= least and count % ranks == 0]
     allowed = [each for each in counts if batch_grows or with_batch_for(config, facts, each) is config]
     return 1 if allowed[:1] == [1] and fits(1) else _first(allowed, fits)
@@ -68,7 +68,7 @@ def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 def with_batch_for(config: RunConfig, facts: DataFacts, count: int) -> RunConfig:
     """The run, with an effective batch of at least one row for each of so many processes, or groups."""
-    count //= config.parallel.sequence_parallel_size
+    count //= config.parallel.sequence_ranks
     batch = batch_for(config.train, count, facts.longest_row if config.train.packing else 1)
     if batch is None:
         return config

@@ -6,13 +6,12 @@ from dataclasses import replace
 from sft_play.config.methods import PAGED
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
-from sft_play.machine.catalogue import LARGEST_MACHINE
 from sft_play.machine.gpus import Machine
 from sft_play.model import liger
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Plan
 from sft_play.planning.clock import batches_of, plan_clock
 from sft_play.planning.compiled import compiled_reasons, require_compilable, require_compiler
-from sft_play.planning.devices import memory_device, memory_reasons, training_device
+from sft_play.planning.devices import machines_of, memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
@@ -80,7 +79,7 @@ def plan_run(
     """
     device, architecture = training_device(machine), Architecture.of(model_config)
     _require_kernels(config, architecture, device, here=not machine.what_if)
-    machines = machines or (-(-processes // LARGEST_MACHINE) if machine.what_if else 1)
+    machines = machines or machines_of(machine, processes)
     layers = len(architecture.ask(questions.layer_kinds)) if mix else 0
     allowed, about_rows = allowed_plans(config, architecture, facts, device, processes, machines)
     if not (drafts := [draft for draft in allowed if accept(draft)]):
@@ -194,7 +193,7 @@ def _assumed(facts: DataFacts) -> list[Reason]:
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:
     asked, kind, capability = config.model.attention, device.kind, device.compute_capability
-    if config.parallel.sequence_parallel_size > 1:  # no package exchanges heads, so auto takes none
+    if config.parallel.sequence_ranks > 1:  # no package exchanges heads, so auto takes none
         kind, capability = ("cpu", None) if asked == "auto" else (kind, capability)
     if kind == "cuda" and questions.has_attention_packages():  # depends on more than what it is asked about
         return questions.attention(architecture.config, asked, kind, capability)

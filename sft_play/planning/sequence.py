@@ -1,5 +1,7 @@
 """Whether the processes of a run can divide the tokens of a micro-batch, before anything is loaded."""
 
+from math import gcd
+
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import NAME
@@ -25,7 +27,7 @@ def require_divisible(
         ConfigError: it does not divide the processes of a machine or the attention heads, or tokens see each
             other elsewhere than in our attention over joined rows.
     """
-    ranks = config.parallel.sequence_parallel_size
+    ranks = config.parallel.sequence_ranks
     if ranks == 1:
         return
     asked = f"parallel.sequence_parallel_size={ranks}"
@@ -61,6 +63,16 @@ def require_divisible(
             f"{asked}: {architecture.config.model_type} scales its positions by the longest one that it sees "
             f"(rope type {scaling}), which is another on each process; set parallel.sequence_parallel_size=1"
         )
+
+
+def group_sizes(config: RunConfig, architecture: Architecture, processes: int, machines: int) -> list[int]:
+    """Sizes of groups, larger than the config's, that divide processes and heads, ascending.
+
+    `require_divisible` may still refuse them for what the model or the config is.
+    """
+    asked, heads = config.parallel.sequence_ranks, architecture.ask(questions.heads_and_scaling)[0]
+    both = divisors(gcd(processes // machines, heads or 1))
+    return [size for size in both if size > asked and size % asked == 0]
 
 
 def _sizes(count: int) -> str:

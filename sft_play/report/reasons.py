@@ -21,6 +21,10 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.AssumedRows: (
         "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
     ),
+    reasons.TokensDivided: (
+        "groups of {ranks} processes divide the tokens of a micro-batch (sequence parallelism), since "
+        "nothing else fits: they wait for exchanges in every layer, which were never measured on a GPU"
+    ),
     reasons.StatesOnDisk: (
         "AdamW's states in files in {folder}, which takes {saved_bytes} less RAM; each step reads and writes "
         "them, which the predicted seconds leave out"
