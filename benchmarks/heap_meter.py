@@ -46,7 +46,8 @@ def wait_for_gloo(meter: ctypes.CDLL) -> None:
     """Lets the collectives of this process return only when gloo's threads hold nothing of them."""
     for kind in (DefaultAllGather, DefaultReduceScatter):
         kind.__call__ = _settled(kind.__call__, meter)  # type: ignore[method-assign]
-    distributed.all_reduce = _settled(distributed.all_reduce, meter)
+    for name in ("all_reduce", "all_to_all_single"):
+        setattr(distributed, name, _settled(getattr(distributed, name), meter))
 
 
 def _settled(communicate: Callable[..., None], meter: ctypes.CDLL) -> Callable[..., None]:

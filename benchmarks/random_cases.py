@@ -131,6 +131,15 @@ def draw(number: int, seed: int, engines: tuple[str, ...]) -> RandomRun:
     )
 
 
+def divided(run: RandomRun) -> RandomRun | None:
+    """The same with rows joined, their tokens divided between its two processes; None if they cannot be."""
+    if run.world_size == 1 or run.architecture in PADDED or run.geometry["heads"] % run.world_size:
+        return None
+    train = {name: value for name, value in run.tree["train"].items() if name != "neftune_noise_alpha"}
+    parallel = {"sequence_parallel_size": run.world_size}
+    return replace(run, tree={**run.tree, "train": train | {"padding_free": "auto"}, "parallel": parallel})
+
+
 def _draw_rows(pick: random.Random, count: int) -> tuple[tuple[int, int], ...]:
     lengths = [max(1, min(LONGEST, round(MEDIAN * pick.lognormvariate(0, SPREAD)))) for _ in range(count)]
     # the first token of a row never has loss
@@ -188,7 +197,7 @@ def config_of(run: RandomRun, model: Path, output: Path) -> RunConfig:
     Raises:
         ValueError: settings contradict each other.
     """
-    tree = run.tree
+    tree, engine = run.tree, "auto" if run.engine == "none" else run.engine
     return RunConfig.model_validate(
         {
             "model": {"name": str(model), **tree["model"]},
@@ -196,7 +205,7 @@ def config_of(run: RandomRun, model: Path, output: Path) -> RunConfig:
             "tuning": tree["tuning"],
             "train": {"probe": False, "report_to": [], **tree["train"]},
             "eval": tree["eval"],
-            "parallel": {"engine": "auto" if run.engine == "none" else run.engine},
+            "parallel": {"engine": engine, **tree.get("parallel", {})},
             "output": {"name": f"run-{run.number}", "dir": str(output)},
         }
     )

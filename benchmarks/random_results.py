@@ -79,6 +79,7 @@ def describe(row: dict[str, Any]) -> str:
     words = [row["architecture"], tree["tuning"]["mode"], row["precision"], row["engine"], layout]
     words += [train["optimizer"], "recomputed" if train["gradient_checkpointing"] else "kept"]
     words += [name for name in tree["tuning"].get("lora", {}) if name != "r"] + ["tied"] * row["tied"]
+    words += ["tokens divided"] * ("parallel" in tree)
     words += ["neftune"] * ("neftune_noise_alpha" in train) + ["new tokens"] * bool(
         tree["model"]["new_tokens"]
     )

@@ -4,6 +4,7 @@
     make bench-random ARGS="--runs 20 --seed 3"
     make bench-random ARGS="--minutes 15"           # those that can be measured in this time
     make bench-random ARGS="--forget 9 61"          # these again, the others as they were measured
+    make bench-random ARGS="--sequence --runs 20 --out benchmarks/results/random_sequence.json"
 
 Each run has another architecture, other settings and rows of very different lengths, all drawn from a seed;
 three of five are on two processes. Its plan predicts the peak of each phase. Then the run's own trainer goes
@@ -33,7 +34,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,15 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
-from benchmarks.random_cases import RandomRun, draw, job_of, predicted_again, save_model, without_memory
+from benchmarks.random_cases import (
+    RandomRun,
+    divided,
+    draw,
+    job_of,
+    predicted_again,
+    save_model,
+    without_memory,
+)
 from benchmarks.random_results import SCRATCH, describe, found_of, row_of, summary, table
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
@@ -313,6 +322,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of runs")
     parser.add_argument("--forget", type=int, nargs="*", default=[], help="numbers to measure again")
     parser.add_argument("--engines", nargs="+", default=ENGINES)
+    parser.add_argument("--sequence", action="store_true", help="those on two processes, which divide tokens")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "random.json")
@@ -322,8 +332,9 @@ def main() -> None:
     if options.work:
         work(options.work, log, options.until)
         return
-    numbers = options.only or range(options.first, options.first + options.runs)
-    runs = [draw(number, options.seed, tuple(options.engines)) for number in numbers]
+    numbers = options.only or count(options.first)
+    drawn = (draw(number, options.seed, tuple(options.engines)) for number in numbers)
+    runs = list(islice(filter(None, map(divided, drawn)) if options.sequence else drawn, options.runs))
     console().print(f"{len(runs)} runs, drawn from seed {options.seed}")
     take_over(options.out, log)
     forget([run for run in runs if run.number in options.forget], log)

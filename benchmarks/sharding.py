@@ -151,20 +151,18 @@ def drawn_cases(count: int, seed: int, *, sequence: bool) -> list[Case]:
     worlds = itertools.cycle(WORLDS)
     if not sequence:
         return [draw(number, next(worlds), seed) for number in range(count)]
-    found: list[Case] = []
-    for number, world in zip(itertools.count(), worlds, strict=False):
-        case = draw(number, world, seed)
-        heads = setting(case.config.get_text_config(), "num_attention_heads")
-        ranks = max(2, world // (1 + number // 2 % 2))
-        if (
-            calls_ours(case.config)
-            and not why_padded(False, "auto", case.config, NAME)
-            and heads % ranks == 0
-        ):
-            found.append(replace(case, joined=True, rows=(4,) * world, replicas=1, sequence_ranks=ranks))
-        if len(found) == count:
-            break
-    return found
+    drawn = (draw(number, world, seed) for number, world in zip(itertools.count(), worlds, strict=False))
+    groups = (divided(case, max(2, case.world // (1 + case.number // 2 % 2))) for case in drawn)
+    return list(itertools.islice(filter(None, groups), count))
+
+
+def divided(case: Case, ranks: int) -> Case | None:
+    """The same with joined rows whose tokens so many processes divide; None if they cannot."""
+    config = case.config
+    heads = setting(config.get_text_config(), "num_attention_heads")
+    if heads % ranks or not calls_ours(config) or why_padded(False, "auto", config, NAME):
+        return None
+    return replace(case, joined=True, rows=(4,) * case.world, replicas=1, sequence_ranks=ranks)
 
 
 class HeapMeter(AllocationRecorder):

@@ -4,6 +4,7 @@
     python -m benchmarks.zero3 --cases 4 --seed 3
     python -m benchmarks.zero3 --again             # predicts what has been measured once more
     python -m benchmarks.zero3 --few-targets --out benchmarks/results/zero3_few_targets.json
+    python -m benchmarks.zero3 --sequence --cases 10 --out benchmarks/results/zero3_sequence.json
 
 As benchmarks/sharding.py, whose small models and meter these are. DeepSpeed runs three steps; the highest
 number of bytes in each phase of the third is compared with the prediction: the trace of a step that
@@ -30,10 +31,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from benchmarks.heap_meter import built_meter, loaded_meter
+from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.random_models import random_model
-from benchmarks.sharding import CPU, SEED, Case, HeapMeter, case_of, draw
+from benchmarks.sharding import CPU, SEED, Case, HeapMeter, case_of, divided, draw
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.base import Division
 from sft_play.engines.deepspeed import config_file, read_config
@@ -50,11 +51,17 @@ STAGE = 3
 SEPARATE = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")  # a projection each of q, k, v
 
 
-def drawn_cases(count: int, seed: int, *, few_targets: bool) -> list[Case]:
-    """So many cases; with `few_targets`, LoRA of architectures that have those modules."""
-    if not few_targets:
-        return [drawn(number, seed) for number in range(count)]
+def drawn_cases(count: int, seed: int, *, few_targets: bool, sequence: bool) -> list[Case]:
+    """So many cases.
+
+    With `few_targets`, LoRA of architectures that have those modules; with `sequence`, of joined rows whose
+    tokens the processes divide.
+    """
     cases = (drawn(number, seed) for number in itertools.count())
+    if sequence:
+        return list(itertools.islice(filter(None, (divided(case, WORLD) for case in cases)), count))
+    if not few_targets:
+        return list(itertools.islice(cases, count))
     separate = (case for case in cases if case.architecture in SEPARATE)
     fitting = (replace(case, mode="lora", few_targets=True) for case in separate)
     return list(itertools.islice(fitting, count))
@@ -154,6 +161,7 @@ def work(path: Path, out: Path) -> None:
     deepspeed.init_distributed("gloo")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     meter, lines = loaded_meter(), []
+    wait_for_gloo(meter)
     for tree, offload in product(json.loads(path.read_text()), (False, True)):
         found: list[Any] = [None] * WORLD
         distributed.all_gather_object(found, measure(case_of(tree), meter, offload))
@@ -252,6 +260,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
     parser.add_argument("--few-targets", action="store_true", help="LoRA beside q_proj and v_proj alone")
+    parser.add_argument("--sequence", action="store_true", help="processes divide the tokens too")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "zero3.json")
     options = parser.parse_args()
@@ -265,7 +274,8 @@ def main() -> None:
     if options.again:
         lines = measured_again(options.out)
     else:
-        lines = measured_now(drawn_cases(options.cases, options.seed, few_targets=options.few_targets))
+        kind = {"few_targets": options.few_targets, "sequence": options.sequence}
+        lines = measured_now(drawn_cases(options.cases, options.seed, **kind))
     rows = [compare(case_of(line["case"]), line["offload"], line["measured"]) for line in lines]
     plain, away = ([row for row in rows if row["offload"] == offload] for offload in (False, True))
     summary = {**summarised(plain), "offload": summarised(away)}
