@@ -13,8 +13,8 @@ outputs back.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed
@@ -40,13 +40,16 @@ def part_of_group(ranks: int, timeout_s: float) -> Part | None:
     """This process's place among so many neighbours; all processes call it. None for groups of one."""
     if ranks == 1:
         return None
-    return _part_of(distributed.group.WORLD, ranks, timeout_s)
+    known = _PARTS.setdefault(distributed.group.WORLD, {})
+    if (ranks, timeout_s) not in known:
+        group, _ = distributed.new_subgroups(ranks, timeout=timedelta(seconds=timeout_s))
+        known[ranks, timeout_s] = Part(distributed.get_rank(group), ranks, group)
+    return known[ranks, timeout_s]
 
 
-@lru_cache(maxsize=4)  # a group is a set of connections, and a run may begin several sessions
-def _part_of(world: Any, ranks: int, timeout_s: float) -> Part:
-    group, _ = distributed.new_subgroups(ranks, timeout=timedelta(seconds=timeout_s))
-    return Part(distributed.get_rank(group), ranks, group)
+# Of each world as long as it lives: a group is a set of connections, and a run may begin several sessions.
+# One process that plans in between, in worlds of its own, must not forget what the others remember.
+_PARTS: WeakKeyDictionary[Any, dict[tuple[int, float], Part]] = WeakKeyDictionary()
 
 
 def divided_micro_batches(collate: Collator, part: Part, pad_id: int) -> Collator:

@@ -1,11 +1,20 @@
 import pytest
 import torch
 from datasets import Dataset
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError
 from sft_play.model.collators import joined_micro_batches
-from sft_play.model.sequence_parallel import KEY, Part, divided_micro_batches, repeated_heads
+from sft_play.model.sequence_parallel import (
+    KEY,
+    Part,
+    divided_micro_batches,
+    part_of_group,
+    repeated_heads,
+)
+from sft_play.sizing.sharded import silent_group
 
 ROWS = Dataset.from_list(
     [
@@ -64,3 +73,19 @@ def test_key_and_value_heads_are_repeated_until_each_rank_has_as_many(heads, key
 def test_heads_that_ranks_cannot_divide_are_an_error():
     with pytest.raises(ConfigError, match="6 heads cannot be divided among 4 ranks"):
         repeated_heads(6, 2, 4)
+
+
+@pytest.fixture()
+def _world():
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_process_that_traces_other_steps_keeps_its_group(_world):
+    """Or it would wait for the others, which have theirs, to make a new one."""
+    part = part_of_group(2, 600)
+    for _ in range(6):
+        with silent_group(2):
+            assert part_of_group(2, 600).group is not part.group
+    assert part_of_group(2, 600) is part
