@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from benchmarks.cookbook import PAGE, line
@@ -13,6 +14,7 @@ from sft_play.machine.gpus import what_if
 from sft_play.model.load import planning_config, position_limit
 from sft_play.planning.context import longest_rows
 from sft_play.planning.other_machines import MODES
+from sft_play.report.context import group_of
 from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.architecture import Architecture
 
@@ -53,7 +55,8 @@ micro-batch, loss on every token, activations recomputed, an effective batch of 
 (`model.rope_scaling`), so memory is the limit. Each cell has the tokens of the longest row, the engine on
 several GPUs, and the predicted tokens per second of all GPUs together at that length (n/a where the data
 sheets do not tell); after the semicolon the longest row with weights in RAM (`OFFLOAD=ram`), where that is
-longer. For your own model and GPU:
+longer; and what groups of GPUs reach that divide the tokens of each row (sequence parallelism). For your own
+model and GPU:
 
 ```
 make plan MODEL=qwen3-8b GPU="RTX 4090" CONTEXT=max
@@ -85,14 +88,20 @@ def _scaled(model: str) -> tuple[Architecture, RunConfig]:
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:
-    plain, *in_ram = rows
-    longer = [row["longest"] for row in in_ram if row["longest"] > (plain["longest"] or 0)]
-    found = "-"
-    if plain["longest"]:
-        speed = plain["tokens_per_second"]
-        engine = f" {label_of(plain['engine'], plain['replicas'])}" if plain["processes"] > 1 else ""
-        found = f"{plain['longest']:,}{engine}, {'n/a' if speed is None else f'{speed:,.0f}'}"
-    return found + "".join(f"; {tokens:,}" for tokens in longer)
+    divided = [row for row in rows if group_of(row) > 1]
+    plain, *in_ram = (row for row in rows if row not in divided)
+    longer = [f"{row['longest']:,}" for row in in_ram if row["longest"] > (plain["longest"] or 0)]
+    if divided:
+        farthest = max(divided, key=itemgetter("longest"))
+        longer.append(f"groups of {group_of(farthest)}: {_reached(farthest)}")
+    return "; ".join([_reached(plain) if plain["longest"] else "-", *longer])
+
+
+def _reached(row: dict[str, Any]) -> str:
+    speed, several = row["tokens_per_second"], row["processes"] > 1
+    engine = f" {label_of(row['engine'], row['replicas'])}" if several else ""
+    in_ram = " with weights in RAM" if group_of(row) > 1 and row["offload"] == "ram" else ""
+    return f"{row['longest']:,}{engine}{in_ram}, {'n/a' if speed is None else f'{speed:,.0f}'}"
 
 
 def _machine(gpu: str, gpus: int) -> str:

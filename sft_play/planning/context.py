@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sft_play.config.schema import RunConfig
@@ -9,12 +10,13 @@ from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
 from sft_play.plan import Memory, Plan
-from sft_play.planning.devices import training_device
-from sft_play.planning.drafts import leanest, with_offload
+from sft_play.planning.devices import machines_of, training_device
+from sft_play.planning.drafts import leanest, with_groups, with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import with_batch_for
 from sft_play.planning.other_machines import tokens_per_second
 from sft_play.planning.run import allowed_plans, estimator_of_run, plan_run
+from sft_play.planning.sequence import group_sizes
 from sft_play.planning.speed import host_link
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
@@ -26,19 +28,26 @@ LONGEST = "max"  # what is asked, unless it is a number of tokens
 Use = Callable[[int], float]  # tokens of a row -> share of the budget that it takes; it fits up to 1
 
 
-def longest_multiple(use: Use, most: int, grain: int = GRAIN) -> int | None:
+def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None = None) -> int | None:
     """The most tokens that fit the budget: `most`, or a multiple of the grain; None if not even the grain.
 
     What is taken grows with the tokens, nearly in a line, so the next guess is where the line through the
-    last two meets the budget (the secant method); each third one halves the bracket, which so closes.
+    last two meets the budget (the secant method); each third one halves the bracket, which so closes. The
+    search begins at `most`, or where it is expected to end (`first`).
     """
-    last, used = -(-most // grain), use(most)
-    if used <= 1:
-        return most
-    low, high, guess = 0, last, int(last / used)  # as if nothing but the tokens took memory
+    end = -(-most // grain)
+    if first is None or first >= most:
+        last, used = end, use(most)
+        if used <= 1:
+            return most
+        low, high, guess = 0, last, int(last / used)  # as if nothing but the tokens took memory
+    else:
+        last, used = 0, 0.0
+        low, high, guess = 0, end, max(1, first // grain)
     for step in itertools.count():
         if high - low <= 1:
-            return low * grain or None
+            reached = high == end and first is not None and use(most) <= 1
+            return most if reached else low * grain or None
         guess = (low + high) // 2 if step % 3 == 2 else min(max(guess, low + 1), high - 1)
         found = use(guess * grain)
         low, high = (guess, high) if found <= 1 else (low, guess)
@@ -54,7 +63,14 @@ def position_limit(architecture: Architecture) -> int | None:
 
 
 def longest_row(
-    config: RunConfig, architecture: Architecture, machine: Machine, processes: int, asked: int | None
+    config: RunConfig,
+    architecture: Architecture,
+    machine: Machine,
+    processes: int,
+    asked: int | None,
+    *,
+    first: int | None = None,
+    best_first: list[tuple[str, int]] | None = None,
 ) -> dict[str, Any]:
     """The longest row that fits, one in a micro-batch, with the plan for it; or why there is none.
 
@@ -64,6 +80,8 @@ def longest_row(
         machine: that it runs on.
         processes: number of them.
         asked: tokens of a row that the speed is wanted for, and whether they fit; default: the longest.
+        first: where the search begins, as in `longest_multiple`.
+        best_first: engines and replicas, those that are expected to take least first; is kept up to date.
 
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
@@ -71,22 +89,72 @@ def longest_row(
     positions = position_limit(architecture)
     most = positions or MAX_UNSTATED
     known: dict[int, float] = {}
-    best_first: list[tuple[str, int]] = []  # engines and replicas, that of the last step first
+    order = [] if best_first is None else best_first
 
     def use(tokens: int) -> float:
         if tokens not in known:
-            known[tokens] = _use(config, architecture, machine, processes, tokens, best_first)
+            known[tokens] = _use(config, architecture, machine, processes, tokens, order)
         return known[tokens]
 
     fits = None if asked is None else use(asked) <= 1
-    longest = longest_multiple(use, most)
+    longest = longest_multiple(use, most, first=first)
     if fits and asked and asked > (longest or 0):  # between two multiples
         longest = asked
     row: dict[str, Any] = {"longest": longest, "limit": "positions" if longest == most else "memory"}
+    row["sequence_ranks"] = config.parallel.sequence_ranks
     if asked is not None:
         row["fits"] = fits
     shown = longest if asked is None else asked
     return row | (_at(config, architecture, machine, processes, shown) if shown and fits is not False else {})
+
+
+def longest_divided_row(
+    config: RunConfig,
+    architecture: Architecture,
+    machine: Machine,
+    processes: int,
+    asked: int | None,
+    *,
+    whole: dict[str, Any],
+    best_first: list[tuple[str, int]],
+) -> dict[str, Any] | None:
+    """The longest row if groups of processes divide its tokens; of the smallest groups that reach it.
+
+    The larger a group, the fewer tokens has a process, so the largest are searched. Smaller ones reach as far
+    only where the model's positions are the limit.
+
+    Args:
+        config: as in `longest_row`, as are those that follow.
+        architecture: see there.
+        machine: see there.
+        processes: see there.
+        asked: see there.
+        whole: what `longest_row` found where tokens are not divided.
+        best_first: see there.
+
+    Returns:
+        As `longest_row`; None if whole rows are enough, if none fits, if there are no groups, or if the
+        config says how large they are.
+    """
+    enough = whole["limit"] == "positions" if asked is None else whole["fits"]
+    sizes = group_sizes(config, architecture, processes, machines_of(machine, processes))
+    if config.parallel.sequence_parallel_size != "auto" or not whole["longest"] or enough or not sizes:
+        return None
+
+    def found(size: int) -> dict[str, Any]:
+        run, first = with_groups(config, size), whole["longest"] * size
+        return longest_row(run, architecture, machine, processes, asked, first=first, best_first=best_first)
+
+    def reaches(size: int, tokens: int) -> bool:
+        return _use(with_groups(config, size), architecture, machine, processes, tokens, best_first) <= 1
+
+    with suppress(ConfigError):  # for the model, or for a setting
+        row = found(sizes[-1])
+        if row["longest"] and row["limit"] == "positions":
+            smaller = next((size for size in sizes[:-1] if reaches(size, row["longest"])), None)
+            row = found(smaller) if smaller else row
+        return row if (row["longest"] or 0) > whole["longest"] else None
+    return None
 
 
 def _at(
@@ -129,7 +197,7 @@ def drafts_of(
     run: RunConfig, architecture: Architecture, facts: DataFacts, machine: Machine, processes: int
 ) -> list[Plan]:
     """Every plan that may be chosen on so many processes, before memory is estimated."""
-    machines = max(1, -(-processes // len(machine.gpus))) if machine.what_if else 1
+    machines = machines_of(machine, processes)
     drafts = allowed_plans(run, architecture, facts, training_device(machine), processes, machines)[0]
     if run.train.asked_activations != "auto" or host_link(machine) is not None:
         return drafts
@@ -183,9 +251,9 @@ def longest_rows(
     asked: int | None = None,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> list[dict[str, Any]]:
-    """A row for each method, number of processes and place of the weights.
+    """A row for each method, number of processes and place of the weights, and of tokens that are divided.
 
-    RAM is looked at where memory of the device is the limit without it.
+    RAM is looked at where memory of the device is the limit without it, and so are tokens that are divided.
 
     Args:
         config: the run.
@@ -203,13 +271,16 @@ def longest_rows(
             for place in places_of(config, machine):
                 tuning = config.tuning.model_copy(update={"mode": mode})
                 run = with_offload(config.model_copy(update={"tuning": tuning}), place)
+                head, order = {"mode": mode, "processes": count, "offload": place}, list[tuple[str, int]]()
+                asking = run, architecture, machine, count, asked
                 try:
-                    found = longest_row(run, architecture, machine, count, asked)
+                    found = longest_row(*asking, best_first=order)
+                    divided = longest_divided_row(*asking, whole=found, best_first=order)
                 except (ConfigError, DoesNotFitError) as error:
-                    found = {"longest": None, "problem": str(error).splitlines()[0]}
+                    found, divided = {"longest": None, "problem": str(error).splitlines()[0]}, None
                 advance(1)
                 if place == "none" or config.parallel.offload == place or found["longest"]:
-                    rows.append({"mode": mode, "processes": count, "offload": place} | found)
+                    rows += [head | row for row in (found, divided) if row]
                 if found.get("limit") == "positions":
                     break
     return rows

@@ -15,15 +15,17 @@ from sft_play.units import GIB, counted, plural
 
 
 def context_report(tree: Mapping[str, Any]) -> RenderableType:
-    """A row for each method, number of processes, and place of the weights; fits in 80 columns."""
+    """A row for each method, number of processes, place of the weights and group; fits in 80 columns."""
     unit, asked = _unit(tree), None if tree["asked"] == "max" else tree["asked"]
-    heads = ["", plural(unit), "longest row", "limit"]
+    heads, divided = ["", plural(unit)], any(group_of(row) > 1 for row in tree["rows"])
+    heads += [*(["group"] if divided else []), "longest row", "limit"]
+    texts = [len(heads) - 1, len(heads)]
     if asked:
-        heads += [f"{asked:,}"]
-    table = columns(*heads, "engine", "tokens/s", "GiB", left=(0, 3, *((4, 5) if asked else (4,))))
-    table.padding = (0, 2, 0, 0)
+        heads, texts = [*heads, f"{asked:,}"], [*texts, len(heads) + 1]
+    table = columns(*heads, "engine", "tokens/s", "GiB", left=(0, *texts))
+    table.padding = (0, 2 - divided, 0, 0)
     for row in tree["rows"]:
-        table.add_row(*_cells(row, asked))
+        table.add_row(*_cells(row, asked, divided=divided))
     place = f"{tree['gpu']}" if tree["gpu"] else "this CPU"
     title = Text(f"{tree['model']} on {place}: the longest rows that fit", style="bold")
     return Group(Words(title), table, bullets([*_notes(tree), *tree["why"]]))
@@ -39,9 +41,15 @@ def method_of(row: Mapping[str, Any]) -> str:
     return name if row["offload"] == "none" else f"{name}, {row['offload'].upper()}"
 
 
-def _cells(row: Mapping[str, Any], asked: int | None) -> list[str]:
+def group_of(row: Mapping[str, Any]) -> int:
+    """How many processes divide the tokens of a row; 1 if none do."""
+    return row.get("sequence_ranks") or 1  # a row that was refused says nothing of it
+
+
+def _cells(row: Mapping[str, Any], asked: int | None, *, divided: bool) -> list[str]:
     longest = row["longest"]
-    cells = [method_of(row), str(row["processes"]), f"{longest:,}" if longest else "-"]
+    cells = [method_of(row), str(row["processes"]), *([str(group_of(row))] if divided else [])]
+    cells.append(f"{longest:,}" if longest else "-")
     cells.append(row.get("limit", "") if longest else "")
     if asked:
         cells.append("fits" if row.get("fits") else "-")
@@ -60,6 +68,11 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
         f"one row in a micro-batch, loss on every token, activations recomputed{offloaded}; speed and memory "
         f"of a {_unit(tree)} at {length}, predicted"
     ]
+    if any(group_of(row) > 1 for row in rows):
+        found.append(
+            f"group: {plural(_unit(tree))} that divide the tokens of each row, the fewest that reach this "
+            "length; parallel.sequence_parallel_size, which a plan chooses only if nothing else fits"
+        )
     if any(row.get("limit") == "positions" and row["longest"] for row in rows):
         found.append(
             f"limit positions: memory is left, but the model has {counted(tree['positions'], 'position')}; "
@@ -71,11 +84,15 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _divided(row: Mapping[str, Any]) -> str:
+    return f" in groups of {group_of(row)}" if group_of(row) > 1 else ""
+
+
 def problem_of(tree: Mapping[str, Any]) -> str:
     """That rows of the asked length do not fit anywhere, and which ones do, in a sentence."""
     unit, asked = _unit(tree), tree["asked"]
     known = [
-        f"{method_of(row)} on {counted(row['processes'], unit)} {row['longest']:,}"
+        f"{method_of(row)} on {counted(row['processes'], unit)}{_divided(row)} {row['longest']:,}"
         for row in tree["rows"]
         if row["longest"]
     ]

@@ -9,7 +9,7 @@ from sft_play.cli import main, parse
 from sft_play.commands.context import asked_tokens
 from sft_play.commands.plan import plan_command
 from sft_play.errors import ConfigError, DoesNotFitError
-from sft_play.report.context import context_report
+from sft_play.report.context import context_report, problem_of
 from tests.unit.commands.test_plan import TINY, tiny  # noqa: F401  an autouse fixture
 from tests.unit.report.test_plan import screen
 
@@ -101,6 +101,32 @@ def test_the_table_fits_into_80_columns():
     assert "…" not in text and max(map(len, text.splitlines())) <= 80 and "123,456" in text
     missing = {**row, "longest": None, "problem": "fused experts"}
     assert "QLoRA, RAM: fused experts" in screen(context_report(tree | {"rows": [missing]}))
+
+
+def test_the_table_has_the_groups_that_reach_a_length():
+    row = {
+        "mode": "qlora", "processes": 512, "offload": "ram", "longest": 16_777_216, "limit": "positions", "fits": False,
+        "sequence_ranks": 1,
+    }  # fmt: skip
+    more = {
+        "longest": 16_777_216, "fits": True, "sequence_ranks": 128, "engine": "fsdp2", "replicas": 64,
+        "tokens_per_second": 123456.0, "process_bytes": 2**37,
+    }  # fmt: skip
+    tree = {
+        "model": "m",
+        "gpu": "g",
+        "asked": 524_288,
+        "positions": 1_048_576,
+        "rows": [row, row | more],
+        "why": [],
+    }
+    text = screen(context_report(tree))
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80 and "123,456" in text
+    assert "QLoRA, RAM 512 128 16,777,216" in " ".join(text.split())
+    assert "parallel.sequence_parallel_size" in text
+    alone = screen(context_report(tree | {"rows": [row]}))
+    assert "group" not in alone
+    assert "on 512 GPUs in groups of 128 16,777,216 tokens" in problem_of(tree)
 
 
 def test_rows_that_are_described_have_steps_hours_and_a_price():

@@ -8,6 +8,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.gpus import what_if
 from sft_play.planning import context
 from sft_play.planning.context import GRAIN, longest_multiple, longest_row, longest_rows
+from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.sizing.architecture import Architecture
@@ -66,6 +67,19 @@ def test_activations_may_be_in_ram_only_where_the_link_is_known_as_in_a_plan(gpu
         assert any(draft.offloads_activations for draft in drafts) == expected
 
 
+@pytest.mark.parametrize("first", [1, 30_000, 100_000, 699_999, 10**6, 10**8])
+@pytest.mark.parametrize("budget", [100_000, 10**7])
+def test_a_search_that_begins_elsewhere_ends_at_the_same_length(first, budget):
+    asked = []
+
+    def use(tokens: int) -> float:
+        asked.append(tokens)
+        return (20_000 + tokens) / budget
+
+    assert longest_multiple(use, 700_001, first=first) == (700_001 if budget == 10**7 else 78 * GRAIN)
+    assert len(set(asked)) <= 6 and min(asked) > 0, asked
+
+
 def test_what_the_model_allows_is_the_limit_where_memory_is_left():
     assert longest_multiple(lambda tokens: 0.5, 40_961) == 40_961
 
@@ -103,8 +117,80 @@ def test_a_length_that_does_not_fit_has_no_plan():
     assert found["fits"] is False and found["longest"] < 999_999 and "engine" not in found
 
 
+def divided(run, model, processes: int, asked=None):
+    """The row without groups, and the one with them."""
+    machine, order = what_if("RTX 4090", processes), []
+    whole = longest_row(run, model, machine, processes, asked, best_first=order)
+    found = context.longest_divided_row(run, model, machine, processes, asked, whole=whole, best_first=order)
+    return whole, found
+
+
+def on_ddp(memory_gib: float, **train):
+    run = config(effective_batch_size=4, gradient_checkpointing=True, **train)
+    parallel = {"memory_gib": memory_gib, "engine": "ddp"}
+    return run.model_copy(update={"parallel": run.parallel.model_copy(update=parallel)})
+
+
+@pytest.mark.slow
+def test_groups_reach_farther_and_the_next_multiple_does_not_fit():
+    run, model, machine = on_ddp(1.7), architecture(10**6), what_if("RTX 4090", 4)
+    whole, found = divided(run, model, 4)
+    assert (whole["sequence_ranks"], found["sequence_ranks"]) == (1, 4)  # of 4 heads
+    assert found["limit"] == "memory" and found["longest"] > 2 * whole["longest"] > 0
+    assert found["process_bytes"] <= found["budget_bytes"] and found["tokens_per_second"] > 0
+    for tokens, fits in ((found["longest"], True), (found["longest"] + GRAIN, False)):
+        assert (context._use(with_groups(run, 4), model, machine, 4, tokens, []) <= 1) == fits
+
+
+@pytest.fixture()
+def _linear(monkeypatch):
+    """Memory that each token of a process takes, and nothing that has to be traced."""
+
+    def use(run, model, machine, processes, tokens, best_first):
+        return 0.2 + tokens / run.parallel.sequence_ranks / 100_000
+
+    monkeypatch.setattr(context, "_use", use)
+    monkeypatch.setattr(context, "_at", lambda run, *rest: {"row_tokens": rest[-1]})
+
+
+@pytest.mark.parametrize(
+    ("positions", "asked", "reached", "limit", "ranks"),
+    [
+        (10**8, None, 319_488, "memory", 4),
+        (320_100, None, 319_488, "memory", 4),
+        (319_990, None, 319_990, "positions", 4),
+        (160_001, None, 160_001, "positions", 4),
+        (159_999, None, 159_999, "positions", 2),  # the smallest that reach all positions
+        (10**8, 90_000, 319_488, "memory", 4),
+    ],
+)
+def test_the_smallest_groups_that_reach_as_far_are_named(_linear, positions, asked, reached, limit, ranks):
+    whole, found = divided(on_ddp(1.7), architecture(positions), 4, asked)
+    assert whole["longest"] == 79_872
+    assert (found["longest"], found["limit"], found["sequence_ranks"]) == (reached, limit, ranks)
+    assert found.get("fits") == (True if asked else None)
+    assert found["row_tokens"] == (asked or reached)
+
+
+def test_tokens_are_not_divided_for_nothing(_linear):
+    """Where rows are long enough, where the config has decided it, and on one GPU."""
+    run, model = on_ddp(1.7), architecture(10**8)
+    assert divided(run, model, 4)[1] is not None
+    assert divided(run, architecture(4096), 4)[1] is None
+    assert divided(run, model, 4, 4096)[1] is None
+    assert divided(with_groups(run, 1), model, 4)[1] is None
+    assert divided(run, model, 1)[1] is None
+
+
+def test_what_cannot_be_divided_has_no_such_row():
+    run = on_ddp(1.7, padding_free=False)
+    whole = {"longest": GRAIN, "limit": "memory"}
+    asked = run, architecture(10**6), what_if("RTX 4090", 4), 4, None
+    assert context.longest_divided_row(*asked, whole=whole, best_first=[]) is None
+
+
 def test_rows_are_listed_by_method_and_number_and_a_method_that_is_refused_says_why(monkeypatch):
-    def answer(run, _, machine, processes, asked):
+    def answer(run, _, machine, processes, asked, **search):
         if run.tuning.mode == "qlora":
             raise ConfigError("fused experts")
         in_ram = run.parallel.offload == "ram"
