@@ -207,7 +207,7 @@ class AllocationRecorder(TorchDispatchMode):
         """Whether autograd itself adds these two, of any shape, and could leave the sum in the first one.
 
         What a node of the graph returns, autograd asks for its device just before it adds it to another
-        gradient. No operation of the node itself comes after that.
+        gradient. No operation of the node itself comes after that. A view keeps the tensor that it is of.
         """
         if self.phase != "backward" or torch.is_grad_enabled() or not isinstance(other, torch.Tensor):
             return False
@@ -216,6 +216,7 @@ class AllocationRecorder(TorchDispatchMode):
             and term.untyped_storage()._cdata in self._open
             and term.dtype == other.dtype
             and is_dense(term)
+            and not term._is_view()
         )
 
     def count(self, operation: Description, fresh: int = 0) -> None:
