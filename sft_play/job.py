@@ -174,7 +174,9 @@ def takes_less(plan: Plan) -> Callable[[Plan], bool]:
 
 def _recomputed(plan: Plan) -> int:
     """Grows as less is kept of activations."""
-    return 1 if plan.kept_layers else {"keep": 0, "recompute": 2, "offload": 3}[plan.activations]
+    if plan.kept_layers:
+        return 1
+    return {"keep": 0, "recompute": 2, "offload": 4}[plan.activations] + (plan.mlp_tiles > 1)
 
 
 def begin_run(job: Job) -> None:

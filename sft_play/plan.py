@@ -113,6 +113,7 @@ class Plan:
     sequence_tokens: int = 0  # of an average sequence, in which attention runs; 0 if unknown
     activations: Literal["keep", "recompute", "offload"]  # "offload": recomputed from inputs in RAM
     kept_layers: int = 0  # of a plan that recomputes: the last layers, which keep their activations
+    mlp_tiles: int = 1  # in which MLPs compute the largest micro-batch, if layers are recomputed
     mixed_precision: str  # "bf16", "fp16" or "no"
     dtype: str  # of the weights: "bfloat16", "float16" or "float32"
     attention: str
@@ -136,6 +137,12 @@ class Plan:
     def offloads_activations(self) -> bool:
         """Whether layers are recomputed from inputs in RAM; a CPU has them there anyway."""
         return self.activations == "offload" and self.device == "cuda"
+
+    @property
+    def mlp_tile(self) -> int:
+        """The most tokens that the MLP of a layer computes at a time; 0: all of a micro-batch."""
+        own = -(-self.micro_batch_tokens // self.sequence_ranks)
+        return -(-own // self.mlp_tiles) if self.mlp_tiles > 1 else 0
 
     @property
     def shards(self) -> int:

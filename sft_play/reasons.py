@@ -60,6 +60,14 @@ class Activations(Reason):
     host: HostMemory | None = None  # of a GPU that offloads what they are recomputed from
 
 
+class Tiles(Reason):
+    """MLPs compute the tokens of a micro-batch in tiles, and why."""
+
+    tiles: int  # of the largest micro-batch
+    tokens: int  # of a tile
+    cause: Literal["config", "exceed"]
+
+
 class EngineChoice(Reason, kw_only=True):
     """The engine, and what another one would need with the same micro-batch; labels of both."""
 

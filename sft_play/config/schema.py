@@ -11,6 +11,7 @@ from sft_play.config.values import (
     Auto,
     AutoOrAmount,
     AutoOrCount,
+    AutoOrTiles,
     Count,
     Expression,
     Fraction,
@@ -157,6 +158,11 @@ class TrainConfig(Section):
     """What becomes of what the backward pass needs. keep: it stays in memory. recompute: each decoder layer
     keeps its input alone. offload: that input is in RAM, which a CPU has nothing else than. auto: chosen by
     the planner, which may recompute some of the layers only, and offloads if nothing else fits."""
+    mlp_tiles: AutoOrTiles = "auto"
+    """In how many tiles of its tokens, one after the other, the MLP of each decoder layer computes the
+    largest micro-batch, so that its intermediates never exist whole (tiled MLP of ALST, arXiv 2506.13996).
+    Layers are recomputed then, and their MLPs once more; mixtures of experts stay whole. auto: up to 16 for
+    rows of 4,096 tokens and more, if nothing else fits."""
     mixed_precision: Precision = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
     optimizer: Literal[
@@ -233,6 +239,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.gradient_checkpointing={str(asked).lower()} contradicts train.activations={way}; "
                 "set one of them to auto"
+            )
+        if self.mlp_tiles != "auto" and self.mlp_tiles > 1 and self.asked_activations == "keep":
+            key = "activations=keep" if way == "keep" else "gradient_checkpointing=false"
+            raise ValueError(
+                f"train.mlp_tiles={self.mlp_tiles} computes the MLPs of recomputed layers in parts, but "
+                f"train.{key} recomputes none; set one of them to auto"
             )
         return self
 

@@ -9,6 +9,7 @@ Auto = Literal["auto"]
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 LONGEST_NAME = 255  # bytes of the name of a file
 SHOWN = 60  # characters of a word in a message
+Tiles = Annotated[int, Field(gt=0, le=64)]  # each is traced
 Workers = Annotated[int, Field(gt=0, le=1024)]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
@@ -71,5 +72,6 @@ ModuleName = Annotated[str, AfterValidator(_module_name)]
 Words = Annotated[tuple[str, ...], AfterValidator(_distinct_words)]
 AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
 AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
+AutoOrTiles = Annotated[Tiles | Auto, BeforeValidator(_reject_bool)]
 AutoOrWorkers = Annotated[Workers | Auto, BeforeValidator(_reject_bool)]
 Precision = Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(_yes_or_no)]

@@ -33,6 +33,7 @@ from sft_play.model.new_tokens import add_rows
 from sft_play.model.noise import add_noise
 from sft_play.model.placement import SPREAD, choose_place, compute_head_in_ram, say_spread
 from sft_play.model.targets import CHOOSES_TOKENS, text_prefix
+from sft_play.model.tiled_mlp import tile_mlps
 from sft_play.model.weights import first_not_finite
 from sft_play.plan import Plan
 from sft_play.runlog import console
@@ -180,6 +181,8 @@ def build_model(config: RunConfig, plan: Plan, local_rank: int = 0) -> PreTraine
         autocast, ids = plan.mixed_precision != "no", [token.id for token in new_tokens(config.model)]
         with looking_as_used(model):
             trained = attach_adapter(model, config.tuning.lora, autocast=autocast, new_ids=ids)
+    if plan.mlp_tile:
+        tile_mlps(trained, plan.mlp_tile)
     if config.train.neftune_noise_alpha:
         add_noise(trained, config.train.neftune_noise_alpha, config.train.seed)
     return trained

@@ -56,11 +56,24 @@ def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
         if forward is None and kernels == liger.NAME and liger.is_swiglu(module):
             forward = liger.mlp_forward
         if forward:
-            # accelerate's hook, where there is one, calls what it found
-            place = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-            setattr(module, place, MethodType(forward, module))
+            replace_forward(module, MethodType(forward, module))
             count += 1
     return count
+
+
+def replace_forward(module: torch.nn.Module, forward: Any) -> None:
+    """Lets a module compute by another function of its arguments."""
+    setattr(module, _place_of_forward(module), forward)
+
+
+def forward_of(module: torch.nn.Module) -> Any:
+    """The function by which a module computes now."""
+    return getattr(module, _place_of_forward(module))
+
+
+def _place_of_forward(module: torch.nn.Module) -> str:
+    """The attribute; accelerate's hook, where there is one, calls what it found."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 def _replacement(kind: type, kernels: str = "own") -> Any:

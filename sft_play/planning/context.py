@@ -105,7 +105,9 @@ def longest_row(
     if asked is not None:
         row["fits"] = fits
     shown = longest if asked is None else asked
-    return row | (_at(config, architecture, machine, processes, shown) if shown and fits is not False else {})
+    if not shown or fits is False:
+        return row
+    return row | _at(config, architecture, machine, processes, shown, tight=shown == longest != most)
 
 
 def longest_divided_row(
@@ -158,19 +160,29 @@ def longest_divided_row(
 
 
 def _at(
-    config: RunConfig, architecture: Architecture, machine: Machine, processes: int, tokens: int
+    config: RunConfig,
+    architecture: Architecture,
+    machine: Machine,
+    processes: int,
+    tokens: int,
+    *,
+    tight: bool,
 ) -> dict[str, Any]:
-    """The key numbers of the plan for rows of so many tokens, one in a micro-batch."""
+    """The key numbers of the plan for rows of so many tokens, one in a micro-batch.
+
+    If it is `tight`, with MLPs in tiles, since such a plan is the only one that fits.
+    """
     run, facts = _run_of(config, processes, tokens)
     drafts = leanest(drafts_of(run, architecture, facts, machine, processes))
     kept = {(draft.micro_batch_size, draft.activations) for draft in drafts}
+    tiles = {draft.mlp_tiles for draft in drafts} | (set() if tight else {1})
     plan = plan_run(
         run,
         architecture,
         facts,
         machine,
         processes,
-        accept=lambda draft: (draft.micro_batch_size, draft.activations) in kept,
+        accept=lambda draft: (draft.micro_batch_size, draft.activations) in kept and draft.mlp_tiles in tiles,
         explain=False,
     )
     assert plan.memory
@@ -180,6 +192,7 @@ def _at(
         "replicas": plan.replicas,
         "effective_batch_size": plan.effective_batch_size,
         "activations": plan.activations,
+        "mlp_tiles": plan.mlp_tiles,
         "tokens_per_second": tokens_per_second(plan, facts),
         "peak_bytes": plan.memory.peak_bytes,
         "process_bytes": plan.memory.process_bytes,

@@ -54,10 +54,14 @@ def choose_precision(config: RunConfig, device: Device) -> tuple[str, Precision]
 
 
 def leanest(drafts: Sequence[Plan]) -> list[Plan]:
-    """Those with the fewest rows in a micro-batch that keep no more activations than they have to."""
+    """Those with the fewest rows in a micro-batch that keep no more activations than they have to.
+
+    With MLPs in tiles, if that may be.
+    """
     fewest = min(draft.rows_per_micro_batch for draft in drafts)
     small = [draft for draft in drafts if draft.rows_per_micro_batch == fewest]
-    return [draft for draft in small if draft.activations != "keep"] or small
+    lean = [draft for draft in small if draft.activations != "keep"] or small
+    return [draft for draft in lean if draft.mlp_tiles > 1] or lean
 
 
 def with_offload(config: RunConfig, place: str) -> RunConfig:
@@ -185,14 +189,15 @@ def by_offload(
 
     What nobody asked for, and takes longer by nobody knows how much, is left out.
     """
-    auto = config.train.asked_activations == "auto"
-    for away in product((False, True), repeat=2):
-        group = [
-            draft
-            for draft in drafts
-            if (draft.offload != "none", auto and draft.activations == "offload") == away
-        ]
-        if not (away[1] and group and seconds_of(group[0]) is None):
+    auto, chosen = config.train.asked_activations == "auto", config.train.mlp_tiles == "auto"
+
+    def last_resorts(draft: Plan) -> tuple[bool, ...]:
+        in_ram = auto and draft.activations == "offload"
+        return draft.offload != "none", in_ram, chosen and draft.mlp_tiles > 1
+
+    for resorts in product((False, True), repeat=3):
+        group = [draft for draft in drafts if last_resorts(draft) == resorts]
+        if not (resorts[1] and group and seconds_of(group[0]) is None):
             yield group
 
 
@@ -210,8 +215,9 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
 def _ways(train: TrainConfig, device: Device) -> tuple[str, ...]:
     """What may become of activations; a CPU has no other memory to offload to, compiled layers cannot."""
     if train.asked_activations == "auto":
-        offloads = device.kind == "cuda" and not train.compile
-        return ("keep", "recompute", "offload") if offloads else ("keep", "recompute")
+        keep = ("keep",) if train.mlp_tiles in ("auto", 1) else ()
+        offload = ("offload",) if device.kind == "cuda" and not train.compile else ()
+        return (*keep, "recompute", *offload)
     return (train.asked_activations,)
 
 

@@ -17,6 +17,7 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
 from sft_play.planning.sequence import require_divisible
 from sft_play.planning.speed import collectives_of, links_of, profile_of
+from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons import (
     AssumedRows,
     Communication,
@@ -226,6 +227,12 @@ def allowed_plans(
     padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
     require_divisible(config, architecture, attention, padded, processes, machines)
     hidden_size = architecture.ask(questions.hidden_size)
+    tiles = may_tile(config, facts.longest_row) and architecture.ask(questions.tiled_mlps) > 0
+    if train.mlp_tiles not in ("auto", 1) and not tiles:
+        raise ConfigError(
+            f"train.mlp_tiles={train.mlp_tiles}: the layers of {architecture.config.model_type} have no MLP "
+            "that can compute in tiles (mixtures of experts have none); set train.mlp_tiles=auto"
+        )
     drafts = draft_plans(
         config,
         device=device,
@@ -237,6 +244,7 @@ def allowed_plans(
         padding_free=not padded,
         largest=lambda split, steps: facts.largest_micro_batch(split, steps, hidden_size, not padded),
     )
+    drafts = with_tiles(train, drafts) if tiles else drafts
     drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
     return drafts, [*packed, *([padded] if padded else [])]
 

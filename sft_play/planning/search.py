@@ -10,8 +10,9 @@ avoids it where the answer is known:
   not fit without it, and the chosen one, to report what checkpointing would save.
 - Where a micro-batch fits only with its activations recomputed, some of the layers may keep theirs: as many
   as fit, found by bisection, since each of them takes memory and saves time.
-- Offloading to RAM is slower. Such plans are sized if no other plan fits: first those that offload what
-  layers are recomputed from, if the speed of the GPU's link is known, then those that offload weights.
+- MLPs that compute long rows in tiles are slower, and so is offloading to RAM. Such plans are sized if no
+  other plan fits: tiles first, then what layers are recomputed from in RAM, if the speed of the GPU's link is
+  known, then weights in RAM; each without tiles before with them.
 - Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
   more memory, they are sized for that plan only, to report what they would save; not at all if they divide
   the weights, since their steps have traces of their own.
@@ -38,6 +39,7 @@ from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.drafts import by_offload
 from sft_play.planning.mixes import mixes
 from sft_play.planning.savings import master_weights, states_on_disk
+from sft_play.planning.tiles import why_tiled, worth_sizing
 from sft_play.reasons import (
     Activations,
     Dealing,
@@ -58,8 +60,11 @@ MemoryOf = Callable[[Plan], Memory]  # of a plan of this run
 SecondsOf = Callable[[Plan], float | None]  # of its optimizer step; None if unknown
 
 _engine = attrgetter("engine", "replicas", "offload")
-# plans differ in the micro-batch, and in how many layers keep their activations though others do not
-_kind = attrgetter("engine", "replicas", "offload", "activations")
+
+
+def _kind(plan: Plan) -> tuple[Any, ...]:
+    """Alike for plans that differ in the micro-batch, and in how many layers keep their activations."""
+    return (*_engine(plan), plan.activations, plan.mlp_tiles > 1)
 
 
 def choose_plan(
@@ -94,6 +99,7 @@ def choose_plan(
     waiting = by_offload(config, drafts, seconds_of)
     while True:
         if not _fitting(sized) and (group := next(waiting, None)) is not None:
+            group = worth_sizing(group, sized)
             try:
                 sized += _size_all(group, memory_of, seconds_of)
             except ConfigError:  # offloading, which nobody asked for, cannot do it
@@ -113,10 +119,9 @@ def choose_plan(
             break
     chosen = _with_one_exchange(config, chosen, estimate)
     if explain and not any(plan.recomputes for plan in sized):
-        recomputing = [
-            each for each in drafts if each.activations == "recompute" and _recomputes(each, chosen)
-        ]
-        sized += [replace(draft, memory=memory_of(draft)) for draft in recomputing]
+        recomputing = [each for each in drafts if _recomputes(each, chosen) and each.mlp_tiles == 1]
+        alike = [each for each in recomputing if each.activations == "recompute"]
+        sized += [replace(draft, memory=memory_of(draft)) for draft in alike]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = _reasons(config, chosen, sized, seconds, layers)
     if explain:
@@ -191,7 +196,7 @@ def _mixes(sized: list[Plan], layers: int, memory_of: MemoryOf, seconds_of: Seco
     """Plans that may be faster, of the splits that fit only with their activations recomputed."""
     fitting = _fitting(sized)
     best = min((time for plan in fitting if (time := seconds_of(plan))), default=0.0)
-    recomputing = [plan for plan in fitting if plan.activations == "recompute"]
+    recomputing = [plan for plan in fitting if plan.activations == "recompute" and plan.mlp_tiles == 1]
     needy = [plan for plan in recomputing if not any(_recomputes(plan, other) for other in fitting)]
     return mixes(needy, layers, memory_of, seconds_of, below=best * (1 - TIE), by=1 - TIE)
 
@@ -265,6 +270,7 @@ def _reasons(
         Dealing(chosen),
         _why_no_larger(chosen, sized, seconds),
         _why_recomputed(config, chosen, fitting, layers),
+        *why_tiled(config.train, chosen),
         *([_why_engine(chosen, fitting, sized)] if chosen.world_size > 1 else []),
         *_why_offloaded(config, chosen),
     ]
@@ -361,6 +367,7 @@ def _alternative_rows(chosen: Plan, sized: list[Plan], seconds_of: SecondsOf) ->
             "gradient_checkpointing": plan.recomputes,
             "activations": plan.activations,
             "kept_layers": plan.kept_layers,
+            "mlp_tiles": plan.mlp_tiles,
             "engine": plan.engine,
             "replicas": plan.replicas,
             "offload": plan.offload,

@@ -26,6 +26,7 @@ CHOICES = {
     "train.padding_free": "padding_free",
     "train.gradient_checkpointing": "gradient_checkpointing",
     "train.activations": "activations",
+    "train.mlp_tiles": "mlp_tiles",
     "train.mixed_precision": "mixed_precision",
     "model.dtype": "dtype",
     "model.attention": "attention",

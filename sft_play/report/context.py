@@ -64,9 +64,11 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
     rows, asked = tree["rows"], tree["asked"]
     length = "the longest row" if asked == "max" else f"rows of {asked:,} tokens"
     offloaded = ", from inputs in RAM" if any(row.get("activations") == "offload" for row in rows) else ""
+    tiles = max((row.get("mlp_tiles", 1) for row in rows), default=1)
+    tiled = f", MLPs in {tiles} tiles" if tiles > 1 else ""
     found = [
-        f"one row in a micro-batch, loss on every token, activations recomputed{offloaded}; speed and memory "
-        f"of a {_unit(tree)} at {length}, predicted"
+        f"one row in a micro-batch, loss on every token, activations recomputed{offloaded}{tiled}; speed and "
+        f"memory of a {_unit(tree)} at {length}, predicted"
     ]
     if any(group_of(row) > 1 for row in rows):
         found.append(

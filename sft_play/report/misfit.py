@@ -14,6 +14,7 @@ def misfit_text(smallest: Plan, *, explain: bool = True) -> str:
     host = memory.host if memory.host and not memory.host.fits else None
     terms = host.terms if host else memory.terms
     checkpointing = ", gradient checkpointing" if smallest.recomputes else ""
+    checkpointing += f", MLPs in {smallest.mlp_tiles} tiles" if smallest.mlp_tiles > 1 else ""
     first = (
         f"this run does not fit: the smallest plan (micro-batch {smallest.micro_batch_size}{checkpointing}) "
         f"{_excess(memory, host)}"

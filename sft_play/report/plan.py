@@ -103,9 +103,10 @@ def way_of(row: Mapping[str, Any]) -> str:
     """What becomes of activations, in a word or two; plans of earlier versions tell of two ways only."""
     if row.get("kept_layers"):
         return "partly kept"
+    tiled = ", in tiles" if row.get("mlp_tiles", 1) > 1 else ""
     if row.get("activations") == "offload":
-        return "offloaded"
-    return "recomputed" if row["gradient_checkpointing"] else "kept"
+        return f"offloaded{tiled}"
+    return f"recomputed{tiled}" if row["gradient_checkpointing"] else "kept"
 
 
 def _engine(row: Mapping[str, Any]) -> tuple[str, int, str]:

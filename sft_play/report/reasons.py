@@ -195,6 +195,15 @@ def _activations_in_ram(reason: reasons.Activations) -> str:
 
 
 @sentence.register
+def _tiles(reason: reasons.Tiles) -> str:
+    cause = "as set in the config" if reason.cause == "config" else "since nothing else fits"
+    return (
+        f"MLPs in {reason.tiles} tiles of {reason.tokens:,} tokens, {cause}: of what is between their layers "
+        "a tile exists at a time, and is computed once more"
+    )
+
+
+@sentence.register
 def _engine(reason: reasons.EngineChoice) -> str:
     choice = f"{reason.engine} over {reason.world_size} processes"
     if reason.replicas > 1:

@@ -213,14 +213,12 @@ class Traces:
         return scaled_step(traces, counts, counts_of(spec), counts_of(evaluated))
 
     def work(self, spec: StepSpec) -> WorkLine:
-        """What a micro-batch of this kind and share computes and moves, as a function of its tokens.
-
-        Raises:
-            UntraceableModel: the architecture cannot be traced.
-        """
+        """What a micro-batch of this kind and share computes and moves, by its tokens; raises as `step`."""
         spec = self._on_device(spec).without_lengths()
         if spec.joined:
             spec = replace(spec, eval_batch=None, eval_share=None)
+        if spec.mlp_tile:  # other sizes have other tiles
+            return WorkLine.in_proportion(self._traced(spec).work, spec.tokens)
         known = self._known(spec)
         found = self._basis(spec, chain(samples(spec, list(known)), more_samples(spec)))
         if not found:  # no two have the same structure: one is scaled with the tokens
@@ -323,7 +321,7 @@ def estimator(
 
 def _is_by_length(traces: Traces, run: RunConfig, plan: Plan) -> bool:
     """Whether memory grows with the square of the lengths of joined sequences."""
-    plan = replace(plan, activations="keep", kept_layers=0)
+    plan = replace(plan, activations="keep", kept_layers=0, mlp_tiles=1)
     kind = replace(resized(StepSpec.of(run, plan), 0), supervised_share=0.0)
     return kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
 

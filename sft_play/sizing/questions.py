@@ -113,6 +113,17 @@ def layer_kinds(config: "PretrainedConfig") -> list[int]:
         return []
 
 
+def tiled_mlps(config: "PretrainedConfig") -> int:
+    """How many of the model's MLPs can compute in tiles, as in `model.tiled_mlp`."""
+    from sft_play.model.architecture import decoder_layers, empty_model
+    from sft_play.model.tiled_mlp import mlps_of
+
+    try:
+        return sum(len(list(mlps_of(layer))) for layer in decoder_layers(empty_model(config))[2])
+    except LookupError:
+        return 0
+
+
 def require_liger_modules(config: "PretrainedConfig") -> int:
     """How many modules of the model Liger's kernels serve.
 

@@ -152,6 +152,7 @@ class StepSpec:
     attention: str = "varlen_sdpa"
     activations: Literal["keep", "recompute", "offload"] = "keep"
     kept_layers: int = 0  # the last ones, if others are recomputed
+    mlp_tile: int = 0  # tokens that an MLP computes at a time; 0: all
     batch: Batch = PaddedRows(1, 128)  # the micro-batch
     longest: int | None = None  # tokens of the longest sequence; default: of a row of the batch
     sequence_tokens: int | None = None  # of an average sequence, if rows are joined; default `longest`
@@ -231,8 +232,13 @@ class StepSpec:
     def is_linear(self) -> bool:
         """Whether block sizes of larger micro-batches follow from those of smaller ones.
 
-        The autocast of a CPU keeps a cast of each tile of the output head, the last of which may be smaller.
+        They have more tiles, if MLPs compute in tiles. The autocast of a CPU keeps a cast of each tile of the
+        output head, the last of which may be smaller.
         """
+        return not self.mlp_tile and self._has_linear_head
+
+    @property
+    def _has_linear_head(self) -> bool:
         return self.device == "cuda" or self.mixed_precision == "no" or 3 not in self.loss_tiles
 
     @property
@@ -291,6 +297,7 @@ class StepSpec:
             # a CPU has no other memory to offload to
             activations="recompute" if plan.recomputes and plan.device == "cpu" else plan.activations,
             kept_layers=plan.kept_layers,
+            mlp_tile=plan.mlp_tile,
             accumulates=later or early,
             device=plan.device,
             compute_capability=same_kernels(plan.compute_capability or ASSUMED_CAPABILITY),

@@ -20,6 +20,7 @@ from sft_play.model.loss_head import add_loss_head, token_loss
 from sft_play.model.noise import add_noise
 from sft_play.model.recomputation import recompute
 from sft_play.model.sequence_parallel import KEY, part_of_group
+from sft_play.model.tiled_mlp import tile_mlps
 from sft_play.sizing.attention_kernels import depends_on_lengths, varlen_attention
 from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
 from sft_play.sizing.head_tiles import few_tiles
@@ -177,6 +178,8 @@ def _set_up(model: Any, spec: StepSpec) -> None:
 
 def prepare_for_training(model: Any, spec: StepSpec) -> None:
     """Sets the model up as the trainer does before the first step."""
+    if spec.mlp_tile:
+        tile_mlps(model, spec.mlp_tile)
     if spec.activations != "keep":
         recompute(model, kept_layers=spec.kept_layers, offload=spec.activations == "offload")
         if spec.mode != "full":

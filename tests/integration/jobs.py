@@ -21,6 +21,7 @@ from sft_play.plan import Device
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
+from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.runlog import open_run, read_metrics
 from tests.conftest import VOCABULARY, token_rows
 
@@ -102,6 +103,7 @@ def make_job(
         padding_free=padding_free,
         largest=lambda *cut: facts.largest_micro_batch(*cut, architecture.hidden_size, padding_free),
     )
+    drafts = with_tiles(config.train, drafts) if may_tile(config, SEQ) else drafts
     plan, _ = choose_plan(config, drafts, None, None)
     plan = replace(plan, defers_exchange=defers_exchange, kept_layers=kept_layers)
     return Job(

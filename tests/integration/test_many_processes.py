@@ -64,6 +64,7 @@ STOPPING = {
 }  # fmt: skip
 CLIPPED = {**KINDS["lora-padded"], "max_grad_norm": 0.1}  # every step is: norms are 0.2 to 0.35
 MIXED = {"gradient_checkpointing": True, "kept_layers": 1}  # one of the two layers is recomputed
+TILED = {"gradient_checkpointing": True, "mlp_tiles": 3}
 EPOCH_ROWS = 31  # no batch divides them
 
 
@@ -153,6 +154,7 @@ def ddp(fsdp2, launch, folder):
     jobs = kinds_of("ddp", always=True) | resumed(folder, "zero2", "ddp", "full-padded")
     jobs |= resumed(folder, "fsdp2", "ddp", "lora-padded")
     jobs["ddp-recomputed-full-padded"] = {**KINDS["full-padded"], "gradient_checkpointing": True}
+    jobs["ddp-tiled-lora-packed"] = {**KINDS["lora-packed"], **TILED}
     jobs["looked"] = {"only_look": True, "rows": token_rows(EPOCH_ROWS, seed=5), "max_steps": 3}
     launch("ddp", 2, jobs)
     return folder
@@ -173,6 +175,7 @@ def fsdp2(zero2, launch, folder):
     """FSDP2 on two processes, in other ways too, and what resumes from ZeRO-2."""
     jobs = kinds_of("fsdp2", always=True) | resumed(folder, "zero2", "fsdp2", "lora-padded")
     jobs["fsdp2-recomputed-lora-padded"] = {**KINDS["lora-padded"], "gradient_checkpointing": True}
+    jobs["fsdp2-tiled-full-padded"] = {**KINDS["full-padded"], **TILED}
     jobs["fsdp2-deferring-full-padded"] = {**KINDS["full-padded"], "defers_exchange": True}
     jobs |= {"fsdp2-stopping": STOPPING, "fsdp2-clipped": CLIPPED}
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
@@ -205,6 +208,7 @@ def zero3_more(zero3, fsdp2, launch, folder):
         jobs |= resumed(folder, engine, "zero3", kind)
     for kind in ("lora-padded", "full-padded"):
         jobs[f"zero3-recomputed-{kind}"] = {**KINDS[kind], **MIXED}
+    jobs["zero3-tiled-full-packed"] = {**KINDS["full-packed"], **TILED}
     jobs["zero3-stopping"] = STOPPING
     jobs["zero3-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("deepspeed_z3", 2, jobs)

@@ -30,6 +30,7 @@ from sft_play.reasons import (
     Precision,
     PredictionErrors,
     RanOutBefore,
+    Tiles,
     TrainedWhole,
     UnknownCapability,
     Unsized,
@@ -83,6 +84,11 @@ SENTENCES = [
         Activations("recompute", "exceed", kept_layers=12, layers=32),
         "gradient checkpointing in 20 of 32 layers: stored activations of more than the last 12 would exceed the "
         "budget",
+    ),
+    (
+        Tiles(16, 16_512, "exceed"),
+        "MLPs in 16 tiles of 16,512 tokens, since nothing else fits: of what is between their layers a tile "
+        "exists at a time, and is computed once more",
     ),
     (EngineChoice(**DDP), "DDP over 2 processes"),
     (

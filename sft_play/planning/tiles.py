@@ -1,0 +1,54 @@
+"""When MLPs compute in tiles: how many there are, and whether they could make a plan fit. Pure.
+
+A tile of a thousand tokens keeps a GPU busy. With 16 of them, what is left of the intermediates is less than
+what attention needs beside them, so more would save little, and each has to be traced.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sft_play.config.schema import RunConfig, TrainConfig
+from sft_play.plan import Plan
+from sft_play.reasons import Tiles
+
+MOST, FEWEST = 16, 4
+TILE_TOKENS = 1024  # at least, where nobody says how many tiles there are
+SAVED = ("activations", "temporaries")  # terms of a peak that tiles make smaller
+
+
+def may_tile(config: RunConfig, longest: int) -> bool:
+    """Whether plans for rows of up to so many tokens may have MLPs in tiles: if asked for, or long enough."""
+    if config.train.mlp_tiles != "auto":
+        return config.train.mlp_tiles > 1
+    own = longest // config.parallel.sequence_parallel_size
+    return config.train.asked_activations != "keep" and own >= FEWEST * TILE_TOKENS
+
+
+def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:
+    """The drafts of a model whose MLPs can compute in tiles: those that recompute, in tiles too.
+
+    As many as are asked for, and nothing else, or one for each thousand tokens of the largest micro-batch.
+    """
+    found = []
+    for draft in drafts:
+        most = min(MOST, draft.micro_batch_tokens // draft.sequence_ranks // TILE_TOKENS)
+        counts = (1, most) if train.mlp_tiles == "auto" else (train.mlp_tiles,)
+        found += [replace(draft, mlp_tiles=count) for count in (counts if draft.recomputes else (1,))]
+    return found
+
+
+def worth_sizing(drafts: list[Plan], sized: Sequence[Plan]) -> list[Plan]:
+    """The drafts, unless their tiles would make none of the plans fit that were sized and do not."""
+    memories = [plan.memory for plan in sized if plan.memory]
+    could_fit = any(
+        memory.process_bytes - sum(memory.terms.get(term, 0) for term in SAVED) < memory.budget_bytes
+        for memory in memories
+    )
+    return [draft for draft in drafts if draft.mlp_tiles == 1 or could_fit or not sized]
+
+
+def why_tiled(train: TrainConfig, plan: Plan) -> list[Tiles]:
+    """What is said of a plan whose MLPs compute in tiles."""
+    if plan.mlp_tiles == 1:
+        return []
+    return [Tiles(plan.mlp_tiles, plan.mlp_tile, "exceed" if train.mlp_tiles == "auto" else "config")]

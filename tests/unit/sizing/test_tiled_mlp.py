@@ -1,0 +1,99 @@
+"""The memory of steps whose MLPs compute in tiles."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.cpu_meter import measure_step
+from benchmarks.random_models import random_base
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import LoraSettings
+from sft_play.model import attention
+from sft_play.model.adapters import attach_adapter
+from sft_play.sizing.estimator import Traces
+from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
+from sft_play.sizing.trace import trace_step
+from sft_play.work import PRODUCT
+
+LORA = LoraSettings(r=4)
+SMALL = WIDE | {"layers": 6, "vocabulary": 300}
+LLAMA = small_config("llama", SMALL)
+SPEC = StepSpec(mode="full", lora=LORA, activations="recompute", batch=PaddedRows(2, 128), mlp_tile=64)
+ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", dict(mode="qlora", mixed_precision="bf16")),
+        ("llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
+        ("llama", dict(activations="offload", **ON_GPU)),
+        ("gemma3_text", dict(batch=JoinedRows(300), longest=128, **ON_GPU)),
+    ],
+)
+def test_few_layers_represent_all_to_the_byte(name, changes):
+    """But for the norms of gradients, of which the traced layers have fewer, and QLoRA's order of loading."""
+    config = small_config(name, SMALL, **(dict(sliding_window=64) if name == "gemma3_text" else {}))
+    few, full = (trace_step(config, replace(SPEC, **changes), all_layers=each) for each in (False, True))
+    assert few.stand_ins and not full.stand_ins
+    for place in ("on_device", "in_ram"):
+        ours, theirs = (getattr(one.step, place)().peaks() for one in (few, full))
+        for phase, less in (("load", 1200), ("optimizer", 2000)):
+            assert ours.pop(phase).bytes == pytest.approx(theirs.pop(phase).bytes, rel=0, abs=less)
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_real_step_allocates_what_the_trace_says(mode, name):
+    config = small_config(name, SMALL | {"layers": 3})
+    spec = replace(SPEC, mode=mode, batch=PaddedRows(3, 64), mlp_tile=50)
+    model = random_base(
+        config,
+        dtype="float32",
+        attn_implementation=attention.NAME,
+        device=torch.device("cpu"),
+        quantize=False,
+    )
+    measured = measure_step(attach_adapter(model, LORA) if mode != "full" else model, spec)
+    predicted = Traces(config).step(spec).peaks()
+    for phase, size in measured.phases.items():
+        above = size - measured.weights
+        assert predicted[phase].bytes - measured.weights == pytest.approx(above, rel=2e-4, abs=2000), phase
+
+
+def test_tiles_take_less_forward_backward_and_in_evaluation():
+    """Of a wide MLP, a tile exists at a time; the last one of a step is as it was."""
+    wide = small_config("llama", SMALL | {"inner": 2048, "layers": 3})
+    batch = dict(
+        batch=JoinedRows(1024), longest=1024, supervised_share=0.05
+    )  # so that no phase ends in the head
+    spec = replace(SPEC, mode="lora", **batch, **ON_GPU)
+    whole, tiled = (trace_step(wide, replace(spec, mlp_tile=tile)) for tile in (0, 128))
+    before, after = whole.step.peaks(), tiled.step.peaks()
+    intermediate = 1024 * 2048 * 2  # gate, up or their product, in bf16
+    for phase, tensors in (("forward", 1), ("backward", 3), ("evaluation", 1)):
+        assert before[phase].bytes - after[phase].bytes > tensors * intermediate * 7 / 8, phase
+
+
+def test_an_mlp_is_computed_once_more_but_for_its_last_tile():
+    """Without tiles, a layer is computed twice; its recomputation ends with the last input of a tile."""
+    works = [trace_step(LLAMA, replace(SPEC, mlp_tile=tile)).work for tile in (0, 64)]
+    tokens = []
+    for work in works:
+        forward = (work.kinds == PRODUCT) & work.by_python & (work.sizes[:, 1] == 704)
+        order = work.order[forward[work.order]]
+        tokens.append((work.sizes[order, 0] * work.sizes[order, 3]).sum())
+    up_and_gate, layers = 2, 6
+    assert tokens[0] == up_and_gate * layers * 2 * 256
+    assert tokens[1] == up_and_gate * layers * (2 * 256 + 192)
+
+
+def test_a_step_in_tiles_is_traced_itself():
+    traces = Traces(LLAMA)
+    for rows in (2, 3, 5):
+        spec = replace(SPEC, batch=PaddedRows(rows, 100))
+        assert traces.step(spec).peaks() == trace_step(LLAMA, spec).step.peaks()
+        assert traces.work(spec).at(spec.tokens).trained_elements
+    assert traces.count == 3
