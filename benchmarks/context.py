@@ -3,7 +3,8 @@
     make bench-context                    # memory, against predictions; writes to benchmarks/results/
     make bench-context ARGS=--seconds     # on an idle machine: regret of the choice; writes nothing
 
-A way is to keep all activations, to recompute all layers, or to keep those of some layers. Memory is that of
+A way is to keep all activations, to recompute all layers, with their MLPs in tiles or whole, or to keep the
+activations of some layers. Memory is that of
 real steps, by the allocator's own events. For the regret, each way is timed, and the budget is set to what
 each of them needs: of those that fit, the one that is predicted to be the fastest is compared with the
 fastest.
@@ -41,7 +42,9 @@ from sft_play.units import format_bytes
 from sft_play.work import mixed
 
 LAYERS, ROWS, ROW_TOKENS = 6, 4, 96
-WAYS = {"keep": None, "5 kept": 5, "3 kept": 3, "1 kept": 1, "recompute": 0}  # layers that keep theirs
+TILED = "3 tiles"
+# layers that keep theirs
+WAYS = {"keep": None, "5 kept": 5, "3 kept": 3, "1 kept": 1, "recompute": 0, TILED: 0}
 ARCHITECTURES = NAMES[:10]
 TARGET = 0.001  # of the peak, with and without the weights
 MOST_REGRET = 0.1
@@ -78,6 +81,7 @@ def spec_of(mode: str, way: str, *, joined: bool) -> StepSpec:
         lora=LoraSettings(r=8),
         activations="keep" if kept is None else "recompute",
         kept_layers=kept or 0,
+        mlp_tile=ROWS * ROW_TOKENS // 3 if way == TILED else 0,
         batch=JoinedRows(ROWS * ROW_TOKENS) if joined else PaddedRows(ROWS, ROW_TOKENS),
         longest=ROW_TOKENS,
     )
@@ -90,7 +94,8 @@ def measured(name: str, config: PretrainedConfig, folder: Path) -> Iterator[Resu
     traces = Traces(config)
     for (mode, joined), way in product((("full", False), ("lora", True)), WAYS):
         spec = spec_of(mode, way, joined=joined)
-        peaks = predict(traces, spec).peaks()
+        step = traces.step(spec) if way == TILED else predict(traces, spec)  # of which each size is traced
+        peaks = step.peaks()
         real = measure_step(build(folder, spec), replace(spec, cut_at_longest=joined))
         predicted = max(peaks[phase].bytes for phase in real.phases)
         yield Result(name, mode, joined, way, real.weights, predicted, real.peak)
@@ -139,11 +144,10 @@ def seconds() -> int:
         rows = {}
         for way, kept in WAYS.items():
             spec = replace(spec_of(mode, way, joined=False), accumulates=False)
-            works = [
-                traces.work(replace(spec, activations=each, kept_layers=0)).at(tokens)
-                for each in ("keep", "recompute")
-            ]
-            work = works[kept is not None] if not kept else mixed(works[0], works[1], kept)
+            alone = replace(spec, kept_layers=0)
+            work = traces.work(alone).at(tokens)
+            if kept:
+                work = mixed(traces.work(replace(alone, activations="keep")).at(tokens), work, kept)
             parts = step_seconds(work, profile, MicroBatch(tokens, tokens * ROW_TOKENS))
             peak = max(phase.bytes for phase in traces.step(spec).peaks().values())
             rows[way] = peak, sum(parts), sum(measured_step(config, spec).values())

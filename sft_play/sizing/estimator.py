@@ -51,7 +51,7 @@ def kind_of(spec: StepSpec) -> str:
     alike = resized(spec, 0)
     if spec.eval_batch is None or spec.eval_share is not None:  # else the evaluation depends on the share
         alike = replace(alike, supervised_share=0.0)
-    return repr((alike, spec.loss_tiles))
+    return repr((alike, spec.tiles))
 
 
 def size_of(spec: StepSpec) -> Size:
@@ -181,7 +181,7 @@ class Traces:
         if spec.lengths or spec.eval_lengths or not spec.is_linear:
             return self._stood(spec, stand_ins)
         alike = replace(spec, eval_batch=None, eval_share=None)
-        if spec.eval_batch is None or not spec.joined or alike.loss_tiles != spec.loss_tiles:
+        if spec.eval_batch is None or not spec.joined or alike.tiles != spec.tiles:
             return self._step(spec, stand_ins)
         # An evaluation batch of joined rows grows as the micro-batch does.
         self._step(alike, stand_ins)

@@ -219,10 +219,7 @@ class StepSpec:
 
     @property
     def loss_tiles(self) -> tuple[int, int]:
-        """Tiles of the output head for the micro-batch and for the evaluation batch; 3 stands for 3 or more.
-
-        Block sizes are linear in the rows among steps for which this is equal.
-        """
+        """Tiles of the output head for the micro-batch and for the evaluation batch; 3: three or more."""
         tile = LOSS_TILES[self.device]
         counts = self.supervised(self.batch), self.eval_supervised
         first, second = (min(3, -(-count // tile)) for count in counts)
@@ -232,14 +229,15 @@ class StepSpec:
     def is_linear(self) -> bool:
         """Whether block sizes of larger micro-batches follow from those of smaller ones.
 
-        They have more tiles, if MLPs compute in tiles. The autocast of a CPU keeps a cast of each tile of the
-        output head, the last of which may be smaller.
+        The autocast of a CPU keeps a cast of each tile of the output head, the last of which may be smaller.
         """
-        return not self.mlp_tile and self._has_linear_head
+        return self.device == "cuda" or self.mixed_precision == "no" or 3 not in self.loss_tiles
 
     @property
-    def _has_linear_head(self) -> bool:
-        return self.device == "cuda" or self.mixed_precision == "no" or 3 not in self.loss_tiles
+    def tiles(self) -> tuple[int, ...]:
+        """Tiles of the output head and of an MLP: block sizes are linear among steps with as many."""
+        batches = self.tokens, math.prod(self.evaluated.shape)
+        return (*self.loss_tiles, *(-(-count // self.mlp_tile) for count in batches if self.mlp_tile))
 
     @property
     def trained_element_bytes(self) -> int:

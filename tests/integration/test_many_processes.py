@@ -376,6 +376,18 @@ def test_recomputing_among_processes_changes_nothing(request, launched, engine, 
     assert_same_as_one(request.getfixturevalue(launched), f"{engine}-recomputed-{kind}", kind)
 
 
+@pytest.mark.parametrize(
+    ("launched", "engine", "kind"),
+    [
+        ("fsdp2", "fsdp2", "full-padded"),
+        ("ddp", "ddp", "lora-packed"),
+        slow("zero3_more", "zero3", "full-packed"),
+    ],
+)
+def test_mlps_in_tiles_learn_the_same(request, launched, engine, kind):
+    assert_same_as_one(request.getfixturevalue(launched), f"{engine}-tiled-{kind}", kind)
+
+
 @pytest.mark.parametrize(("launched", "kind"), [("fsdp2", "full-padded"), slow("fsdp2_more", "lora-packed")])
 def test_gradients_may_wait_for_the_last_micro_batch(request, launched, kind):
     assert_same_as_one(request.getfixturevalue(launched), f"fsdp2-deferring-{kind}", kind)

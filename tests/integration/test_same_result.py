@@ -34,9 +34,15 @@ def reference(tiny_model, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 @pytest.mark.parametrize(
-    "change", [{"batch_size": 1}, {"batch_size": 4, "gradient_checkpointing": True}], ids=["1x16", "ckpt 4x4"]
+    "change",
+    [
+        {"batch_size": 1},
+        {"batch_size": 4, "gradient_checkpointing": True},
+        {"batch_size": 4, "mlp_tiles": 3},
+    ],
+    ids=["1x16", "ckpt 4x4", "tiles 4x4"],
 )
-def test_accumulation_and_checkpointing_do_not_change_the_loss_curve(
+def test_accumulation_checkpointing_and_tiles_do_not_change_the_loss_curve(
     tiny_model, tmp_path, reference, mode, change
 ):
     job = make_job(tiny_model, tmp_path, "other", mode=mode, **change)
