@@ -1,10 +1,10 @@
 """Measures what becomes of activations: memory of each way on this CPU, and whether the fastest is chosen.
 
     make bench-context                    # memory, against predictions; writes to benchmarks/results/
+    make bench-context ARGS=--tiles       # the same of recomputed layers whose MLPs compute in three tiles
     make bench-context ARGS=--seconds     # on an idle machine: regret of the choice; writes nothing
 
-A way is to keep all activations, to recompute all layers, with their MLPs in tiles or whole, or to keep the
-activations of some layers. Memory is that of
+A way is to keep all activations, to recompute all layers, or to keep those of some layers. Memory is that of
 real steps, by the allocator's own events. For the regret, each way is timed, and the budget is set to what
 each of them needs: of those that fit, the one that is predicted to be the fastest is compared with the
 fastest.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -42,9 +42,8 @@ from sft_play.units import format_bytes
 from sft_play.work import mixed
 
 LAYERS, ROWS, ROW_TOKENS = 6, 4, 96
+WAYS = {"keep": None, "5 kept": 5, "3 kept": 3, "1 kept": 1, "recompute": 0}  # layers that keep theirs
 TILED = "3 tiles"
-# layers that keep theirs
-WAYS = {"keep": None, "5 kept": 5, "3 kept": 3, "1 kept": 1, "recompute": 0, TILED: 0}
 ARCHITECTURES = NAMES[:10]
 TARGET = 0.001  # of the peak, with and without the weights
 MOST_REGRET = 0.1
@@ -75,7 +74,7 @@ class Result:
 
 def spec_of(mode: str, way: str, *, joined: bool) -> StepSpec:
     """The step of a way."""
-    kept = WAYS[way]
+    kept = WAYS.get(way, 0)
     return StepSpec(
         mode=mode,
         lora=LoraSettings(r=8),
@@ -87,27 +86,27 @@ def spec_of(mode: str, way: str, *, joined: bool) -> StepSpec:
     )
 
 
-def measured(name: str, config: PretrainedConfig, folder: Path) -> Iterator[Result]:
-    """Predicts and measures each way of an architecture."""
+def measured(name: str, config: PretrainedConfig, folder: Path, ways: Sequence[str]) -> Iterator[Result]:
+    """Predicts and measures the ways of an architecture."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     traces = Traces(config)
-    for (mode, joined), way in product((("full", False), ("lora", True)), WAYS):
+    for (mode, joined), way in product((("full", False), ("lora", True)), ways):
         spec = spec_of(mode, way, joined=joined)
-        step = traces.step(spec) if way == TILED else predict(traces, spec)  # of which each size is traced
+        step = traces.step(spec) if way == TILED else predict(traces, spec)
         peaks = step.peaks()
         real = measure_step(build(folder, spec), replace(spec, cut_at_longest=joined))
         predicted = max(peaks[phase].bytes for phase in real.phases)
         yield Result(name, mode, joined, way, real.weights, predicted, real.peak)
 
 
-def memory() -> int:
-    """Measures memory; returns 1 if a peak misses its target."""
+def memory(ways: Sequence[str], file: str) -> int:
+    """Measures memory, and writes it to a file of results; returns 1 if a peak misses its target."""
     results, started = [], time.perf_counter()
     for name in ARCHITECTURES:
         with tempfile.TemporaryDirectory() as folder:
             config = small_config(name, WIDE | {"layers": LAYERS})
-            for result in measured(name, config, Path(folder)):
+            for result in measured(name, config, Path(folder), ways):
                 results.append(result)
                 console().print(
                     f"{name:12} {result.mode:5} {result.way:10} {format_bytes(result.measured):>11}  "
@@ -123,7 +122,7 @@ def memory() -> int:
         "versions": versions(),
         "errors": errors,
     }
-    path = RESULTS / "context_cpu.json"
+    path = RESULTS / file
     write_result(path, head, {"configurations": [asdict(result) for result in results]})
     for what, found in errors.items():
         console().print(
@@ -144,10 +143,11 @@ def seconds() -> int:
         rows = {}
         for way, kept in WAYS.items():
             spec = replace(spec_of(mode, way, joined=False), accumulates=False)
-            alone = replace(spec, kept_layers=0)
-            work = traces.work(alone).at(tokens)
-            if kept:
-                work = mixed(traces.work(replace(alone, activations="keep")).at(tokens), work, kept)
+            works = [
+                traces.work(replace(spec, activations=each, kept_layers=0)).at(tokens)
+                for each in ("keep", "recompute")
+            ]
+            work = works[kept is not None] if not kept else mixed(works[0], works[1], kept)
             parts = step_seconds(work, profile, MicroBatch(tokens, tokens * ROW_TOKENS))
             peak = max(phase.bytes for phase in traces.step(spec).peaks().values())
             rows[way] = peak, sum(parts), sum(measured_step(config, spec).values())
@@ -169,10 +169,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", action="store_true", help="regret of the choice; an idle machine")
-    timed = parser.parse_args().seconds
+    parser.add_argument("--tiles", action="store_true", help="memory with MLPs in tiles")
+    asked = parser.parse_args()
     warnings.simplefilter("ignore")
     disable_progress_bar()
-    return seconds() if timed else memory()
+    if asked.seconds:
+        return seconds()
+    return (
+        memory([TILED], "context_tiles_cpu.json") if asked.tiles else memory(list(WAYS), "context_cpu.json")
+    )
 
 
 if __name__ == "__main__":
