@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
+from sft_play.config.conflicts import needs_whole_rows, not_compiled
 from sft_play.config.data import DataConfig
 from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
 from sft_play.config.section import Section
@@ -360,41 +361,14 @@ class RunConfig(Section):
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
                 "train.lr_schedule=constant"
             )
-        if self.train.compile and (found := self._not_compiled()):
+        if self.train.compile and (found := not_compiled(self)):
             raise ValueError(
                 f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
                 "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
                 "or with parallel.engine=ddp; change it, or set train.compile=false"
             )
-        if self.parallel.sequence_ranks > 1 and (problem := self._needs_whole_rows()):
+        if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self)):
             raise ValueError(
                 f"parallel.sequence_parallel_size={self.parallel.sequence_ranks} divides the tokens "
                 f"of a row, but {problem}; remove one of the two"
             )
-
-    def _not_compiled(self) -> str | None:
-        """The setting with which layers cannot be compiled; None if there is none."""
-        train, parallel = self.train, self.parallel
-        settings = {
-            "tuning.mode=qlora": self.tuning.mode == "qlora",
-            "tuning.lora.use_dora=true": self.tuning.lora.use_dora,
-            f"train.kernels={train.kernels}": train.layer_kernels != "own",
-            "train.activations=offload": train.activations == "offload",
-            f"parallel.engine={parallel.engine}": parallel.engine not in ("auto", "ddp"),
-            f"parallel.offload={parallel.offload}": parallel.offload == "ram",
-            f"parallel.sequence_parallel_size={parallel.sequence_ranks}": parallel.sequence_ranks > 1,
-        }
-        return next((setting for setting, excluded in settings.items() if excluded), None)
-
-    def _needs_whole_rows(self) -> str | None:
-        """What a process cannot do with a part of a row; None if nothing."""
-        train = self.train
-        if train.neftune_noise_alpha is not None:
-            return f"the noise of train.neftune_noise_alpha={train.neftune_noise_alpha:g} needs all of them"
-        if train.router_aux_loss_coef:
-            return (
-                f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances experts over all of them"
-            )
-        if train.padding_free is False and not train.packing:
-            return "train.padding_free=false does not join rows"
-        return None

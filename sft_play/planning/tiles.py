@@ -20,8 +20,9 @@ def may_tile(config: RunConfig, longest: int) -> bool:
     """Whether plans for rows of up to so many tokens may have MLPs in tiles: if asked for, or long enough."""
     if config.train.mlp_tiles != "auto":
         return config.train.mlp_tiles > 1
-    own = longest // config.parallel.sequence_parallel_size
-    return config.train.asked_activations != "keep" and own >= FEWEST * TILE_TOKENS
+    own = longest // config.parallel.sequence_ranks
+    can = config.train.asked_activations != "keep" and not config.train.compile
+    return can and own >= FEWEST * TILE_TOKENS
 
 
 def with_tiles(train: TrainConfig, drafts: Sequence[Plan]) -> list[Plan]:

@@ -32,6 +32,7 @@ EXCLUDED = [
     ("tuning.lora.use_dora=true", {"tuning": {"lora": {"use_dora": True}}}),
     ("train.kernels=liger", {"kernels": "liger"}),
     ("train.activations=offload", {"activations": "offload"}),
+    ("train.mlp_tiles=4", {"mlp_tiles": 4}),
     *((f"parallel.engine={name}", {"parallel": {"engine": name}}) for name in ("deepspeed_z2", "fsdp2", "deepspeed_z3")),
     ("parallel.offload=ram", {"parallel": {"offload": "ram"}}),
     ("parallel.sequence_parallel_size=2", {"parallel": {"sequence_parallel_size": 2}}),

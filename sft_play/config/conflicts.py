@@ -1,0 +1,34 @@
+"""Settings of different sections that exclude each other."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sft_play.config.schema import RunConfig
+
+
+def not_compiled(config: "RunConfig") -> str | None:
+    """The setting with which layers cannot be compiled; None if there is none."""
+    tuning, train, parallel = config.tuning, config.train, config.parallel
+    settings = {
+        "tuning.mode=qlora": tuning.mode == "qlora",
+        "tuning.lora.use_dora=true": tuning.lora.use_dora,
+        f"train.kernels={train.kernels}": train.layer_kernels != "own",
+        "train.activations=offload": train.activations == "offload",
+        f"train.mlp_tiles={train.mlp_tiles}": train.mlp_tiles not in ("auto", 1),
+        f"parallel.engine={parallel.engine}": parallel.engine not in ("auto", "ddp"),
+        f"parallel.offload={parallel.offload}": parallel.offload == "ram",
+        f"parallel.sequence_parallel_size={parallel.sequence_ranks}": parallel.sequence_ranks > 1,
+    }
+    return next((setting for setting, excluded in settings.items() if excluded), None)
+
+
+def needs_whole_rows(config: "RunConfig") -> str | None:
+    """What a process cannot do with a part of a row; None if nothing."""
+    train = config.train
+    if train.neftune_noise_alpha is not None:
+        return f"the noise of train.neftune_noise_alpha={train.neftune_noise_alpha:g} needs all of them"
+    if train.router_aux_loss_coef:
+        return f"train.router_aux_loss_coef={train.router_aux_loss_coef:g} balances experts over all of them"
+    if train.padding_free is False and not train.packing:
+        return "train.padding_free=false does not join rows"
+    return None
