@@ -191,10 +191,10 @@ def memory_on_a_cpu() -> str:
     return table(("precision", "steps", "median error", "worst"), rows)
 
 
-def random_on_a_cpu() -> str:
+def random_on_a_cpu(file: str = "random") -> str:
     """Errors of predicted peaks of random runs with uneven rows: in all, by type, engine and phase."""
     rows = []
-    for name, found in results("random")["errors"].items():
+    for name, found in results(file)["errors"].items():
         worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
         share = f"{found['within_target']} of {found['runs']}"
         name = name.replace("engine none", "one process").removeprefix("precision ")

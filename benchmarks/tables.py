@@ -341,6 +341,7 @@ TABLES = {
     "random-on-a-cpu": random_on_a_cpu,
     "compiled-on-a-cpu": compiled_on_a_cpu,
     "compilations": compilations,
+    "random-divided-tokens": partial(random_on_a_cpu, "random_sequence"),
     "evidence": evidence,
     "evidence-seconds": evidence_seconds,
     "evidence-overlap": evidence_overlap,
