@@ -27,7 +27,9 @@ def request(limit_gib: float, gpus: int = 4, size="auto", **train) -> Request:
         "model": {"name": "some/model"},
         "data": {"train_path": "x"},
         "tuning": {"mode": "qlora"},
-        "train": {"gradient_checkpointing": True, "optimizer": "adamw_8bit", "effective_batch_size": 16} | train,
+        "train": {
+            "gradient_checkpointing": True, "mlp_tiles": 1, "optimizer": "adamw_8bit", "effective_batch_size": 16,
+        } | train,
         "parallel": {"memory_gib": limit_gib, "engine": "ddp", "sequence_parallel_size": size},
     }  # fmt: skip
     facts = DataFacts.full_rows(32_768, seed=0)
