@@ -4,8 +4,11 @@ import contextlib
 import os
 import re
 import traceback
+from importlib.metadata import requires
 from operator import attrgetter
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from sft_play.cache import cache_dir
 from sft_play.config.schema import RunConfig
@@ -40,6 +43,8 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
     A library did if one of its functions is on the stack below the last one of ours, and the error was raised
     there or in what it calls of other libraries. The traceback is kept in a file.
     """
+    if isinstance(error, ModuleNotFoundError) and error.name in _needed():
+        return ConfigError(f"the package {error.name} is not installed; run `make install`")
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename.endswith(TORCH_LOGS_READER):
         value = os.environ.get("TORCH_LOGS")
@@ -64,6 +69,12 @@ def library_failure(error: BaseException, config: RunConfig | None) -> ConfigErr
         f"If this should work, please report it with the traceback in {_kept(error)}",
     ]
     return ConfigError("\n".join(lines))
+
+
+def _needed() -> set[str]:
+    """The packages without which SFT-Play does not work."""
+    wanted = map(Requirement, requires("sft-play") or ())
+    return {each.name.replace("-", "_") for each in wanted if not each.marker}
 
 
 def _settings(config: RunConfig, library: str, kind: re.Match[str] | None) -> list[str]:

@@ -74,6 +74,12 @@ def test_an_error_of_our_own_stays_a_bug(capsys):
     assert "this is a bug in SFT-Play" in capsys.readouterr().err
 
 
+def test_a_package_that_is_missing_is_no_bug_unless_nobody_declared_it():
+    for name, said in (("torch", "error: the package torch is not installed"), ("sft_play.gone", "bug")):
+        error = explained(ModuleNotFoundError(f"No module named '{name}'", name=name), SimpleNamespace())
+        assert (f"error: {error}" if isinstance(error, ConfigError) else "bug").startswith(said)
+
+
 def test_what_others_hook_into_a_library_is_not_its_failure(tiny_model):
     """As a callback does, or a wrapper that injects a fault."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
