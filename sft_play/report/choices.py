@@ -115,11 +115,12 @@ def engine_label(plan: Tree) -> str:
 
 def _alternative(plan: Tree) -> dict[str, str]:
     """The texts of another plan, by the name of their column."""
+    needed = plan.get("process_bytes") or plan["peak_bytes"] or None
     return {
         "micro-batch x accumulation": f"{plan['micro_batch_size']:,} x {plan['gradient_accumulation_steps']}",
         "activations": way_of(plan),
         "engine": engine_label(plan),
-        "predicted peak": formatted(plan["peak_bytes"] or None, format_bytes),
+        "memory of a process": formatted(needed, format_bytes),
         "fits": _text(plan["fits"]),
         "speed": formatted(plan["relative_speed"] or None, "{:.0%} of the plan's".format),
     }
