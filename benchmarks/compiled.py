@@ -47,19 +47,38 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"packing": False, "effective_batch_size": 8, "padding_free": False},
     {"packing": True, "effective_batch_size": 4 * LONGEST},
 )
+ON_TWO = (
+    ("phi3", LAYOUTS[0], "full", "fp32", False),
+    ("llama", LAYOUTS[1], "full", "fp32", True),
+    ("qwen3", LAYOUTS[2], "lora", "autocast", False),
+)
 STEPS = ((60, 130, 7), (200,), (96, 96, 96, 96), (5, 9, 44, 71, 150, 20), (1, 64), (33,) * 9)
 
 
 def cases() -> list[RandomRun]:
-    """All runs, without compiled layers: modes, types, activations and engines, over models and layouts."""
-    kinds = list(enumerate(product(("full", "lora"), DTYPES)))
-    alone = [(kind, "none", *each, recompute) for kind, each in kinds for recompute in (False, True)]
-    on_two = [(kind, "ddp", *each, kind % 2 == 0) for kind, each in kinds]
-    return [_case(number, *each) for number, each in enumerate(alone + on_two)]
+    """All runs, without compiled layers: modes, types and activations, over models and layouts."""
+    kinds = enumerate(product(("full", "lora"), DTYPES))
+    alone = [
+        (ARCHITECTURES[kind % 4], LAYOUTS[kind % 3], *each, recompute)
+        for kind, each in kinds
+        for recompute in (False, True)
+    ]
+    runs = [_case(number, "none", *each) for number, each in enumerate(alone)]
+    return runs + [_case(len(runs) + number, "ddp", *each) for number, each in enumerate(ON_TWO)]
 
 
-def _case(number: int, kind: int, engine: str, mode: str, precision: str, recompute: bool) -> RandomRun:
+def _case(
+    number: int,
+    engine: str,
+    architecture: str,
+    layout: dict[str, Any],
+    mode: str,
+    precision: str,
+    recompute: bool,
+) -> RandomRun:
     pick, (dtype, autocast) = random.Random(number), DTYPES[precision]
+    if mode == "lora" and autocast != "no":
+        dtype = "bfloat16"  # with float32 it is refused
     lengths = [LONGEST, *(pick.randint(2, LONGEST) for _ in range(ROWS + EVALUATED - 1))]
     rows = [(tokens, max(1, tokens // 3)) for tokens in lengths]
     tree = {
@@ -70,14 +89,14 @@ def _case(number: int, kind: int, engine: str, mode: str, precision: str, recomp
             "gradient_checkpointing": recompute,
             "grad_accum": 2,
             "max_steps": 3,
-            **LAYOUTS[kind % len(LAYOUTS)],
+            **layout,
         },
         "eval": {"batch_size": "auto"},
     }
     return RandomRun(
         number=number,
         seed=0,
-        architecture=ARCHITECTURES[kind % len(ARCHITECTURES)],
+        architecture=architecture,
         geometry=GEOMETRY,
         tied=False,
         precision=precision,

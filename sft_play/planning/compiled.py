@@ -9,6 +9,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.model.attention_table import NAME
 from sft_play.plan import Device, Plan
+from sft_play.planning.drafts import choose_precision
 from sft_play.reasons import CompiledLayers, Reason
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
@@ -47,14 +48,22 @@ def _missing(device: str) -> str | None:
     return None if shutil.which(found) else f"a {kind} compiler ({found}; {variable} names another one)"
 
 
-def require_compilable(config: RunConfig, architecture: Architecture, attention: str) -> None:
-    """Refuses to compile layers of a kind, or around an attention, with which it was not measured.
+def require_compilable(config: RunConfig, architecture: Architecture, attention: str, device: Device) -> None:
+    """Refuses to compile layers with which it was not measured, or takes more memory than is predicted.
 
     Raises:
-        ConfigError: the attention is not ours, or layers have experts or carry a state.
+        ConfigError: the attention is not ours, layers have experts or carry a state, or frozen float32
+            weights are used in 16 bits.
     """
     if not config.train.compile:
         return
+    dtype, autocast = choose_precision(config, device)
+    if config.tuning.mode != "full" and dtype == "float32" and autocast.precision != "no":
+        raise ConfigError(
+            f"train.compile=true with adapters on float32 weights under {autocast.precision} autocast takes "
+            "more memory than is predicted; set model.dtype=bfloat16, train.mixed_precision=no, or "
+            "train.compile=false"
+        )
     if attention != NAME:
         raise ConfigError(
             f"train.compile=true does not work with model.attention={attention}: layers are compiled around "
@@ -80,6 +89,7 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         and plan.sequence_ranks == 1
         and plan.activations != "offload"
         and plan.attention == NAME
+        and (config.tuning.mode == "full" or plan.dtype != "float32" or plan.mixed_precision == "no")
         and (plan.compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
     )
     off = could and architecture.ask(questions.besides_dense_layers) is None

@@ -223,7 +223,7 @@ def allowed_plans(
     quantized = config.tuning.mode == "qlora"
     packed = [questions.require_packable(architecture.ask(questions.four_bit))] if quantized else []
     attention = _attention(config, architecture, device)
-    require_compilable(config, architecture, attention)
+    require_compilable(config, architecture, attention, device)
     padded = architecture.ask(questions.why_padded, train.packing, train.padding_free, attention)
     require_divisible(config, architecture, attention, padded, processes, machines)
     hidden_size = architecture.ask(questions.hidden_size)

@@ -1,6 +1,7 @@
 """Compiled layers compute what the others do, in steps of rows of any lengths, without compiling for each."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.context import spec_of
 from benchmarks.sizing import build
 from benchmarks.small_models import WIDE, small_config
+from sft_play.model import compilation
 from sft_play.model.compilation import compile_layers
 from sft_play.model.loss_head import add_loss_head, score_batch, token_loss
 from sft_play.model.recomputation import recompute
@@ -73,6 +75,16 @@ def tried(folder, mode: str, way: str) -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.fixture
+def without_code(monkeypatch):
+    """Layers become graphs with gradients as usual, but no code is made of these, which takes the most time."""
+    compilation._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    yield
+    compilation._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("without_code")
 def test_losses_are_those_of_layers_that_are_not_compiled_and_one_compilation_serves_all_lengths(folder):
     assert tried(folder, "full", "some") == 4  # before attention, after it, and the two parts around both
     first, second = (trained(folder, "full", "some", compiled=True) for _ in range(2))  # of other models
@@ -80,6 +92,8 @@ def test_losses_are_those_of_layers_that_are_not_compiled_and_one_compilation_se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "way"), [("full", "keep"), ("lora", "keep"), ("lora", "recompute")])
-def test_so_they_are_with_adapters_and_other_activations(folder, mode, way):
+@pytest.mark.parametrize(
+    ("mode", "way"), [("full", "some"), ("full", "keep"), ("lora", "keep"), ("lora", "recompute")]
+)
+def test_so_they_are_in_code_with_adapters_and_other_activations(folder, mode, way):
     assert tried(folder, mode, way) <= 7  # the input of the first layer has no gradient
