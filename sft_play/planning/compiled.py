@@ -13,6 +13,7 @@ from sft_play.planning.drafts import choose_precision
 from sft_play.reasons import CompiledLayers, Reason
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
+from sft_play.units import AUTOCAST
 
 LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton compiles for
 
@@ -52,16 +53,17 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
     """Refuses to compile layers with which it was not measured, or takes more memory than is predicted.
 
     Raises:
-        ConfigError: the attention is not ours, layers have experts or carry a state, or frozen float32
-            weights are used in 16 bits.
+        ConfigError: the attention is not ours, layers have experts or carry a state, or adapters compute in
+            another type than that of the frozen weights.
     """
     if not config.train.compile:
         return
     dtype, autocast = choose_precision(config, device)
-    if config.tuning.mode != "full" and dtype == "float32" and autocast.precision != "no":
+    computes_in = AUTOCAST.get(autocast.precision, "float32")
+    if config.tuning.mode != "full" and dtype != computes_in:
         raise ConfigError(
-            f"train.compile=true with adapters on float32 weights under {autocast.precision} autocast takes "
-            "more memory than is predicted; set model.dtype=bfloat16, train.mixed_precision=no, or "
+            f"train.compile=true with adapters on {dtype} weights and train.mixed_precision="
+            f"{autocast.precision} may take more memory than is predicted; set model.dtype={computes_in}, or "
             "train.compile=false"
         )
     if attention != NAME:
@@ -89,7 +91,7 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         and plan.sequence_ranks == 1
         and plan.activations != "offload"
         and plan.attention == NAME
-        and (config.tuning.mode == "full" or plan.dtype != "float32" or plan.mixed_precision == "no")
+        and (config.tuning.mode == "full" or plan.dtype == AUTOCAST.get(plan.mixed_precision, "float32"))
         and (plan.compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
     )
     off = could and architecture.ask(questions.besides_dense_layers) is None

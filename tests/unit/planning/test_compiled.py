@@ -59,10 +59,16 @@ def test_other_attentions_and_layers_are_refused_before_the_model_is_loaded():
         plan("mixtral")
 
 
-def test_adapters_on_float32_weights_under_autocast_are_refused():
-    """They took 1.5% more memory than was predicted, where it was measured."""
-    config = config_of(model={"dtype": "float32"}, mixed_precision="bf16")
-    with pytest.raises(ConfigError, match="bf16 autocast takes more memory .* set model.dtype=bfloat16"):
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "other"), [("float32", "bf16", "bfloat16"), ("bfloat16", "no", "float32")]
+)
+def test_adapters_on_weights_of_another_type_than_they_compute_in_are_refused(dtype, autocast, other):
+    """They took up to 1.5% more memory than was predicted, where it was measured."""
+    config = config_of(model={"dtype": dtype}, mixed_precision=autocast)
+    said = (
+        f"{dtype} weights and train.mixed_precision={autocast} may take more .* set model.dtype={other}, or"
+    )
+    with pytest.raises(ConfigError, match=said):
         plan_run(config, small_config("llama", WIDE), ROWS, what_if("RTX 4090"), 1)
 
 
