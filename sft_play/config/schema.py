@@ -162,7 +162,7 @@ class TrainConfig(Section):
     mlp_tiles: AutoOrTiles = "auto"
     """In how many tiles of its tokens, one after the other, the MLP of each decoder layer computes the
     largest micro-batch, so that its intermediates never exist whole (tiled MLP of ALST, arXiv 2506.13996).
-    Layers are recomputed then, and their MLPs once more; mixtures of experts stay whole. auto: up to 16 for
+    Layers are recomputed then, and their MLPs once more; mixtures of experts stay whole. auto: up to 8 for
     rows of 4,096 tokens and more, if nothing else fits."""
     mixed_precision: Precision = "auto"
     """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""

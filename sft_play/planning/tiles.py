@@ -1,6 +1,6 @@
 """When MLPs compute in tiles: how many there are, and whether they could make a plan fit. Pure.
 
-A tile of a thousand tokens keeps a GPU busy. With 16 of them, what is left of the intermediates is less than
+A tile of a thousand tokens keeps a GPU busy. With eight of them, what is left of the intermediates is less than
 what attention needs beside them, so more would save little, and each has to be traced.
 """
 
@@ -11,7 +11,7 @@ from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.plan import Plan
 from sft_play.reasons import Tiles
 
-MOST, FEWEST = 16, 4
+MOST, FEWEST = 8, 4
 TILE_TOKENS = 1024  # at least, where nobody says how many tiles there are
 SAVED = ("activations", "temporaries")  # terms of a peak that tiles make smaller
 
