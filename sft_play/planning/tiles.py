@@ -1,7 +1,7 @@
 """When MLPs compute in tiles: how many there are, and whether they could make a plan fit. Pure.
 
-A tile of a thousand tokens keeps a GPU busy. With eight of them, what is left of the intermediates is less than
-what attention needs beside them, so more would save little, and each has to be traced.
+A tile of a thousand tokens keeps a GPU busy. With eight of them, what is left of the intermediates is less
+than what attention needs beside them, so more would save little, and each has to be traced.
 """
 
 from collections.abc import Sequence
