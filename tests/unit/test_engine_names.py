@@ -1,4 +1,4 @@
-"""No engine is known by its name outside `engines/` and the schema: everything else asks the engine's object."""
+"""No engine is known by its name outside `engines/` and the schema with its checks: everything else asks the engine's object."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from sft_play.engines.registry import ALONE, ENGINES
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
-AT_HOME = ("engines/", "config/schema.py")
+AT_HOME = ("engines/", "config/schema.py", "config/conflicts.py")
 NAMES = {engine.name for engine in ENGINES} - {ALONE.name}  # that one's is also a word for other things
 
 
