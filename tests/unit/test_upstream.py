@@ -208,6 +208,8 @@ VALUES = {
     "trl.kernels.chunked_logprob:TOKEN_CHUNK_SIZE": LOSS_TILES["cuda"],
     "sft_play.model.cpu:TILE": LOSS_TILES["cpu"],
     "huggingface_hub.constants:HF_HUB_OFFLINE": ...,
+    "torch._dynamo.config:optimize_ddp": ...,
+    "torch._dynamo.config:recompile_limit": ...,
     "torch.distributed.distributed_c10d:_World": ...,
     "torch.distributed.distributed_c10d:_backend": ...,
     "torch.distributed.distributed_c10d:_group_count": ...,

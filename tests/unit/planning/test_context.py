@@ -150,7 +150,7 @@ def _linear(monkeypatch):
         return 0.2 + tokens / run.parallel.sequence_ranks / 100_000
 
     monkeypatch.setattr(context, "_use", use)
-    monkeypatch.setattr(context, "_at", lambda run, *rest: {"row_tokens": rest[-1]})
+    monkeypatch.setattr(context, "_at", lambda run, *rest, tight: {"row_tokens": rest[-1]})
 
 
 @pytest.mark.parametrize(
