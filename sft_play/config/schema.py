@@ -179,7 +179,7 @@ class TrainConfig(Section):
     kernels of liger-kernel, on GPUs. auto: own, until `make gpu-proof` has seen Liger's win on a GPU."""
     compile: bool = False
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
-    DDP; the first step takes minutes longer. Off until `make gpu-proof` has seen it win on a GPU."""
+    DDP; the first step takes longer. Off until `make gpu-proof` has seen it win on a GPU."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None

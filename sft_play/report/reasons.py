@@ -73,7 +73,7 @@ BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
         "off": "layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true "
         "compiles them",
         "on": "layers are compiled, as set in the config; memory and seconds are predicted for layers "
-        "that are not, and the first step takes minutes longer",
+        "that are not, and the first step takes longer",
     }),
     reasons.LayerKernels: ("kernels", {
         "off": "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger "

@@ -97,7 +97,7 @@ def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes)
     assert said == [
         ["layers are not compiled, since no proof on a GPU has seen it win yet; train.compile=true compiles them"],
         ["layers are compiled, as set in the config; memory and seconds are predicted for layers that are "
-         "not, and the first step takes minutes longer"],
+         "not, and the first step takes longer"],
     ]  # fmt: skip
     assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
 

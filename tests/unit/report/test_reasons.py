@@ -191,7 +191,7 @@ SENTENCES = [
     (
         CompiledLayers("on"),
         "layers are compiled, as set in the config; memory and seconds are predicted for layers that are "
-        "not, and the first step takes minutes longer",
+        "not, and the first step takes longer",
     ),
 ]
 

@@ -4,20 +4,16 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
-from benchmarks.cpu_meter import measure_step
-from benchmarks.random_models import random_base
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import UntraceableModel
-from sft_play.model import attention
-from sft_play.model.adapters import attach_adapter
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.layers import choose_layers, fewest_kept_alike, stand_ins_of, with_kept
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.work import mixed
+from tests.unit.sizing.real_step import require_predicted
 
 LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 8, "vocabulary": 300}
@@ -96,18 +92,7 @@ def test_layers_that_cannot_be_told_apart_are_not_mixed():
 def test_the_real_step_allocates_what_the_trace_of_a_mix_says(mode, kept, name):
     config = small_config(name, SMALL | {"layers": 5})
     spec = StepSpec(mode=mode, lora=LORA, activations="recompute", kept_layers=kept, batch=PaddedRows(3, 64))
-    model = random_base(
-        config,
-        dtype="float32",
-        attn_implementation=attention.NAME,
-        device=torch.device("cpu"),
-        quantize=False,
-    )
-    measured = measure_step(attach_adapter(model, LORA) if mode != "full" else model, spec)
-    predicted = Traces(config).step(spec).peaks()
-    for phase, size in measured.phases.items():
-        above = size - measured.weights
-        assert predicted[phase].bytes - measured.weights == pytest.approx(above, rel=2e-4, abs=2000), phase
+    require_predicted(config, spec)
 
 
 @pytest.mark.parametrize("shards", [1, 2])

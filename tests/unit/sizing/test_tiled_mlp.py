@@ -3,18 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from benchmarks.cpu_meter import measure_step
-from benchmarks.random_models import random_base
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
-from sft_play.model import attention
-from sft_play.model.adapters import attach_adapter
 from sft_play.sizing.estimator import Traces
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.work import PRODUCT
+from tests.unit.sizing.real_step import require_predicted
 
 LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 6, "vocabulary": 300}
@@ -49,18 +45,7 @@ def test_few_layers_represent_all_to_the_byte(name, changes):
 def test_the_real_step_allocates_what_the_trace_says(mode, name):
     config = small_config(name, SMALL | {"layers": 3})
     spec = replace(SPEC, mode=mode, batch=PaddedRows(3, 64), mlp_tile=50)
-    model = random_base(
-        config,
-        dtype="float32",
-        attn_implementation=attention.NAME,
-        device=torch.device("cpu"),
-        quantize=False,
-    )
-    measured = measure_step(attach_adapter(model, LORA) if mode != "full" else model, spec)
-    predicted = Traces(config).step(spec).peaks()
-    for phase, size in measured.phases.items():
-        above = size - measured.weights
-        assert predicted[phase].bytes - measured.weights == pytest.approx(above, rel=2e-4, abs=2000), phase
+    require_predicted(config, spec)
 
 
 def test_tiles_take_less_forward_backward_and_in_evaluation():
