@@ -25,7 +25,7 @@ def interpreted() -> Iterator[None]:
     import liger_kernel.ops  # noqa: F401  its kernels are defined here
     import numpy as np
     import triton.language as tl
-    from liger_kernel.ops import rms_norm
+    from liger_kernel.ops import geglu, rms_norm
     from triton.runtime import interpreter
 
     convert, operate = interpreter._implicit_cvt, interpreter.InterpreterBuilder.binary_op
@@ -45,11 +45,12 @@ def interpreted() -> Iterator[None]:
             return interpreter.TensorHandle(found, tl.int1)
         return self.cast_impl(interpreter.TensorHandle(found, tl.float32), tl.bfloat16)
 
-    def rsqrt(x: Any) -> Any:
-        return tl.tensor(interpreter.TensorHandle(1 / np.sqrt(x.handle.data), x.handle.dtype), x.type)
+    def by_numpy(function: Any) -> Any:
+        return lambda x: tl.tensor(interpreter.TensorHandle(function(x.handle.data), x.handle.dtype), x.type)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_implicit_cvt", converted)
         patch.setattr(interpreter.InterpreterBuilder, "binary_op", operated)
-        patch.setattr(rms_norm, "rsqrt", rsqrt)
+        patch.setattr(rms_norm, "rsqrt", by_numpy(lambda data: 1 / np.sqrt(data)))
+        patch.setattr(geglu, "tanh", by_numpy(np.tanh))
         yield

@@ -53,8 +53,8 @@ def replace_forwards(model: torch.nn.Module, kernels: str = "own") -> int:
     count = 0
     for module in model.modules():
         forward = replacements[type(module)]
-        if forward is None and kernels == liger.NAME and liger.is_swiglu(module):
-            forward = liger.mlp_forward
+        if forward is None and kernels == liger.NAME:
+            forward = liger.forward_for(module)
         if forward:
             replace_forward(module, MethodType(forward, module))
             count += 1

@@ -1,6 +1,7 @@
 """Norms, rotary embeddings and gated layers by Liger's Triton kernels, which train.kernels=liger asks for.
 
-They replace our own passes (`layer_forward`) on the classes that these know, and the product of SwiGLU.
+They replace our own passes (`layer_forward`) on the classes that these know, the norms of Gemma, and the
+products of SwiGLU and GeGLU.
 Liger's functions are called one by one, instead of `use_liger_kernel`: that exchanges classes and functions
 in the modules of transformers, for all models of the process, and a forward pass that the output head
 replaces. The output head stays TRL's, which is one of Triton too and never makes the logits either.
@@ -8,6 +9,7 @@ replaces. The output head stays TRL's, which is one of Triton too and never make
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 NAME = "liger"
 PACKAGES = ("liger_kernel", "triton")
-EXAMPLES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "mixtral")  # served architectures
+# served architectures
+EXAMPLES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "mixtral", "gemma2", "gemma3_text")
+KERNELS = ("norm", "rotate", "gated", "gelu_gated")  # the functions here that call one; a trace has others
 LEAST_CAPABILITY = (7, 0)  # Triton compiles for no older GPU
 
 
@@ -49,15 +53,16 @@ def require_runnable(device: str, capability: Capability | None, *, here: bool) 
         )
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """`layer_forward.RMSNorm` by Liger's kernel; x is [..., size], the weight [size].
 
-    The gradient does not take the place of that of the result, as Liger does by default: after a residual
-    sum, as of norms behind a layer, that one belongs to another branch too.
+    With an offset, that is added to the weight, all is computed in fp32, as in Gemma. The gradient does not
+    take the place of that of the result, as Liger does by default: after a residual sum, as of norms behind a
+    layer, that one belongs to another branch too.
     """
     from liger_kernel.ops import LigerRMSNormFunction
 
-    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False, None)
+    return LigerRMSNormFunction.apply(x, weight, eps, offset, "gemma" if offset else "llama", False, None)
 
 
 def rotate(
@@ -76,6 +81,13 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return LigerSiLUMulFunction.apply(gate, up, 1.0, 1.0)
 
 
+def gelu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As `gated`, by GELU in its approximation by tanh."""
+    from liger_kernel.ops import LigerGELUMulFunction
+
+    return LigerGELUMulFunction.apply(gate, up)
+
+
 def rotated(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,9 +95,14 @@ def rotated(
     return rotate(q, k, cos, sin)
 
 
-def mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The forward pass of Llama's gated layer; x and the result are [..., hidden_size]."""
     return module.down_proj(gated(module.gate_proj(x), module.up_proj(x)))
+
+
+def geglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same of Gemma's, which has GELU."""
+    return module.down_proj(gelu_gated(module.gate_proj(x), module.up_proj(x)))
 
 
 def norm_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -93,14 +110,35 @@ def norm_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return norm(hidden_states, module.weight, module.variance_epsilon)
 
 
-def is_swiglu(module: Any) -> bool:
-    """Whether a module computes as Llama's gated layer does, with SiLU."""
+def offset_norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """As in Gemma, whose weights are differences from 1; x and the result are [..., hidden_size]."""
+    return norm(x, module.weight, module.eps, 1.0)
+
+
+def forward_for(module: Any) -> Callable[..., torch.Tensor] | None:
+    """What to put in the place of the forward pass of a gated layer, or of a norm as in Gemma; else None."""
     from torch.nn import SiLU
-    from transformers.activations import SiLUActivation
+    from transformers.activations import GELUTanh, SiLUActivation
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    if not type(module).__module__.startswith("transformers.models."):
-        return False
-    code, llama = type(module).forward.__code__, LlamaMLP.forward.__code__
-    same = (code.co_code, code.co_names) == (llama.co_code, llama.co_names)
-    return same and isinstance(module.act_fn, (SiLUActivation, SiLU))
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.models."):
+        return None
+    if _same(kind, GemmaRMSNorm, "forward", "_norm"):
+        return offset_norm_forward
+    if not _same(kind, LlamaMLP, "forward"):
+        return None
+    if isinstance(module.act_fn, (SiLUActivation, SiLU)):
+        return swiglu_forward
+    return geglu_forward if isinstance(module.act_fn, GELUTanh) else None
+
+
+def _same(kind: Any, known: Any, *names: str) -> bool:
+    """Whether functions of a class, by their names, have the code of those of a known one."""
+
+    def code(owner: Any, name: str) -> Any:
+        found = getattr(getattr(owner, name, None), "__code__", None)
+        return found and (found.co_code, found.co_names, [c for c in found.co_consts if isinstance(c, float)])
+
+    return all(code(kind, name) == code(known, name) for name in names)

@@ -314,7 +314,7 @@ def simulate_cuda(
         (attention, "varlen_attn", joined),
         (attention, "_offsets", lambda lengths, device: None),
         (attention, "device_capability", lambda device: capability),
-        *((liger, name, getattr(liger_kernels, name)) for name in ("norm", "rotate", "gated")),
+        *((liger, name, getattr(liger_kernels, name)) for name in liger.KERNELS),
         (loss_head, "is_on_cpu", lambda tensor: False),
         (chunked_logprob, "_forward_tile", _forward_tile),
         (chunked_logprob, "_backward_tile", _backward_tile),

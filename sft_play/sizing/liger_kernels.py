@@ -1,6 +1,6 @@
 """What Liger's kernels allocate and keep, as autograd functions on fake tensors that compute nothing.
 
-After liger_kernel 0.8: ops/rms_norm.py, ops/rope.py, ops/swiglu.py.
+After liger_kernel 0.8: ops/rms_norm.py, ops/rope.py, ops/swiglu.py, ops/geglu.py.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ def _in_place(heads: torch.Tensor) -> torch.Tensor:
 
 
 class Gated(torch.autograd.Function):
-    """The product of SwiGLU, of any shape."""
+    """The product of SwiGLU or GeGLU, of any shape."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Gated(torch.autograd.Function):
         return gate, up
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """In place of `model.liger.norm`; shapes as there."""
     return RMSNorm.apply(x, weight)
 
@@ -99,4 +99,9 @@ def rotate(
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """In place of `model.liger.gated`; shapes as there."""
+    return Gated.apply(gate, up)
+
+
+def gelu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """In place of `model.liger.gelu_gated`; shapes as there."""
     return Gated.apply(gate, up)

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from benchmarks.miniatures import miniature
 from benchmarks.random_models import random_base
@@ -70,6 +72,23 @@ def test_norms_are_ours(size, dtype):
 
 @needs_triton
 @TYPES
+@pytest.mark.parametrize("size", (*HEAD_SIZES, 576))
+def test_norms_with_an_offset_are_those_of_gemma(size, dtype):
+    torch.manual_seed(size)
+    inputs = norm_inputs(size, dtype)
+    gemma = GemmaRMSNorm(size)
+    with interpreted():
+        theirs = outcome(lambda x, weight: liger.norm(x, weight, gemma.eps, 1.0), inputs)
+
+    def plain(x, weight):
+        gemma._parameters["weight"] = weight
+        return gemma(x)
+
+    assert_near(theirs, outcome(plain, inputs), dtype)
+
+
+@needs_triton
+@TYPES
 @pytest.mark.parametrize("size", HEAD_SIZES)
 def test_rotations_are_ours(size, dtype):
     torch.manual_seed(size)
@@ -86,12 +105,13 @@ def test_rotations_are_ours(size, dtype):
 @needs_triton
 @TYPES
 @pytest.mark.parametrize("size", (64, 176, 320))
-def test_gated_products_are_those_of_pytorch(size, dtype):
+@pytest.mark.parametrize(("kernel", "act"), [("gated", "silu"), ("gelu_gated", "gelu_pytorch_tanh")])
+def test_gated_products_are_those_of_pytorch(kernel, act, size, dtype):
     torch.manual_seed(size)
     inputs = [torch.randn(1, TOKENS, size, dtype=dtype) for _ in range(2)]
     with interpreted():
-        theirs = outcome(liger.gated, inputs)
-    assert_near(theirs, outcome(lambda gate, up: torch.nn.functional.silu(gate) * up, inputs), dtype)
+        theirs = outcome(getattr(liger, kernel), inputs)
+    assert_near(theirs, outcome(lambda gate, up: ACT2FN[act](gate) * up, inputs), dtype)
 
 
 def step(config, kernels, checkpointing=False):
@@ -115,7 +135,9 @@ def step(config, kernels, checkpointing=False):
 
 @needs_triton
 @pytest.mark.parametrize("checkpointing", (False, True), ids=("kept", "recomputed"))
-@pytest.mark.parametrize("family", ("llama", "qwen3", "glm4", "exaone4", "deepseek_v3", "phi3"))
+@pytest.mark.parametrize(
+    "family", ("llama", "qwen3", "glm4", "exaone4", "deepseek_v3", "phi3", "gemma3_text")
+)
 def test_a_step_is_the_same(family, checkpointing):
     """Also behind residual sums (glm4, exaone4), and where parts of heads are rotated."""
     config = small_config(family, TALL | {"layers": 2, "vocabulary": 100})
@@ -172,8 +194,8 @@ def test_stand_ins_allocate_what_the_kernels_do(dtype):
 
     (heads, angles), normed = heads_of(64, dtype), norm_inputs(512, dtype)
     wide = [each.float() for each in angles]
-    norms, rotations, gates = (
-        [getattr(place, name) for place in (liger, liger_kernels)] for name in ("norm", "rotate", "gated")
+    norms, rotations, gates, gelu_gates = (
+        [getattr(place, name) for place in (liger, liger_kernels)] for name in liger.KERNELS
     )
     cases = {
         "norm": (norms, normed, (), _normed),
@@ -181,12 +203,15 @@ def test_stand_ins_allocate_what_the_kernels_do(dtype):
         "norm of an fp32 weight": (norms, [normed[0], normed[1].float()], (), _normed),
         "norm of transposed heads": (norms, [heads[0], torch.randn(64, dtype=dtype)], (),
                                      lambda f: lambda x, w: f(x.transpose(1, 2), w, 1e-6)),
+        "norm with an offset": (norms, normed, (), lambda f: lambda x, w: f(x, w, 1e-6, 1.0)),
         "rotate": (rotations, heads, (), lambda f: _rotated(f, angles, projected=True)),
         "rotate by fp32 angles": (rotations, heads, (), lambda f: _rotated(f, wide, projected=True)),
         "rotate copies": (rotations, heads, (), lambda f: _rotated(f, angles, projected=False)),
         "rotate frozen keys": (rotations, heads, (1,), lambda f: _rotated(f, angles, projected=True)),
         "gated": (gates, [normed[0], normed[0]], (), lambda f: f),
         "gated, a frozen gate": (gates, [normed[0], normed[0]], (0,), lambda f: f),
+        "gated by GELU": (gelu_gates, [normed[0], normed[0]], (), lambda f: f),
+        "gated halves by GELU": (gelu_gates, [normed[0]], (), lambda f: lambda x: f(*x.chunk(2, dim=-1))),
         "gated halves": (gates, [normed[0]], (), lambda f: lambda x: f(*x.chunk(2, dim=-1))),
     }  # fmt: skip
     for name, ((kernel, stand_in), inputs, frozen, call) in cases.items():
@@ -225,7 +250,7 @@ def test_what_cannot_run_is_refused_with_what_can():
 def test_a_model_as_it_is_built_takes_a_step_by_their_kernels(tiny_model, tmp_path, monkeypatch, mode):
     """They take the places of our own passes, which a base gets while it is loaded, and below adapters too."""
     calls = Counter()
-    for name in ("norm", "rotate", "gated"):
+    for name in liger.KERNELS:
         kernel = getattr(liger, name)
         monkeypatch.setattr(liger, name, lambda *args, f=kernel, n=name: calls.update([n]) or f(*args))
 
