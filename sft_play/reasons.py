@@ -307,6 +307,13 @@ class AttentionKernel(Reason):
     calls: Literal["one", "each_row", "padded"]
 
 
+class AttentionOff(Reason):
+    """A package of attention that the GPU and the model could run, and that is off."""
+
+    label: str
+    setting: str  # of model.attention, which takes it
+
+
 class CompiledLayers(Reason):
     """Whether torch.compile compiles the decoder layers, which the prediction does not count on."""
 

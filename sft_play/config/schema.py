@@ -69,8 +69,9 @@ class ModelConfig(Section):
     attention: Literal["auto", "varlen_sdpa", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = (
         "auto"
     )
-    """Attention kernel. auto: FlashAttention 3 (Hopper GPUs) or 2 if it is installed and the device supports
-    it, else varlen_sdpa (PyTorch's own kernels, called so that neither padding nor packing needs a mask)."""
+    """Attention kernel. auto: varlen_sdpa (PyTorch's own kernels, called so that neither padding nor packing
+    needs a mask), until `make gpu-proof` has seen another one win; for models that it does not know,
+    FlashAttention if that is installed, else sdpa or eager. flash_attention_3: Hopper GPUs."""
     trust_remote_code: bool = False
     """Whether to run Python code from the model repository on this machine; needs a commit as revision."""
     revision: str | None = None

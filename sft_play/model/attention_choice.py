@@ -10,31 +10,44 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import import_utils
 
 from sft_play.errors import ConfigError
+from sft_play.model.architecture import setting
 from sft_play.model.attention_table import ATTENTIONS, NAME, Attention, Capability, within
 from sft_play.reasons import Padded
 from sft_play.report.reasons import padding_cause
+from sft_play.units import SIXTEEN_BIT
 
 # Layer types in which one token sees another through attention alone, as our function computes it.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 OWN_MASKS = {"doge", "zaya"}  # architectures whose layers give their attention another mask than they got
 # Those whose layers do not hand on to their attention where joined rows begin; `train.verify` finds others.
 KEEP_BOUNDARIES_BACK = {"nemotron"}
+DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+WIDEST = 256  # heads that FlashAttention computes
 
 
 def choose_attention(
-    asked: str, config: PretrainedConfig, device: str, capability: Capability | None = None
+    asked: str,
+    config: PretrainedConfig,
+    device: str,
+    capability: Capability | None = None,
+    dtype: str | None = None,
 ) -> str:
-    """The attention implementation to use: the requested one, or for "auto" the fastest available.
+    """The attention implementation to use: the requested one, or for "auto" ours.
 
-    The compute capability of the GPU may be unknown.
+    No proof on a GPU has seen a package win against ours, so "auto" takes one only for models whose attention
+    ours does not compute. The compute capability of the GPU, and the type that attention computes in, may be
+    unknown.
 
     Raises:
-        ConfigError: the device cannot run it, or transformers no longer says what its model supports.
+        ConfigError: the device cannot run it, it cannot compute what the model or the run asks for, or
+            transformers no longer says what its model supports.
     """
     model_class = _class_of(config)
     if asked != "auto":
         _require_runnable(asked, device, capability)
         _require_supported(asked, config)
+        if problem := _unfit(asked, config, dtype):
+            raise ConfigError(f"model.attention={asked}: {problem}, or set model.attention=auto")
         return asked
     if model_class is not None and not hasattr(model_class, "_supports_sdpa"):
         raise ConfigError(
@@ -42,15 +55,16 @@ def choose_attention(
             "attention (_supports_sdpa), so this version of transformers is not supported: run "
             "`make install`, or set model.attention"
         )
-    sinks = has_sinks(config)
+    plain = generation_attention(config)
+    if calls_ours(config) and (plain == "sdpa" or has_sinks(config)):
+        return NAME
     takes_packages = model_class is not None and model_class._supports_flash_attn
     if takes_packages and device == "cuda" and torch.cuda.is_available():
         known = capability or torch.cuda.get_device_capability()
         for name, row in reversed(ATTENTIONS.items()):  # the newest first
-            if within(known, row.preferred) and (row.sinks or not sinks) and _is_installed(row):
+            if within(known, row.preferred) and not _unfit(name, config, dtype) and is_installed(row):
                 return name
-    plain = generation_attention(config)
-    return NAME if calls_ours(config) and (sinks or plain == "sdpa") else plain
+    return plain
 
 
 def generation_attention(config: PretrainedConfig) -> str:
@@ -106,12 +120,37 @@ def calls_ours(config: PretrainedConfig) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in source for source in sources) and not knows_functions
 
 
+def attention_dropout(config: PretrainedConfig) -> float:
+    """The dropout of attention weights, which architectures call by several names."""
+    text = config.get_text_config()
+    return max(setting(text, name) or 0.0 for name in DROPOUT_NAMES)
+
+
+def _unfit(name: str, config: PretrainedConfig, dtype: str | None) -> str | None:
+    """What a package cannot compute of the model or the run, and what to change; None if nothing."""
+    row, text = ATTENTIONS[name], config.get_text_config()
+    if not row.is_package:
+        return None
+    heads = setting(text, "num_attention_heads")
+    width = setting(text, "head_dim") or (text.hidden_size // heads if heads else 0)
+    dropout = attention_dropout(config)
+    if dtype is not None and dtype not in SIXTEEN_BIT:
+        return f"it computes in 16 bits, and this run in {dtype}; set train.mixed_precision=bf16 or fp16"
+    if width > WIDEST:
+        return f"its heads have at most {WIDEST} values, and those of {text.model_type} have {width}"
+    if has_sinks(config):
+        return f"the layers of {text.model_type} have attention sinks, which it would leave out"
+    if dropout and not row.dropout:
+        return f"it has no dropout, and the attention of {text.model_type} has {dropout:g}"
+    return None
+
+
 def has_sinks(config: PretrainedConfig) -> bool:
     """Whether the layers hand attention sinks to the function that they call (gpt-oss)."""
     return any("s_aux=" in inspect.getsource(module) for module in _modeling_files(config))
 
 
-def _is_installed(row: Attention) -> bool:
+def is_installed(row: Attention) -> bool:
     """Whether a package is installed here, or that of the Hub can be had through the package `kernels`."""
     from_hub = "kernels" in row.modules
     return bool(getattr(import_utils, row.available)(**({"kernels_fallback_ok": True} if from_hub else {})))

@@ -212,9 +212,9 @@ class Attention:
     boundaries: Literal["lengths", "offsets"] | None = None  # how it is told where joined rows begin
     joined: Kernel = JOINED
     windows: bool = False  # a sliding window needs no mask
-    sinks: bool = False
+    dropout: bool = True
     gpus: tuple[Span, ...] = ()  # that a package is made for; the others run on all devices
-    preferred: tuple[Span, ...] = ()  # GPUs for which `auto` takes the package
+    preferred: tuple[Span, ...] = ()  # GPUs for which `auto` takes the package, where ours does not do
     modules: tuple[str, ...] = ()  # Python modules that bring the package
     available: str = ""  # the function of transformers.utils.import_utils that looks for the package
 
@@ -226,9 +226,9 @@ class Attention:
 
 # Packages last, the newest at the end.
 ATTENTIONS = {
-    NAME: Attention(boundaries="lengths", sinks=True),
+    NAME: Attention(boundaries="lengths"),
     "sdpa": Attention(),
-    "eager": Attention(sinks=True),
+    "eager": Attention(),
     "flash_attention_2": Attention(
         boundaries="offsets",
         joined=FLASH2,
@@ -242,6 +242,7 @@ ATTENTIONS = {
         boundaries="offsets",
         joined=FLASH3,
         windows=True,
+        dropout=False,
         gpus=(((8, 0), (10, 0)),),
         preferred=(((9, 0), (10, 0)),),
         modules=("flash_attn_interface", "kernels"),  # the latter gets it from the Hub

@@ -8,11 +8,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
 from sft_play.model import liger
+from sft_play.model.attention_table import ATTENTIONS, NAME, within
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Plan
 from sft_play.planning.clock import batches_of, plan_clock
 from sft_play.planning.compiled import compiled_reasons, require_compilable, require_compiler
 from sft_play.planning.devices import machines_of, memory_device, memory_reasons, training_device
-from sft_play.planning.drafts import draft_plans, draft_reasons
+from sft_play.planning.drafts import choose_precision, draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
 from sft_play.planning.sequence import require_divisible
@@ -20,6 +21,7 @@ from sft_play.planning.speed import collectives_of, links_of, profile_of
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons import (
     AssumedRows,
+    AttentionOff,
     Communication,
     Decomposed,
     LayerKernels,
@@ -45,6 +47,7 @@ from sft_play.sizing.corrections import (
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
 from sft_play.sizing.step import StepSpec
+from sft_play.units import AUTOCAST
 
 
 def plan_run(
@@ -143,6 +146,7 @@ def _about_the_step(
 
     return [
         *([kernel] if kernel else []),
+        *attention_reasons(config, plan, architecture),
         *(layer_kernels(config, plan, architecture, estimate) if estimate else []),
         *compiled_reasons(config, plan, architecture),
         *method_reasons(config, plan, trained_elements),
@@ -156,6 +160,21 @@ def _require_kernels(config: RunConfig, architecture: Architecture, device: Devi
     if config.train.kernels == "liger":
         liger.require_runnable(device.kind, device.compute_capability, here=here)
         architecture.ask(questions.require_liger_modules)
+
+
+def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
+    """FlashAttention 3, and why it is off, on GPUs that it is made for; PyTorch's own kernel is version 2."""
+    name, capability = "flash_attention_3", plan.compute_capability
+    row = ATTENTIONS[name]
+    ours = config.model.attention == "auto" and plan.attention == NAME and plan.sequence_ranks == 1
+    if not ours or plan.device != "cuda" or not (capability and within(capability, row.preferred)):
+        return []
+    dtype = AUTOCAST.get(plan.mixed_precision, plan.dtype)
+    try:
+        architecture.ask(questions.attention, name, plan.device, capability, dtype)
+    except ConfigError:  # nobody asked for it
+        return []
+    return [AttentionOff(row.joined.label, name)]
 
 
 def layer_kernels(
@@ -194,11 +213,13 @@ def _assumed(facts: DataFacts) -> list[Reason]:
 
 def _attention(config: RunConfig, architecture: Architecture, device: Device) -> str:
     asked, kind, capability = config.model.attention, device.kind, device.compute_capability
-    if config.parallel.sequence_ranks > 1:  # no package exchanges heads, so auto takes none
-        kind, capability = ("cpu", None) if asked == "auto" else (kind, capability)
+    dtype, autocast = choose_precision(config, device)
+    about = (asked, kind, capability, AUTOCAST.get(autocast.precision, dtype))
+    if config.parallel.sequence_ranks > 1 and asked == "auto":  # no package exchanges heads
+        about = (asked, "cpu", None, dtype)
     if kind == "cuda" and questions.has_attention_packages():  # depends on more than what it is asked about
-        return questions.attention(architecture.config, asked, kind, capability)
-    return architecture.ask(questions.attention, asked, kind, capability)
+        return questions.attention(architecture.config, *about)
+    return architecture.ask(questions.attention, *about)
 
 
 def allowed_plans(

@@ -33,6 +33,9 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
         "{init}: every adapted weight is decomposed before the first step; the saved adapter has twice the "
         "rank"
     ),
+    reasons.AttentionOff: (
+        "{label} is off, since no proof on a GPU has seen it win yet; model.attention={setting} takes it"
+    ),
     reasons.Noise: "NEFTune: noise within {alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings",
     reasons.Corrected: (
         "corrected by an earlier probe of this kind of step: memory above the weights x {ratio:.3f}"

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sft_play.model.architecture import setting
 from sft_play.model.attention import type_name
-from sft_play.model.attention_choice import has_sinks
+from sft_play.model.attention_choice import attention_dropout, has_sinks
 from sft_play.model.attention_table import ATTENTIONS, EFFICIENT, Call, Capability, Kernel, fused_kernel
 from sft_play.reasons import AttentionKernel
 from sft_play.sizing.operations import nbytes
@@ -22,8 +22,6 @@ from sft_play.work import ATTENTION, ATTENTION_BACKWARD, TRANSCENDENTAL
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
 class FusedAttention(torch.autograd.Function):
@@ -169,12 +167,6 @@ def varlen_attention(spec: StepSpec) -> Callable:
         return FusedAttention.apply(query, key, value, None, kernel, call)
 
     return attend
-
-
-def attention_dropout(config: "PretrainedConfig") -> float:
-    """The dropout of attention weights, which architectures call by several names."""
-    text = config.get_text_config()
-    return max(setting(text, name) or 0.0 for name in DROPOUT_NAMES)
 
 
 def takes_one_call(config: "PretrainedConfig", spec: StepSpec) -> bool:

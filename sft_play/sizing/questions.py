@@ -58,11 +58,13 @@ def position_limit(config: "PretrainedConfig") -> int | None:
     return position_limit(config)
 
 
-def attention(config: "PretrainedConfig", asked: str, device: str, capability: tuple[int, int] | None) -> str:
+def attention(
+    config: "PretrainedConfig", asked: str, device: str, capability: tuple[int, int] | None, dtype: str
+) -> str:
     """As `choose_attention`; with a package it also depends on the GPU that is here."""
     from sft_play.model.attention_choice import choose_attention
 
-    return choose_attention(asked, config, device, capability)
+    return choose_attention(asked, config, device, capability, dtype)
 
 
 def has_attention_packages() -> bool:

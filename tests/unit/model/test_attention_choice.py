@@ -44,28 +44,56 @@ def test_attention_is_chosen_by_what_the_model_can():
     assert choose_attention("auto", PretrainedConfig(), "cpu") == "eager"  # a class that is not known yet
 
 
+@pytest.fixture
+def packages(monkeypatch):
+    """Every package is installed, beside a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(import_utils, "is_flash_attn_3_available", lambda kernels_fallback_ok: True)
+    monkeypatch.setattr(import_utils, "is_flash_attn_2_available", lambda: True)
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_package_is_taken_only_for_attention_that_ours_does_not_compute(monkeypatch):
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        assert choose_attention("auto", LlamaConfig(), "cuda", capability) == attention.NAME
+    capped = Gemma2Config(attention_dropout=0.0)
+    assert choose_attention("auto", capped, "cuda", (9, 0)) == "flash_attention_3"  # made for Hopper
+    assert choose_attention("auto", capped, "cuda", (8, 0)) == "flash_attention_2"
+    assert (
+        choose_attention("auto", Gemma2Config(attention_dropout=0.1), "cuda", (9, 0)) == "flash_attention_2"
+    )
+    assert choose_attention("auto", capped, "cuda", (7, 5)) == "eager"
+    assert choose_attention("auto", capped, "cuda", (9, 0), "float32") == "eager"
+    monkeypatch.setattr(import_utils, "is_flash_attn_3_available", lambda kernels_fallback_ok: False)
+    assert choose_attention("auto", capped, "cuda", (9, 0)) == "flash_attention_2"
+
+
 @pytest.mark.parametrize(
-    ("capability", "flash_3", "flash_2", "expected"),
+    ("config", "dtype", "message"),
     [
-        ((9, 0), True, True, "flash_attention_3"),
-        ((9, 0), False, True, "flash_attention_2"),
-        ((8, 0), True, True, "flash_attention_2"),  # version 3 is made for Hopper
-        ((10, 0), True, False, attention.NAME),
-        ((7, 5), True, True, attention.NAME),
+        (
+            LlamaConfig(),
+            "float32",
+            "16 bits, and this run in float32; set train.mixed_precision=bf16 or fp16",
+        ),
+        (LlamaConfig(attention_dropout=0.1), "bfloat16", "no dropout, and the attention of llama has 0.1"),
+        (LlamaConfig(head_dim=320), "float16", "at most 256 values, and those of llama have 320"),
+        (GptOssConfig(), "bfloat16", "gpt_oss have attention sinks, which it would leave out"),
     ],
 )
-def test_the_newest_package_that_is_made_for_the_gpu_is_taken(
-    monkeypatch, capability, flash_3, flash_2, expected
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(import_utils, "is_flash_attn_3_available", lambda kernels_fallback_ok: flash_3)
-    monkeypatch.setattr(import_utils, "is_flash_attn_2_available", lambda: flash_2)
-    assert choose_attention("auto", LlamaConfig(), "cuda", capability) == expected
+def test_what_a_package_cannot_compute_is_named(config, dtype, message):
+    with pytest.raises(
+        ConfigError, match=f"attention=flash_attention_3: .*{message}.*, or set model.att.*auto"
+    ):
+        choose_attention("flash_attention_3", config, "cuda", (9, 0), dtype)
+    assert (
+        choose_attention("flash_attention_3", LlamaConfig(), "cuda", (9, 0), "bfloat16")
+        == "flash_attention_3"
+    )
 
 
-def test_a_model_that_flash_attention_does_not_know_gets_another(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(import_utils, "is_flash_attn_2_available", lambda: True)
+@pytest.mark.usefixtures("packages")
+def test_a_model_that_flash_attention_does_not_know_gets_another():
     assert choose_attention("auto", DogeConfig(), "cuda", (8, 0)) == "sdpa"
     with pytest.raises(
         ConfigError, match="model.attention=flash_attention_2: DogeForCausalLM does not support"

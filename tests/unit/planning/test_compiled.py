@@ -102,6 +102,15 @@ def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes)
     assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
 
 
+@pytest.mark.parametrize(("gpu", "model", "said"), [("H100", {}, True), ("A100 80GB", {}, False),
+                                                   ("H100", {"attention": "varlen_sdpa"}, False)])  # fmt: skip
+def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_says_why(gpu, model, said):
+    config = config_of(model=model, compile=False)
+    plan = plan_run(config, small_config("llama", WIDE), ROWS, what_if(gpu), 1)
+    why = "FlashAttention 3 is off, since no proof on a GPU has seen it win yet; model.attention=flash_attention_3 takes it"
+    assert (why in plan.why) is said
+
+
 def test_no_plan_with_compiled_layers_divides_weights_or_offloads():
     machine = what_if("RTX 4090", 2)
     plan = plan_run(config_of(tuning={"mode": "full"}), small_config("llama", WIDE), ROWS, machine, 2)

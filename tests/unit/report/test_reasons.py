@@ -11,6 +11,7 @@ from sft_play.plan import HostMemory, Memory
 from sft_play.reasons import (
     Activations,
     AttentionKernel,
+    AttentionOff,
     Communication,
     CompiledLayers,
     Corrected,
@@ -178,6 +179,11 @@ SENTENCES = [
     (
         AttentionKernel("FlashAttention 3", "one"),
         "attention: FlashAttention 3, one call for all rows of a micro-batch",
+    ),
+    (
+        AttentionOff("FlashAttention 3", "flash_attention_3"),
+        "FlashAttention 3 is off, since no proof on a GPU has seen it win yet; "
+        "model.attention=flash_attention_3 takes it",
     ),
     (
         LayerKernels("off", 97, GIB),
