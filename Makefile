@@ -436,7 +436,7 @@ bench-sharded-gpu: $(READY) ## Measure models that are divided among GPUs
 	$(PY) -m benchmarks.sharded_gpu $(WORDS)
 
 .PHONY: gpu-proof
-gpu-proof: $(READY) ## Run tests and benchmarks on a GPU, part by part
+gpu-proof: $(READY) $(VENV)/.ready-liger $(VENV)/.ready-kernels ## Run tests and benchmarks on a GPU, part by part
 	$(PY) -m benchmarks.gpu_proof $(WORDS)
 
 .PHONY: bench-scaling

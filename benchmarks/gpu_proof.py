@@ -4,10 +4,11 @@
     make gpu-proof ARGS="--minutes 9"       # in less time
     make gpu-proof ARGS="--device cpu"      # the same program with tiny models, for trying it out
 
-First the tests that need a GPU, then bench-sizing-gpu, bench-sharded-gpu and bench-gpu, which share the time
-that is left. What is done is kept in benchmarks/results and not repeated, as long as the hardware and the
-versions are the same. All of it is put into one file, whose path is printed at the end: for those who have no
-such GPU. With --device cpu nothing is kept.
+First the tests that need a GPU, then output heads alone (benchmarks/heads.py) and bench-gpu, whose first
+minutes time every kernel that could become a default. bench-sizing-gpu and bench-sharded-gpu share with it
+the time that is left. What is done is kept in benchmarks/results and not repeated, as long as the hardware
+and the versions are the same. All of it is put into one file, whose path is printed at the end: for those
+who have no such GPU. With --device cpu nothing is kept.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import torch
 
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.throughput import COURSES, ROUNDS
-from benchmarks.throughput_sides import CHOICES, sides
+from benchmarks.throughput_sides import CHOICES, left_out, sides
 from sft_play.runlog import console
 from sft_play.sizing.step import step_code
 
@@ -122,22 +123,24 @@ def all_cases_done(result: dict[str, Any]) -> bool:
 
 def all_turns_done(result: dict[str, Any]) -> bool:
     """Whether bench-gpu has timed every side of every run in every round."""
-    turns = ROUNDS * sum(len(sides("cuda", course.mode)) for course in COURSES)
+    capability = tuple(result.get("made_on", {}).get("compute_capability", ())) or None
+    turns = ROUNDS * sum(len(sides("cuda", course.mode, capability)) for course in COURSES)
     return len(result.get("turns", ())) >= turns
 
 
 PARTS = (
-    Part("tests", TESTS, run_tests, lambda result: bool(result), continues=False),
+    Part("tests", TESTS, run_tests, bool, continues=False),
+    Part("heads", "heads_gpu.json", run_benchmark("benchmarks.heads"), bool, continues=False),
+    Part("speed", "throughput_gpu.json", run_benchmark("benchmarks.throughput"), all_turns_done),
     Part("memory", "sizing_gpu.json", run_benchmark("benchmarks.sizing_gpu"), all_cases_done),
     Part("sharded", "sharded_gpu.json", run_benchmark("benchmarks.sharded_gpu"), all_cases_done),
-    Part("speed", "throughput_gpu.json", run_benchmark("benchmarks.throughput"), all_turns_done),
 )
 
 
 def page(now: Slice) -> str:
     """The summary in Markdown."""
     where = now.made["made_on"]
-    tests, memory, sharded, speed = (now.result(part.file) for part in PARTS)
+    tests, heads, speed, memory, sharded = (now.result(part.file) for part in PARTS)
     lines = [
         "# Measured on a GPU",
         "",
@@ -159,6 +162,7 @@ def page(now: Slice) -> str:
             f"- Planned runs: {memory['planned_runs']}, out of memory: {memory['planned_runs_out_of_memory']}"
         )
     lines += [f"- Not measured: {problem}" for problem in sharded.get("problems", ())]
+    lines += [f"- Output head, {line}" for line in heads.get("found", ())]
     for entry in speed.get("summary", ()):
         ours, ratio = entry["sft-play"]["tokens_per_second"], entry["times_as_fast"]
         if ours and ratio:
@@ -167,6 +171,10 @@ def page(now: Slice) -> str:
             lines.append(
                 f"- Speed, {entry['course']}, {choice}: {entry[choice]['times_as_fast']:.2f} times ours"
             )
+    failed = {row["side"]: row["problem"] for row in speed.get("turns", ()) if row["problem"]}
+    capability = tuple(where.get("compute_capability", ())) or None
+    for side, why in (failed | left_out(now.device.type, capability)).items():
+        lines.append(f"- Speed, not timed: {side}: {why}")
     return "\n".join(lines).rstrip() + "\n"
 
 

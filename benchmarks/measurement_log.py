@@ -12,7 +12,8 @@ import torch
 from sft_play.fingerprints import installed_versions
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "flash-attn")
+KERNELS = ("triton", "liger-kernel", "kernels", "flash-attn")  # packages that bring some
+PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", *KERNELS)
 
 
 def versions() -> dict[str, str]:

@@ -5,24 +5,41 @@ from typing import Any
 
 from rich.table import Table
 
-from sft_play.model.liger import is_installed
+from sft_play.model import liger
+from sft_play.model.attention_choice import is_installed
+from sft_play.model.attention_table import ATTENTIONS, Capability, within
 from sft_play.units import format_bytes
 
 SIDES = ("sft-play", "trl")
-# Settings of train that are off until this benchmark has seen them win, each a side of its own.
-CHOICES: dict[str, dict[str, Any]] = {
-    "liger": {"kernels": "liger"},
-    "compiled": {"compile": True},
-    "adamw_8bit": {"optimizer": "adamw_8bit"},
+# Settings that are off until this benchmark has seen them win, by section, each a side of its own.
+CHOICES: dict[str, dict[str, dict[str, Any]]] = {
+    "liger": {"train": {"kernels": "liger"}},
+    "compiled": {"train": {"compile": True}},
+    "flash_attention_3": {"model": {"attention": "flash_attention_3"}},
+    "flash_attention_2": {"model": {"attention": "flash_attention_2"}},
+    "adamw_8bit": {"train": {"optimizer": "adamw_8bit"}},
 }
 
 
-def sides(device_type: str, mode: str) -> tuple[str, ...]:
-    """All that train in this mode of tuning on a device, here."""
-    left_out = set() if device_type == "cuda" and is_installed() else {"liger"}
-    if mode == "qlora":
-        left_out.add("compiled")
-    return (*SIDES, *(name for name in CHOICES if name not in left_out))
+def left_out(device_type: str, capability: Capability | None) -> dict[str, str]:
+    """The choices that cannot be timed on a device, and why, or what to type for that."""
+    if device_type != "cuda":
+        return dict.fromkeys(("liger", "flash_attention_3", "flash_attention_2"), "needs a GPU")
+    found = {} if liger.is_installed() else {"liger": "run `make install EXTRAS=liger`"}
+    for name, row in ((name, row) for name, row in ATTENTIONS.items() if row.is_package):
+        if capability and not within(capability, row.gpus):
+            found[name] = f"{row.joined.label} is not made for this GPU"
+        elif not is_installed(row):
+            found[name] = f"needs a package that has {' or '.join(row.modules)}"
+    if capability and capability < liger.LEAST_CAPABILITY:
+        found |= dict.fromkeys(("liger", "compiled"), "Triton compiles for no GPU as old as this one")
+    return found
+
+
+def sides(device_type: str, mode: str, capability: Capability | None = None) -> tuple[str, ...]:
+    """All that train in this mode of tuning on a device."""
+    never = {*left_out(device_type, capability), *(["compiled"] if mode == "qlora" else [])}
+    return (*SIDES, *(name for name in CHOICES if name not in never))
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -66,8 +66,23 @@ def test_a_choice_is_compared_with_ours():
     assert entry["liger"]["times_as_fast"] == 1.25 and "adamw_8bit" not in entry
 
 
-def test_a_choice_is_a_side_only_where_it_runs(monkeypatch):
+def test_a_choice_is_a_side_only_where_it_runs_and_the_others_say_why(monkeypatch):
     assert throughput_sides.sides("cpu", "full") == (*SIDES, "compiled", "adamw_8bit")
-    monkeypatch.setattr(throughput_sides, "is_installed", lambda: True)
-    assert throughput_sides.sides("cuda", "lora") == (*SIDES, "liger", "compiled", "adamw_8bit")
-    assert throughput_sides.sides("cuda", "qlora") == (*SIDES, "liger", "adamw_8bit")
+    monkeypatch.setattr(throughput_sides.liger, "is_installed", lambda: False)
+    monkeypatch.setattr(throughput_sides, "is_installed", lambda row: "kernels" in row.modules)
+    assert throughput_sides.left_out("cuda", (8, 0)) == {
+        "liger": "run `make install EXTRAS=liger`",
+        "flash_attention_2": "needs a package that has flash_attn",
+    }
+    monkeypatch.setattr(throughput_sides.liger, "is_installed", lambda: True)
+    assert throughput_sides.sides("cuda", "lora", (9, 0)) == (
+        *SIDES, "liger", "compiled", "flash_attention_3", "adamw_8bit",
+    )  # fmt: skip
+    assert throughput_sides.sides("cuda", "qlora", (12, 0)) == (*SIDES, "liger", "adamw_8bit")
+    assert throughput_sides.sides("cuda", "full", (6, 1)) == (*SIDES, "adamw_8bit")
+
+
+@pytest.mark.parametrize("choice", throughput_sides.CHOICES)
+def test_each_choice_is_a_config(choice, tmp_path):
+    config = throughput.run_config(LORA, make_rows(LORA, 300), tmp_path, **throughput_sides.CHOICES[choice])
+    assert config != throughput.run_config(LORA, make_rows(LORA, 300), tmp_path)
