@@ -58,8 +58,11 @@ class Run:
     upcast_norms: bool = False  # of 4-bit models, to fp32, as TRL did until 0.13 after PEFT's preparation
     double_quantization: bool = True
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"  # "adamw" is PyTorch's, with foreach
-    # "shifted": the logits in fp32 are copied without the last token, as in transformers 4.48
-    loss: Literal["stock", "shifted"] = "stock"
+    # "shifted": the logits in fp32 are copied without the last token, as in transformers 4.48; "fused": by a
+    # kernel; "linear": Liger's, which never has all logits
+    loss: Literal["stock", "shifted", "fused", "linear"] = "stock"
+    fp32_head: bool = False  # its logits are fp32 at once, as before transformers 4.46
+    fused_layers: bool = False  # norms and rotations by fms-acceleration's kernels
     clip: bool = False  # gradients
     use_cache: bool = False  # keys and values of the forward pass live as long as its outputs
     # "loss": freed before the backward pass, as Trainer does; "step": the optimizer has stepped
@@ -176,6 +179,8 @@ def _row(entry: dict[str, Any], models: dict[str, PretrainedConfig]) -> Row:
     run = _checked(Run, entry)
     if run.processes > 1 and (run.upcast or run.upcast_norms):
         raise ConfigError("rows of several processes are traced without upcast and upcast_norms")
+    if run.processes > 1 and (run.fused_layers or run.loss in ("fused", "linear")):
+        raise ConfigError("rows of several processes are traced without fused kernels")
     if speed is not None:
         _check_speed(speed, run)
     name = name or " ".join(

@@ -18,7 +18,7 @@ from bitsandbytes.nn import Linear4bit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
-from benchmarks.evidence import flat
+from benchmarks.evidence import flat, fused
 from benchmarks.evidence.runs import Head, Run
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
@@ -81,16 +81,24 @@ def _trace(config: PretrainedConfig, run: Run, all_layers: bool) -> StepTrace:
         warnings.simplefilter("ignore")
         if not run.double_quantization:
             stack.enter_context(patched(fake, "four_bit_tensors", _single_quantized))
+        with stock_forwards():
+            base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers or run.processes > 1)
+        if run.fused_layers:
+            fused.replace_forwards(base)
         stack.enter_context(stock_forwards())
-        base, stand_ins = fake.skeleton(config, spec, all_layers=all_layers or run.processes > 1)
         model: Any = fake.attach(base, spec)
         layers: Any = fake.layers_told_apart(base, stand_ins)
-        if run.loss == "shifted":
-            base.loss_function = _shifted_loss
+        if run.loss in ("shifted", "fused"):
+            base.loss_function = _shifted_loss if run.loss == "shifted" else fused.shifted_loss
+        elif run.loss == "linear":
+            fused.linear_loss(base, getattr(torch, AUTOCAST.get(run.autocast, run.dtype)))
+        if run.fp32_head:
+            base.get_output_embeddings().register_forward_hook(lambda head, inputs, logits: logits.float())
         _prepare(model, layers, run)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(simulate_cuda(run.row_tokens, run.compute_capability, windows=False))
         stack.enter_context(patched(attention, "_supports_groups", lambda *_: run.attention == "sdpa"))
+        stack.enter_context(fused.simulated())
         recorder = SymbolicRecorder(cuda=True, supervised=0, eval_supervised=0)
         if run.processes > 1:
             model = stack.enter_context(flat.loaded(model, run, recorder))

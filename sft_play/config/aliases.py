@@ -58,3 +58,10 @@ ALIASES = {
     "output_dir": "output.dir",
     "run_name": "output.name",
 }
+
+# Settings of theirs for what is not built here, and what to do instead.
+NOT_BUILT = dict.fromkeys(
+    ("float8", "fp8", "enable_float8", "float8_training"),
+    "no setting: training in float8 is not built, since nobody has timed it here and it rounds each product "
+    "by 4% to 6%; allowed: train.mixed_precision=bf16",
+)

@@ -30,6 +30,7 @@ SOURCES = {source.name: source for source in read_sources(sorted(ROWS.glob("*.js
 HELD_OUT = "t4_holdout"
 SPEED_ALONE = {"a100_qwen"}  # series in which nothing but tokens per second was published
 FMS = "a100_fms"  # the process as nvidia-smi shows it once a second, and tokens per second
+FUSED = "a100_fms_fused"  # the same with fused kernels
 BYTES = {(7, 5): 14912 * MIB, (8, 9): 14912 * MIB, (8, 0): 81920 * MIB}  # of the smaller one of two GPUs
 # Of peaks of allocated bytes, in all sources: the median and the worst.
 ALLOCATED = 0.0015, 0.012
@@ -38,7 +39,9 @@ ALLOCATED = 0.0015, 0.012
 RESERVED = {"lora": (0.001, 0.031), "qlora": (0.017, 0.155)}
 PROCESS = {"lora": (0.001, 0.003), "qlora": (0.022, 0.150)}
 # Of the driver's view of an A100, whose context is assumed, and of the clock with its data sheet.
-DRIVER, SECONDS = (0.028, 0.176), (0.093, 0.117)
+DRIVER = {FMS: (0.028, 0.176), FUSED: (0.042, 0.256)}
+SECONDS = {FMS: (0.012, 0.021), FUSED: (0.010, 0.023)}
+EXACT = 5e-5  # of the tensors of rows with fused kernels, whose sources are known
 
 
 def committed():
@@ -50,7 +53,7 @@ def errors(kind, mode=None):
     """Of all series with the allocator's own view."""
     found = []
     for name, rows in committed().items():
-        if name == FMS:
+        if name in DRIVER:
             continue
         for row, measured in zip(rows, SOURCES[name].rows, strict=True):
             if kind in row["errors"] and mode in (None, getattr(measured.run, "mode", None)):
@@ -68,7 +71,7 @@ def test_every_published_row_is_predicted():
     assert {name: len(source.rows) for name, source in SOURCES.items()} == {
         name: len(found) for name, found in rows.items()
     }
-    assert sum(map(len, rows.values())) == 136
+    assert sum(map(len, rows.values())) == 159
 
 
 def test_allocated_bytes_meet_the_aim_in_every_source():
@@ -92,13 +95,19 @@ def test_medians_over_all_runs_meet_the_aim():
     assert_within(errors("process"), (0.02, 0.15))
 
 
-def test_the_drivers_view_of_an_a100_does_not_get_worse():
-    assert_within([row["errors"]["process"] for row in committed()[FMS]], DRIVER)
+@pytest.mark.parametrize("series", DRIVER)
+def test_the_drivers_view_of_an_a100_does_not_get_worse(series):
+    assert_within([row["errors"]["process"] for row in committed()[series]], DRIVER[series])
 
 
-def test_tokens_per_second_of_an_a100_meet_the_aim():
-    """From the data sheet alone: the aim is 10% and 25%."""
-    assert_within([row["tokens_per_second"]["error"] for row in committed()[FMS]], SECONDS)
+@pytest.mark.parametrize("series", SECONDS)
+def test_tokens_per_second_of_an_a100_meet_the_aim(series):
+    """From the data sheet and what others measured: the aim is 10% and 25%."""
+    assert_within([row["tokens_per_second"]["error"] for row in committed()[series]], SECONDS[series])
+
+
+def test_steps_with_fused_kernels_and_the_loss_of_liger_are_exact():
+    assert max(abs(row["errors"]["allocated"]) for row in committed()[FUSED]) < EXACT
 
 
 def test_rows_of_half_the_length_are_a_little_faster():
@@ -118,7 +127,10 @@ def runs():
 
 
 def test_nothing_is_under_predicted_by_more_than_the_guard():
-    """The tensors by far less; reserved bytes and the process, which the guard is for, at most by it."""
+    """The tensors by far less; reserved bytes and the process, which the guard is for, at most by it.
+
+    But for the process of steps that hold whole fp32 logits twice in fixed segments, which ours never do.
+    """
     for run, row in runs():
         loose = run.mode == "qlora" and not run.expandable
         free = BYTES[run.compute_capability]
@@ -126,7 +138,8 @@ def test_nothing_is_under_predicted_by_more_than_the_guard():
         for kind, error in row["errors"].items():
             missing = -error * row["measured_mib"][kind] * MIB
             is_tensors = kind in ("allocated", "after_step")
-            if is_tensors or kind in ("reserved", "process"):
+            holds_logits = run.loss == "fused" and kind == "process"
+            if is_tensors or (kind in ("reserved", "process") and not holds_logits):
                 assert missing < (guard("cuda", free).bytes / 4 if is_tensors else allowed), row["name"]
 
 
@@ -228,6 +241,7 @@ ROW = TREE["rows"][0]
             {"processes": 2, "upcast": True},
             "several processes are traced without upcast and upcast_norms",
         ),
+        ({"processes": 2, "loss": "linear"}, "several processes are traced without fused kernels"),
         ({"measured_mib": None}, "measured_mib takes MiB of .* \\(found None\\)"),
     ],
 )
