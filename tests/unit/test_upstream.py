@@ -74,6 +74,7 @@ CALLED = {
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
+    "transformers.models.gemma.modeling_gemma:GemmaRMSNorm._norm": "x",
     "transformers:AttentionInterface.register": "key value",
     "torch.distributed.distributed_c10d:_update_default_pg": "pg",
     "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device": "params buffers device",

@@ -241,7 +241,10 @@ ROW = TREE["rows"][0]
             {"processes": 2, "upcast": True},
             "several processes are traced without upcast and upcast_norms",
         ),
-        ({"processes": 2, "loss": "linear"}, "several processes are traced without fused kernels"),
+        (
+            {"processes": 2, "upcast": False, "loss": "linear"},
+            "several processes are traced without fused kernels",
+        ),
         ({"measured_mib": None}, "measured_mib takes MiB of .* \\(found None\\)"),
     ],
 )
