@@ -1,12 +1,15 @@
 """What must not change the result does not change it: one process, really trained, fp32, dropout 0."""
 
 import random
+import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sft_play.data.batching import pack
+from sft_play.model import compilation
 from sft_play.train.run import train
 from tests.conftest import VOCABULARY, token_rows
 from tests.integration.jobs import SEQ, losses, make_job
@@ -163,3 +166,26 @@ def test_resume_equals_no_interruption_bit_for_bit(tiny_model, tmp_path):
     expected = weights(whole)
     for name, tensor in weights(resumed).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.slow
+def test_so_it_does_with_compiled_layers(tiny_model, tmp_path, monkeypatch, capsys):
+    """The graphs run without code of their own, which takes a minute to compile; each run makes them anew."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    settings = dict(mode="full", compile=True, max_steps=4, save_steps=2, batch_size=8)
+    found = []
+    for folder, resume in (("whole", "never"), ("cut", "auto")):
+        torch._dynamo.reset()
+        compilation._compiled.cache_clear()
+        job = make_job(tiny_model, tmp_path / folder, "run", **settings, resume=resume)
+        train(job)
+        found.append((losses(job), load_file(job.run.model / "model.safetensors")))
+        if resume == "never":
+            shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+            for state in (tmp_path / "cut").glob("run/checkpoints/checkpoint-4/trainer_state.json"):
+                state.write_text("{")  # as after a kill in the last save
+    compilation._compiled.cache_clear()
+    assert "checkpoints/checkpoint-2" in "".join(capsys.readouterr().out.split())  # it went on from there
+    (curve, weights), (again, others) = found
+    assert again == curve
+    assert all(torch.equal(others[name], tensor) for name, tensor in weights.items())
