@@ -16,7 +16,7 @@ from sft_play.sizing.step import JoinedRows, StepSpec
 ASKED = [
     (questions.hidden_size,),
     (questions.position_limit,),
-    (questions.attention, "auto", "cuda", (8, 0)),
+    (questions.attention, "auto", "cuda", (8, 0), "bfloat16"),
     (questions.why_padded, True, "auto", "varlen_sdpa"),
     (questions.attention_kernel, StepSpec(mode="lora", device="cuda", batch=JoinedRows(128))),
     (questions.attention_kernel, StepSpec(mode="lora")),
@@ -45,7 +45,7 @@ def test_every_answer_is_kept_and_the_same_the_second_time():
     again = Architecture(text_of(config), refuse)
     assert [again.ask(*asked) for asked in ASKED] == first
     for other in (
-        (questions.attention, "auto", "cuda", (7, 5)),
+        (questions.attention, "auto", "cuda", (7, 5), "float16"),
         (questions.trained_besides, 3, ("embed_tokens",)),
         (questions.why_padded, False, "auto", "varlen_sdpa"),
         (questions.attention_kernel, StepSpec(mode="full")),
