@@ -69,9 +69,9 @@ HEAD = """# Cookbook: what fits, and how fast
 
 Written by `make cookbook` from the plans for each machine; a test makes some of the plans again. Nothing
 was measured here: peaks and speeds are predicted, the speed from the GPU's data sheet and from matrix rates
-that others report of it, for rows of 2,048 tokens, an effective batch of 16 and the default
-[settings](config.md). Your rows are likely to be shorter. To see a plan with its reasons, and for your own
-data:
+that others report of it, for rows of 2,048 tokens, which stay whole
+(`parallel.sequence_parallel_size=1`), an effective batch of 16 and the default [settings](config.md). Your
+rows are likely to be shorter. To see a plan with its reasons, and for your own data:
 
 ```
 make plan MODEL=qwen3-8b GPU="RTX 4090" ARGS="tuning.mode=qlora"
@@ -100,8 +100,8 @@ def model_rows(
 
 def _to_plan(model: str) -> tuple[RunConfig, PretrainedConfig, DataFacts]:
     """The default run of a model, its architecture, and rows of the default length."""
-    tree = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
-    config = RunConfig.model_validate(tree)
+    tree: dict[str, Any] = {"model": {"name": model}, "data": {"train_path": "data/train.jsonl"}}
+    config = RunConfig.model_validate(tree | {"parallel": {"sequence_parallel_size": 1}})
     architecture, _ = planning_config(config.model)
     return config, architecture, DataFacts.unseen(config, architecture)
 

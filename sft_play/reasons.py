@@ -93,9 +93,13 @@ class Offload(Reason):
 
 
 class TokensDivided(Reason):
-    """Processes divide the tokens of a micro-batch, which nobody asked for: nothing else fits."""
+    """Whether processes divide the tokens of a micro-batch, which nobody asked for, and the other ways."""
 
-    ranks: int  # of a group
+    ranks: int  # of a group; 1: rows stay whole
+    slower: tuple[
+        tuple[int, float], ...
+    ]  # ranks of other groups that fit, and how many times as long they take
+    ruled_out: bool  # whether larger groups cannot be faster, whatever they take
 
 
 class StatesOnDisk(Reason):

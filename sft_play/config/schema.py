@@ -273,7 +273,8 @@ class ParallelConfig(Section):
     sequence_parallel_size: AutoOrCount = "auto"
     """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
     arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the
-    attention heads of the model. auto: only if nothing else fits, and train.grad_accum is auto."""
+    attention heads of the model. auto: if nothing else fits, or if MLPs in tiles or RAM would take longer,
+    the size that is predicted to be fastest; train.grad_accum has to be auto, too."""
     memory_gib: AutoOrAmount = "auto"
     """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
     is free."""

@@ -19,17 +19,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine, with_gpus
 from sft_play.plan import Plan
-from sft_play.planning.context import drafts_of
 from sft_play.planning.devices import machines_of, training_device
-from sft_play.planning.drafts import choose_precision, leanest
+from sft_play.planning.drafts import choose_precision
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import fewest_gpus, with_batch_for
+from sft_play.planning.groups import leanest_memories, plan_in_groups
 from sft_play.planning.other_machines import tokens_per_second
-from sft_play.planning.run import estimator_of_run, plan_run
 from sft_play.planning.sequence import group_sizes
-from sft_play.reasons import TokensDivided
 from sft_play.report.misfit import advice_text
-from sft_play.report.reasons import sentence
 from sft_play.report.training import training_command
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
@@ -41,7 +38,7 @@ Settings = Mapping[str, Any]  # by their dotted names
 
 @dataclass(frozen=True)
 class Request:
-    """A run to be planned; the fields are arguments of `plan_run`."""
+    """A run to be planned; the fields are arguments of `plan_in_groups`."""
 
     config: RunConfig
     architecture: AnyArchitecture
@@ -50,10 +47,15 @@ class Request:
     processes: int
     machines: int | None = None
 
+    @property
+    def on_machines(self) -> int:
+        """Number of machines."""
+        return self.machines or machines_of(self.machine, self.processes)
+
     def plan(self, **how: Any) -> Plan:
-        """As `plan_run`."""
+        """As `plan_in_groups`."""
         asked = self.config, self.architecture, self.facts, self.machine, self.processes
-        return plan_run(*asked, machines=self.machines, **how)
+        return plan_in_groups(*asked, machines=self.machines, **how)
 
 
 @dataclass(frozen=True)
@@ -66,55 +68,36 @@ class Change:
 
     @classmethod
     def of(cls, request: Request, settings: Settings) -> "Change":
-        """Plans the run, which has these settings already; errors as of `plan_run`."""
+        """Plans the run, which has these settings already; errors as of `plan_in_groups`."""
         plan = request.plan(explain=False)
         return cls(settings, plan, tokens_per_second(plan, request.facts))
 
 
 def plan_or_advise(request: Request, typed: Callable[[Change], str]) -> Plan:
-    """The fastest plan that fits; one that divides the tokens of micro-batches if nothing else fits.
+    """The fastest plan that fits, as of `plan_in_groups`.
 
     Args:
         request: the run.
         typed: the command that asks for the run with a change.
 
     Raises:
-        ConfigError: as in `plan_run`.
+        ConfigError: as in `plan_in_groups`.
         DoesNotFitError: nothing fits; the message has what would, each with its plan's memory and speed.
     """
     try:
         return request.plan()
     except DoesNotFitError as error:
-        if plan := _with_tokens_divided(request):
-            return plan
         found = changes_that_fit(request)
         ways = [(typed(change), change.plan, change.tokens_per_second) for change in found]
         advice = advice_text(ways, gpus=bool(request.machine.gpus))
         raise DoesNotFitError(f"{error}\n{advice}") from None
 
 
-def _with_tokens_divided(request: Request) -> Plan | None:
-    """The plan of the smallest groups that make the run fit by dividing the tokens of micro-batches.
-
-    None if there are none, and if the config has decided about it, or about what it changes: the accumulation
-    grows with the groups.
-    """
-    config = request.config
-    if config.parallel.sequence_parallel_size != "auto" or config.train.grad_accum != "auto":
-        return None
-    found = next(_fitting(request, [_divisions(request)]), None)
-    if found is None:
-        return None
-    plan = changed(request, found.settings).plan()
-    return replace(plan, why=(*plan.why, sentence(TokensDivided(plan.sequence_ranks))))
-
-
 def _divisions(request: Request) -> list[Settings]:
     """Groups that divide tokens, from small to large; the effective batch stays."""
     config, architecture = request.config, Architecture.of(request.architecture)
-    machines = request.machines or machines_of(request.machine, request.processes)
     found: list[Settings] = []
-    for size in group_sizes(config, architecture, request.processes, machines):
+    for size in group_sizes(config, architecture, request.processes, request.on_machines):
         settings: dict[str, Any] = {"parallel.sequence_parallel_size": size}
         if config.train.grad_accum != "auto":
             times = size // config.parallel.sequence_ranks
@@ -180,8 +163,7 @@ def _fits(request: Request, settings: Settings) -> bool:
     try:
         run = changed(request, settings)
         asked = run.config, Architecture.of(run.architecture), run.facts, run.machine, run.processes
-        estimate = estimator_of_run(*asked)
-        return any(estimate(run.config, draft, complete=True).fits for draft in leanest(drafts_of(*asked)))
+        return any(memory.fits for memory in leanest_memories(asked, run.on_machines))
     except (ConfigError, DoesNotFitError):
         return False
 

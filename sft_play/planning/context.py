@@ -9,15 +9,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
-from sft_play.plan import Memory, Plan
-from sft_play.planning.devices import machines_of, training_device
+from sft_play.plan import Memory
+from sft_play.planning.devices import machines_of
 from sft_play.planning.drafts import leanest, with_groups, with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import with_batch_for
 from sft_play.planning.other_machines import tokens_per_second
-from sft_play.planning.run import allowed_plans, estimator_of_run, plan_run
+from sft_play.planning.run import drafts_of, estimator_of_run, plan_run
 from sft_play.planning.sequence import group_sizes
-from sft_play.planning.speed import host_link
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 
@@ -204,17 +203,6 @@ def _at(
 def _run_of(config: RunConfig, processes: int, tokens: int) -> tuple[RunConfig, DataFacts]:
     facts = DataFacts.full_rows(tokens, config.train.seed)
     return with_batch_for(config, facts, processes), facts
-
-
-def drafts_of(
-    run: RunConfig, architecture: Architecture, facts: DataFacts, machine: Machine, processes: int
-) -> list[Plan]:
-    """Every plan that may be chosen on so many processes, before memory is estimated."""
-    machines = machines_of(machine, processes)
-    drafts = allowed_plans(run, architecture, facts, training_device(machine), processes, machines)[0]
-    if run.train.asked_activations != "auto" or host_link(machine) is not None:
-        return drafts
-    return [draft for draft in drafts if not draft.offloads_activations]  # as `by_offload` has it
 
 
 def _use(

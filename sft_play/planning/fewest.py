@@ -10,6 +10,7 @@ from sft_play.plan import Plan
 from sft_play.planning.batch import batch_for
 from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.groups import fits_in_groups
 from sft_play.planning.run import plan_run
 from sft_play.sizing.architecture import AnyArchitecture
 
@@ -25,7 +26,7 @@ def fewest_gpus(
     batch_grows: bool,
     least: int = 1,
 ) -> int | None:
-    """How many of these GPUs are enough; None if not even 512 are.
+    """How many of these GPUs are enough, in groups that divide tokens if need be; None if not even 512 are.
 
     Args:
         config: the run.
@@ -45,7 +46,7 @@ def fewest_gpus(
             machine = machine_of(count)
             plan_run(grown, architecture, facts, machine, count, accept=saves_most, explain=False, mix=False)
         except DoesNotFitError:
-            return False
+            return fits_in_groups(grown, architecture, facts, machine, count)
         return True
 
     def saves_most(draft: Plan) -> bool:

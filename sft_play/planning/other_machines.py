@@ -14,9 +14,10 @@ from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
 from sft_play.planning.clock import batches_of, messages_of, plan_clock, sent_bytes, sequence_messages
 from sft_play.planning.devices import training_threads
-from sft_play.planning.drafts import with_offload
+from sft_play.planning.drafts import with_groups, with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.fewest import fewest_gpus, with_batch_for
+from sft_play.planning.groups import plan_in_groups
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import collectives_of, links_of
 from sft_play.sizing.architecture import AnyArchitecture
@@ -134,7 +135,7 @@ def plans_by_mode(
         modes: of tuning.
         gpus: how many there are; default: the fewest that are enough.
         batch_grows: as in `fewest_gpus`.
-        accept: as in `plan_run`, of plans for so many `gpus`.
+        accept: as in `plan_in_groups`, of plans for so many `gpus`.
     """
     plans: dict[str, dict[str, Any]] = {}
     machine_of = partial(what_if, gpu)
@@ -145,7 +146,7 @@ def plans_by_mode(
             count = gpus or fewest_gpus(run, model_config, facts, machine_of, batch_grows=batch_grows) or 1
             run = run if gpus else with_batch_for(run, facts, count)
             machine = what_if(gpu, count)
-            plan = plan_run(run, model_config, facts, machine, count, accept=accept, explain=False)
+            plan = plan_in_groups(run, model_config, facts, machine, count, accept=accept, explain=False)
         except (ConfigError, DoesNotFitError) as error:
             plans[mode] = {"problem": str(error).splitlines()[0]}
             continue
@@ -153,10 +154,13 @@ def plans_by_mode(
             "gpus": count,
             "effective_batch_size": plan.effective_batch_size,
             "micro_batch_size": plan.micro_batch_size,
+            "sequence_ranks": plan.sequence_ranks,
             "gradient_checkpointing": plan.recomputes,
             "engine": plan.engine,
             "peak_bytes": plan.memory.peak_bytes if plan.memory else None,
-            "least_bytes": _least_bytes(run, model_config, facts, machine, plan),
+            "least_bytes": _least_bytes(
+                with_groups(run, plan.sequence_ranks), model_config, facts, machine, plan
+            ),
             "tokens_per_second": tokens_per_second(plan, facts),
             "gpu_hours": gpu_hours(plan) if facts.seen else None,
         }

@@ -17,7 +17,7 @@ from sft_play.planning.drafts import choose_precision, draft_plans, draft_reason
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.search import choose_plan
 from sft_play.planning.sequence import require_divisible
-from sft_play.planning.speed import collectives_of, links_of, profile_of
+from sft_play.planning.speed import collectives_of, host_link, links_of, profile_of
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons import (
     AssumedRows,
@@ -268,6 +268,22 @@ def allowed_plans(
     drafts = with_tiles(train, drafts) if tiles else drafts
     drafts = [replace(draft, sequence_tokens=int(facts.mean_tokens)) for draft in drafts]
     return drafts, [*packed, *([padded] if padded else [])]
+
+
+def drafts_of(
+    config: RunConfig,
+    architecture: Architecture,
+    facts: DataFacts,
+    machine: Machine,
+    processes: int,
+    machines: int | None = None,
+) -> list[Plan]:
+    """Every plan that may be chosen on so many processes, before memory is estimated."""
+    machines = machines or machines_of(machine, processes)
+    drafts = allowed_plans(config, architecture, facts, training_device(machine), processes, machines)[0]
+    if config.train.asked_activations != "auto" or host_link(machine) is not None:
+        return drafts
+    return [draft for draft in drafts if not draft.offloads_activations]  # as `by_offload` has it
 
 
 def method_reasons(config: RunConfig, plan: Plan, trained_elements: Callable[[], int]) -> Iterator[Reason]:

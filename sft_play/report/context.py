@@ -73,7 +73,7 @@ def _notes(tree: Mapping[str, Any]) -> list[str]:
     if any(group_of(row) > 1 for row in rows):
         found.append(
             f"group: {plural(_unit(tree))} that divide the tokens of each row, the fewest that reach this "
-            "length; parallel.sequence_parallel_size, which a plan chooses only if nothing else fits"
+            "length; parallel.sequence_parallel_size, which a plan chooses where whole rows do not fit"
         )
     if any(row.get("limit") == "positions" and row["longest"] for row in rows):
         found.append(

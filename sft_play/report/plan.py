@@ -319,6 +319,8 @@ def gpus_legend(tree: Mapping[str, Any]) -> list[str]:
     marks = "".join(f", {one.mark}: {one.label}" for one in ENGINES if one.mark and one.name in used)
     of = f", of 1, 2, 4 ... 512 on machines of eight{marks}" if tree["gpus"] is None else ""
     counts = f"n x mb: GPUs{of}, and the micro-batch of each in the fastest plan."
+    if any(plan["sequence_ranks"] > 1 for plan in plans):
+        counts += " 1/4: four GPUs divide the tokens of one (sequence parallelism)."
     batches = {plan["effective_batch_size"] for plan in plans}
     grown = "Where GPUs outnumber the rows of a step, the effective batch grows to one row per GPU. "
     least = (
@@ -343,7 +345,8 @@ def _card_cells(plan: Mapping[str, Any], *, hours: bool) -> tuple[str, ...]:
         last = formatted(plan["gpu_hours"], lambda spent: f"{spent:,.{int(spent < 100)}f}")
     else:
         last = _range(plan["least_bytes"], plan["peak_bytes"])
-    return f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}", speed, last
+    group = f"/{plan['sequence_ranks']}" if plan["sequence_ranks"] > 1 else ""
+    return f"{plan['gpus']}{engine_of(plan['engine']).mark}x{plan['micro_batch_size']}{group}", speed, last
 
 
 def _range(least: int | None, most: int | None) -> str:

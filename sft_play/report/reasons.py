@@ -21,10 +21,6 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.AssumedRows: (
         "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
     ),
-    reasons.TokensDivided: (
-        "groups of {ranks} processes divide the tokens of a micro-batch (sequence parallelism), since "
-        "nothing else fits: they wait for exchanges in every layer, which were never measured on a GPU"
-    ),
     reasons.StatesOnDisk: (
         "AdamW's states in files in {folder}, which takes {saved_bytes} less RAM; each step reads and writes "
         "them, which the predicted seconds leave out"
@@ -123,6 +119,27 @@ def ranks_text(processes: int, sequence_ranks: int) -> str:
     if sequence_ranks == 1:
         return counted(processes, "process")
     return f"{counted(processes // sequence_ranks, 'group')} of {counted(sequence_ranks, 'process')}"
+
+
+@sentence.register
+def _tokens_divided(reason: reasons.TokensDivided) -> str:
+    others = [
+        f"{times:.2f} times as long with {f'groups of {ranks}' if ranks > 1 else 'whole rows'}"
+        for ranks, times in reason.slower
+    ]
+    compared = f"a step is predicted to take {', '.join(others)}"
+    larger = ["larger groups cannot be faster"] if reason.ruled_out else []
+    if reason.ranks == 1 and others:
+        return "; ".join([f"rows stay whole: {compared}, which divide their tokens", *larger])
+    if reason.ranks == 1:
+        return "rows stay whole: groups of processes that divide their tokens cannot be faster"
+    cause = "nothing else fits"
+    if others:
+        whole_fit = any(ranks == 1 for ranks, _ in reason.slower)
+        cause = compared if whole_fit else f"whole rows do not fit, and {compared}"
+    chosen = f"groups of {reason.ranks} processes divide the tokens of a micro-batch (sequence parallelism)"
+    wait = "they wait for exchanges in every layer, which were never measured on a GPU"
+    return "; ".join([f"{chosen}, since {cause}: {wait}", *larger])
 
 
 @sentence.register

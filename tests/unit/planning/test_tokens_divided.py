@@ -1,18 +1,24 @@
-"""Plans and advice that divide the tokens of micro-batches: only where nothing else fits, and as they would train."""
+"""Plans and advice that divide the tokens of micro-batches: only where it is worth it, and as they would train."""
 
+import re
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.small_models import TALL, WIDE, small_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
+from sft_play.job import Job, plan_again, takes_less
 from sft_play.machine.gpus import what_if
-from sft_play.planning import advice
+from sft_play.planning import advice, fewest, groups
 from sft_play.planning.advice import Change, Request, changed, changes_that_fit, plan_or_advise
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.other_machines import plans_by_mode
 from sft_play.planning.sequence import group_sizes
 from sft_play.sizing.architecture import Architecture
+from tests.unit.train.plans import PLAN
 
 GIB = 2**30
 MODEL = small_config("llama", WIDE)  # 8 heads
@@ -55,7 +61,7 @@ def test_tokens_are_divided_only_if_nothing_else_fits_and_among_as_few_as_are_en
     assert len(said) == (ranks > 1)
     if said:
         with pytest.raises(DoesNotFitError):
-            asked.plan()
+            changed(asked, {KEY: 1}).plan()
         typed = changed(asked, {KEY: ranks}).plan()
         assert replace(plan, why=plan.why[:-1]) == typed and said[0].startswith(
             f"groups of {ranks} processes"
@@ -89,7 +95,8 @@ def test_what_the_config_has_decided_is_advised_with_the_effective_batch_that_it
 def test_what_cannot_be_divided_is_neither_chosen_nor_advised(train, gpus, model):
     """Where groups of four would be enough."""
     asked = replace(request(FOUR, gpus, **train), architecture=model)
-    assert advice._with_tokens_divided(asked) is None
+    with suppress(DoesNotFitError):  # a GPU alone has more room
+        assert gpus == asked.plan(explain=False).sequence_ranks == 1
     assert list(advice._fitting(asked, [advice._divisions(asked)])) == []
 
 
@@ -109,3 +116,97 @@ def test_groups_divide_the_processes_of_a_machine_and_the_heads(heads, processes
     model = small_config("llama", WIDE | {"heads": heads, "hidden": 32 * heads, "groups": 1})
     found = group_sizes(request(1, size=asked).config, Architecture.of(model), processes, machines)
     assert found == sizes
+
+
+# Of groups of 1 (whole rows), 2, 4 and 8: seconds of a step and what the plan does to save memory; None: no fit
+TILED, IN_RAM, AGAIN = {"mlp_tiles": 8}, {"offload": "ram"}, {"activations": "recompute"}
+
+
+@pytest.mark.parametrize(
+    ("ways", "chosen", "said"),
+    [
+        ([(4, AGAIN), (1, {}), (1, {}), (1, {})], 1, None),
+        ([(4, IN_RAM), (2, AGAIN), (1, {}), (1, {})], 4, "4.00 times as long with whole rows, 2.00 times"),
+        ([(4, TILED), None, (3.98, AGAIN), (9, {})], 1, "stay whole: a step is predicted to take 0.99 times"),
+        ([(4, TILED), (5, {}), (5, {}), (5, {})], 1, "stay whole: groups of processes that divide"),
+        ([(None, IN_RAM), (1, {}), (1, {}), (1, {})], 1, None),
+        ([None, (2, {}), (1, {}), (1, {})], 2, "since nothing else fits: they"),
+        (
+            [None, (2, TILED), (3, {}), (3, {})],
+            2,
+            "since nothing else fits: .*; larger groups cannot be faster",
+        ),
+        (
+            [None, (2, AGAIN), (1, AGAIN), (2, {})],
+            4,
+            "do not fit, and a step is predicted to take 2.00 times",
+        ),
+        ([None, (2, AGAIN), None, (1, {})], 8, "2.00 times as long with groups of 2: they wait"),
+        ([None, (None, AGAIN), (1, {}), (1, {})], 2, "since nothing else fits"),
+        ([None, None, None, None], None, None),
+    ],
+)
+def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster(
+    monkeypatch, ways, chosen, said
+):
+    """With made-up seconds. Those without anything that saves memory are the least that groups could take."""
+    known = dict(zip((1, 2, 4, 8), ways, strict=True))
+    planned = []
+
+    def plan_run(config, *run, **how):
+        size = config.parallel.sequence_ranks
+        planned.append(size)
+        if known[size] is None:
+            raise DoesNotFitError("too much")
+        seconds, saving = known[size]
+        return replace(PLAN, sequence_ranks=size, world_size=8, step_seconds=seconds, **saving)
+
+    def least(run, machines, accept):
+        way = known[run[0].parallel.sequence_ranks]
+        return 0 if way is None or way[1] else way[0]
+
+    monkeypatch.setattr(groups, "plan_run", plan_run)
+    monkeypatch.setattr(groups, "_least_seconds", least)
+
+    def memories(run, machines):
+        fits = known[run[0].parallel.sequence_ranks] is not None
+        return [SimpleNamespace(fits=fits, process_bytes=2, budget_bytes=2, terms={"loss": 1})]
+
+    monkeypatch.setattr(groups, "leanest_memories", memories)
+    asked = request(1, gpus=8, mlp_tiles="auto", gradient_checkpointing="auto")
+    asked = replace(asked, config=changed(asked, {"parallel.engine": "auto"}).config)
+    if chosen is None:
+        with pytest.raises(DoesNotFitError, match="too much"):
+            asked.plan()
+        return
+    plan = asked.plan()
+    assert plan.sequence_ranks == chosen and plan.step_seconds == known[chosen][0]
+    assert len(plan.why) == len(PLAN.why) + (said is not None)
+    if said:
+        assert re.search(said, plan.why[-1])
+    assert max(planned) <= max(chosen, 4)
+
+
+def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
+    """As after memory ran out: with a smaller micro-batch, and nothing that the config leaves open."""
+    asked = request(3)
+    first = changed(asked, {KEY: 2, "train.batch_size": 4}).plan(explain=False)
+    monkeypatch.setattr(DataFacts, "of", lambda data, config: asked.facts)
+    resolved = SimpleNamespace(config=asked.config)
+    job = Job(resolved, None, Architecture.of(MODEL), None, None, asked.machine, first)
+    again = plan_again(job, takes_less(first))
+    assert (again.sequence_ranks, again.micro_batch_size, again.gradient_accumulation_steps) == (2, 2, 4)
+    assert again.effective_batch_size == first.effective_batch_size and again.engine == first.engine
+    assert again.memory.budget_bytes == first.memory.budget_bytes and again.memory.fits
+
+
+def test_the_fewest_gpus_divide_tokens_where_no_number_has_room_for_whole_rows(monkeypatch):
+    monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4))
+    for size in ("auto", 1):
+        rows = DataFacts.full_rows(131_072, seed=0)  # so long that half of one saves more than NCCL takes
+        table = plans_by_mode(request(2.3, size=size).config, MODEL, rows, "RTX 4090", ("qlora",))["qlora"]
+        if size == 1:
+            assert "does not fit" in table["problem"]
+        else:
+            assert (table["gpus"], table["sequence_ranks"], table["micro_batch_size"]) == (4, 4, 1)
+            assert table["peak_bytes"] == table["least_bytes"]
