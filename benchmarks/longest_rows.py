@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from benchmarks.cookbook import PAGE, line
-from sft_play.cache import cache_dir
+from sft_play.cache import cache_dir, recall, remember
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
@@ -70,10 +70,17 @@ than what the column names: batches, kernels and libraries.
 
 
 def long_cells(model: str, gpu: str, gpus: int, modes: Iterable[str] = MODES) -> dict[str, str]:
-    """A cell for each tuning mode."""
+    """A cell for each tuning mode; what was found is kept, so that an interrupted table goes on."""
     architecture, config = _scaled(model)
-    rows = longest_rows(config, architecture, lambda count: what_if(gpu, count), (gpus,), tuple(modes))
-    return {mode: _cell([row for row in rows if row["mode"] == mode]) for mode in modes}
+    cells = {}
+    for mode in modes:
+        about = model, gpu, gpus, mode
+        rows = recall("longest rows", *about)
+        if rows is None:
+            rows = longest_rows(config, architecture, lambda count: what_if(gpu, count), (gpus,), (mode,))
+            remember(rows, "longest rows", *about)
+        cells[mode] = _cell(rows)
+    return cells
 
 
 def _scaled(model: str) -> tuple[Architecture, RunConfig]:

@@ -5,6 +5,7 @@
     python -m benchmarks.zero3 --again             # predicts what has been measured once more
     python -m benchmarks.zero3 --few-targets --out benchmarks/results/zero3_few_targets.json
     python -m benchmarks.zero3 --sequence --cases 10 --out benchmarks/results/zero3_sequence.json
+    python -m benchmarks.zero3 --sequence --processes 4 --out benchmarks/results/zero3_sequence_4.json
 
 As benchmarks/sharding.py, whose small models and meter these are. DeepSpeed runs three steps; the highest
 number of bytes in each phase of the third is compared with the prediction: the trace of a step that
@@ -51,15 +52,15 @@ STAGE = 3
 SEPARATE = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")  # a projection each of q, k, v
 
 
-def drawn_cases(count: int, seed: int, *, few_targets: bool, sequence: bool) -> list[Case]:
-    """So many cases.
+def drawn_cases(count: int, seed: int, world: int, *, few_targets: bool, sequence: bool) -> list[Case]:
+    """So many cases, of so many processes.
 
     With `few_targets`, LoRA of architectures that have those modules; with `sequence`, of joined rows whose
     tokens the processes divide.
     """
-    cases = (drawn(number, seed) for number in itertools.count())
+    cases = (drawn(number, seed, world) for number in itertools.count())
     if sequence:
-        return list(itertools.islice(filter(None, (divided(case, WORLD) for case in cases)), count))
+        return list(itertools.islice(filter(None, (divided(case, world) for case in cases)), count))
     if not few_targets:
         return list(itertools.islice(cases, count))
     separate = (case for case in cases if case.architecture in SEPARATE)
@@ -67,9 +68,9 @@ def drawn_cases(count: int, seed: int, *, few_targets: bool, sequence: bool) -> 
     return list(itertools.islice(fitting, count))
 
 
-def drawn(number: int, seed: int) -> Case:
+def drawn(number: int, seed: int, world: int) -> Case:
     """The case of this number, in fp32 or bf16; random weights in 4 bits are left out."""
-    case = draw(number, WORLD, seed)
+    case = draw(number, world, seed)
     mode = "lora" if case.mode == "qlora" else case.mode
     dtype = "float32" if number % 2 else "bfloat16"
     return replace(case, mode=mode, dtype=dtype, mixed_precision="no", defers_exchange=False)
@@ -92,7 +93,7 @@ def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
         "zero_optimization": zero | {"stage3_prefetch_bucket_size": 0},
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
-        "train_batch_size": WORLD * accumulation,
+        "train_batch_size": distributed.get_world_size() * accumulation,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": spec.dtype == "bfloat16"},
         "zero_allow_untested_optimizer": True,
@@ -163,7 +164,7 @@ def work(path: Path, out: Path) -> None:
     meter, lines = loaded_meter(), []
     wait_for_gloo(meter)
     for tree, offload in product(json.loads(path.read_text()), (False, True)):
-        found: list[Any] = [None] * WORLD
+        found: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(found, measure(case_of(tree), meter, offload))
         lines.append({"case": tree, "offload": offload, "measured": found})
     if distributed.get_rank() == 0:
@@ -238,7 +239,7 @@ def measured_now(cases: list[Case]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder, found = Path(name), Path(name) / "measured.json"
         (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].world}"]
         files = ["--work", str(folder / "cases.json"), "--out", str(found)]
         environment = {
             "LD_PRELOAD": str(built_meter(folder)),
@@ -257,6 +258,7 @@ def main() -> None:
     """Runs the benchmark, or is one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--processes", type=int, default=WORLD)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
     parser.add_argument("--few-targets", action="store_true", help="LoRA beside q_proj and v_proj alone")
@@ -275,7 +277,7 @@ def main() -> None:
         lines = measured_again(options.out)
     else:
         kind = {"few_targets": options.few_targets, "sequence": options.sequence}
-        lines = measured_now(drawn_cases(options.cases, options.seed, **kind))
+        lines = measured_now(drawn_cases(options.cases, options.seed, options.processes, **kind))
     rows = [compare(case_of(line["case"]), line["offload"], line["measured"]) for line in lines]
     plain, away = ([row for row in rows if row["offload"] == offload] for offload in (False, True))
     summary = {**summarised(plain), "offload": summarised(away)}
