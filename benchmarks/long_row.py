@@ -1,0 +1,92 @@
+"""Trains one step on a single long row with a model of 20 million parameters, through the product itself.
+
+    python -m benchmarks.long_row 32768 65536    # tokens of the row; writes results/long_row_cpu.json
+
+Full fine-tuning in fp32 on this CPU: attention takes most of the time, which grows with the square of the
+tokens. The plan's peak memory is compared with that of the process (summary.json). Rows that were measured
+before stay in the result.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measurement_log import RESULTS, versions, write_result
+from benchmarks.peers.work import TEMPLATE_TOKENS, Row, Work, make_model, words
+from sft_play.machine.gpus import detect
+from sft_play.runlog import console
+from sft_play.units import format_bytes
+
+RESULT = RESULTS / "long_row_cpu.json"
+FROM_SUMMARY = ("supervised_tokens", "predicted_peak_bytes", "measured_peak_bytes", "train_loss")
+FROM_PLAN = ("activations", "kept_layers", "mlp_tiles", "micro_batch_tokens")
+
+
+def work_of(tokens: int, folder: Path) -> Work:
+    """The work: one row of so many tokens, a third of which is its question; the model is saved."""
+    text = [" " + word for word in random.Random("long").choices(words(), k=tokens - TEMPLATE_TOKENS)]
+    row = Row("".join(text[: len(text) // 3]), "".join(text[len(text) // 3 :]))
+    work = Work("made up", folder / "model", (row,), (), rows_per_step=1, max_tokens=tokens)
+    make_model(work)
+    return work
+
+
+def trained(tokens: int, folder: Path) -> dict[str, Any]:
+    """A row of the result: what the run's plan and its summary say, and the CPU seconds of its processes."""
+    work = work_of(tokens, folder)
+    (row,) = work.rows
+    turns = [{"role": "user", "content": row.question}, {"role": "assistant", "content": row.answer}]
+    (folder / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
+    config = {
+        "model": {"name": str(work.model), "max_seq_len": tokens, "dtype": "float32"},
+        "data": {"train_path": str(folder / "rows.jsonl"), "val_fraction": 0},
+        "tuning": {"mode": "full"},
+        "train": {"effective_batch_size": 1, "max_steps": 1, "mixed_precision": "no", "report_to": []},
+        "eval": {"generate": False},
+        "output": {"name": "run", "dir": str(folder)},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML, too
+    command = [sys.executable, "-m", "sft_play", "train", "--config", str(folder / "config.yaml")]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, "--processes", "1"], check=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    summary, plan = (json.loads((folder / "run" / f"{n}.json").read_text()) for n in ("summary", "plan"))
+    return {
+        "row_tokens": tokens,
+        **{name: plan["plan"][name] for name in FROM_PLAN},
+        **{name: summary.get(name) for name in FROM_SUMMARY},
+        "cpu_seconds": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime),
+    }
+
+
+def main() -> None:
+    """Trains on rows of the lengths that are asked for, one after the other, and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tokens", nargs="+", type=int, help="tokens of the row")
+    for tokens in parser.parse_args().tokens:
+        with tempfile.TemporaryDirectory() as folder:
+            row = trained(tokens, Path(folder))
+        earlier = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+        rows = [each for each in earlier if each["row_tokens"] != tokens] + [row]
+        host = detect().host
+        made_on = {"cpu": host.cpu_model, "cores": os.cpu_count(), "ram_bytes": host.ram_total_bytes}
+        head = {
+            "what": "One step of full fine-tuning on a single row, fp32, predicted and measured peak memory",
+            "made_on": made_on,
+            "versions": versions(),
+        }
+        write_result(RESULT, head, {"rows": sorted(rows, key=lambda each: int(each["row_tokens"]))})
+        error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
+        measured = format_bytes(row["measured_peak_bytes"])
+        console().print(f"{tokens:,} tokens: {measured} measured, predicted {error:+.2%}")
+
+
+if __name__ == "__main__":
+    main()
