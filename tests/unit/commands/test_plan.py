@@ -88,7 +88,7 @@ def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
 
 def test_a_card_that_is_too_small_has_a_dash():
     found = {"tokens_per_second": None, "peak_bytes": 2**30, "gpu_hours": 2.5, "effective_batch_size": 16}
-    found |= {"least_bytes": 2**29, "micro_batch_size": 8}
+    found |= {"least_bytes": 2**29, "micro_batch_size": 8, "sequence_ranks": 1}
     plans = {"full": {"problem": "does not fit"}, "lora": {**found, "gpus": 4, "engine": "fsdp2"}}
     row = {"gpu": "T4", "total_bytes": 15 * 2**30, "plans": plans}
     tree = {
@@ -109,7 +109,7 @@ def test_a_card_that_is_too_small_has_a_dash():
 
 def test_the_table_of_three_modes_fits_into_80_columns():
     found = {"tokens_per_second": 123456.0, "peak_bytes": 2**37, "least_bytes": 2**36}
-    found |= {"effective_batch_size": 512, "micro_batch_size": 64}
+    found |= {"effective_batch_size": 512, "micro_batch_size": 64, "sequence_ranks": 1}
     plans = dict.fromkeys(MODES, {**found, "gpu_hours": 9999.9, "gpus": 512, "engine": "fsdp2"})
     row = {"gpu": "A100 80GB", "total_bytes": 2**37, "plans": plans}
     tree = {"model": "org/m", "gpus": None, "row_tokens": 2048, "seen": True, "cards": [row], "why": []}
