@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from sft_play.config.methods import PAGED
+from sft_play.config.methods import METHODS, PAGED
 from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
 from sft_play.model import liger
 from sft_play.model.attention_table import ATTENTIONS, NAME, within
-from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Plan
+from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of, plan_clock
 from sft_play.planning.compiled import compiled_reasons, require_compilable, require_compiler
 from sft_play.planning.devices import machines_of, memory_device, memory_reasons, training_device
@@ -35,6 +36,7 @@ from sft_play.reasons import (
     UnknownFreeMemory,
     Untraceable,
 )
+from sft_play.report.progress import describe
 from sft_play.report.reasons import sentences
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -97,7 +99,7 @@ def plan_run(
         budget = usual if budget_bytes is None else replace(usual, budget_bytes=budget_bytes)
         besides += memory_reasons(config, machine, processes, budget)
         seconds = plan_clock(architecture, facts, machine, processes)
-        predict = estimator(architecture, budget, batches_of(architecture, facts))
+        predict = _described(estimator(architecture, budget, batches_of(architecture, facts)), device)
         memory_of = corrected_estimator(predict, record_of)
         time_of = corrected_clock(seconds, record_of, facts.tokens_per_process)
         try:
@@ -123,8 +125,21 @@ def estimator_of_run(
     budget = memory_device(config, machine, processes)
     if budget is None:
         raise ConfigError(f"nothing tells how much memory is free on {training_device(machine).name}")
-    estimate = estimator(architecture, budget, batches_of(architecture, facts))
-    return corrected_estimator(estimate, records_of(architecture.text, training_device(machine).name))
+    device = training_device(machine)
+    estimate = _described(estimator(architecture, budget, batches_of(architecture, facts)), device)
+    return corrected_estimator(estimate, records_of(architecture.text, device.name))
+
+
+def _described(estimate: Estimator, device: Device) -> Estimator:
+    """The estimator, which says on the live line what it sizes: it may have to trace steps."""
+
+    def sized(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
+        how = f"{METHODS[run.tuning.mode]}, {label_of(plan.engine, plan.replicas, plan.offload)}"
+        size = f"micro-batch {plan.micro_batch_size:,}"
+        describe(f"planning: {how}, {size} on {plan.world_size} x {device.name}")
+        return estimate(run, plan, complete=complete)
+
+    return sized
 
 
 def _about_the_step(

@@ -13,6 +13,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -23,6 +24,8 @@ from sft_play.runlog import console
 LIBRARIES = "loading PyTorch and transformers"
 LOADING = "loading the weights"
 PLANNING = "planning: tracing training steps"
+
+_described: list[Callable[[str], None]] = []  # what changes the text of each live line, the innermost last
 
 
 def _progress(*columns: Any) -> Progress:
@@ -42,7 +45,8 @@ def progress_bar(description: str, total: int | None) -> Iterator[Callable[[int]
     columns = TextColumn("  {task.description}", markup=False), BarColumn(32), MofNCompleteColumn()
     with _progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task(description.strip(), total=total)
-        yield lambda rows: progress.advance(task, rows)
+        with _describing(progress, task):
+            yield lambda rows: progress.advance(task, rows)
 
 
 @contextlib.contextmanager
@@ -50,5 +54,20 @@ def spinner(description: str) -> Iterator[None]:
     """A transient line with the elapsed time, for work without a known length."""
     columns = TextColumn(" "), SpinnerColumn(), TextColumn("{task.description}", markup=False)
     with _progress(*columns, TimeElapsedColumn()) as progress:
-        progress.add_task(description.strip(), total=None)
+        with _describing(progress, progress.add_task(description.strip(), total=None)):
+            yield
+
+
+@contextlib.contextmanager
+def _describing(progress: Progress, task: TaskID) -> Iterator[None]:
+    _described.append(lambda text: progress.update(task, description=text))
+    try:
         yield
+    finally:
+        _described.pop()
+
+
+def describe(text: str) -> None:
+    """Says on the live line, if there is one, what is being done now."""
+    if _described:
+        _described[-1](text)

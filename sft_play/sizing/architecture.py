@@ -14,6 +14,7 @@ from sft_play.errors import ConfigError
 from sft_play.machine.process import importing_libraries
 from sft_play.model.files import model_key
 from sft_play.model.published import asked_before_the_hub
+from sft_play.report.progress import LIBRARIES, spinner
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,7 +75,7 @@ def planning_architecture(model: ModelConfig) -> tuple[Architecture, list[str]]:
     if known:
         text, notes = known
         return Architecture(text, lambda: _same_config(model, text)), notes
-    with importing_libraries():
+    with spinner(LIBRARIES), importing_libraries():
         from sft_play.model.load import planning_config
 
         config, notes = planning_config(model)

@@ -3,7 +3,7 @@ import sys
 
 from rich.console import Console
 
-from sft_play.report.progress import progress_bar, spinner
+from sft_play.report.progress import describe, progress_bar, spinner
 from sft_play.runlog import set_console
 
 
@@ -14,8 +14,10 @@ def shown(terminal):
         with spinner("loading runs/a[1]"):
             print("library noise")
             sys.stderr.write("more noise\n")
+            describe("reading the first file")
         with progress_bar("answering", 4) as done:
             done(3)
+            describe("answering the fourth")
             print("library noise")
     finally:
         set_console(None)
@@ -25,7 +27,7 @@ def shown(terminal):
 def test_on_a_terminal_it_moves_and_library_output_is_not_drawn_into_it(capfd):
     text = shown(terminal=True)
     assert "loading runs/a[1]" in text
-    assert "answering" in text
+    assert "answering the fourth" in text and "reading the first file" in text  # once that is said
     assert "noise" not in text
     captured = capfd.readouterr()
     assert captured.out == "library noise\nlibrary noise\n"
