@@ -212,14 +212,17 @@ class Traces:
         traces = [standing_for(known[size], stand_ins) for size in found]
         return scaled_step(traces, counts, counts_of(spec), counts_of(evaluated))
 
-    def work(self, spec: StepSpec) -> WorkLine:
-        """What a micro-batch of this kind and share computes and moves, by its tokens; raises as `step`."""
+    def work(self, spec: StepSpec, tokens: float | None = None) -> WorkLine:
+        """What a micro-batch of this kind and share computes and moves, by its tokens; raises as `step`.
+
+        If it is asked for at these `tokens` alone, and the step has as many, a single trace will do.
+        """
         spec = self._on_device(spec).without_lengths()
         if spec.joined:
             spec = replace(spec, eval_batch=None, eval_share=None)
-        if spec.mlp_tile:  # other sizes have other tiles
+        known, exact = self._known(spec), tokens == spec.tokens and spec.batch.size >= SMALLEST
+        if spec.mlp_tile or (exact and (not known or size_of(spec) in known)):  # other sizes have other tiles
             return WorkLine.in_proportion(self._traced(spec).work, spec.tokens)
-        known = self._known(spec)
         found = self._basis(spec, chain(samples(spec, list(known)), more_samples(spec)))
         if not found:  # no two have the same structure: one is scaled with the tokens
             nearest = min(known, key=lambda size: abs(size[0] - spec.batch.size))
@@ -387,12 +390,9 @@ def work_of_plans(
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
         evaluated = next(iter(heaviest(batches_of(plan).evaluation)), None)
         spec = replace(StepSpec.of(run, plan, None, evaluated), eval_share=None)
-        if not spec.kept_layers:
-            return traces.work(spec).at(tokens)
-        kept, recomputed = (
-            traces.work(replace(spec, activations=way, kept_layers=0)).at(tokens)
-            for way in ("keep", "recompute")
-        )
-        return mixed(kept, recomputed, spec.kept_layers)
+        ways = ("keep", "recompute") if spec.kept_layers else (spec.activations,)
+        alike = [replace(spec, activations=way, kept_layers=0) for way in ways]
+        found = [traces.work(each, tokens).at(tokens) for each in alike]
+        return mixed(*found, spec.kept_layers) if spec.kept_layers else found[0]
 
     return work_of

@@ -18,7 +18,7 @@ from torch import distributed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -279,7 +279,12 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
         move(parameters, buffers, device)
 
     dtype = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
-    with recorder, recorder.watching(spec), patched(_fsdp_init, "_move_states_to_device", moved):
+    with (
+        recorder,
+        recorder.watching(spec),
+        patched(_fsdp_init, "_move_states_to_device", moved),
+        patched(_fsdp_param, "_chunk_with_empty", _first_chunk),
+    ):
         shards.shard(
             units_of(model),
             "cpu",
@@ -291,6 +296,11 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)
     recorder.begin("load")
+
+
+def _first_chunk(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """The first of so many chunks of a tensor of any shape: a view for each process would take seconds."""
+    return [tensor.narrow(dim, 0, min(-(-tensor.shape[dim] // count), tensor.shape[dim]))]
 
 
 def add_kept_gradients(
@@ -314,6 +324,13 @@ def drop_kept_gradients(model: torch.nn.Module) -> None:
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+
+
+def forget_forward(model: torch.nn.Module) -> None:
+    """Lets a forward pass that no backward pass has followed leave nothing for the next one to look for."""
+    for _, group in _divided(model):
+        group.comm_ctx.post_forward_order.clear()
+        group._post_forward_indices.clear()
 
 
 def _divided(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:

@@ -109,10 +109,14 @@ def _group_of(spec: StepSpec) -> AbstractContextManager[None]:
 
 
 def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tuple[AllocationRecorder, Any]:
-    """As `_run_whole`, after a micro-batch that does not count: FSDP2 sets itself up in the first one."""
+    """As `_run_whole`, after a pass that does not count: FSDP2 sets itself up in the first one.
+
+    It is a whole micro-batch if earlier ones have left gradients.
+    """
     from sft_play.sizing.sharded import (
         ShardRecorder,
         add_kept_gradients,
+        forget_forward,
         load_shards,
         offloads,
         silent_group,
@@ -123,8 +127,12 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     with silent_group(spec.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
         _set_up(model, spec)
-        with before, _inputs_in_ram(before), model.no_sync() if spec.accumulates else nullcontext():
-            forward(model, make_batch(spec), spec).backward()
+        with before, _inputs_in_ram(before), model.no_sync() if spec.accumulates else torch.no_grad():
+            loss = forward(model, make_batch(spec), spec)
+            if spec.accumulates:
+                loss.backward()
+        del loss
+        forget_forward(model)
         with recorder.placing(in_ram=offloads(spec)):
             optimizer = _optimizer_with_states(model, layers, spec, recorder)
         add_kept_gradients(model, layer_of_modules(model, layers), recorder)
