@@ -3,6 +3,7 @@
     make bench-sharding                            # 200 random cases, on 2 and 4 processes
     make bench-sharding ARGS="--cases 8 --seed 3"
     make bench-sharding ARGS="--cases 24 --sequence --out benchmarks/results/sequence.json"
+    make bench-sharding ARGS="--cases 24 --gathered --out benchmarks/results/gathered.json"
 
 Each process trains two steps of a small model with random weights, which training's own code has divided,
 over gloo. The highest number of bytes in each phase of the second step, in all of its threads, is counted in
@@ -90,6 +91,7 @@ class Case:
     defers_exchange: bool  # gradients stay whole until the last micro-batch
     sequence_ranks: int = 1  # processes that divide the tokens of a micro-batch
     few_targets: bool = False  # adapters beside the projections of queries and values alone
+    reshard_after_forward: bool = True
 
     @property
     def key(self) -> str:
@@ -118,6 +120,7 @@ class Case:
             shards=self.world // self.replicas,
             replicated=self.replicas > 1,
             defers_exchange=self.defers_exchange,
+            reshard_after_forward=self.reshard_after_forward,
         )
 
 
@@ -154,6 +157,12 @@ def drawn_cases(count: int, seed: int, *, sequence: bool) -> list[Case]:
     drawn = (draw(number, world, seed) for number, world in zip(itertools.count(), worlds, strict=False))
     groups = (divided(case, max(2, case.world // (1 + case.number // 2 % 2))) for case in drawn)
     return list(itertools.islice(filter(None, groups), count))
+
+
+def some_gathered(cases: list[Case], seed: int) -> list[Case]:
+    """The same cases, of which weights of about two in three stay gathered for the backward pass."""
+    frees = (random.Random(f"gathered {seed} {case.number}").random() < 1 / 3 for case in cases)
+    return [replace(case, reshard_after_forward=free) for case, free in zip(cases, frees, strict=True)]
 
 
 def divided(case: Case, ranks: int) -> Case | None:
@@ -203,6 +212,7 @@ def measure(case: Case, meter: ctypes.CDLL) -> dict[str, int]:
         gathered_dtype=gathered,
         replicas=case.replicas,
         defers_exchange=spec.defers_exchange,
+        reshard_after_forward=spec.reshard_after_forward,
     )
     marks.begin("forward")
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -337,6 +347,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--sequence", action="store_true", help="processes divide the tokens too")
+    parser.add_argument("--gathered", action="store_true", help="weights of some stay gathered")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "sharding.json")
@@ -352,6 +363,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         meter = built_meter(Path(name))
         cases = drawn_cases(options.cases, options.seed, sequence=options.sequence)
+        cases = some_gathered(cases, options.seed) if options.gathered else cases
         for case, real in measured_cases(cases, meter, Path(name), log):
             rows.append(compare(case, real))
             console().print(f"  {describe(rows[-1])}", highlight=False)
@@ -364,6 +376,7 @@ def describe(row: dict[str, Any]) -> str:
     """One line."""
     words = [row["architecture"], row["mode"], precision_of(row), row["activations"]]
     words += [f"tokens/{row['sequence_ranks']}"] if row["sequence_ranks"] > 1 else []
+    words += [] if row["reshard_after_forward"] else ["gathered"]
     words += [name for name in ("tied", "accumulates", "defers_exchange", "joined") if row[name]]
     phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
     world = f"{row['replicas']}x{row['world'] // row['replicas']}"

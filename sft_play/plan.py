@@ -105,6 +105,7 @@ class Plan:
     replicas: int = 1  # of a divided model: one on each machine, whose processes divide it; 1: all divide it
     offload: str = "none"  # "ram": weights, gradients and the optimizer's states are in RAM
     defers_exchange: bool = False  # gradients of a divided model stay whole until a step's last micro-batch
+    reshard_after_forward: bool = True  # else a divided model stays gathered for the backward pass
     max_seq_len: int  # tokens of the longest row
     packing: bool
     padding_free: bool = True  # whether rows are joined end to end; otherwise padded to the longest

@@ -82,6 +82,14 @@ class EngineChoice(Reason, kw_only=True):
     alone: bool = False  # whether no other engine fits that the config allows
 
 
+class GatheredWeights(Reason):
+    """Whether weights stay gathered from the forward to the backward pass, and why."""
+
+    # "kept", "freed": as the config says; "faster": kept; "exceed", "tie", "unknown": freed
+    cause: Literal["kept", "freed", "faster", "exceed", "tie", "unknown"]
+    saved_share: float = 0.0  # of a step's predicted time
+
+
 class Offload(Reason):
     """What is in RAM, and why: the config says so, or nothing else fits."""
 

@@ -22,6 +22,12 @@ def not_compiled(config: "RunConfig") -> str | None:
     return next((setting for setting, excluded in settings.items() if excluded), None)
 
 
+def gathers_nothing(config: "RunConfig") -> str | None:
+    """The engine that gathers no weights as `parallel.reshard_after_forward` says; None if it can."""
+    engine, asked = config.parallel.engine, config.parallel.reshard_after_forward
+    return engine if asked != "auto" and engine not in ("auto", "fsdp2") else None
+
+
 def needs_whole_rows(config: "RunConfig") -> str | None:
     """What a process cannot do with a part of a row; None if nothing."""
     train = config.train

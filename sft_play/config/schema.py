@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
-from sft_play.config.conflicts import needs_whole_rows, not_compiled
+from sft_play.config.conflicts import gathers_nothing, needs_whole_rows, not_compiled
 from sft_play.config.data import DataConfig
 from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
 from sft_play.config.section import Section
@@ -267,6 +267,10 @@ class ParallelConfig(Section):
     offload: Literal["auto", "none", "ram"] = "auto"
     """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
     CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""
+    reshard_after_forward: bool | Auto = "auto"
+    """With FSDP2, true frees a layer's gathered weights after its forward pass and gathers them again for the
+    backward pass; false keeps them, which sends less and takes memory for all weights. auto: false if that
+    fits and is predicted to be faster."""
     nvme_path: PathText | None = None
     """With offload=ram, a folder on a fast local disk for AdamW's moments: not in RAM, but in files that each
     step reads and writes."""
@@ -368,6 +372,12 @@ class RunConfig(Section):
                 f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
                 "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
                 "or with parallel.engine=ddp; change it, or set train.compile=false"
+            )
+        if engine := gathers_nothing(self):
+            raise ValueError(
+                f"parallel.reshard_after_forward={str(self.parallel.reshard_after_forward).lower()} does not "
+                f"work with parallel.engine={engine}, only with fsdp2 or auto; set "
+                "parallel.reshard_after_forward=auto, or parallel.engine=fsdp2"
             )
         if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self)):
             raise ValueError(

@@ -73,6 +73,7 @@ class Engine:
     wraps_shards = False  # accelerate wraps a model that is divided already
     joins_trained = False  # to one vector, so that all that is trained must have one type
     can_defer = False  # gradients of divided weights may stay whole until the last micro-batch of a step
+    can_keep_gathered = False  # weights may stay so from the forward to the backward pass
     loads_own_state = True  # the trainer's library does, if it was saved by as many processes
     file_of_rank = re.compile(r"rng_state_(\d+)")  # names of the files that each process writes
 

@@ -28,7 +28,7 @@ class Fsdp2(Sharded):
     name, label, target, mark = "fsdp2", "FSDP2", "train-fsdp", "f"
     principle = "divides weights, gradients and optimizer states among the processes"
     distributed_type = "MULTI_GPU"
-    answers_together = replicates = can_defer = True
+    answers_together = replicates = can_defer = can_keep_gathered = True
     offloads = ("ram",)
 
     def problem(self, config: RunConfig) -> str | None:
@@ -59,6 +59,7 @@ class Fsdp2(Sharded):
             replicas=plan.replicas,
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
+            reshard_after_forward=plan.reshard_after_forward,
         )
 
     def transform(self, step: Step, division: Division) -> Step:

@@ -40,6 +40,7 @@ def shard(
     offload: bool = False,
     defers_exchange: bool = False,
     regathers: bool = False,
+    reshard_after_forward: bool = True,
 ) -> None:
     """Divides a model among all processes, in place; unit by unit, so that a device never holds all of it.
 
@@ -54,6 +55,7 @@ def shard(
         offload: keep shards, their gradients and states in RAM, and copy a unit to the device for use.
         defers_exchange: whether gradients stay whole until the last micro-batch of a step.
         regathers: free the last unit after the forward pass, too, as ZeRO-3 does.
+        reshard_after_forward: free the others; else all stay gathered until the backward pass is over.
 
     Raises:
         ConfigError: what is trained in a unit has several types, as torch finds out in the first pass.
@@ -67,7 +69,13 @@ def shard(
     for unit in units:
         _put_to_use(unit, device, like_first)
         require_one_type(each for each in unit.parameters() if not isinstance(each, DTensor))
-        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=away)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=away,
+            reshard_after_forward=None if reshard_after_forward else False,
+        )
         give_back_freed_memory()
     # accelerate enters it in all micro-batches of a step but the last
     units[-1].no_sync = partial(_without_exchange, units[-1], defers_exchange)  # type: ignore[assignment]
@@ -75,8 +83,9 @@ def shard(
         units[-1].set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
     # an adapter around a model generates without the forward pass that would gather the last unit
     register_fsdp_forward_method(units[-1], "generate")
-    # the last unit stays gathered for the backward pass, which an evaluation does not have
-    units[-1].register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
+    # what stays gathered waits for a backward pass, which an evaluation does not have
+    for unit in units[-1:] if reshard_after_forward else units:
+        unit.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else module.reshard())
 
 
 @contextmanager

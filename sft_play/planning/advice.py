@@ -130,6 +130,8 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
         yield [{"train.batch_size": "auto"}]
     if config.parallel.offload == "none":
         yield [{"parallel.offload": "auto"}]
+    if config.parallel.reshard_after_forward is False:
+        yield [{"parallel.reshard_after_forward": "auto"}]
     yield _divisions(request)
     if train.optimizer == "adamw":
         yield [{"train.optimizer": "adamw_8bit"}]

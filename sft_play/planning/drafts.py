@@ -206,10 +206,15 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
     # a CPU has no other memory than RAM, and gradients of fp16 are scaled on the GPU
     offload = device.kind == "cuda" and choose_precision(config, device)[1].precision != "fp16"
     engines = engines_for(config, world_size, offload=offload)
-    several = _several_types(config, device)
+    several, keeps = _several_types(config, device), config.parallel.reshard_after_forward is False
     for engine, place in (each for each in engines if not (several and each[0].joins_trained)):
         for count in _replicas(engine, world_size, machines):
-            yield {"engine": engine.name, "offload": place, "replicas": count}
+            yield {
+                "engine": engine.name,
+                "offload": place,
+                "replicas": count,
+                "reshard_after_forward": not (keeps and engine.can_keep_gathered),
+            }
 
 
 def _ways(train: TrainConfig, device: Device) -> tuple[str, ...]:

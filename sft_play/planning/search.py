@@ -39,6 +39,7 @@ from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.drafts import by_offload
 from sft_play.planning.mixes import mixes
 from sft_play.planning.savings import master_weights, states_on_disk
+from sft_play.planning.spare import with_less_sent
 from sft_play.planning.tiles import why_tiled, worth_sizing
 from sft_play.reasons import (
     Activations,
@@ -117,29 +118,16 @@ def choose_plan(
         sized[sized.index(fastest)] = chosen
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
-    chosen = _with_one_exchange(config, chosen, estimate)
+    chosen, gathered = with_less_sent(config, chosen, estimate, seconds_of, by=1 - TIE)
     if explain and not any(plan.recomputes for plan in sized):
         recomputing = [each for each in drafts if _recomputes(each, chosen) and each.mlp_tiles == 1]
         alike = [each for each in recomputing if each.activations == "recompute"]
         sized += [replace(draft, memory=memory_of(draft)) for draft in alike]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
-    why = _reasons(config, chosen, sized, seconds, layers)
+    why = [*_reasons(config, chosen, sized, seconds, layers), *gathered]
     if explain:
         why += [*master_weights(config, chosen, estimate), *states_on_disk(config, chosen, estimate)]
     return replace(chosen, step_seconds=seconds_of(chosen), alternatives=alternatives), why
-
-
-def _with_one_exchange(config: RunConfig, plan: Plan, estimate: Estimator) -> Plan:
-    """The plan that keeps gradients whole until a step's last micro-batch, if it can and that fits.
-
-    It sends less, and computes the same.
-    """
-    can_defer = engine_of(plan.engine).can_defer and plan.offload == "none"
-    if not can_defer or plan.gradient_accumulation_steps == 1:
-        return plan
-    deferring = replace(plan, defers_exchange=True)
-    memory = estimate(config, deferring, complete=True)
-    return replace(deferring, memory=memory) if memory.fits else plan
 
 
 def _misfit(sized: list[Plan], explain: bool) -> str:

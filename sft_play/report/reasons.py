@@ -40,6 +40,8 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
         "{share:.0%} of the weights of the base are 4-bit ({bytes} in all, {sixteen_bit_bytes} in 16 bit)"
     ),
 }
+KEPT = "weights stay gathered from the forward to the backward pass"
+FREED = "weights are gathered again for the backward pass"
 RAN_OUT = "in an earlier run of this kind, memory ran out with {tokens:,} tokens in a micro-batch"
 # Those of which one fact, of this name, chooses the sentence.
 BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
@@ -73,6 +75,14 @@ BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
         "compiles them",
         "on": "layers are compiled, as set in the config; memory and seconds are predicted for layers "
         "that are not, and the first step takes longer",
+    }),
+    reasons.GatheredWeights: ("cause", {
+        "kept": f"{KEPT}, as set in the config",
+        "freed": f"{FREED}, as set in the config",
+        "faster": f"{KEPT}, since that fits: a step is predicted to take {{saved_share:.0%}} less time",
+        "exceed": f"{FREED}: keeping them would exceed the budget",
+        "tie": f"{FREED}: keeping them would save no more than 1% of a step",
+        "unknown": f"{FREED}: what keeping them would save is unknown",
     }),
     reasons.LayerKernels: ("kernels", {
         "off": "Liger's kernels are off, since no proof on a GPU has seen them win yet; train.kernels=liger "

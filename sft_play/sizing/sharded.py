@@ -292,6 +292,7 @@ def load_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec, recorde
             offload=spec.offload,
             defers_exchange=spec.defers_exchange,
             regathers=spec.regathers,
+            reshard_after_forward=spec.reshard_after_forward,
         )
     for term, parameter in _terms(model):
         recorder.retag(recorder.blocks_of([parameter]), term)

@@ -171,6 +171,7 @@ class StepSpec:
     shards: int = 1  # processes among which the engine divides each tensor
     offload: bool = False  # what is divided is in RAM, and copied to the device for use
     regathers: bool = False  # what belongs to no layer is freed after the forward pass, and gathered again
+    reshard_after_forward: bool = True  # else all that is gathered stays so until the backward pass is over
     replicated: bool = False  # on several machines, over which gradients are reduced
     defers_exchange: bool = False  # gradients of divided tensors stay whole until the last micro-batch
     exchanges: bool = True  # or else another micro-batch of the step follows, until which they wait
@@ -309,6 +310,7 @@ class StepSpec:
             regathers=engine.regathers,
             offload=plan.offload != "none",
             defers_exchange=plan.defers_exchange,
+            reshard_after_forward=plan.reshard_after_forward,
             exchanges=not (waits and micro and (micro.first or not micro.last)),
             **_batches(plan, micro, evaluated),
         )

@@ -39,7 +39,7 @@ def answers_of(session: Session, prompts: Sequence[Sequence[int]], name: str) ->
         return None
     trainer, settings = session.trainer, session.job.config.eval
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    together = Together(model)
+    together = Together(model, reshard_after_forward=session.job.plan.reshard_after_forward)
     try:
         with _answering(session, model), trainer.compute_loss_context_manager():
             return generate_answers(
@@ -75,11 +75,12 @@ def _answering(session: Session, model: Any) -> Iterator[None]:
 class Together:
     """Generation with a model that `fully_shard` has divided, in step with the other processes."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, reshard_after_forward: bool = True) -> None:
         """Units are gathered in the order of a forward pass: the whole model first, then the embedding."""
         self._whole, *inner = (module for module in model.modules() if isinstance(module, FSDPModule))
         inner.sort(key=lambda unit: not isinstance(unit, torch.nn.Embedding))
         self._units: list[Any] = [self._whole, *inner]
+        self._reshard_after_forward = reshard_after_forward  # in training
         self._gathered: set[torch.nn.Module] = set()  # in the pass under way
         self._ran_out = False
 
@@ -93,8 +94,8 @@ class Together:
         """
         self._ran_out = False
         self._gathered.clear()
-        # else it could not be resharded in the midst of a pass
-        self._whole.set_reshard_after_forward(True, recurse=False)
+        # else what is gathered could not be resharded in the midst of a pass
+        self._whole.set_reshard_after_forward(True)
         hooks = [unit.register_forward_pre_hook(self._note) for unit in self._units]  # after torch's own
         new = None
         try:
@@ -120,6 +121,7 @@ class Together:
         self._whole.reshard()  # as the others have done
         if self._ran_out:
             self._pass_over_one_token(model)
+        self._whole.set_reshard_after_forward(self._reshard_after_forward)
         self._whole.set_reshard_after_forward(False, recurse=False)  # as torch has it
         if new is None or self._ran_out:
             raise torch.OutOfMemoryError("a process ran out of memory.")

@@ -23,7 +23,7 @@ FLOORS = [
     ["data.prepare", "report"],
     ["data.show"],
     ["sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
-    ["planning.batch", "planning.savings", "planning.drafts", "planning.mixes", "planning.search", "planning.profile", "planning.tiles"],
+    ["planning.batch", "planning.savings", "planning.spare", "planning.drafts", "planning.mixes", "planning.search", "planning.profile", "planning.tiles"],
     ["launch"],
     ["studio"],
     ["engines.stored"],

@@ -9,7 +9,15 @@ from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
-from sft_play.reasons import Activations, EngineChoice, MasterWeights, MicroBatch, Offload, OtherKind
+from sft_play.reasons import (
+    Activations,
+    EngineChoice,
+    GatheredWeights,
+    MasterWeights,
+    MicroBatch,
+    Offload,
+    OtherKind,
+)
 from sft_play.units import GIB
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
@@ -422,7 +430,7 @@ def test_memory_that_ran_out_does_not_hide_that_a_plan_is_predicted_not_to_fit()
 def divided_memory(budget_gib: float, weights: float = 40, layer: float = 2, row: float = 4):
     """Peak = weights + rows x activations; FSDP2 divides the weights and gathers a layer of them.
 
-    Gradients that wait for the last micro-batch of a step take half a layer.
+    Gradients that wait for the last micro-batch of a step take half a layer. Weights may stay gathered.
     """
     asked: list[tuple[str, int]] = []
 
@@ -430,6 +438,7 @@ def divided_memory(budget_gib: float, weights: float = 40, layer: float = 2, row
         asked.append((plan.engine, plan.world_size))
         held = weights / plan.shards + layer if plan.engine == "fsdp2" else weights
         held += layer / 2 if plan.defers_exchange else 0
+        held += 0 if plan.reshard_after_forward else weights - layer
         size = int((held + plan.rows_per_micro_batch * row / (4 if plan.recomputes else 1)) * GIB)
         return Memory(
             budget_bytes=int(budget_gib * GIB),
@@ -485,6 +494,71 @@ def test_gradients_are_exchanged_once_per_step_where_they_fit_until_then(budget,
     plan, why = chosen_because(settings, estimate, clock(0.1), 4)
     assert (plan.micro_batch_size, plan.defers_exchange) == (micro_batch, defers)
     assert why[EngineChoice].exchanges_once == defers and plan.memory.fits
+
+
+def saves_by_keeping(share: float | None):
+    """The clock of `clock`; weights that stay gathered save this share of a step. None: nobody knows."""
+    usual = clock(0.1)
+
+    def seconds(run, plan) -> float | None:
+        times = 1 if plan.reshard_after_forward else 1 - (share or 0)
+        return None if share is None else usual(run, plan) * times
+
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget", "saves", "cause", "kept", "defers"),
+    [
+        ("auto", 55, 0.3, "faster", True, True),
+        (
+            "auto",
+            54.2,
+            0.3,
+            "faster",
+            True,
+            False,
+        ),  # faster than gradients that wait, for which it leaves nothing
+        ("auto", 53.9, 0.3, "exceed", False, True),
+        ("auto", 100, 0.005, "tie", False, True),
+        ("auto", 100, None, "unknown", False, True),
+        (True, 100, 0.3, "freed", False, True),
+        (False, 100, 0.0, "kept", True, True),
+    ],
+)
+def test_weights_stay_gathered_where_that_fits_and_is_faster(asked, budget, saves, cause, kept, defers):
+    """Of 40 GiB of weights a process has 10 and a layer of 2; a row takes 4 GiB."""
+    estimate, _ = divided_memory(budget)
+    settings = config(engine="fsdp2", batch_size=1, gradient_checkpointing=False)
+    parallel = ParallelConfig(engine="fsdp2", reshard_after_forward=asked)
+    plan, why = chosen_because(
+        settings.model_copy(update={"parallel": parallel}), estimate, saves_by_keeping(saves), 4
+    )
+    assert why[GatheredWeights].cause == cause and plan.memory.fits
+    assert (not plan.reshard_after_forward, plan.defers_exchange) == (kept, defers)
+    assert why[GatheredWeights].saved_share == (pytest.approx(0.3) if cause == "faster" else 0)
+
+
+def test_what_cannot_fit_is_not_traced():
+    """All weights take 40 GiB of the 30, wherever the peak of the plan is."""
+    estimate, _ = divided_memory(30)
+    kept: list[bool] = []
+
+    def with_terms(run, plan, complete=False) -> Memory:
+        kept.append(not plan.reshard_after_forward)
+        memory = estimate(run, plan)
+        return replace(memory, phase_terms={"forward": {"weights": int(40 / plan.shards * GIB)}})
+
+    plan, why = chosen_because(config(engine="fsdp2"), with_terms, saves_by_keeping(0.3), 4)
+    assert why[GatheredWeights].cause == "exceed" and not any(kept) and plan.memory.fits
+
+
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "deepspeed_z3"])
+def test_an_engine_that_has_no_such_thing_is_refused(engine):
+    with pytest.raises(ValueError, match=f"does not work with parallel.engine={engine}, only with fsdp2"):
+        RunConfig.model_validate(
+            config().model_dump() | {"parallel": {"engine": engine, "reshard_after_forward": False}}
+        )
 
 
 def test_a_tie_leaves_weights_whole():

@@ -40,7 +40,7 @@ ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("llama", dict(accumulates=True)),
+        ("llama", dict(accumulates=True, reshard_after_forward=False)),
         ("llama", dict(mode="qlora", activations="recompute", batch=JoinedRows(192), longest=96, **ON_GPU)),
         ("gemma3_text", dict(mode="lora", shards=3, accumulates=True, **ON_GPU)),
         ("qwen3_moe", dict(activations="recompute", mixed_precision="bf16", device="cuda")),
@@ -124,6 +124,17 @@ def test_weights_are_gathered_twice_and_the_last_unit_once(steps):
     assert sent == {ALL_GATHER: 2 * everything - tail, REDUCE_SCATTER: everything}
     messages = engine_of("fsdp2").messages(work, 4, replace(PLAN, gradient_accumulation_steps=3))
     assert sum(one.tensor_bytes * one.times for one in messages) == 3 * sum(sent.values())
+
+
+def test_weights_that_stay_gathered_are_gathered_once_until_the_backward_pass_is_over(steps):
+    """All of them are there when it begins, beside the shards; an evaluation holds no more than before."""
+    kept = trace_step(LLAMA, spec(reshard_after_forward=False))
+    everything = 4 * steps[2].work.trained_elements
+    assert sum(size * times for size, times in kept.work.exchanged(ALL_GATHER).items()) == everything
+    assert kept.work.exchanged(REDUCE_SCATTER) == steps[2].work.exchanged(REDUCE_SCATTER)
+    more, less = (trace.step.peaks() for trace in (kept, steps[2]))
+    assert {phase for phase in more if more[phase] != less[phase]} == {"forward", "backward"}
+    assert more["forward"].terms["engine"] > everything > less["forward"].terms["engine"]
 
 
 def test_zero3_gathers_what_belongs_to_no_layer_once_more(steps):

@@ -1,0 +1,84 @@
+"""What a plan that divides weights does with memory that is left: it sends less. Pure.
+
+Gradients may wait for the last micro-batch of a step, and weights may stay gathered from the forward to the
+backward pass. Either computes the same and takes memory. Only the chosen plan is sized in these ways: as
+drafts, they would multiply the traces of divided models.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
+from sft_play.plan import Estimator, Plan
+from sft_play.reasons import GatheredWeights, Reason
+from sft_play.sizing.step import MOST_SHARDS
+
+# Each process has the scales of all NF4 weights: absmax of 64 in a byte, and fp32 for 256 of these, beside
+# half a byte for each element.
+SCALES = 0.032
+
+SecondsOf = Callable[[Plan], float | None]
+
+
+def with_less_sent(
+    config: RunConfig, plan: Plan, estimate: Estimator, seconds_of: SecondsOf, *, by: float
+) -> tuple[Plan, list[Reason]]:
+    """The plan in the fastest of these ways that fits, and why its weights stay gathered or do not.
+
+    Args:
+        config: the run's config.
+        plan: the chosen one, with its memory.
+        estimate: predicts the memory of a plan.
+        seconds_of: the time of its step; None if unknown.
+        by: a step whose weights stay gathered must be below this share of one whose weights do not.
+    """
+    engine = engine_of(plan.engine)
+    several = plan.gradient_accumulation_steps > 1 and plan.offload == "none"
+    waits = (True, False) if engine.can_defer and several else (False,)
+    asked = config.parallel.reshard_after_forward
+    freed = [plan.reshard_after_forward]
+    why = GatheredWeights("freed" if plan.reshard_after_forward else "kept")
+    if engine.can_keep_gathered and asked == "auto":
+        why = _gain(plan, seconds_of, by)
+        freed = [False, True] if why.cause == "faster" else [True]
+    ways = [
+        replace(plan, reshard_after_forward=frees, defers_exchange=wait)
+        for frees, wait in product(freed, waits)
+    ]
+    for way in sorted(ways, key=lambda way: seconds_of(way) or 0.0):
+        if way == plan:
+            break
+        memory = estimate(config, way, complete=True)
+        if memory.fits:
+            plan = replace(way, memory=memory)
+            break
+    if why.cause == "faster" and plan.reshard_after_forward:
+        why = GatheredWeights("exceed")
+    return plan, [why] if engine.can_keep_gathered else []
+
+
+def _gain(plan: Plan, seconds_of: SecondsOf, by: float) -> GatheredWeights:
+    """What it would gain to keep weights gathered: "faster", if it does not exceed the budget."""
+    if _exceeds(plan):
+        return GatheredWeights("exceed")
+    freed, kept = seconds_of(plan), seconds_of(replace(plan, reshard_after_forward=False))
+    if freed is None or kept is None:
+        return GatheredWeights("unknown")
+    return GatheredWeights("faster", 1 - kept / freed) if kept < by * freed else GatheredWeights("tie")
+
+
+def _exceeds(plan: Plan) -> bool:
+    """Whether a process has no memory for all weights at the end of the forward pass, without a trace of it.
+
+    The least that it takes is counted: shards as they are gathered, and what is there then anyway.
+    """
+    memory, shards = plan.memory, min(plan.shards, MOST_SHARDS)
+    assert memory
+    terms = memory.phase_terms.get("forward", {})
+    held = sum(terms.get(name, 0) for name in ("weights", "adapters"))
+    casts = plan.dtype == "float32" and plan.mixed_precision != "no"
+    whole = shards * held / (1 + SCALES * shards) / (2 if casts else 1)
+    others = sum(terms.get(name, 0) for name in ("gradients", "optimizer", "activations"))
+    return whole + held + others + memory.terms.get("context", 0) > memory.budget_bytes
