@@ -44,6 +44,7 @@ class StepTrace:
     sizes: np.ndarray  # [B] requested bytes of each block, before any allocator rounds them up
     terms: np.ndarray  # [B] index into TERMS
     owners: np.ndarray  # [B] traced layer that the block belongs to, or WHOLE_MODEL
+    streams: np.ndarray  # [B] of the GPU on which the block is allocated; 0: that of computation
     segments: tuple[Segment, ...]
     stand_ins: tuple[int, ...]  # for each layer, the traced layer that represents it; () if all are traced
     work: Work  # what the step computes
@@ -76,7 +77,7 @@ class StepTrace:
     @cached_property
     def step(self) -> "Step":
         """The step of the full-depth model; traces with the same events share all but the sizes."""
-        arrays = (array.tobytes() for array in (self.events, self.terms, self.owners))
+        arrays = (array.tobytes() for array in (self.events, self.terms, self.owners, self.streams))
         key = (*arrays, self.segments, self.stand_ins, self.in_ram)
         timeline = _TIMELINES.get(key) or expand(self)
         _TIMELINES[key] = timeline
@@ -100,6 +101,7 @@ class Timeline:
     phases: np.ndarray  # [E] index into PHASES
     layers: np.ndarray  # [E] the decoder layer that was running, or WHOLE_MODEL
     terms: np.ndarray  # [B] of each traced block
+    streams: np.ndarray  # [B]
     in_ram: tuple[int, ...] = ()  # traced blocks that are in RAM
 
     @cached_property
@@ -140,6 +142,7 @@ class Timeline:
             layers=np.insert(self.layers, places, WHOLE_MODEL),
             terms=np.append(self.terms, TERMS.index(buffer.term)),
             in_ram=(*self.in_ram, len(self.terms)) if buffer.in_ram else self.in_ram,
+            streams=np.append(self.streams, 0),
         )
 
     def terms_at(self, event: int, changes: np.ndarray) -> dict[str, int]:
@@ -248,13 +251,10 @@ def sweeps(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
     """Groups segments: one pass through the layers is a group, any other segment is a group of its own."""
     sweep: list[Segment] = []
     for segment in segments:
-        if sweep and (segment.layer == WHOLE_MODEL or segment.phase != sweep[0].phase):
+        if sweep and (WHOLE_MODEL in (segment.layer, sweep[0].layer) or segment.phase != sweep[0].phase):
             yield sweep
             sweep = []
-        if segment.layer == WHOLE_MODEL:
-            yield [segment]
-        else:
-            sweep.append(segment)
+        sweep.append(segment)
     if sweep:
         yield sweep
 
@@ -387,8 +387,7 @@ def expand(trace: StepTrace) -> Timeline:
         order = [segment.layer for segment in sweep]
         if order not in (upwards, upwards[::-1]):
             raise LayersDiffer(f"layers ran in the order {order}")
-        layers = range(len(trace.stand_ins))
-        for layer in layers if order[0] == 0 else reversed(layers):
+        for layer in range(len(trace.stand_ins))[:: 1 if order == upwards else -1]:
             expansion.layer_segment(segment_of[trace.stand_ins[layer]], layer)
     return Timeline(
         events=np.array(expansion.events, dtype=np.int64),
@@ -397,4 +396,5 @@ def expand(trace: StepTrace) -> Timeline:
         layers=np.array(expansion.layers, dtype=np.int16),
         terms=trace.terms,
         in_ram=trace.in_ram,
+        streams=trace.streams,
     )

@@ -3,7 +3,8 @@
 After c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13: sizes are multiples of 512 bytes; small blocks (up to
 1 MiB) and large ones come from separate pools; a request takes the smallest free block that is large enough,
 and splits it if the remainder is worth keeping; freed blocks merge with free neighbors; memory that was
-reserved from the device is returned to it only by torch.cuda.empty_cache().
+reserved from the device is returned to it only by torch.cuda.empty_cache(). Each stream has pools of its own:
+what was freed on one is not given to another.
 
 Of equally large free blocks, the one with the lowest address is taken. The driver gives a new segment a lower
 address than those before it, as the reserved bytes of published runs show (docs/reference/evidence.md).
@@ -11,8 +12,10 @@ address than those before it, as the reserved bytes of published runs show (docs
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from sft_play.timeline import PHASES, TERMS, Step
 from sft_play.units import MIB
@@ -141,27 +144,34 @@ class _Pool:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
 
-def replay(changes: Iterable[tuple[int, int]], *, expandable: bool = True) -> Replay:
+def replay(
+    changes: Iterable[tuple[int, int]], *, expandable: bool = True, streams: Mapping[int, int] | None = None
+) -> Replay:
     """Replays a sequence of allocations and frees.
 
     A change is (block number, requested bytes) for an allocation, (block number, 0) for a free, or
     EMPTY_CACHE. Segments are `expandable` if PYTORCH_ALLOC_CONF says so; otherwise they have a fixed size.
+    `streams` are those of the blocks that are not on the first one.
     """
-    pools = {True: _Pool(True, expandable), False: _Pool(False, expandable)}
+    streams, pools = streams or {}, dict[tuple[int, bool], _Pool]()
     held: dict[int, tuple[_Pool, _Block, int]] = {}
-    allocated = requested = most_allocated = most_reserved = most_requested = 0
+    allocated = requested = reserved = most_allocated = most_reserved = most_requested = 0
     for number, size in changes:
         if (number, size) == EMPTY_CACHE:
             for pool in pools.values():
                 pool.empty_cache()
+            reserved = sum(pool.reserved for pool in pools.values())
         elif size:
             rounded = -(-size // ROUND) * ROUND
-            pool = pools[rounded <= SMALL]
+            key = streams.get(number, 0), rounded <= SMALL
+            pool = pools[key] = pools.get(key) or _Pool(key[1], expandable)
+            before = pool.reserved
             block = pool.take(rounded)
+            reserved += pool.reserved - before
             held[number] = pool, block, rounded
             allocated, requested = allocated + block.size, requested + rounded
             most_allocated, most_requested = max(most_allocated, allocated), max(most_requested, requested)
-            most_reserved = max(most_reserved, pools[True].reserved + pools[False].reserved)
+            most_reserved = max(most_reserved, reserved)
         else:
             pool, block, rounded = held.pop(number)
             allocated, requested = allocated - block.size, requested - rounded
@@ -182,8 +192,14 @@ def replay_steps(
     known = step.timeline.replays
     if key not in known:  # plans for several numbers of processes often have the same step
         sizes, parts = first_steps(step, workspace_bytes, warmup_bytes)
-        known[key] = replay(as_changes(sizes, parts), expandable=expandable)
+        known[key] = replay(as_changes(sizes, parts), expandable=expandable, streams=_streams_of(step))
     return known[key]
+
+
+def _streams_of(step: Step) -> dict[int, int]:
+    """The streams of the blocks, by the numbers that `first_steps` gives them, that are not on the first."""
+    streams = step.timeline.streams[step.timeline.source]
+    return {int(block) + 1: int(streams[block]) for block in np.flatnonzero(streams)}
 
 
 def first_steps(

@@ -14,8 +14,9 @@ from sft_play.timeline import TERMS, Peak, Step, StepTrace
 from sft_play.work import directions
 
 # Below this share of the budget, fragmentation cannot matter: in no replayed step with expandable segments
-# did it need the other 20%. Fixed ones need more, up to a third in published runs (benchmarks/evidence).
-FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether segments are expandable
+# and one stream did it need the other 20%. Fixed ones need more, up to a third in published runs
+# (benchmarks/evidence), and so do steps of divided models, which allocate on several streams.
+FRAGMENTATION_MATTERS_FROM = {True: 0.8, False: 0.5}  # by whether both are so
 
 # Of what is in RAM: what is copied to the GPU or from it. The optimizer's states stay where they are.
 PINNED = ("weights", "adapters", "gradients", "activations")
@@ -91,7 +92,8 @@ def estimate(
         guard_bytes=device.guard.bytes,
         host=host,
     )
-    if device.kind == "cpu" or not (complete or _is_tight(memory, device)):
+    compact = device.expandable and not any(step.timeline.streams.any() for step in steps)
+    if device.kind == "cpu" or not (complete or _is_tight(memory, compact)):
         return memory
     # transformers' caching_allocator_warmup begins with a block of about the size of the weights
     step = step_of.get(top, steps[0])
@@ -129,10 +131,10 @@ def _with_pinned(step: Step) -> Step:
     return replace(step, sizes=np.where(pinned, powers, step.sizes))
 
 
-def _is_tight(memory: Memory, device: DeviceBudget) -> bool:
+def _is_tight(memory: Memory, compact: bool) -> bool:
     """Whether fragmentation decides if such a plan fits."""
-    matters_from = FRAGMENTATION_MATTERS_FROM[device.expandable] * device.budget_bytes
-    return matters_from < memory.process_bytes <= device.budget_bytes
+    matters_from = FRAGMENTATION_MATTERS_FROM[compact] * memory.budget_bytes
+    return matters_from < memory.process_bytes <= memory.budget_bytes
 
 
 def reserved_bytes(step: Step, peak_bytes: int, device: DeviceBudget, warmup_bytes: int) -> int:

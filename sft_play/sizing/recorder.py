@@ -46,6 +46,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.sizes: list[int] = []
         self.terms: list[str] = []
         self.owners: list[int] = []
+        self.streams: list[int] = []  # of a GPU, on which each block is allocated; 0: that of computation
         self.segments: list[Segment] = []
         self.live = self.peak = 0  # bytes
         self.term = "temporaries"  # of what operations allocate
@@ -78,6 +79,7 @@ class AllocationRecorder(TorchDispatchMode):
             self.sizes.append(0)
             self.terms.append("engine")
             self.owners.append(self._layer)
+            self.streams.append(0)
             self.events += [len(self.sizes), -len(self.sizes)]
 
     def leave_layer(self) -> None:
@@ -103,12 +105,17 @@ class AllocationRecorder(TorchDispatchMode):
         self.sizes.append(size)
         self.terms.append(term)
         self.owners.append(owner)
+        self.streams.append(self.stream())
         if self._into_ram:
             self.in_ram.add(block)
         self.events.append(block + 1)
         self._open[address] = block, weakref.ref(storage, partial(self._freed, address))
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def stream(self) -> int:
+        """The number of the stream that is in use now."""
+        return 0
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Records that a storage has another size now: a known block is freed, and one of that size made."""
@@ -130,7 +137,7 @@ class AllocationRecorder(TorchDispatchMode):
         """Lets a sum of gradients live on in the block of its first term."""
         _, storage = self._open[found.address]
         self._open[found.address] = found.term, storage
-        for values in (self.events, self.sizes, self.terms, self.owners):
+        for values in (self.events, self.sizes, self.terms, self.owners, self.streams):
             values.pop()
         self.peak = max(found.peak, self.live)
 
@@ -264,6 +271,7 @@ class AllocationRecorder(TorchDispatchMode):
             sizes=np.array(self.sizes, dtype=np.int64),
             terms=np.array([TERMS.index(term) for term in self.terms], dtype=np.int8),
             owners=np.array(self.owners, dtype=np.int64),
+            streams=np.array(self.streams, dtype=np.int8),
             segments=tuple(self.segments),
             stand_ins=tuple(stand_ins),
             work=self._work(stand_ins),

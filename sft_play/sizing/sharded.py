@@ -53,6 +53,7 @@ class ShardRecorder(SymbolicRecorder):
         """As the base class."""
         super().__init__(**settings)
         self._computes_shapes = False
+        self._streams: list[Any] | None = None  # besides that of computation, if they are told apart
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -70,6 +71,15 @@ class ShardRecorder(SymbolicRecorder):
         with self.placing(in_ram=in_ram):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def stream(self) -> int:
+        """The one that `fully_shard` has chosen, which it does on a CPU too, where it means nothing."""
+        current = torch.cpu.current_stream()
+        if self._streams is None or current is torch.cpu._default_cpu_stream:
+            return 0
+        if current not in self._streams:
+            self._streams.append(current)
+        return 1 + self._streams.index(current)
+
     @contextmanager
     def watching(self, spec: StepSpec) -> Iterator[None]:
         """Records what FSDP2 does besides calling operations.
@@ -77,6 +87,8 @@ class ShardRecorder(SymbolicRecorder):
         It resizes storages. DTensor finds out the shapes of its results with whole fake tensors, which nobody
         allocates. Processes on a CPU communicate through gloo, which copies what it gathers and scatters.
         """
+        if spec.device == "cuda" and not spec.regathers:  # those of DeepSpeed are others
+            self._streams = self._streams or []
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

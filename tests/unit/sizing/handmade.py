@@ -47,6 +47,7 @@ class TraceBuilder:
             sizes=np.array(self.sizes),
             terms=np.array(self.terms),
             owners=np.array(self.owners),
+            streams=np.zeros(len(self.sizes), dtype=np.int8),
             segments=tuple(Segment(*segment) for segment in self.segments),
             stand_ins=stand_ins,
             work=NO_WORK,

@@ -88,3 +88,9 @@ def test_reserved_is_never_below_allocated_and_bookkeeping_survives_any_order(ex
     result = replay(changes, expandable=expandable)
     assert most <= result.allocated <= result.reserved
     assert result.allocated < 1.1 * most
+
+
+def test_what_was_freed_on_one_stream_is_not_given_to_another():
+    changes = [(1, 30 * MIB), (1, 0), (2, 30 * MIB), (2, 0), (3, 30 * MIB)]
+    assert replay(changes, expandable=False).reserved == 30 * MIB
+    assert replay(changes, expandable=False, streams={2: 1}).reserved == 60 * MIB

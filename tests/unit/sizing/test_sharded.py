@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed
@@ -15,6 +16,7 @@ from sft_play.config.schema import LoraSettings, RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan
+from sft_play.sizing.allocator import replay_steps
 from sft_play.sizing.sharded import silent_group
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
@@ -135,6 +137,24 @@ def test_weights_that_stay_gathered_are_gathered_once_until_the_backward_pass_is
     more, less = (trace.step.peaks() for trace in (kept, steps[2]))
     assert {phase for phase in more if more[phase] != less[phase]} == {"forward", "backward"}
     assert more["forward"].terms["engine"] > everything > less["forward"].terms["engine"]
+
+
+def test_what_fully_shard_allocates_on_other_streams_is_not_for_computation():
+    """By source, on a GPU: buffers to gather in, and gradients that are reduced, for which nothing is freed."""
+    trace = trace_step(LLAMA, spec(mixed_precision="bf16", device="cuda"))
+    elements = trace.work.trained_elements
+    step = trace.step.rounded(512)
+    streams = step.timeline.streams[step.timeline.source]
+    sizes = [step.sizes[step.timeline.source][streams == number].sum() for number in range(3)]
+    assert set(streams) == {0, 1, 2}
+    assert sizes[2] == pytest.approx(2 * elements, rel=0.01)  # fp32 gradients of a half
+    # in bf16, for two passes and an evaluation: all weights, a half of them as they are sent
+    tail = LLAMA.vocab_size * LLAMA.hidden_size + LLAMA.hidden_size
+    assert sizes[1] == pytest.approx((2 + 1) * (3 * elements - tail), rel=0.01)
+    alone = replace(step.timeline, streams=np.zeros_like(step.timeline.streams))
+    one, many = (replay_steps(each) for each in (replace(step, timeline=alone), step))
+    assert many.requested == one.requested and many.reserved > one.reserved
+    assert not trace_step(LLAMA, spec(regathers=True, device="cuda")).streams.any()  # DeepSpeed's are others
 
 
 def test_zero3_gathers_what_belongs_to_no_layer_once_more(steps):
