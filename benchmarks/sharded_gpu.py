@@ -58,7 +58,10 @@ CASE_S = 180  # that a case may take, loading included
 
 
 def sharded_cases(device: torch.device, gpus: int, quick: bool) -> list[Case]:
-    """Two steps of each model and mode on all GPUs; on a single one, one of each with the model in RAM."""
+    """Two steps of each model and mode on all GPUs; on a single one, one of each with the model in RAM.
+
+    On several GPUs, the first one also with weights that stay gathered for the backward pass.
+    """
     target = local_target(device)
     steps = measured_cases(target, quick)
     models = len({case.model for case in steps})
@@ -68,7 +71,14 @@ def sharded_cases(device: torch.device, gpus: int, quick: bool) -> list[Case]:
     else:
         worlds = [(case, 1, True) for case in chosen[: models * len(MODES)]]
         worlds += [(case, SHARED, False) for case in chosen[:SHARED]]
-    return [_divided(case, world, offload=offload) for case, world, offload in worlds]
+    divided = [_divided(case, world, offload=offload) for case, world, offload in worlds]
+    return [*divided, *([_gathered(divided[0])] if gpus > 1 else [])]
+
+
+def _gathered(case: Case) -> Case:
+    return replace(
+        case, key=f"{case.key}, kept gathered", spec=replace(case.spec, reshard_after_forward=False)
+    )
 
 
 def _divided(case: Case, world: int, *, offload: bool) -> Case:
@@ -136,7 +146,13 @@ def _build(model: str, spec: StepSpec, device: torch.device) -> Callable[[], Any
         tuning = TuningConfig(mode=spec.mode, lora=spec.lora)
         whole = random_model(architecture(model), spec, tuning, device)
         gathered = gathered_dtype(spec.mode, spec.dtype, spec.mixed_precision)
-        shard(units_of(whole), device.type, gathered_dtype=gathered, offload=spec.offload)
+        shard(
+            units_of(whole),
+            device.type,
+            gathered_dtype=gathered,
+            offload=spec.offload,
+            reshard_after_forward=spec.reshard_after_forward,
+        )
         return whole
 
     return build

@@ -53,7 +53,7 @@ class ShardRecorder(SymbolicRecorder):
         """As the base class."""
         super().__init__(**settings)
         self._computes_shapes = False
-        self._streams: list[Any] | None = None  # besides that of computation, if they are told apart
+        self._streams: list[Any] = []  # that of computation first; [] if they are not told apart
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -73,12 +73,11 @@ class ShardRecorder(SymbolicRecorder):
 
     def stream(self) -> int:
         """The one that `fully_shard` has chosen, which it does on a CPU too, where it means nothing."""
-        current = torch.cpu.current_stream()
-        if self._streams is None or current is torch.cpu._default_cpu_stream:
+        if not self._streams:
             return 0
-        if current not in self._streams:
+        if (current := torch.cpu.current_stream()) not in self._streams:
             self._streams.append(current)
-        return 1 + self._streams.index(current)
+        return self._streams.index(current)
 
     @contextmanager
     def watching(self, spec: StepSpec) -> Iterator[None]:
@@ -88,7 +87,7 @@ class ShardRecorder(SymbolicRecorder):
         allocates. Processes on a CPU communicate through gloo, which copies what it gathers and scatters.
         """
         if spec.device == "cuda" and not spec.regathers:  # those of DeepSpeed are others
-            self._streams = self._streams or []
+            self._streams = self._streams or [torch.cpu.current_stream()]
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

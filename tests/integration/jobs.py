@@ -48,6 +48,7 @@ def make_job(
     nvme_path: str | None = None,
     evaluated: int | str = "auto",
     defers_exchange: bool = False,
+    reshard_after_forward: bool = True,
     kept_layers: int = 0,
     sequence_parallel_size: int = 1,
     ranks: RankEnvironment = SINGLE_PROCESS,
@@ -106,6 +107,7 @@ def make_job(
     drafts = with_tiles(config.train, drafts) if may_tile(config, SEQ) else drafts
     plan, _ = choose_plan(config, drafts, None, None)
     plan = replace(plan, defers_exchange=defers_exchange, kept_layers=kept_layers)
+    plan = replace(plan, reshard_after_forward=reshard_after_forward)
     return Job(
         ResolvedConfig(config, {}, Path("test")),
         open_run(str(output), name, ranks.rank),

@@ -12,6 +12,10 @@ from tests.integration.test_kills import launching
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 WORDS = ["parallel.engine=fsdp2", "train.probe=false", "train.report_to=[]", "train.max_steps=4"]
 WORDS += ["parallel.timeout_s=60", "eval.samples=4", "eval.max_new_tokens=12"]
+RESHARDS = {
+    mode: f"parallel.reshard_after_forward={after}"
+    for mode, after in (("lora", "false"), ("full", "true"), ("qlora", "auto"))
+}
 
 
 def curve(run: RunDir) -> list[dict]:
@@ -30,7 +34,7 @@ def weights(run: RunDir) -> bytes:
 )
 def test_they_are_those_of_one_process_and_training_does_not_notice(tiny_model, tmp_path, mode):
     config, run = make_workspace(tmp_path, tiny_model), RunDir(tmp_path / "runs" / "one")
-    words = [*WORDS, f"tuning.mode={mode}"]
+    words = [*WORDS, f"tuning.mode={mode}", RESHARDS[mode]]
     done = sft("train", "--config", config, *words, "--processes", "2")
     assert done.code == 0, done.err
     summary = read_json(run.summary)
@@ -86,7 +90,7 @@ def clean(tiny_model, tmp_path_factory):
     def run(mode: str) -> RunDir:
         if mode not in known:
             folder = tmp_path_factory.mktemp(mode)
-            words = [*WORDS, f"tuning.mode={mode}", "--processes", "2"]
+            words = [*WORDS, f"tuning.mode={mode}", RESHARDS[mode], "--processes", "2"]
             assert sft("train", "--config", make_workspace(folder, tiny_model), *words).code == 0
             known[mode] = RunDir(folder / "runs" / "one")
         return known[mode]
@@ -105,7 +109,7 @@ def test_processes_run_out_of_memory_together_and_training_goes_on(
     tiny_model, tmp_path, monkeypatch, clean, mode, rank, layer, place, number, fits
 ):
     config, run, expected = make_workspace(tmp_path, tiny_model), RunDir(tmp_path / "runs/one"), clean(mode)
-    words = [*WORDS, f"tuning.mode={mode}", "--processes", "2"]
+    words = [*WORDS, f"tuning.mode={mode}", RESHARDS[mode], "--processes", "2"]
     fault = dict(rank=rank, layer=layer, place=place, number=number, fits=fits)
     with launching(FAULTY_RANK.format(repository=str(REPOSITORY), **fault), tmp_path, monkeypatch):
         done = sft("train", "--config", config, *words)

@@ -177,6 +177,7 @@ def fsdp2(zero2, launch, folder):
     jobs["fsdp2-recomputed-lora-padded"] = {**KINDS["lora-padded"], "gradient_checkpointing": True}
     jobs["fsdp2-tiled-full-padded"] = {**KINDS["full-padded"], **TILED}
     jobs["fsdp2-deferring-full-padded"] = {**KINDS["full-padded"], "defers_exchange": True}
+    jobs["fsdp2-gathered-full-padded"] = {**KINDS["full-padded"], "reshard_after_forward": False}
     jobs |= {"fsdp2-stopping": STOPPING, "fsdp2-clipped": CLIPPED}
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("fsdp2", 2, jobs)
@@ -189,6 +190,8 @@ def fsdp2_more(fsdp2, launch, folder):
     jobs = kinds_of("fsdp2", always=False) | resumed(folder, "zero2", "fsdp2", "full-padded")
     jobs["fsdp2-recomputed-full-padded"] = {**KINDS["full-padded"], **MIXED}
     jobs["fsdp2-deferring-lora-packed"] = {**KINDS["lora-packed"], "defers_exchange": True}
+    gathered = {"reshard_after_forward": False, "defers_exchange": True, **MIXED}
+    jobs["fsdp2-gathered-lora-packed"] = {**KINDS["lora-packed"], **gathered}
     launch("fsdp2", 2, jobs)
     return folder
 
@@ -391,6 +394,19 @@ def test_mlps_in_tiles_learn_the_same(request, launched, engine, kind):
 @pytest.mark.parametrize(("launched", "kind"), [("fsdp2", "full-padded"), slow("fsdp2_more", "lora-packed")])
 def test_gradients_may_wait_for_the_last_micro_batch(request, launched, kind):
     assert_same_as_one(request.getfixturevalue(launched), f"fsdp2-deferring-{kind}", kind)
+
+
+def test_weights_that_stay_gathered_learn_the_same_bit_for_bit(fsdp2):
+    """Each step accumulates, and an evaluation is between steps, after which they are divided again."""
+    runs = fsdp2 / "fsdp2-gathered-full-padded", fsdp2 / "fsdp2-full-padded"
+    assert_same_curve(*runs, dict.fromkeys(CLOSE, 0.0))
+    found, expected = (load_file(run / "model/model.safetensors") for run in runs)
+    assert all(torch.equal(found[key], expected[key]) for key in expected | found)
+
+
+@pytest.mark.slow
+def test_weights_stay_gathered_with_layers_recomputed_and_gradients_that_wait(fsdp2_more):
+    assert_same_as_one(fsdp2_more, "fsdp2-gathered-lora-packed", "lora-packed")
 
 
 @pytest.mark.slow

@@ -126,6 +126,12 @@ WRITTEN = [
     ("post_forward_order", PARAM_GROUP, "self.comm_ctx.post_forward_order.append(self)"),
     ("_unsharded_param", PARAM_GROUP, "_unsharded_param"),
     ("foreach_reduce", PARAM_GROUP, "foreach_reduce("),
+    (
+        "current_stream",
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather",
+        "with device_handle.stream(all_gather_copy_in_stream):",
+    ),
+    ("current_stream", "torch.cpu:StreamContext.__enter__", "_current_stream = cur_stream"),
     ("cpu", "torch.distributed.fsdp._fully_shard._fsdp_param", "padded_sharded_param.cpu()"),
     ("non_blocking", "torch.distributed.fsdp._fully_shard._fsdp_param", "non_blocking=True"),
     ("non_blocking", "torch.distributed.fsdp._fully_shard._fsdp_collectives", "non_blocking=non_blocking"),
