@@ -337,6 +337,7 @@ TABLES = {
     "memory-on-a-cpu": memory_on_a_cpu,
     "divided-on-a-cpu": divided_on_a_cpu,
     "divided-tokens": partial(divided_on_a_cpu, "sequence"),
+    "kept-gathered": partial(divided_on_a_cpu, "gathered"),
     "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
     "compiled-on-a-cpu": compiled_on_a_cpu,
