@@ -390,9 +390,11 @@ def work_of_plans(
     def work_of(run: RunConfig, plan: Plan, tokens: float) -> Work:
         evaluated = next(iter(heaviest(batches_of(plan).evaluation)), None)
         spec = replace(StepSpec.of(run, plan, None, evaluated), eval_share=None)
-        ways = ("keep", "recompute") if spec.kept_layers else (spec.activations,)
-        alike = [replace(spec, activations=way, kept_layers=0) for way in ways]
-        found = [traces.work(each, tokens).at(tokens) for each in alike]
-        return mixed(*found, spec.kept_layers) if spec.kept_layers else found[0]
+        if not spec.kept_layers:
+            return traces.work(spec, tokens).at(tokens)
+        alike = replace(spec, activations="keep", kept_layers=0)
+        kept = traces.work(alike, tokens).at(tokens)
+        recomputed = traces.work(replace(alike, activations="recompute"), tokens).at(tokens)
+        return mixed(kept, recomputed, spec.kept_layers)
 
     return work_of
