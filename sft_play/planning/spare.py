@@ -41,7 +41,7 @@ def with_less_sent(
     freed = [plan.reshard_after_forward]
     why = GatheredWeights("freed" if plan.reshard_after_forward else "kept")
     if engine.can_keep_gathered and asked == "auto":
-        why = _gain(plan, seconds_of, by)
+        why = _gain(config, plan, seconds_of, by)
         freed = [False, True] if why.cause == "faster" else [True]
     ways = [
         replace(plan, reshard_after_forward=frees, defers_exchange=wait)
@@ -59,9 +59,9 @@ def with_less_sent(
     return plan, [why] if engine.can_keep_gathered else []
 
 
-def _gain(plan: Plan, seconds_of: SecondsOf, by: float) -> GatheredWeights:
+def _gain(config: RunConfig, plan: Plan, seconds_of: SecondsOf, by: float) -> GatheredWeights:
     """What it would gain to keep weights gathered: "faster", if it does not exceed the budget."""
-    if _exceeds(plan):
+    if _exceeds(config, plan):
         return GatheredWeights("exceed")
     freed, kept = seconds_of(plan), seconds_of(replace(plan, reshard_after_forward=False))
     if freed is None or kept is None:
@@ -69,7 +69,7 @@ def _gain(plan: Plan, seconds_of: SecondsOf, by: float) -> GatheredWeights:
     return GatheredWeights("faster", 1 - kept / freed) if kept < by * freed else GatheredWeights("tie")
 
 
-def _exceeds(plan: Plan) -> bool:
+def _exceeds(config: RunConfig, plan: Plan) -> bool:
     """Whether a process has no memory for all weights at the end of the forward pass, without a trace of it.
 
     The least that it takes is counted: shards as they are gathered, and what is there then anyway.
@@ -79,6 +79,7 @@ def _exceeds(plan: Plan) -> bool:
     terms = memory.phase_terms.get("forward", {})
     held = sum(terms.get(name, 0) for name in ("weights", "adapters"))
     casts = plan.dtype == "float32" and plan.mixed_precision != "no"
-    whole = shards * held / (1 + SCALES * shards) / (2 if casts else 1)
+    scales = SCALES * shards if config.tuning.mode == "qlora" else 0.0
+    whole = shards * held / (1 + scales) / (2 if casts else 1)
     others = sum(terms.get(name, 0) for name in ("gradients", "optimizer", "activations"))
     return whole + held + others + memory.terms.get("context", 0) > memory.budget_bytes

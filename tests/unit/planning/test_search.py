@@ -539,17 +539,23 @@ def test_weights_stay_gathered_where_that_fits_and_is_faster(asked, budget, save
     assert why[GatheredWeights].saved_share == (pytest.approx(0.3) if cause == "faster" else 0)
 
 
-def test_what_cannot_fit_is_not_traced():
-    """All weights take 40 GiB of the 30, wherever the peak of the plan is."""
+@pytest.mark.parametrize("processes", [4, 512])
+def test_what_cannot_fit_is_not_traced(processes):
+    """All weights take 40 GiB of the 30, wherever the peak of the plan is, on however many GPUs."""
     estimate, _ = divided_memory(30)
-    kept: list[bool] = []
+    usual, kept = saves_by_keeping(0.3), list[bool]()
 
     def with_terms(run, plan, complete=False) -> Memory:
         kept.append(not plan.reshard_after_forward)
         memory = estimate(run, plan)
         return replace(memory, phase_terms={"forward": {"weights": int(40 / plan.shards * GIB)}})
 
-    plan, why = chosen_because(config(engine="fsdp2"), with_terms, saves_by_keeping(0.3), 4)
+    def timed(run, plan) -> float | None:
+        kept.append(not plan.reshard_after_forward)
+        return usual(run, plan)
+
+    settings = config(engine="fsdp2", effective_batch_size=512)
+    plan, why = chosen_because(settings, with_terms, timed, processes)
     assert why[GatheredWeights].cause == "exceed" and not any(kept) and plan.memory.fits
 
 
