@@ -154,7 +154,8 @@ def _needed(plan: Plan) -> int:
 def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) -> list[Plan]:
     """The drafts worth sizing, with their memory."""
     sized: list[Plan] = []
-    for engine in dict.fromkeys(map(_engine, drafts)):
+    engines = list(dict.fromkeys(map(_engine, drafts)))
+    for engine in engines:
         best = _best_without_memory_limit(drafts, sized, seconds_of)
         of_engine = [draft for draft in drafts if _engine(draft) == engine]
         if any(plan.engine == engine[0] and not seconds_of(plan) for plan in _fitting(sized)):
@@ -162,12 +163,16 @@ def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) ->
         if best is not None:
             alike = [draft for draft in of_engine if _split(draft) == _split(best)]
             of_engine = [draft for draft in alike if not _divides(draft)]
-        sized += _size_engine(of_engine, memory_of)
+        sized += _size_engine(of_engine, memory_of, leanest=engine == engines[-1])
     return sized
 
 
-def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
-    """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode."""
+def _size_engine(drafts: list[Plan], memory_of: MemoryOf, *, leanest: bool) -> list[Plan]:
+    """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode.
+
+    Where the weights alone are too much, one says it for all, unless this is the engine that takes least: what
+    that one takes at least is said if nothing fits.
+    """
     sized: list[Plan] = []
     exhausted: set[str] = set()
     for draft in drafts:
@@ -177,6 +182,8 @@ def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
             sized.append(replace(draft, memory=memory))
             if not memory.fits:
                 exhausted.add(draft.activations)
+            if not leanest and memory.phases.get("load", 0) > memory.budget_bytes:
+                break
     return sized
 
 
