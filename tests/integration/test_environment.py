@@ -42,6 +42,7 @@ def test_the_environment_changes_nothing_of_a_run_and_the_banner_names_what_is_i
     assert [name for name in CHANGES if name not in told] == []
 
 
+@pytest.mark.slow
 def test_flags_of_accelerate_change_nothing_of_a_run(finished, tmp_path):
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / "ddp_cpu.yaml"),

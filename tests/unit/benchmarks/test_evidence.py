@@ -366,7 +366,9 @@ def test_of_overlapped_communication_the_ends_are_left_and_what_exceeds_a_pass(f
     assert overlap.exposed(parts, messages, link) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("mode", ["full", "lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["full", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("lora", "qlora"))]
+)
 def test_steps_that_fsdp1_divided_are_predicted(mode):
     row = next(row for row in SOURCES["a100_fms_fsdp1"].rows if row.run.mode == mode)
     assert predict(row)["allocated"] == pytest.approx(row.measured["allocated"], rel=1e-4)

@@ -16,6 +16,9 @@ SEED, CASES = 1, 200
 def setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sft_play.data.limits.ROW_SECONDS", 0.5)
+    monkeypatch.setattr(
+        fuzz, "CPU_SECONDS", 30.0
+    )  # as long as none hangs; how fast they are, `make fuzz` says
     return fuzz.make_setting(tmp_path)
 
 

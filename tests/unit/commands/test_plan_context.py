@@ -37,6 +37,7 @@ def test_each_method_has_a_longest_row_and_the_model_may_be_the_limit():
     assert "the model has 512 positions" in text and "LoRA 1 512 positions one process" in text
 
 
+@pytest.mark.slow
 def test_memory_may_be_the_limit_and_an_asked_length_fits_or_does_not(many_positions):
     words = (*CARD, SMALL, "tuning.mode=lora", "parallel.offload=none")
     (row,) = plan(*words, "--context", "max")[0]["rows"]

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -318,13 +317,13 @@ def test_everything_can_be_printed_as_json():
     assert tree["gpus"][0]["bf16"] is True and tree["host"]["cpu_cores"] >= 1
 
 
-def test_gpu_info_answers_within_half_a_second():
-    def seconds() -> float:
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "sft_play", "gpu-info"], check=True, capture_output=True)
-        return time.perf_counter() - began
-
-    assert min(seconds() for _ in range(4)) < 0.5
+def test_gpu_info_loads_no_library_that_takes_seconds():
+    code = (
+        "import sys; from sft_play.cli import main; main(['gpu-info']);"
+        "print({'torch', 'transformers', 'datasets'} & set(sys.modules) or 'none of them')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.endswith("none of them\n")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_what_saves_too_little_is_not_offered():
     assert all("train.optimizer" not in change.settings for change in offered)
 
 
+@pytest.mark.slow
 def test_several_changes_at_once_only_where_none_is_enough():
     offered = changes_that_fit(request(0.6, "full", batch_size=16, gradient_checkpointing=False))
     alone = [change.settings for change in offered if change.plan.world_size == 1]
@@ -93,7 +94,8 @@ def test_earlier_overrides_give_way():
     assert as_overrides({"tuning.mode": "qlora"}, earlier) == ["train.batch_size=4", "tuning.mode=qlora"]
 
 
-@pytest.mark.parametrize("by_make", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("by_make", [False, True])
 def test_what_is_printed_can_be_typed_and_has_the_memory_that_is_said(by_make, monkeypatch):
     """Of a full 0.6B on a card of 8 GiB, with all that could help switched off."""
     words = ["plan", "--model", "qwen3-0.6b", "--gpu", "RTX 3070 Ti", "--gpus", "1", "tuning.mode=full"]

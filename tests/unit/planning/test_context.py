@@ -112,6 +112,7 @@ def test_positions_are_the_limit_and_an_asked_length_has_its_own_speed():
     assert found["fits"] and found["row_tokens"] == 1000 and found["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_a_length_that_does_not_fit_has_no_plan():
     found = longest_row(config(), architecture(10**6), what_if("RTX 4090"), 1, 999_999)
     assert found["fits"] is False and found["longest"] < 999_999 and "engine" not in found

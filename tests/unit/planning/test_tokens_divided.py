@@ -51,7 +51,9 @@ def _no_more_gpus(monkeypatch):
     monkeypatch.setattr(advice, "_more_gpus", lambda request: [])
 
 
-@pytest.mark.parametrize(("limit", "ranks"), [(WHOLE, 1), (TWO, 2), (FOUR, 4)])
+@pytest.mark.parametrize(
+    ("limit", "ranks"), [pytest.param(WHOLE, 1, marks=pytest.mark.slow), (TWO, 2), (FOUR, 4)]
+)
 def test_tokens_are_divided_only_if_nothing_else_fits_and_among_as_few_as_are_enough(limit, ranks):
     asked = request(limit)
     plan = plan_or_advise(asked, lambda change: "")
@@ -200,6 +202,7 @@ def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
     assert again.memory.budget_bytes == first.memory.budget_bytes and again.memory.fits
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_divide_tokens_where_no_number_has_room_for_whole_rows(monkeypatch):
     monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4))
     for size in ("auto", 1):

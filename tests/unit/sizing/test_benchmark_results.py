@@ -53,6 +53,7 @@ def test_the_measured_steps_of_the_cpu_meet_the_targets():
             assert_within(errors, CPU_TARGETS[shape.mixed_precision])
 
 
+@pytest.mark.slow
 def test_steps_of_the_cpu_are_predicted_again_within_the_targets():
     tree = results_of("sizing_cpu.json")
     shapes = {entry["name"]: Shape(**entry) for entry in tree["shapes"]}
