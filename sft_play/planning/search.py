@@ -170,8 +170,8 @@ def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) ->
 def _size_engine(drafts: list[Plan], memory_of: MemoryOf, *, leanest: bool) -> list[Plan]:
     """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode.
 
-    Where the weights alone are too much, one draft stands for all, unless this is the engine that takes least:
-    if nothing fits, the plan of it that takes least is named.
+    Where the weights alone are too much, one draft stands for all, unless this is the engine that takes
+    least: if nothing fits, its smallest plan is named.
     """
     sized: list[Plan] = []
     exhausted: set[str] = set()
