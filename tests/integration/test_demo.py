@@ -11,6 +11,7 @@ pytestmark = pytest.mark.integration
 GSM8K = SHARED / "data" / "gsm8k"
 
 
+@pytest.mark.slow
 def test_the_demo_takes_exact_match_on_held_out_rows_from_under_5_to_over_90_percent(tmp_path):
     done = sft("train", "--config", REPOSITORY / "configs" / "demo.yaml", f"output.dir={tmp_path}")
     assert done.code == 0, done.err

@@ -154,6 +154,7 @@ def test_a_deepspeed_file_that_contradicts_the_run_is_refused_before_anything_is
     )
 
 
+@pytest.mark.slow
 def test_torchrun_needs_no_launcher_of_ours(config, alone):
     """Every rank finds the data and makes a plan; they agree on one."""
     script = REPOSITORY / "scripts" / "train_distributed.py"

@@ -22,6 +22,7 @@ def config(tiny_model, tmp_path):
     return config
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_positions_are_left_out_or_trained_with_scaled_ones(config, tmp_path):
     refused = sft("train", "--config", config)
     assert refused.code == 3 and "longer than 512 tokens" in refused.err

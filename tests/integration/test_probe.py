@@ -164,6 +164,7 @@ def test_the_largest_micro_batch_is_the_one_that_was_planned_for(tiny_model, tmp
     assert largest["tokens"][0] == job.plan.micro_batch_tokens == max(rows.dataset["tokens"])
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_a_smaller_plan(tiny_model, tmp_path):
     """Through `sft-play probe`; every rank measures, the main one plans again, all take its plan."""
     config = make_workspace(tmp_path / "work", tiny_model)
