@@ -1,10 +1,9 @@
 """Plans that keep the activations of some layers and recompute those of the others. Pure.
 
 Memory between the two extremes is speed for free. Each layer that keeps its activations takes memory and
-saves time, so the most that fit are found by bisection. They are the last ones (model/recomputation.py).
+saves time, so the most that fit are looked for. They are the last ones (model/recomputation.py).
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -54,15 +53,32 @@ def mixes(
 
 
 def _with_most_kept(plan: Plan, layers: int, memory_of: MemoryOf) -> Plan | None:
-    """The plan with the most layers that can keep their activations; None if not even one can."""
+    """The plan with the most layers that can keep their activations; None if not even one can.
 
-    def kept(count: int) -> Plan:
+    To size a plan of many layers takes as long as a trace. They take about as much each, so after half of
+    them two guesses should be enough; where they are not, the rest is halved.
+    """
+    assert plan.memory
+    tried, fits, misfits = [plan], plan, layers
+    while left := range(fits.kept_layers + 1, misfits):
+        guess = _guess(plan.memory, tried[-1]) if len(tried) in (2, 3) else left[len(left) // 2]
+        count = min(max(guess, left[0]), left[-1])
         mixed = replace(plan, kept_layers=count)
-        return replace(mixed, memory=memory_of(mixed))
+        tried.append(replace(mixed, memory=memory_of(mixed)))
+        if _fits(tried[-1]):
+            fits = tried[-1]
+        else:
+            misfits = count
+    return fits if fits.kept_layers else None
 
-    def misfits(count: int) -> bool:
-        memory = kept(count).memory
-        return not (memory and memory.fits)
 
-    most = bisect_left(range(1, layers), True, key=misfits)
-    return kept(most) if most else None
+def _guess(without: Memory, tried: Plan) -> int:
+    """How many layers would fill the budget, if each took what those of a plan take on average."""
+    assert tried.memory
+    more = tried.memory.process_bytes - without.process_bytes
+    free = without.budget_bytes - without.process_bytes
+    return free * tried.kept_layers // max(more, 1)
+
+
+def _fits(plan: Plan) -> bool:
+    return plan.memory is not None and plan.memory.fits

@@ -9,7 +9,7 @@ avoids it where the answer is known:
 - Recomputing activations only costs time where they fit. With checkpointing, micro-batches are sized that do
   not fit without it, and the chosen one, to report what checkpointing would save.
 - Where a micro-batch fits only with its activations recomputed, some of the layers may keep theirs: as many
-  as fit, found by bisection, since each of them takes memory and saves time.
+  as fit, since each of them takes memory and saves time.
 - MLPs that compute long rows in tiles are slower, and so is offloading to RAM. Such plans are sized if no
   other plan fits: tiles first, then what layers are recomputed from in RAM, if the speed of the GPU's link is
   known, then weights in RAM; each without tiles before with them.

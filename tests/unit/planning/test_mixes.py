@@ -1,0 +1,62 @@
+"""The most layers that can keep their activations, whatever each of them takes."""
+
+import random
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+
+from sft_play.plan import Memory, Plan
+from sft_play.planning.mixes import mixes
+
+RECOMPUTING = Plan(
+    micro_batch_size=1,
+    gradient_accumulation_steps=1,
+    effective_batch_size=1,
+    world_size=1,
+    engine="ddp",
+    max_seq_len=1024,
+    packing=False,
+    padding_free=True,
+    activations="recompute",
+    mixed_precision="bf16",
+    dtype="bfloat16",
+    attention="sdpa",
+    learning_rate=1e-4,
+    steps_per_epoch=1,
+    total_steps=1,
+    device="cuda",
+)
+
+
+def most_kept(bytes_of_layers: list[int], budget: int) -> tuple[int, int]:
+    """How many layers keep theirs, and how many plans were sized for it."""
+    taken, asked = [0, *accumulate(bytes_of_layers)], list[int]()
+
+    def memory_of(plan: Plan) -> Memory:
+        asked.append(plan.kept_layers)
+        return Memory(budget_bytes=budget, peak_bytes=taken[plan.kept_layers], peak_phase="backward")
+
+    def seconds_of(plan: Plan) -> float:
+        return 1 + plan.recomputes - plan.kept_layers / 1000
+
+    start = replace(RECOMPUTING, memory=memory_of(RECOMPUTING))
+    found = mixes([start], len(bytes_of_layers), memory_of, seconds_of, below=2.0, by=0.99)
+    return (found[0].kept_layers if found else 0), len(asked) - 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_most_that_fit_are_found_with_few_plans_sized(seed):
+    draw = random.Random(seed)
+    layers = draw.randint(2, 200)
+    taken = [draw.choice((0, 0, 1, 10, 1000)) for _ in range(layers)]
+    budget = draw.randint(0, sum(taken))
+    most, sized = most_kept(taken, budget)
+    assert most == max(count for count in range(layers) if sum(taken[:count]) <= budget)
+    assert sized <= 3 + layers.bit_length()
+
+
+@pytest.mark.parametrize("budget", [0, 99, 100, 6_300, 12_400, 12_599])
+def test_layers_that_take_the_same_are_counted_with_three_plans(budget):
+    most, sized = most_kept([100] * 126, budget)
+    assert most == budget // 100 and sized <= 3
