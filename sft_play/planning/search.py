@@ -14,8 +14,9 @@ avoids it where the answer is known:
   other plan fits: tiles first, then what layers are recomputed from in RAM, if the speed of the GPU's link is
   known, then weights in RAM; each without tiles before with them.
 - Some engines trade speed for memory. If the best plan of an engine before them would not become faster with
-  more memory, they are sized for that plan only, to report what they would save; not at all if they divide
-  the weights, since their steps have traces of their own.
+  more memory, they are sized for that plan only, to report what they would save. Those that divide the
+  weights, whose steps have traces of their own, are sized then only if all weights are trained: each process
+  updates its part of them, which may be faster. Frozen weights are sent for nothing.
 
 Among the plans that fit, the one with the shortest predicted step is chosen; plans within 1% of it (`TIE`)
 count as a tie, which the larger micro-batch wins; but weights are not divided for a tie. A plan with which
@@ -102,7 +103,7 @@ def choose_plan(
         if not _fitting(sized) and (group := next(waiting, None)) is not None:
             group = worth_sizing(group, sized)
             try:
-                sized += _size_all(group, memory_of, seconds_of)
+                sized += _size_all(group, memory_of, seconds_of, trains_all=config.tuning.mode == "full")
             except ConfigError:  # offloading, which nobody asked for, cannot do it
                 if not sized:
                     raise
@@ -112,19 +113,20 @@ def choose_plan(
         fitting = _fitting(sized) or _least_of_those_that_ran_out(sized)
         if not fitting:
             raise DoesNotFitError(_misfit(sized, explain))
-        fastest, seconds = _pick_fastest(fitting, seconds_of)
+        fastest, _ = _pick_fastest(fitting, seconds_of)
         memory = estimate(config, fastest, complete=True)
         chosen = replace(fastest, memory=memory)
         sized[sized.index(fastest)] = chosen
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
-    chosen, gathered = with_less_sent(config, chosen, estimate, seconds_of, by=1 - TIE)
+    others = [plan for plan in fitting if plan is not fastest]
+    chosen, gathered = with_less_sent(config, chosen, others, estimate, seconds_of, by=1 - TIE)
     if explain and not any(plan.recomputes for plan in sized):
         recomputing = [each for each in drafts if _recomputes(each, chosen) and each.mlp_tiles == 1]
         alike = [each for each in recomputing if each.activations == "recompute"]
         sized += [replace(draft, memory=memory_of(draft)) for draft in alike]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
-    why = [*_reasons(config, chosen, sized, seconds, layers), *gathered]
+    why = [*_reasons(config, chosen, sized, seconds_of, layers), *gathered]
     if explain:
         why += [*master_weights(config, chosen, estimate), *states_on_disk(config, chosen, estimate)]
     return replace(chosen, step_seconds=seconds_of(chosen), alternatives=alternatives), why
@@ -151,7 +153,9 @@ def _needed(plan: Plan) -> int:
     return plan.memory.process_bytes
 
 
-def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) -> list[Plan]:
+def _size_all(
+    drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf, *, trains_all: bool
+) -> list[Plan]:
     """The drafts worth sizing, with their memory."""
     sized: list[Plan] = []
     engines = list(dict.fromkeys(map(_engine, drafts)))
@@ -162,7 +166,7 @@ def _size_all(drafts: list[Plan], memory_of: MemoryOf, seconds_of: SecondsOf) ->
             continue  # divided inside each machine, whose links are faster than a network
         if best is not None:
             alike = [draft for draft in of_engine if _split(draft) == _split(best)]
-            of_engine = [draft for draft in alike if not _divides(draft)]
+            of_engine = [draft for draft in alike if trains_all or not _divides(draft)]
         sized += _size_engine(of_engine, memory_of, leanest=engine == engines[-1])
     return sized
 
@@ -257,16 +261,16 @@ def _trades_speed_needlessly(plan: Plan, fitting: list[Plan]) -> bool:
 
 
 def _reasons(
-    config: RunConfig, chosen: Plan, sized: list[Plan], seconds: float | None, layers: int
+    config: RunConfig, chosen: Plan, sized: list[Plan], seconds_of: SecondsOf, layers: int
 ) -> list[Reason]:
-    fitting = _fitting(sized)
+    fitting, seconds = _fitting(sized), seconds_of(chosen)
     return [
         EffectiveBatch(chosen),
         Dealing(chosen),
         _why_no_larger(chosen, sized, seconds),
         _why_recomputed(config, chosen, fitting, layers),
         *why_tiled(config.train, chosen),
-        *([_why_engine(chosen, fitting, sized)] if chosen.world_size > 1 else []),
+        *([_why_engine(chosen, fitting, sized, seconds_of)] if chosen.world_size > 1 else []),
         *_why_offloaded(config, chosen),
     ]
 
@@ -309,8 +313,11 @@ def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers
     return Activations("recompute", "exceed" if all(plan.recomputes for plan in fitting) else "faster")
 
 
-def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan]) -> EngineChoice:
-    """What the engine does for the memory of this run, compared with the best other engine that fits."""
+def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan], seconds_of: SecondsOf) -> EngineChoice:
+    """What the engine does for this run, compared with the leanest other one that fits.
+
+    What divides weights is compared with the first one, which divides least.
+    """
     engine = engine_of(chosen.engine)
     reason = EngineChoice(
         engine=engine.label,
@@ -325,9 +332,11 @@ def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan]) -> EngineC
         tried = any(plan.engine != chosen.engine for plan in sized)
         alone = _divides(chosen) and tried and all(plan.engine == chosen.engine for plan in fitting)
         return replace(reason, alone=alone)
-    other = min(others, key=_needed)
+    other = others[0] if _divides(chosen) else min(others, key=_needed)
     more = _needed(other) - _needed(chosen)
-    return replace(reason, other=engine_of(other.engine).label, more_bytes=more)
+    ours, theirs = seconds_of(chosen), seconds_of(other)
+    slower = theirs / ours if ours and theirs and theirs > ours * (1 + TIE) else None
+    return replace(reason, other=engine_of(other.engine).label, more_bytes=more, slower=slower)
 
 
 def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:

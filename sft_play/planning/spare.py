@@ -1,13 +1,15 @@
 """What a plan that divides weights does with memory that is left: it sends less. Pure.
 
 Gradients may wait for the last micro-batch of a step, and weights may stay gathered from the forward to the
-backward pass. Either computes the same and takes memory. Only the chosen plan is sized in these ways: as
-drafts, they would multiply the traces of divided models.
+backward pass. Either computes the same and takes memory. Only the chosen plan is sized in these ways, and
+those that would be faster than it in one of them: as drafts, they would multiply the traces of divided
+models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
@@ -23,21 +25,57 @@ SecondsOf = Callable[[Plan], float | None]
 
 
 def with_less_sent(
-    config: RunConfig, plan: Plan, estimate: Estimator, seconds_of: SecondsOf, *, by: float
+    config: RunConfig,
+    chosen: Plan,
+    others: Sequence[Plan],
+    estimate: Estimator,
+    seconds_of: SecondsOf,
+    *,
+    by: float,
 ) -> tuple[Plan, list[Reason]]:
-    """The plan in the fastest of these ways that fits, and why its weights stay gathered or do not.
+    """The fastest plan in the fastest of these ways that fits, and why its weights stay gathered or do not.
 
     Args:
         config: the run's config.
-        plan: the chosen one, with its memory.
+        chosen: the fastest plan so far, with its memory.
+        others: that fit too.
         estimate: predicts the memory of a plan.
         seconds_of: the time of its step; None if unknown.
-        by: a step whose weights stay gathered must be below this share of one whose weights do not.
+        by: a step whose weights stay gathered, or of another plan, must be below this share of the one that
+            it replaces.
     """
-    engine = engine_of(plan.engine)
+
+    def least(plan: Plan) -> float:
+        may_keep = (
+            config.parallel.reshard_after_forward == "auto" and engine_of(plan.engine).can_keep_gathered
+        )
+        frees = plan.reshard_after_forward and (not may_keep or _exceeds(config, plan))
+        return seconds_of(replace(plan, reshard_after_forward=frees, defers_exchange=_may_wait(plan))) or inf
+
+    chosen, why = _in_the_fastest_way(config, chosen, estimate, seconds_of, by=by)
+    divided = [plan for plan in others if engine_of(plan.engine).shards_weights]
+    for rival in sorted(divided, key=least):
+        if not (seconds := seconds_of(chosen)) or least(rival) >= by * seconds:
+            break
+        complete = replace(rival, memory=estimate(config, rival, complete=True))
+        faster, about = _in_the_fastest_way(config, complete, estimate, seconds_of, by=by)
+        if faster.memory and faster.memory.fits and (seconds_of(faster) or inf) < by * seconds:
+            chosen, why = faster, about
+    return chosen, why
+
+
+def _may_wait(plan: Plan) -> bool:
+    """Whether its gradients can wait for the last micro-batch."""
     several = plan.gradient_accumulation_steps > 1 and plan.offload == "none"
-    waits = (True, False) if engine.can_defer and several else (False,)
-    asked = config.parallel.reshard_after_forward
+    return engine_of(plan.engine).can_defer and several
+
+
+def _in_the_fastest_way(
+    config: RunConfig, plan: Plan, estimate: Estimator, seconds_of: SecondsOf, *, by: float
+) -> tuple[Plan, list[Reason]]:
+    """As `with_less_sent`, of one plan."""
+    engine, asked = engine_of(plan.engine), config.parallel.reshard_after_forward
+    waits = (True, False) if _may_wait(plan) else (False,)
     freed = [plan.reshard_after_forward]
     why = GatheredWeights("freed" if plan.reshard_after_forward else "kept")
     if engine.can_keep_gathered and asked == "auto":

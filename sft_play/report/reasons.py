@@ -242,11 +242,12 @@ def _engine(reason: reasons.EngineChoice) -> str:
         choice += ", which exchange gradients once per step"
     if reason.other is None:
         return f"{choice}: {reason.principle}; no other engine fits" if reason.alone else choice
-    if reason.trades_speed and reason.more_bytes >= 0:
+    longer = f" and take {reason.slower:.2f} times as long" if reason.slower else ""
+    if reason.trades_speed and reason.more_bytes >= 0 and not longer:
         saved = format_bytes(reason.more_bytes)
         return f"{choice}: {reason.principle}, which saves {saved} over {reason.other}"
     size = format_bytes(abs(reason.more_bytes))
-    would = f"save {size}" if reason.more_bytes < 0 else f"need {size} more"
+    would = (f"save {size}" if reason.more_bytes < 0 else f"need {size} more") + longer
     return f"{choice}: {reason.principle}; {reason.other} would {would}"
 
 
