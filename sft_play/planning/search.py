@@ -19,10 +19,11 @@ avoids it where the answer is known:
   updates its part of them, which may be faster. Frozen weights are sent for nothing.
 
 Among the plans that fit, the one with the shortest predicted step is chosen; plans within 1% of it (`TIE`)
-count as a tie, which the larger micro-batch wins; but weights are not divided for a tie. A plan with which
-memory ran out in an earlier run counts as one that does not fit, unless no other is left: then the prediction
-counts, and of several plans the one that needs least is chosen. If no plan fits, the error lists single
-changes to the config that would make the smallest one fit.
+count as a tie, which the larger micro-batch wins; but weights are not divided for a tie, nor for a gain
+within the error of such predictions. A plan with which memory ran out in an earlier run counts as one that
+does not fit, unless no other is left: then the prediction counts, and of several plans the one that needs
+least is chosen. If no plan fits, the error lists single changes to the config that would make the smallest
+one fit.
 
 Pure: memory and time are functions, so traced, measured and made-up numbers are interchangeable.
 """
@@ -40,7 +41,7 @@ from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.drafts import by_offload
 from sft_play.planning.mixes import mixes
 from sft_play.planning.savings import master_weights, states_on_disk
-from sft_play.planning.spare import with_less_sent
+from sft_play.planning.spare import at_worst, with_less_sent
 from sft_play.planning.tiles import why_tiled, worth_sizing
 from sft_play.reasons import (
     Activations,
@@ -97,30 +98,31 @@ def choose_plan(
         return drafts[0], [EffectiveBatch(drafts[0]), Unsized(given), *_why_offloaded(config, drafts[0])]
     memory_of: MemoryOf = partial(estimate, config)
     seconds_of: SecondsOf = partial(clock, config) if clock else lambda plan: None
+    compared = at_worst(seconds_of)
     sized, mix = list[Plan](), layers > 1 and config.train.asked_activations == "auto"
     waiting = by_offload(config, drafts, seconds_of)
     while True:
         if not _fitting(sized) and (group := next(waiting, None)) is not None:
             group = worth_sizing(group, sized)
             try:
-                sized += _size_all(group, memory_of, seconds_of, trains_all=config.tuning.mode == "full")
+                sized += _size_all(group, memory_of, compared, trains_all=config.tuning.mode == "full")
             except ConfigError:  # offloading, which nobody asked for, cannot do it
                 if not sized:
                     raise
             continue
-        sized += _mixes(sized, layers, memory_of, seconds_of) if mix else []
+        sized += _mixes(sized, layers, memory_of, compared) if mix else []
         mix = False  # from now on
         fitting = _fitting(sized) or _least_of_those_that_ran_out(sized)
         if not fitting:
             raise DoesNotFitError(_misfit(sized, explain))
-        fastest, _ = _pick_fastest(fitting, seconds_of)
+        fastest, _ = _pick_fastest(fitting, compared)
         memory = estimate(config, fastest, complete=True)
         chosen = replace(fastest, memory=memory)
         sized[sized.index(fastest)] = chosen
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
     others = [plan for plan in fitting if plan is not fastest]
-    chosen, gathered = with_less_sent(config, chosen, others, estimate, seconds_of, by=1 - TIE)
+    chosen, gathered = with_less_sent(config, chosen, others, estimate, compared, by=1 - TIE)
     if explain and not any(plan.recomputes for plan in sized):
         recomputing = [each for each in drafts if _recomputes(each, chosen) and each.mlp_tiles == 1]
         alike = [each for each in recomputing if each.activations == "recompute"]

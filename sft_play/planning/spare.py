@@ -21,7 +21,25 @@ from sft_play.sizing.step import MOST_SHARDS
 # half a byte for each element.
 SCALES = 0.032
 
+# How much longer than predicted steps of divided models have taken at most: full fine-tuning by two processes
+# of a CPU (benchmarks/results/sharding_time.json), QLoRA on two A100 (published, overlap.json; none on PCIe).
+LONGER = {"cpu": 1.4, "cuda": 1.06}
+
 SecondsOf = Callable[[Plan], float | None]
+
+
+def at_worst(seconds_of: SecondsOf) -> SecondsOf:
+    """The seconds that plans are compared by: those that divide weights as much longer as they may take.
+
+    So weights are divided for speed only where that is sure to be faster.
+    """
+
+    def seconds(plan: Plan) -> float | None:
+        predicted = seconds_of(plan)
+        divides = engine_of(plan.engine).shards_weights
+        return predicted * LONGER[plan.device] if predicted and divides else predicted
+
+    return seconds
 
 
 def with_less_sent(

@@ -21,6 +21,7 @@ from sft_play.reasons import (
 from sft_play.units import GIB
 
 GPU = Device(kind="cuda", name="NVIDIA A100", bf16=True)
+CPU = Device(kind="cpu", name="CPU", bf16=True)
 
 
 def config(mode: str = "lora", engine: str = "auto", **train) -> RunConfig:
@@ -72,11 +73,11 @@ def choose(run: RunConfig, estimate, time, world_size: int = 1, machines: int = 
 
 
 def chosen_because(
-    run: RunConfig, estimate, time, world_size: int = 1, machines: int = 1
+    run: RunConfig, estimate, time, world_size: int = 1, machines: int = 1, device: Device = GPU
 ) -> tuple[Plan, dict]:
     """The plan, and its reasons by their kind."""
     count = dict(world_size=world_size, machines=machines)
-    drafts = draft_plans(run, device=GPU, **count, rows=1000, max_seq_len=1024, attention="sdpa")
+    drafts = draft_plans(run, device=device, **count, rows=1000, max_seq_len=1024, attention="sdpa")
     plan, why = choose_plan(run, drafts, estimate, time)
     return plan, {type(reason): reason for reason in why}
 
@@ -480,6 +481,36 @@ def test_weights_are_divided_only_for_a_step_that_is_known_to_be_faster(times, e
     estimate, asked = divided_memory(42.5)
     assert choose(config(), estimate, slower_with_fsdp2(times), 4).engine == engine
     assert "fsdp2" in {engine for engine, _ in asked}
+
+
+@pytest.mark.parametrize(
+    ("device", "times", "engine"),
+    [(GPU, 0.9, "fsdp2"), (GPU, 0.96, "ddp"), (CPU, 0.9, "ddp"), (CPU, 0.7, "fsdp2")],
+)
+def test_a_gain_from_dividing_weights_that_would_fit_must_exceed_the_error_of_its_seconds(
+    device, times, engine
+):
+    estimate, _ = divided_memory(200)
+    plan, why = chosen_because(config("full"), estimate, slower_with_fsdp2(times), 4, device=device)
+    assert plan.engine == engine
+    if engine == "fsdp2":
+        assert why[EngineChoice].other == "DDP" and why[EngineChoice].slower == pytest.approx(1 / times)
+    else:
+        assert why[EngineChoice].slower is None
+
+
+@pytest.mark.parametrize(("budget", "engine"), [(70, "fsdp2"), (60, "ddp")])
+def test_an_engine_may_be_the_fastest_since_its_weights_stay_gathered(budget, engine):
+    """It sends too much otherwise. Kept, the weights take 66 GiB beside four rows; DDP takes 56."""
+    estimate, _ = divided_memory(budget)
+    sends, keeps = slower_with_fsdp2(1.1), saves_by_keeping(0.3)
+
+    def seconds(run, plan) -> float:
+        return sends(run, plan) * keeps(run, plan) / clock(0.1)(run, plan)
+
+    plan, why = chosen_because(config("full", batch_size=4), estimate, seconds, 4)
+    assert (plan.engine, plan.reshard_after_forward) == (engine, engine == "ddp") and plan.memory.fits
+    assert (GatheredWeights in why) == (engine == "fsdp2")
 
 
 @pytest.mark.parametrize(
