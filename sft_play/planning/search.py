@@ -121,12 +121,10 @@ def choose_plan(
         sized[sized.index(fastest)] = chosen
         if memory.within_budget:  # with its fragmentation, which the search leaves out where it is small
             break
-    others = [plan for plan in fitting if plan is not fastest]
-    chosen, gathered = with_less_sent(config, chosen, others, estimate, compared, by=1 - TIE)
+    chosen, gathered = with_less_sent(config, chosen, fitting, estimate, compared, by=1 - TIE)
     if explain and not any(plan.recomputes for plan in sized):
-        recomputing = [each for each in drafts if _recomputes(each, chosen) and each.mlp_tiles == 1]
-        alike = [each for each in recomputing if each.activations == "recompute"]
-        sized += [replace(draft, memory=memory_of(draft)) for draft in alike]
+        recomputing = [one for one in drafts if _recomputes(one, chosen) and one.activations == "recompute"]
+        sized += [replace(one, memory=memory_of(one)) for one in recomputing if one.mlp_tiles == 1]
     alternatives = _alternative_rows(chosen, sized, seconds_of)
     why = [*_reasons(config, chosen, sized, seconds_of, layers), *gathered]
     if explain:
