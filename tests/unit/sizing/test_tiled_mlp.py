@@ -1,7 +1,6 @@
 """The memory of steps whose MLPs compute in tiles."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -20,18 +19,13 @@ SPEC = StepSpec(mode="full", lora=LORA, activations="recompute", batch=PaddedRow
 ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
 
 
-def slow(*values: Any) -> Any:
-    """A case of `make test-faults`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        slow("llama", dict(mode="qlora", mixed_precision="bf16")),
-        slow("llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
+        ("llama", dict(mode="qlora", mixed_precision="bf16")),
+        ("llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
         ("llama", dict(activations="offload", **ON_GPU)),
-        slow("gemma3_text", dict(batch=JoinedRows(300), longest=128, **ON_GPU)),
+        ("gemma3_text", dict(batch=JoinedRows(300), longest=128, **ON_GPU)),
     ],
 )
 def test_few_layers_represent_all_to_the_byte(name, changes):
@@ -46,9 +40,8 @@ def test_few_layers_represent_all_to_the_byte(name, changes):
         assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("llama", "lora"), ("gpt2", "full"), slow("llama", "full"), slow("gpt2", "lora")]
-)
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_real_step_allocates_what_the_trace_says(mode, name):
     config = small_config(name, SMALL | {"layers": 3})
     spec = replace(SPEC, mode=mode, batch=PaddedRows(3, 64), mlp_tile=50)
