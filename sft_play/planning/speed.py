@@ -30,6 +30,7 @@ from sft_play.runlog import console
 CPU_FLOPS_PER_CORE, CPU_BANDWIDTH = 30e9, 10e9  # of a CPU that has not been measured: fp32, vector units
 BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
 FORMAT = 3  # increase it when devices must be measured again
+COLLECTIVES_FORMAT = 4  # and this one when communication must be
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # of measured tensors
 LATENCY_S = 20e-6  # of a collective over a link of which only the data sheet is known
 # Times that the tensor goes around the ring of processes; each of them sends (n - 1) / n of it every time.
@@ -188,22 +189,22 @@ def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:
 class Collectives:
     """Seconds of the collective operations of a number of processes, by the bytes of the tensor.
 
-    A reduce-scatter and an all-to-all are not measured: each process sends as many bytes as in an all-gather,
-    so they are taken to last as long.
+    An all-to-all is not measured: each process sends as many bytes as in an all-gather, so it is taken to
+    last as long.
     """
 
     all_reduce: Curve
     all_gather: Curve
+    reduce_scatter: Curve  # which gloo computes as a copy and an all-reduce
     measured: bool = True
 
     def seconds(self, messages: Iterable[Message]) -> float:
         """Seconds of the messages, one after the other."""
-        gather = self.all_gather
         curves = {
             "all_reduce": self.all_reduce,
-            "all_gather": gather,
-            "reduce_scatter": gather,
-            "all_to_all": gather,
+            "all_gather": self.all_gather,
+            "reduce_scatter": self.reduce_scatter,
+            "all_to_all": self.all_gather,
         }
         return sum(
             (one.times * float(curves[one.kind].at(np.array(one.tensor_bytes))) for one in messages), 0.0
@@ -217,12 +218,12 @@ class Collectives:
             share = ROUNDS[kind] * (processes - 1) / processes
             return Curve.of(SIZES, lambda size: latency_s + share * size / bytes_per_s)
 
-        return cls(curve("all_reduce"), curve("all_gather"), measured=False)
+        return cls(curve("all_reduce"), curve("all_gather"), curve("reduce_scatter"), measured=False)
 
 
 def collectives_path(device: str) -> Path:
     """Where what was measured between such devices is kept, for the installed version of torch."""
-    return entry("collectives", device, FORMAT, installed_versions(("torch",)))
+    return entry("collectives", device, COLLECTIVES_FORMAT, installed_versions(("torch",)))
 
 
 def read_collectives(device: str) -> dict[int, Collectives]:

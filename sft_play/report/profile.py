@@ -42,7 +42,7 @@ def curve_tables(tree: Mapping[str, Any]) -> list[Table]:
 
 def collectives_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     """Milliseconds of collective operations by number of processes and size of the tensor."""
-    names = {"all-reduce": "all_reduce", "all-gather": "all_gather"}
+    names = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
     sizes = max((one[key]["sizes"] for one in found.values() for key in names.values()), key=len)
     table = columns("communication, ms", *(format_bytes(size) for size in sizes))
     for processes, one in found.items():

@@ -232,7 +232,8 @@ def _measure(job: Job) -> Collectives:
     group = distributed.new_group(timeout=timedelta(seconds=limit_s))
     try:
         reduced = _curve(distributed.all_reduce, tensors[:1], group)
-        return Collectives(reduced, _curve(distributed.all_gather_into_tensor, tensors, group))
+        gathered = _curve(distributed.all_gather_into_tensor, tensors, group)
+        return Collectives(reduced, gathered, _curve(_reduce_scatter, tensors, group))
     finally:
         distributed.destroy_process_group(group)
         del tensors
@@ -247,6 +248,10 @@ def _tensors(device: torch.device, processes: int) -> tuple[torch.Tensor, torch.
         return torch.zeros(count * processes, device=device), torch.zeros(count, device=device)
     except RuntimeError:
         return None
+
+
+def _reduce_scatter(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    distributed.reduce_scatter_tensor(part, whole, group=group)
 
 
 def _curve(run: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any) -> Curve:

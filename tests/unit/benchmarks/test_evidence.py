@@ -360,7 +360,7 @@ def test_communication_added_in_full_is_nearer_to_published_steps_than_if_it_ove
 
 @pytest.mark.parametrize(("forward", "seconds"), [(10.0, 0.2), (0.5, 0.5)])
 def test_of_overlapped_communication_the_ends_are_left_and_what_exceeds_a_pass(forward, seconds):
-    link = Collectives(*[Curve((1, 1000), (0.1, 0.1))] * 2)  # a tenth of a second for each message
+    link = Collectives(*[Curve((1, 1000), (0.1, 0.1))] * 3)  # a tenth of a second for each message
     parts = StepSeconds(forward=forward, backward=10.0, exchange=0.0, update=0.0, overhead=0.0)
     messages = (Message("all_gather", 100, 20), Message("reduce_scatter", 100, 10))
     assert overlap.exposed(parts, messages, link) == pytest.approx(seconds)

@@ -32,7 +32,9 @@ def accumulating(micro_batches, **changes):
     return replace(PLAN, gradient_accumulation_steps=micro_batches, **changes)
 
 
-MEASURED = Collectives(Curve((1e4, 1e6), (1e-3, 1e-2)), Curve((1e4, 1e6), (1e-4, 1e-3)))
+MEASURED = Collectives(
+    Curve((1e4, 1e6), (1e-3, 1e-2)), Curve((1e4, 1e6), (1e-4, 1e-3)), Curve((1e4, 1e6), (5e-4, 5e-3))
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,8 @@ def test_seconds_of_the_messages_add_up():
     assert MEASURED.seconds(
         engine_of("ddp").messages(trains(160 * MIB), 4, accumulating(1))
     ) == pytest.approx(160 * MIB / 1e6 * 1e-2)
+    scattered = [Message("reduce_scatter", 10_000, 2), Message("all_gather", 10_000, 1)]
+    assert MEASURED.seconds(scattered) == pytest.approx(2 * 5e-4 + 1e-4)
     assert MEASURED.seconds(()) == 0
 
 
@@ -95,7 +99,7 @@ def test_what_was_measured_survives_the_file(tmp_path, monkeypatch):
 
 
 def test_fsdp2_sends_what_its_trace_has_sent_for_each_micro_batch():
-    """Three gathers, of two sizes, a product, and a reduce-scatter, which counts as a gather."""
+    """Three gathers, of two sizes, a product, and a reduce-scatter."""
     sizes = np.zeros((4, 6))
     sizes[:, BYTES] = (8_000_000, 2_000_000, 7, 4_000_000)
     kinds = np.array([ALL_GATHER, ALL_GATHER, PRODUCT, REDUCE_SCATTER])

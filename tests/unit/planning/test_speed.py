@@ -152,7 +152,7 @@ def test_processes_share_what_was_measured_for_one():
 
 def measured(seconds):
     curve = Curve((1e4, 1e6), (seconds, seconds))
-    return speed.Collectives(curve, curve)
+    return speed.Collectives(curve, curve, curve)
 
 
 def test_communication_is_as_measured_for_that_many_processes_else_as_the_data_sheet_says(monkeypatch):
@@ -203,7 +203,7 @@ def test_this_cpu_is_measured(monkeypatch):
 
     console = Console(width=100, record=True)
     curve = {"sizes": [1 << 14, 1 << 18], "seconds": [0.001, 0.0125]}
-    pairs = {"2": {"all_reduce": curve, "all_gather": curve}}
+    pairs = {"2": {"all_reduce": curve, "all_gather": curve, "reduce_scatter": curve}}
     console.print(profile_report(json.loads(found.to_json()) | {"collectives": pairs}))
     said = console.export_text()
     assert (

@@ -36,7 +36,7 @@ def known(job):
 def test_it_is_measured_once(job, capsys, monkeypatch):
     assert ranks.with_known_exchange(job) is job  # without a prediction there is nothing to plan again
     found = known(job)[2]
-    for curve in (found.all_reduce, found.all_gather):
+    for curve in (found.all_reduce, found.all_gather, found.reduce_scatter):
         assert curve.sizes == ranks.SIZES and min(curve.seconds) > 0
     assert "measured between 2 processes, once" in capsys.readouterr().out
     monkeypatch.setattr(ranks, "_measure", None)
