@@ -79,9 +79,7 @@ class EngineChoice(Reason, kw_only=True):
     exchanges_once: bool = False  # whether gradients wait for the last micro-batch of a step
     other: str | None = None
     more_bytes: int = 0  # that the other one needs; negative if it needs less
-    slower: float | None = (
-        None  # how many times as long the other one takes, if that is predicted to be longer
-    )
+    slower: float | None = None  # how many times as long the other one takes, if longer
     alone: bool = False  # whether no other engine fits that the config allows
 
 

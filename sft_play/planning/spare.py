@@ -31,7 +31,7 @@ SecondsOf = Callable[[Plan], float | None]
 def at_worst(seconds_of: SecondsOf) -> SecondsOf:
     """The seconds that plans are compared by: those that divide weights as much longer as they may take.
 
-    So weights are divided for speed only where that is sure to be faster.
+    So weights are divided for speed only where that is predicted to be faster even then.
     """
 
     def seconds(plan: Plan) -> float | None:

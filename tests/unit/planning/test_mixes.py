@@ -8,25 +8,9 @@ import pytest
 
 from sft_play.plan import Memory, Plan
 from sft_play.planning.mixes import mixes
+from tests.unit.train.plans import PLAN
 
-RECOMPUTING = Plan(
-    micro_batch_size=1,
-    gradient_accumulation_steps=1,
-    effective_batch_size=1,
-    world_size=1,
-    engine="ddp",
-    max_seq_len=1024,
-    packing=False,
-    padding_free=True,
-    activations="recompute",
-    mixed_precision="bf16",
-    dtype="bfloat16",
-    attention="sdpa",
-    learning_rate=1e-4,
-    steps_per_epoch=1,
-    total_steps=1,
-    device="cuda",
-)
+RECOMPUTING = replace(PLAN, activations="recompute", kept_layers=0, mlp_tiles=1)
 
 
 def most_kept(bytes_of_layers: list[int], budget: int) -> tuple[int, int]:
