@@ -86,10 +86,12 @@ def partition(
 @contextmanager
 def alone() -> Iterator[None]:
     """A block in which this process, which no launcher has started, may train with DeepSpeed."""
+    linear = torch.nn.functional.linear
     os.environ.update(VARIABLES)
     try:
         yield
     finally:
+        torch.nn.functional.linear = linear  # in whose place Init has put its own, for the rest of the process
         for name in (*VARIABLES, "ACCELERATE_USE_DEEPSPEED"):
             os.environ.pop(name, None)
         AcceleratorState._reset_state(reset_partial_state=True)
