@@ -6,7 +6,7 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,9 +37,40 @@ VOCABULARY = 256
 _modules = len(sys.modules)  # whose objects the garbage collector no longer looks at
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder of all workers of this call of pytest."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def make_cache(shared_folder) -> Callable[[Path], Path]:
+    """Makes a folder a cache in which nothing was measured, but all that any test has traced or asked is known.
+
+    A trace takes seconds, and is the same whoever makes it; a measurement changes what later plans predict.
+    """
+
+    def make(folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind in ("answers", "traces"):
+            found = shared_folder / "found" / kind
+            found.mkdir(parents=True, exist_ok=True)
+            if not (folder / kind).is_symlink():
+                (folder / kind).symlink_to(found)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _cache_of_worker(make_cache, tmp_path_factory) -> Path:
+    return make_cache(tmp_path_factory.getbasetemp() / "cache")
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+def _own_cache(_cache_of_worker, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(_cache_of_worker))
 
 
 @pytest.fixture(autouse=True)

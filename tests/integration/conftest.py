@@ -26,11 +26,11 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def finished(tiny_model, tmp_path_factory) -> Finished:
+def finished(tiny_model, make_cache, tmp_path_factory) -> Finished:
     """`python -m sft_play train`, as a person runs it: LoRA, one process."""
     folder = tmp_path_factory.mktemp("finished")
     config = make_workspace(folder, tiny_model)
-    cache = str(folder / "cache")  # in which no other run has been measured
+    cache = str(make_cache(folder / "cache"))
     done = finish(start("train", "--config", config, SFT_PLAY_CACHE=cache, COLUMNS="80"))
     assert done.code == 0, done.err
     return Finished(config, RunDir(folder / "runs" / "one"), done)

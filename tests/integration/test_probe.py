@@ -42,8 +42,8 @@ def proven(job):
 
 
 @pytest.fixture(autouse=True)
-def _no_record_of_another_test(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+def _no_record_of_another_test(tmp_path, make_cache, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(make_cache(tmp_path / "cache")))
 
 
 def sized(job, **changes):
