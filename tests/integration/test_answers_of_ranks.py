@@ -29,24 +29,43 @@ def weights(run: RunDir) -> bytes:
     return file.read_bytes()
 
 
+@pytest.fixture(scope="module")
+def clean(tiny_model, tmp_path_factory):
+    """`clean(mode)`: a run in which nothing goes wrong, trained once for each mode."""
+    known: dict[str, RunDir] = {}
+
+    def run(mode: str) -> RunDir:
+        if mode not in known:
+            folder = tmp_path_factory.mktemp(mode)
+            words = [*WORDS, f"tuning.mode={mode}", RESHARDS[mode], "--processes", "2"]
+            assert sft("train", "--config", make_workspace(folder, tiny_model), *words).code == 0
+            known[mode] = RunDir(folder / "runs" / "one")
+        return known[mode]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "mode", ["lora", *(pytest.param(m, marks=pytest.mark.slow) for m in ("full", "qlora"))]
 )
-def test_they_are_those_of_one_process_and_training_does_not_notice(tiny_model, tmp_path, mode):
-    config, run = make_workspace(tmp_path, tiny_model), RunDir(tmp_path / "runs" / "one")
-    words = [*WORDS, f"tuning.mode={mode}", RESHARDS[mode]]
-    done = sft("train", "--config", config, *words, "--processes", "2")
-    assert done.code == 0, done.err
+def test_they_are_those_of_one_process(clean, mode):
+    run = clean(mode)
+    words = ["--config", run.path.parents[1] / "run.yaml", *WORDS, f"tuning.mode={mode}", RESHARDS[mode]]
     summary = read_json(run.summary)
-    silent = RunDir(tmp_path / "runs" / "silent")
-    named = ["output.name=silent", "eval.generate=false", "--processes", "2"]
-    assert sft("train", "--config", config, *words, *named).code == 0
-    assert curve(silent) == curve(run) and weights(silent) == weights(run)
-    assert sft("eval", "--config", config, *words, "--split", "test").code == 0
+    assert sft("eval", *words, "--split", "test").code == 0
     lines = [json.loads(line) for line in run.evaluation("test").with_suffix(".jsonl").open()]
     found = [(sample["before"], sample["after"]) for sample in summary["samples"]]
     assert found == [(line["base"], line["generated"]) for line in lines]
     assert any(before != after for before, after in found)
+
+
+@pytest.mark.slow  # of one process, tests/integration/test_environment.py shows it
+@pytest.mark.parametrize("mode", RESHARDS)
+def test_training_does_not_notice(tiny_model, tmp_path, clean, mode):
+    words = [*WORDS, f"tuning.mode={mode}", RESHARDS[mode], "eval.generate=false", "--processes", "2"]
+    assert sft("train", "--config", make_workspace(tmp_path, tiny_model), *words).code == 0
+    silent, run = RunDir(tmp_path / "runs" / "one"), clean(mode)
+    assert curve(silent) == curve(run) and weights(silent) == weights(run)
 
 
 FAULTY_RANK = """\
@@ -80,22 +99,6 @@ if os.environ["RANK"] == "{rank}":
     answers.generate = failing
 raise SystemExit(run_rank(sys.argv[1:]))
 """
-
-
-@pytest.fixture(scope="module")
-def clean(tiny_model, tmp_path_factory):
-    """`clean(mode)`: a run in which nothing happens, trained once for each mode."""
-    known: dict[str, RunDir] = {}
-
-    def run(mode: str) -> RunDir:
-        if mode not in known:
-            folder = tmp_path_factory.mktemp(mode)
-            words = [*WORDS, f"tuning.mode={mode}", RESHARDS[mode], "--processes", "2"]
-            assert sft("train", "--config", make_workspace(folder, tiny_model), *words).code == 0
-            known[mode] = RunDir(folder / "runs" / "one")
-        return known[mode]
-
-    return run
 
 
 @pytest.mark.faults

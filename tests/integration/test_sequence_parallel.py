@@ -107,6 +107,7 @@ def ddp(launch, folder):
         "ddp2-full-packed": job("full-packed", 2),
         "ddp2-lora-sinks": job("lora-sinks", 2),
         "lost-lora-joined": job("lora-joined", 2),
+        "from-one-full-packed": resumed(folder, "one-full-packed", "full-packed", 2),
     }
     launch("ddp", 2, jobs)
     return folder
@@ -144,8 +145,13 @@ def test_four_processes_have_the_curve_of_one(fsdp2, name):
     assert_curve_of_one(fsdp2, name)
 
 
-def test_a_run_goes_on_with_more_processes_for_a_micro_batch(fsdp2):
-    assert_same_curve(fsdp2 / "from-two-full-packed", fsdp2 / "one-full-packed", CLOSE, after=SAVED)
+@pytest.mark.parametrize(
+    ("launched", "name"),
+    [("ddp", "from-one-full-packed"), pytest.param("fsdp2", "from-two-full-packed", marks=pytest.mark.slow)],
+)
+def test_a_run_goes_on_with_more_processes_for_a_micro_batch(request, launched, name):
+    folder = request.getfixturevalue(launched)
+    assert_same_curve(folder / name, folder / "one-full-packed", CLOSE, after=SAVED)
 
 
 @pytest.fixture(scope="module")
