@@ -30,6 +30,7 @@ LARGE_BATCH = (
 SHARE = 0.7  # of what the largest micro-batch needs: enough for half of it
 
 
+@pytest.mark.slow  # on a CPU; tests/integration/test_many_processes.py does it through the launcher
 def test_two_processes_on_one_device_have_the_gradients_of_one(device, tiny_model, tmp_path):
     """With gloo, as NCCL refuses two ranks on one GPU; and the driver counts each process by itself."""
     words = [RANKS, device.type, tiny_model, tmp_path]

@@ -79,7 +79,7 @@ def test_the_summary_says_what_was_trained(finished):
     assert cut == [4, 2, 1] and summary["effective_batch_size"] == 8
     assert summary["tokens_per_second"] > 0 and summary["measured_peak_bytes"] > 0
     before, after = summary["eval"]["before"], summary["eval"]["after"]
-    assert after["loss"] < before["loss"] and {"token_accuracy", "exact_match"} <= set(after)
+    assert after["loss"] < before["loss"] - 0.02 and {"token_accuracy", "exact_match"} <= set(after)
 
 
 def test_the_report_is_made_at_the_end_from_what_the_run_left(finished):
@@ -133,12 +133,11 @@ def test_training_again_moves_the_earlier_run_aside_whole(finished, workspace):
 @pytest.mark.parametrize(
     ("mode", "packing"),
     [
-        ("lora", False),
         ("qlora", False),
         ("full", True),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("lora", True), ("qlora", True), ("full", False))
+            pytest.param(*case, marks=pytest.mark.slow)  # of LoRA, `finished` shows it
+            for case in (("lora", False), ("lora", True), ("qlora", True), ("full", False))
         ),
     ],
 )
@@ -147,6 +146,7 @@ def test_every_mode_learns(workspace, mode, packing):
     batch = (
         ["model.max_seq_len=32", "train.batch_size=32", "train.effective_batch_size=64"] if packing else []
     )
+    batch += ["train.probe=false", "eval.generate=false"]
     done = sft("train", "--config", config, f"tuning.mode={mode}", f"train.packing={packing}".lower(), *batch)
     assert done.code == 0, done.err
     summary = read_json(run.summary)

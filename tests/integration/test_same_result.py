@@ -3,6 +3,7 @@
 import random
 import shutil
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -35,20 +36,26 @@ def reference(tiny_model, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+CHANGES = {
+    "1x16": {"batch_size": 1},
+    "ckpt 4x4": {"batch_size": 4, "gradient_checkpointing": True},
+    "tiles 4x4": {"batch_size": 4, "mlp_tiles": 3},
+}
+# Each change and each mode: the other pairs are of `make test-faults`.
+ALWAYS = {("lora", "1x16"), ("full", "1x16"), ("qlora", "ckpt 4x4"), ("full", "tiles 4x4")}
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("mode", "change"),
     [
-        {"batch_size": 1},
-        {"batch_size": 4, "gradient_checkpointing": True},
-        {"batch_size": 4, "mlp_tiles": 3},
+        pair if pair in ALWAYS else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in product(("lora", "qlora", "full"), CHANGES)
     ],
-    ids=["1x16", "ckpt 4x4", "tiles 4x4"],
 )
 def test_accumulation_checkpointing_and_tiles_do_not_change_the_loss_curve(
     tiny_model, tmp_path, reference, mode, change
 ):
-    job = make_job(tiny_model, tmp_path, "other", mode=mode, **change)
+    job = make_job(tiny_model, tmp_path, "other", mode=mode, **CHANGES[change])
     train(job)
     close = CLOSE if mode != "qlora" else 2e-4  # the 4-bit kernel rounds by the shape of its input
     for ours, theirs in zip(losses(job), reference(mode), strict=True):

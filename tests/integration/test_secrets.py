@@ -39,7 +39,8 @@ def test_no_file_of_a_run_has_a_token_or_can_be_read_by_others(
     monkeypatch.setenv("WANDB_API_KEY", WANDB)
     before = os.umask(0o077)
     try:
-        done = sft("train", "--config", finished.config, f"output.dir={tmp_path / 'runs'}")
+        words = ("train.max_steps=2", f"output.dir={tmp_path / 'runs'}")
+        done = sft("train", "--config", finished.config, *words)
     finally:
         os.umask(before)
     assert done.code == 0, done.err

@@ -49,12 +49,13 @@ def test_a_run_whose_output_cannot_be_written_goes_on_and_its_log_keeps_the_outp
     config, console, processes
 ):
     name = f"{console.replace(' ', '-')}-{processes}"
-    code = code_of(console, "train", f"--config={config}", f"--processes={processes}", f"output.name={name}")
+    words = (f"--config={config}", f"--processes={processes}", f"output.name={name}")
+    code = code_of(console, "train", *words, "train.max_steps=2", "train.probe=false", "eval.generate=false")
     run = RunDir(config.parent / "runs" / name)
     assert code == 0 and read_json(run.summary)["status"] == "done"
     assert (run.adapter / "adapter_model.safetensors").exists()
     if console != "nothing":  # /dev/null takes everything
-        assert "step 8/8" in run.log.read_text()
+        assert "step 2/2" in run.log.read_text()
 
 
 def test_a_chat_without_standard_streams_ends(finished):

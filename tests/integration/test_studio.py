@@ -14,6 +14,7 @@ from sft_play.runlog import RunDir
 from tests.integration.cli import finish, make_workspace, start
 
 pytestmark = pytest.mark.integration
+LONG = ("train.max_steps=300", "train.logging_steps=2", "train.probe=false", "eval.generate=false")
 
 
 def fetch(address: str) -> str:
@@ -45,7 +46,7 @@ def test_a_run_is_seen_while_it_trains_and_when_it_has_ended(studio, tmp_path, t
     process, address = studio
     assert "make train" in fetch(f"{address}/")  # before the first run
     config = make_workspace(tmp_path, tiny_model)
-    training = start("train", "--config", config, "train.max_steps=300", "train.logging_steps=2")
+    training = start("train", "--config", config, *LONG)
     seen = ""
 
     def runs() -> bool:

@@ -71,7 +71,9 @@ def typed(installed, empty):
 
 
 def test_a_plan_for_a_gpu_that_is_not_here(typed):
-    plan = json.loads(typed("plan", "--model", "qwen3-8b", "--gpu", "RTX 4090", "--json").stdout)
+    plan = json.loads(
+        typed("plan", "--model", "qwen3-8b", "--gpu", "RTX 4090", "--json", "tuning.mode=lora").stdout
+    )
     assert plan["plan"]["micro_batch_size"] >= 1 and plan["memory"]["peak_bytes"] > 2**33
     assert plan["command"].startswith("sft-play train --config configs/run_lora.yaml ")
 
