@@ -18,7 +18,9 @@ def test_rows_are_the_same_each_time_and_within_the_length_that_is_asked_for():
     assert len(set(rows["length"])) > 3
 
 
-@pytest.mark.parametrize("side", (*SIDES, "adamw_8bit", pytest.param("compiled", marks=pytest.mark.slow)))
+@pytest.mark.parametrize(
+    "side", (*SIDES, *(pytest.param(side, marks=pytest.mark.slow) for side in ("adamw_8bit", "compiled")))
+)
 def test_all_sides_train_for_real(side):
     found = measure_side(LORA, side, CPU)
     assert found["problem"] is None and len(found["step_seconds"]) == LORA.steps

@@ -52,7 +52,8 @@ def _no_more_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("limit", "ranks"), [pytest.param(WHOLE, 1, marks=pytest.mark.slow), (TWO, 2), (FOUR, 4)]
+    ("limit", "ranks"),
+    [(FOUR, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((WHOLE, 1), (TWO, 2)))],
 )
 def test_tokens_are_divided_only_if_nothing_else_fits_and_among_as_few_as_are_enough(limit, ranks):
     asked = request(limit)
@@ -70,7 +71,10 @@ def test_tokens_are_divided_only_if_nothing_else_fits_and_among_as_few_as_are_en
         )
 
 
-@pytest.mark.parametrize("batch", [{}, {"batch_size": 1, "grad_accum": 4}, {"grad_accum": 4}])
+@pytest.mark.parametrize(
+    "batch",
+    [{}, {"batch_size": 1, "grad_accum": 4}, pytest.param({"grad_accum": 4}, marks=pytest.mark.slow)],
+)
 def test_what_the_config_has_decided_is_advised_with_the_effective_batch_that_it_has(batch):
     """The smallest groups that are enough, planned as they are typed."""
     asked = request(TWO, size="auto" if batch else 1, **batch)

@@ -43,7 +43,7 @@ def test_each_input_is_copied_there_and_back_once():
     "changes",
     [
         dict(mode="qlora", batch=JoinedRows(512), longest=256),
-        dict(mode="lora", shards=2),
+        pytest.param(dict(mode="lora", shards=2), marks=pytest.mark.slow),
         dict(shards=2, accumulates=False),
         dict(offload=True),
     ],

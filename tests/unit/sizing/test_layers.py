@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -37,15 +38,23 @@ def test_one_trace_gives_every_number_of_kept_layers_with_the_same_kinds(kinds):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("kept", "name", "changes"),
     [
-        ("llama", dict(mode="qlora", mixed_precision="bf16")),
-        ("llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
-        # what a layer hands on lives longer if the next one is recomputed; layers with and without a window
-        ("gemma3_text", dict(batch=JoinedRows(256), longest=128, **ON_GPU)),
+        case
+        if case[:2] in ((1, "llama"), (4, "gemma3_text"))
+        else pytest.param(*case, marks=pytest.mark.slow)
+        for kept in (1, 4)
+        for case in (
+            (kept, "llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
+            # what a layer hands on lives longer if the next one is recomputed; layers with and without a window
+            (kept, "gemma3_text", dict(batch=JoinedRows(256), longest=128, **ON_GPU)),
+        )
+    ]
+    + [
+        pytest.param(kept, "llama", dict(mode="qlora", mixed_precision="bf16"), marks=pytest.mark.slow)
+        for kept in (1, 4)
     ],
 )
-@pytest.mark.parametrize("kept", [1, 4])
 def test_few_layers_represent_all_of_a_mix_to_the_byte(name, changes, kept):
     """But for the norms of gradients, of which the traced layers have fewer, and QLoRA's order of loading."""
     config = small_config(name, SMALL, **(dict(sliding_window=64) if name == "gemma3_text" else {}))
@@ -86,17 +95,25 @@ def test_layers_that_cannot_be_told_apart_are_not_mixed():
         Traces(LLAMA).step(replace(SPEC, mode="lora", lora=named, kept_layers=4))
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("kept", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "kept", "mode"),
+    [
+        case
+        if case in {("llama", 3, "lora"), ("gpt2", 1, "full")}
+        else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(("llama", "gpt2"), (1, 3), ("full", "lora"))
+    ],
+)
 def test_the_real_step_allocates_what_the_trace_of_a_mix_says(mode, kept, name):
     config = small_config(name, SMALL | {"layers": 5})
     spec = StepSpec(mode=mode, lora=LORA, activations="recompute", kept_layers=kept, batch=PaddedRows(3, 64))
     require_predicted(config, spec)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("kept", [1, 5])
+@pytest.mark.parametrize(
+    ("kept", "shards"),
+    [(5, 1), (1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (5, 2)))],
+)
 def test_the_work_of_a_mix_is_that_of_its_layers(shards, kept):
     spec = replace(SPEC, shards=shards)
     ways = (trace_step(LLAMA, replace(spec, activations=way)).work for way in ("keep", "recompute"))

@@ -80,7 +80,9 @@ def test_the_front_has_what_nothing_exceeds():
     ("family", "mode"),
     [
         ("llama", "full"),
-        ("deepseek_v3", "lora"),  # whose scores grow with squares of lengths
+        pytest.param(
+            "deepseek_v3", "lora", marks=pytest.mark.slow
+        ),  # whose scores grow with squares of lengths
         pytest.param("llama", "lora", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "full", marks=pytest.mark.slow),
     ],

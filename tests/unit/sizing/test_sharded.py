@@ -44,8 +44,13 @@ ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
     [
         ("llama", dict(accumulates=True, reshard_after_forward=False)),
         ("llama", dict(mode="qlora", activations="recompute", batch=JoinedRows(192), longest=96, **ON_GPU)),
-        ("gemma3_text", dict(mode="lora", shards=3, accumulates=True, **ON_GPU)),
-        ("qwen3_moe", dict(activations="recompute", mixed_precision="bf16", device="cuda")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gemma3_text", dict(mode="lora", shards=3, accumulates=True, **ON_GPU)),
+                ("qwen3_moe", dict(activations="recompute", mixed_precision="bf16", device="cuda")),
+            )
+        ),
     ],
 )
 def test_few_layers_represent_all_of_a_divided_model_to_the_byte(name, changes):

@@ -1,6 +1,7 @@
 """The memory of steps whose MLPs compute in tiles."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,18 @@ SPEC = StepSpec(mode="full", lora=LORA, activations="recompute", batch=PaddedRow
 ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
 
 
+def slow(*values: Any) -> Any:
+    """A case of `make test-faults`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("llama", dict(mode="qlora", mixed_precision="bf16")),
-        ("llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
+        slow("llama", dict(mode="qlora", mixed_precision="bf16")),
+        slow("llama", dict(mode="lora", shards=2, accumulates=False, **ON_GPU)),
         ("llama", dict(activations="offload", **ON_GPU)),
-        ("gemma3_text", dict(batch=JoinedRows(300), longest=128, **ON_GPU)),
+        slow("gemma3_text", dict(batch=JoinedRows(300), longest=128, **ON_GPU)),
     ],
 )
 def test_few_layers_represent_all_to_the_byte(name, changes):
@@ -40,8 +46,9 @@ def test_few_layers_represent_all_to_the_byte(name, changes):
         assert ours == theirs
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama", "lora"), ("gpt2", "full"), slow("llama", "full"), slow("gpt2", "lora")]
+)
 def test_the_real_step_allocates_what_the_trace_says(mode, name):
     config = small_config(name, SMALL | {"layers": 3})
     spec = replace(SPEC, mode=mode, batch=PaddedRows(3, 64), mlp_tile=50)
@@ -78,7 +85,7 @@ def test_an_mlp_is_computed_once_more_but_for_its_last_tile():
 def test_steps_with_as_many_tiles_follow_from_two_traces():
     """To the byte, as if each were traced; one with another number of tiles is traced itself."""
     traces = Traces(LLAMA)
-    for tokens, count in ((250, 1), (200, 2), (241, 2), (256, 2), (257, 3)):
+    for tokens, count in ((250, 1), (200, 2), (241, 2), (257, 3)):
         spec = replace(SPEC, batch=JoinedRows(tokens), longest=100)
         assert traces.step(spec).peaks() == trace_step(LLAMA, spec).step.peaks(), tokens
         assert traces.count == count
