@@ -302,9 +302,11 @@ push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
 
 ##@ Development
 
+# In the order of folders, so that the long tests of tests/integration come early; xdist would begin with the files that
+# have the most tests, and end with minutes of one long test while the other workers have nothing to do.
 .PHONY: test
 test: $(READY) ## Run the default test suite; ARGS="-k planning"
-	$(PYTEST) $(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
+	$(PYTEST) $(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-floor
 test-floor: $(FLOOR)/.ready ## Run the unit tests with the lowest allowed versions

@@ -244,7 +244,8 @@ def test_the_plan_of_a_model_says_what_to_type_and_that_is_what_was_planned(word
 def test_the_plan_of_a_model_and_several_sources_says_what_to_type_too(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a b", "completion": "c"}\n' * 40)
-    tree, _ = plan("--model", "tiny-1", "--gpu", "L4", f"data.sources=[{{path: {rows}, weight: 2}}]")
+    sources = f"data.sources=[{{path: {rows}, weight: 2}}]"
+    tree, _ = plan("--model", "tiny-1", "--gpu", "L4", "tuning.mode=lora", sources)
     settings = dict(word.split("=", 1) for word in shlex.split(tree["command"])[2:])
     typed = load_config(REPOSITORY / settings["CONFIG"], shlex.split(settings["ARGS"])).config
     assert typed.model.name == "org/Tiny-1" and typed.data.train_path is None

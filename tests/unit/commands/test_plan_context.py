@@ -131,7 +131,8 @@ def test_the_table_has_the_groups_that_reach_a_length():
 
 
 def test_rows_that_are_described_have_steps_hours_and_a_price():
-    tree, report = plan(*CARD, "--rows", "5000", "--tokens", "100", "--gpu-hour", "2.5")
+    described = ("--rows", "5000", "--tokens", "100", "--gpu-hour", "2.5")
+    tree, report = plan(*CARD, "tuning.mode=lora", *described)
     found = tree["plan"]
     assert found["steps_per_epoch"] == -(-5000 // 16)
     assert found["cost"] == pytest.approx(2.5 * found["gpu_hours"]) and found["gpu_hours"] > 0
@@ -142,7 +143,8 @@ def test_rows_that_are_described_have_steps_hours_and_a_price():
 
 
 def test_rows_above_the_limit_are_counted():
-    tree, _ = plan(*CARD, "--rows", "5000", "--lengths", "lognormal:400:600", "data.overlong=truncate")
+    described = ("--rows", "5000", "--lengths", "lognormal:400:600")
+    tree, _ = plan(*CARD, "tuning.mode=lora", *described, "data.overlong=truncate")
     assert any("rows above the limit are cut" in reason for reason in tree["why"])
 
 

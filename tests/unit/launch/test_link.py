@@ -28,6 +28,12 @@ def port() -> int:
     return free_port()
 
 
+@pytest.fixture(autouse=True)
+def _quick_beats(monkeypatch):
+    """Each machine waits for a beat or two, when it joins and when it ends."""
+    monkeypatch.setattr(link_module, "BEAT_S", 0.1)
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(link_module, "LOST_S", 3.0)

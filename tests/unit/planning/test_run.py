@@ -297,7 +297,12 @@ def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_a
     ("name", "mode", "said"),
     [
         ("RTX 4090", "lora", r"in 1 published run with 16-bit .* 8\.9: allocated [^ ]*%, reserved [^ ]*%$"),
-        ("T4", "qlora", r"in \d\d published runs with 4-bit .* 7\.5: allocated .* to .*, process .* to .*%$"),
+        pytest.param(
+            "T4",
+            "qlora",
+            r"in \d\d published runs with 4-bit .* 7\.5: allocated .* to .*, process .* to .*%$",
+            marks=pytest.mark.slow,
+        ),
         ("H100", "lora", r"no measurements on compute capability 9\.0 are published"),
     ],
 )
