@@ -38,7 +38,12 @@ ELSEWHERE = {
     r"torchrun ": "integration/test_distributed.py::test_torchrun_needs_no_launcher_of_ours",
     r"bash scripts/train_multi_gpu.sh": "unit/test_makefile.py::test_the_shell_script_is_the_make_target",
 }
-RARELY = ("make bench-", "python scripts/train_distributed.py", "accelerate launch")  # by make test-faults
+RARELY = (
+    "make bench-",
+    "make plan",
+    "python scripts/train_distributed.py",
+    "accelerate launch",
+)  # by make test-faults
 TRAINING = re.compile(r"make train|train_distributed\.py|train_multi_gpu\.sh")
 
 
