@@ -85,7 +85,7 @@ def test_an_mlp_is_computed_once_more_but_for_its_last_tile():
 def test_steps_with_as_many_tiles_follow_from_two_traces():
     """To the byte, as if each were traced; one with another number of tiles is traced itself."""
     traces = Traces(LLAMA)
-    for tokens, count in ((250, 1), (200, 2), (241, 2), (257, 3)):
+    for tokens, count in ((250, 1), (200, 2), (241, 2), (256, 2), (257, 3)):
         spec = replace(SPEC, batch=JoinedRows(tokens), longest=100)
         assert traces.step(spec).peaks() == trace_step(LLAMA, spec).step.peaks(), tokens
         assert traces.count == count
