@@ -135,8 +135,8 @@ def trained_tokenizer(rows: tuple[Row, ...]) -> Any:
     return tokenizer
 
 
-def make_model(work: Work) -> None:
-    """Saves a Llama with random weights and a tokenizer for the rows."""
+def make_model(work: Work, **shape: int) -> None:
+    """Saves a Llama with random weights, of this shape where it is another, and a tokenizer for the rows."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
 
@@ -149,13 +149,16 @@ def make_model(work: Work) -> None:
         model_max_length=2 * work.max_tokens,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(work.model)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
+    usual = dict(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
+    )
+    config = LlamaConfig(
+        **(usual | shape),
+        vocab_size=VOCABULARY,
         max_position_embeddings=2 * work.max_tokens,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,

@@ -35,7 +35,7 @@ class Reporter(TrainerCallback):
         """
         self.plan, self.rows, self.run, self.meter = plan, rows, run, meter
         self.main, self.flops_share = main, flops_share
-        self.training_seconds = self.waiting_seconds = 0.0
+        self.training_seconds = self.waiting_seconds = self._timed_seconds = 0.0
         self._free_since = 0.0
         self._step_began = self._window_seconds = 0.0
         self._window_start = self._began_at = 0
@@ -55,12 +55,12 @@ class Reporter(TrainerCallback):
     @property
     def tokens_per_second(self) -> float | None:
         """Non-padding tokens per second over all devices, without the first step, which warms up."""
-        return self._timed_tokens / self.training_seconds if self.training_seconds else None
+        return self._timed_tokens / self._timed_seconds if self._timed_seconds else None
 
     @property
     def step_seconds(self) -> float | None:
         """Average seconds per step, without the first one, which warms up."""
-        return self.training_seconds / self.timed_steps if self.timed_steps else None
+        return self._timed_seconds / self.timed_steps if self.timed_steps else None
 
     @property
     def mfu(self) -> float | None:
@@ -73,7 +73,7 @@ class Reporter(TrainerCallback):
     @property
     def data_wait(self) -> float | None:
         """Share of the time that steps waited for their micro-batches; the first one is left out."""
-        total = self.training_seconds + self.waiting_seconds
+        total = self._timed_seconds + self.waiting_seconds
         return self.waiting_seconds / total if self.timed_steps else None
 
     def _print(self, text: str) -> None:
@@ -98,8 +98,9 @@ class Reporter(TrainerCallback):
         self._free_since = time.perf_counter()
         seconds = self._free_since - self._step_began
         self._window_seconds += seconds
+        self.training_seconds += seconds
         if self._warmed_up:
-            self.training_seconds += seconds
+            self._timed_seconds += seconds
             self.timed_steps += 1
             self._timed_tokens += self.rows.tokens_per_step[state.global_step - 1]
         self._warmed_up = True

@@ -78,6 +78,8 @@ def test_the_summary_says_what_was_trained(finished):
     cut = [summary[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size")]
     assert cut == [4, 2, 1] and summary["effective_batch_size"] == 8
     assert summary["tokens_per_second"] > 0 and summary["measured_peak_bytes"] > 0
+    without_first = summary["measured_step_seconds"] * (summary["optimizer_steps"] - 1)
+    assert summary["training_seconds"] > without_first > 0  # the first step counts, but not for the speed
     before, after = summary["eval"]["before"], summary["eval"]["after"]
     assert after["loss"] < before["loss"] - 0.02 and {"token_accuracy", "exact_match"} <= set(after)
 
