@@ -21,9 +21,10 @@ from sft_play.sizing.step import MOST_SHARDS
 # half a byte for each element.
 SCALES = 0.032
 
-# How much longer than predicted steps of divided models have taken at most: full fine-tuning by two processes
-# of a CPU (benchmarks/results/sharding_time.json), QLoRA on two A100 (published, overlap.json; none on PCIe).
-LONGER = {"cpu": 1.4, "cuda": 1.06}
+# By how much more than DDP's, steps of divided models have taken longer than predicted at most: two and four
+# processes of a CPU (benchmarks/results/sharding_time.json), QLoRA on two A100 (published, overlap.json; none
+# on PCIe).
+LONGER = {"cpu": 1.3, "cuda": 1.06}
 
 SecondsOf = Callable[[Plan], float | None]
 
