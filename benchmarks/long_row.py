@@ -27,10 +27,10 @@ from sft_play.units import format_bytes
 RESULT = RESULTS / "long_row_cpu.json"
 SHAPE = dict(
     hidden_size=512,
-    intermediate_size=2304,
+    intermediate_size=2560,
     num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=4,
+    num_attention_heads=2,
+    num_key_value_heads=2,
     head_dim=64,
 )
 FROM_SUMMARY = ("supervised_tokens", "predicted_peak_bytes", "measured_peak_bytes", "train_loss")
@@ -56,7 +56,13 @@ def trained(tokens: int, folder: Path) -> dict[str, Any]:
         "model": {"name": str(work.model), "max_seq_len": tokens, "dtype": "float32"},
         "data": {"train_path": str(folder / "rows.jsonl"), "val_fraction": 0},
         "tuning": {"mode": "full"},
-        "train": {"effective_batch_size": 1, "max_steps": 1, "mixed_precision": "no", "report_to": []},
+        "train": {
+            "effective_batch_size": 1,
+            "max_steps": 1,
+            "mixed_precision": "no",
+            "probe": False,  # of two more steps
+            "report_to": [],
+        },
         "eval": {"generate": False},
         "output": {"name": "run", "dir": str(folder)},
     }

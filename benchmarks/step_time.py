@@ -24,6 +24,7 @@ from benchmarks.random_models import random_model
 from benchmarks.small_models import small_config
 from sft_play.config.schema import TuningConfig
 from sft_play.machine.gpus import detect
+from sft_play.model.cpu import keep_freed_memory
 from sft_play.model.loss_head import add_loss_head
 from sft_play.planning.clock import StepSeconds, step_seconds
 from sft_play.planning.measurement import measure, now, since
@@ -66,13 +67,22 @@ class Result:
 
 def measured_step(config: PretrainedConfig, spec: StepSpec) -> dict[str, float]:
     """The minimum time of each part over several real steps."""
+    steps, times = timed_steps(config, spec), list[tuple[float, ...]]()
+    while len(times) < 2 or (len(times) < RUNS and sum(map(sum, times)) < MOST_S):
+        times.append(next(steps))
+    return dict(zip(("forward", "backward", "update"), map(min, zip(*times, strict=True)), strict=True))
+
+
+def timed_steps(config: PretrainedConfig, spec: StepSpec) -> Iterator[tuple[float, float, float]]:
+    """Seconds of forward pass, backward pass and update of one real step after the other, without end."""
+    keep_freed_memory()  # as a run does
     model = random_model(config, spec, TuningConfig(mode=spec.mode), CPU)  # type: ignore[arg-type]
     add_loss_head(model)
     prepare_for_training(model, spec)
     parameters = trained_parameters(model)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    batch, times = make_batch(spec), []
-    while len(times) < 2 or (len(times) < RUNS and sum(map(sum, times)) < MOST_S):
+    batch = make_batch(spec)
+    while True:
         began = now()
         loss = forward(model, batch, spec)
         first, began = since(began), now()
@@ -81,8 +91,7 @@ def measured_step(config: PretrainedConfig, spec: StepSpec) -> dict[str, float]:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        times.append((first, second, since(began)))
-    return dict(zip(("forward", "backward", "update"), map(min, zip(*times, strict=True)), strict=True))
+        yield first, second, since(began)
 
 
 def flop(work: Work) -> np.ndarray:

@@ -293,8 +293,8 @@ def _memory() -> str:
     sample = "settings drawn at random" if all_drawn else "random settings, some of them picked,"
     return (
         f"{len(errors)} peaks of allocated memory that others measured on GPUs are predicted, without a GPU, "
-        f"with an error of {100 * statistics.median(errors):.1g}% in the median and {max(errors):.2%} at worst. Of "
-        f"{uneven['runs']} runs on a CPU with {sample} and rows of 1 to 800 tokens, "
+        f"with an error of {100 * statistics.median(errors):.1g}% in the median and {max(errors):.2%} at "
+        f"worst. Of {uneven['runs']} runs on a CPU with {sample} and rows of 1 to 800 tokens, "
         f"{uneven['within_target']} were within 0.1% of the prediction; at worst it was "
         f"{-uneven['worst_low']:.2%} too low and {uneven['worst_high']:.2%} too high. Misses among them led "
         f"to fixes. Of {held_out['runs']} runs of another seed, one of which led to a fix as well, "
