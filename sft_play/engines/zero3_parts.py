@@ -91,7 +91,7 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.nn.functional.linear = linear  # in whose place Init has put its own, for the rest of the process
+        torch.nn.functional.linear = linear  # in whose place Init has put its own, for good
         for name in (*VARIABLES, "ACCELERATE_USE_DEEPSPEED"):
             os.environ.pop(name, None)
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial, wraps
+from inspect import isfunction
 from typing import Any
 
 LAUNCHER_VARIABLE = "SFT_PLAY_LAUNCHER"  # process id of the expected parent
@@ -88,12 +90,36 @@ def importing_libraries() -> Iterator[None]:
     """The same, for imports: they live as long as the process, so they are never looked at again.
 
     Otherwise each full collection, of which the start of a run needs several, takes a quarter of a second.
+    Functions that a library compiles on import are compiled when they are called: bitsandbytes, which PEFT
+    imports, has a few, for which PyTorch would load its compiler.
     """
     known = len(sys.modules)
-    with collector_off():
+    with collector_off(), _compiling_later():
         yield
         if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
             gc.freeze()  # before the collector is on again, and looks at all of it at once
+
+
+@contextmanager
+def _compiling_later() -> Iterator[None]:
+    import torch
+
+    compiled = torch.compile
+    torch.compile = partial(_compiled_when_called, compiled)
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
+def _compiled_when_called(compiled: Callable[..., Any], function: Any = None, **settings: Any) -> Any:
+    """As torch.compile, which is `compiled`, but a function is compiled in its first call."""
+    if function is None:
+        return partial(_compiled_when_called, compiled, **settings)
+    if not isfunction(function):
+        return compiled(function, **settings)
+    made = cache(partial(compiled, function, **settings))
+    return wraps(function)(lambda *args, **named: made()(*args, **named))
 
 
 def main(command: list[str]) -> None:

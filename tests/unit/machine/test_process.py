@@ -1,12 +1,27 @@
-"""The garbage collector leaves imports alone, and comes back."""
+"""Imports: the garbage collector leaves them alone, and comes back; nothing is compiled by them."""
 
 import gc
 import importlib
 import sys
 
 import pytest
+import torch
 
 from sft_play.machine.process import collector_off, importing_libraries
+
+COMPILING = """\
+import torch
+
+@torch.compile
+def one(x):
+    return x
+
+@torch.compile(dynamic=False)
+def other(x):
+    return 2 * x
+
+module = torch.compile(torch.nn.Identity())
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +59,21 @@ def test_what_was_imported_is_kept_for_good_and_nothing_else(tmp_path, monkeypat
         importlib.import_module("a_new_module")
     assert gc.get_freeze_count() > 10
     del sys.modules["a_new_module"]
+
+
+def test_what_a_library_compiles_on_import_is_compiled_when_it_is_called(tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_now(function, **settings):
+        compiled.append(settings)
+        return lambda value: function(value) + 1
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    (tmp_path / "a_compiling_module.py").write_text(COMPILING)
+    monkeypatch.syspath_prepend(tmp_path)
+    with importing_libraries():
+        module = importlib.import_module("a_compiling_module")
+    assert compiled == [{}] and torch.compile is compile_now  # the module, which is no function
+    assert [module.other(3), module.other(4), module.one(3)] == [7, 9, 4]
+    assert compiled == [{}, {"dynamic": False}, {}] and module.one.__name__ == "one"
+    del sys.modules["a_compiling_module"]
