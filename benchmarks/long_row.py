@@ -1,17 +1,19 @@
 """Trains one step on a single long row with a model of 20 million parameters, through the product itself.
 
-    python -m benchmarks.long_row 32768 131072    # tokens of the row; writes results/long_row_cpu.json
+    python -m benchmarks.long_row 32768 65536               # tokens of the row; results/long_row_cpu.json
+    python -m benchmarks.long_row 131072 --without-probe    # a step instead of three, in a third of the time
 
 Full fine-tuning in fp32 on this CPU: attention takes most of the time, which grows with the square of the
 tokens, so the model has few layers with few heads, and wide MLPs. The plan's peak memory is compared with
-that of the process (summary.json). Rows that were measured before stay in the result.
+that of the tensors in the probe's steps (summary.json); without a probe, there is only what the whole process
+held, with Python and its libraries. Rows that were measured before stay in the result.
 """
 
 import argparse
 import json
 import os
 import random
-import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from typing import Any
 from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.peers.work import TEMPLATE_TOKENS, Row, Work, make_model, words
 from sft_play.machine.gpus import detect
+from sft_play.report.tables import formatted
 from sft_play.runlog import console
 from sft_play.units import format_bytes
 
@@ -46,8 +49,12 @@ def work_of(tokens: int, folder: Path) -> Work:
     return work
 
 
-def trained(tokens: int, folder: Path) -> dict[str, Any]:
-    """A row of the result: what the run's plan and its summary say, and the CPU seconds of its processes."""
+def trained(tokens: int, folder: Path, *, probe: bool) -> dict[str, Any]:
+    """A row of the result: what the run's plan and its summary say, and what its process took.
+
+    Raises:
+        SystemExit: the run failed.
+    """
     work = work_of(tokens, folder)
     (row,) = work.rows
     turns = [{"role": "user", "content": row.question}, {"role": "assistant", "content": row.answer}]
@@ -60,7 +67,7 @@ def trained(tokens: int, folder: Path) -> dict[str, Any]:
             "effective_batch_size": 1,
             "max_steps": 1,
             "mixed_precision": "no",
-            "probe": False,  # of two more steps
+            "probe": probe,
             "report_to": [],
         },
         "eval": {"generate": False},
@@ -68,15 +75,17 @@ def trained(tokens: int, folder: Path) -> dict[str, Any]:
     }
     (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML, too
     command = [sys.executable, "-m", "sft_play", "train", "--config", str(folder / "config.yaml")]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*command, "--processes", "1"], check=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen([*command, "--processes", "1"])
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{shlex.join(command)} failed")
     summary, plan = (json.loads((folder / "run" / f"{n}.json").read_text()) for n in ("summary", "plan"))
     return {
         "row_tokens": tokens,
         **{name: plan["plan"][name] for name in FROM_PLAN},
         **{name: summary.get(name) for name in FROM_SUMMARY},
-        "cpu_seconds": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime),
+        "process_peak_bytes": used.ru_maxrss * 1024,
+        "cpu_seconds": round(used.ru_utime + used.ru_stime),
     }
 
 
@@ -84,9 +93,11 @@ def main() -> None:
     """Trains on rows of the lengths that are asked for, one after the other, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tokens", nargs="+", type=int, help="tokens of the row")
-    for tokens in parser.parse_args().tokens:
+    parser.add_argument("--without-probe", action="store_true", help="train the step, and no other")
+    asked = parser.parse_args()
+    for tokens in asked.tokens:
         with tempfile.TemporaryDirectory() as folder:
-            row = trained(tokens, Path(folder))
+            row = trained(tokens, Path(folder), probe=not asked.without_probe)
         earlier = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
         rows = [each for each in earlier if each["row_tokens"] != tokens] + [row]
         host = detect().host
@@ -97,9 +108,9 @@ def main() -> None:
             "versions": versions(),
         }
         write_result(RESULT, head, {"rows": sorted(rows, key=lambda each: int(each["row_tokens"]))})
-        error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
-        measured = format_bytes(row["measured_peak_bytes"])
-        console().print(f"{tokens:,} tokens: {measured} measured, predicted {error:+.2%}")
+        kinds = ("predicted", "measured", "process")
+        sizes = (f"{kind} {formatted(row[f'{kind}_peak_bytes'], format_bytes)}" for kind in kinds)
+        console().print(f"{tokens:,} tokens: {', '.join(sizes)}")
 
 
 if __name__ == "__main__":
