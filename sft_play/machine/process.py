@@ -90,26 +90,29 @@ def importing_libraries() -> Iterator[None]:
     """The same, for imports: they live as long as the process, so they are never looked at again.
 
     Otherwise each full collection, of which the start of a run needs several, takes a quarter of a second.
-    Functions that a library compiles on import are compiled when they are called: bitsandbytes, which PEFT
-    imports, has a few, for which PyTorch would load its compiler.
     """
     known = len(sys.modules)
-    with collector_off(), _compiling_later():
+    with collector_off():
         yield
         if len(sys.modules) > known:  # else it would only keep the garbage of what ran before
             gc.freeze()  # before the collector is on again, and looks at all of it at once
 
 
 @contextmanager
-def _compiling_later() -> Iterator[None]:
-    import torch
+def importing_torch() -> Iterator[None]:
+    """The same, for PyTorch and what is built on it, whose functions are compiled when they are called.
 
-    compiled = torch.compile
-    torch.compile = partial(_compiled_when_called, compiled)
-    try:
-        yield
-    finally:
-        torch.compile = compiled
+    bitsandbytes, which PEFT imports, compiles some on import, for which PyTorch would load its compiler.
+    """
+    with importing_libraries():
+        import torch
+
+        compiled = torch.compile
+        torch.compile = partial(_compiled_when_called, compiled)
+        try:
+            yield
+        finally:
+            torch.compile = compiled
 
 
 def _compiled_when_called(compiled: Callable[..., Any], function: Any = None, **settings: Any) -> Any:

@@ -20,7 +20,7 @@ from sft_play.errors import LaunchError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.catalogue import LARGEST_MACHINE, link_speed
 from sft_play.machine.gpus import Gpu, Machine
-from sft_play.machine.process import importing_libraries
+from sft_play.machine.process import importing_torch
 from sft_play.planning.devices import training_device, training_threads
 from sft_play.planning.drafts import choose_precision
 from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
@@ -134,7 +134,7 @@ def saved_profile(
         found = None  # other programs leave the CPU alone now
     if found is not None and (BF16 in found.products or not sixteen_bit):
         return found
-    with importing_libraries():  # torch among them
+    with importing_torch():
         from sft_play.planning import measurement
 
     with spinner("measuring what operations cost here, once"):

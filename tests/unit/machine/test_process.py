@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from sft_play.machine.process import collector_off, importing_libraries
+from sft_play.machine.process import collector_off, importing_libraries, importing_torch
 
 COMPILING = """\
 import torch
@@ -30,7 +30,7 @@ def _thawed():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("context", [collector_off, importing_libraries])
+@pytest.mark.parametrize("context", [collector_off, importing_libraries, importing_torch])
 def test_the_collector_is_off_inside_and_on_again_after_an_error(context):
     with pytest.raises(KeyError), context():
         assert not gc.isenabled()
@@ -71,7 +71,7 @@ def test_what_a_library_compiles_on_import_is_compiled_when_it_is_called(tmp_pat
     monkeypatch.setattr(torch, "compile", compile_now)
     (tmp_path / "a_compiling_module.py").write_text(COMPILING)
     monkeypatch.syspath_prepend(tmp_path)
-    with importing_libraries():
+    with importing_torch():
         module = importlib.import_module("a_compiling_module")
     assert compiled == [{}] and torch.compile is compile_now  # the module, which is no function
     assert [module.other(3), module.other(4), module.one(3)] == [7, 9, 4]
