@@ -36,6 +36,7 @@ from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_
 
 # Of a launcher; ports and addresses are not needed in a group that is there already.
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+BY_ACCELERATE = ("ACCELERATE_USE_DEEPSPEED", "MASTER_ADDR", "MASTER_PORT")  # that it sets
 # What DeepSpeed leaves on modules, which would call the engine of an earlier training.
 RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
 LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
@@ -86,13 +87,13 @@ def partition(
 @contextmanager
 def alone() -> Iterator[None]:
     """A block in which this process, which no launcher has started, may train with DeepSpeed."""
-    linear = torch.nn.functional.linear
+    linear, given = torch.nn.functional.linear, set(os.environ)
     os.environ.update(VARIABLES)
     try:
         yield
     finally:
         torch.nn.functional.linear = linear  # in whose place Init has put its own, for good
-        for name in (*VARIABLES, "ACCELERATE_USE_DEEPSPEED"):
+        for name in {*VARIABLES, *BY_ACCELERATE} - given:
             os.environ.pop(name, None)
         AcceleratorState._reset_state(reset_partial_state=True)
         if comm.is_initialized():
