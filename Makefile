@@ -362,8 +362,9 @@ report-image: $(READY) ## Draw the README's picture of RUN=name in Chromium
 	$(PY) -m benchmarks.report_image $(call quote,$(RUNS)/$(if $(RUN),$(RUN),demo))
 
 .PHONY: cookbook
-cookbook: $(READY) ## Plan every model on every machine for the cookbook
-	$(if $(filter longest,$(WHAT)),,$(PY) -m benchmarks.cookbook && )$(PY) -m benchmarks.longest_rows
+cookbook: $(READY) ## Plan the cookbook's tables; WHAT=fewest|longest
+	$(if $(filter longest,$(WHAT)),,$(PY) -m benchmarks.cookbook $(if $(filter fewest,$(WHAT)),--fewest))
+	$(if $(filter fewest,$(WHAT)),,$(PY) -m benchmarks.longest_rows)
 
 .PHONY: lock
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade

@@ -1,12 +1,13 @@
 """`make cookbook`: plans every model on every machine and writes docs/reference/cookbook.md."""
 
+import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from benchmarks.tables import FEWEST
+from benchmarks.tables import FEWEST, LONGEST
 from sft_play.cache import cache_dir
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
@@ -168,16 +169,22 @@ def line(cells: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Plans everything, which takes some minutes, and writes the page."""
+    """Plans everything, or the fewest GPUs alone, which takes some minutes, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fewest", action="store_true", help="plan the table of the fewest GPUs alone")
+    asked = parser.parse_args()
     rows, fewest = [], []
     with quiet_libraries(cache_dir() / "cookbook.log"):
-        for model in MODELS:
+        for model in () if asked.fewest else MODELS:
             console().print(f"planning {model}")
             rows.append(model_rows(model))
         for model in LARGE:
             console().print(f"planning {model} on as few GPUs as are enough")
             fewest += fewest_rows(model)
-    PAGE.write_text(page(rows) + "\n" + fewest_section(fewest), encoding="utf-8")
+    known = PAGE.read_text(encoding="utf-8")
+    before = known.partition(FEWEST)[0] if asked.fewest else f"{page(rows)}\n"
+    after = "\n".join(["", *known.partition(LONGEST)[1:]]) if LONGEST in known else ""  # of `longest_rows`
+    PAGE.write_text(before + fewest_section(fewest) + after, encoding="utf-8")
     console().print(f"wrote {PAGE}", soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from benchmarks.cookbook import PAGE, line
+from benchmarks.tables import LONGEST
 from sft_play.cache import cache_dir, recall, remember
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
@@ -18,7 +19,6 @@ from sft_play.report.context import group_of
 from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.architecture import Architecture
 
-LONGEST = "## The longest rows"  # the last section of the cookbook
 POSITIONS = 16_000_000  # that models are scaled to, so that memory is the limit
 MODELS = ("meta-llama/Llama-3.1-8B",)
 MACHINES = (("RTX 4090", 1), ("H100 80GB", 1))

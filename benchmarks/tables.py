@@ -37,7 +37,8 @@ from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_
 from sft_play.spelling import FLAGS, OVERRIDES, SWITCHES, TARGETS
 
 SEVERAL = {"ddp": "DDP", "deepspeed_z2": "ZeRO-2", "fsdp2": "FSDP2"}  # engines of make bench-sharding
-FEWEST = "## The fewest GPUs"  # of the cookbook: its last section, a table of another kind
+FEWEST = "## The fewest GPUs"  # a section of the cookbook, with a table of another kind
+LONGEST = "## The longest rows"  # the section after it
 COOKBOOK = ROOT / "docs" / "reference" / "cookbook.md"
 MARKED = re.compile(r"(<!-- make docs: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTESTANTS = {
