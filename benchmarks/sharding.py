@@ -2,8 +2,10 @@
 
     make bench-sharding                            # 200 random cases, on 2 and 4 processes
     make bench-sharding ARGS="--cases 8 --seed 3"
+    make bench-sharding ARGS=--again               # predicts what has been measured once more
     make bench-sharding ARGS="--cases 24 --sequence --out benchmarks/results/sequence.json"
     make bench-sharding ARGS="--cases 24 --gathered --out benchmarks/results/gathered.json"
+    make bench-sharding ARGS="--cases 40 --mixed --out benchmarks/results/sharding_mixed.json"
 
 Each process trains two steps of a small model with random weights, which training's own code has divided,
 over gloo. The highest number of bytes in each phase of the second step, in all of its threads, is counted in
@@ -15,18 +17,16 @@ What is measured is kept beside the result until all is, so a run that was inter
 import argparse
 import ctypes
 import gc
-import itertools
 import json
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,144 +34,33 @@ import torch
 from rich.table import Table
 from torch import distributed
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
 
 from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
-from benchmarks.random_models import MORE_NAMES, TIED, draw_geometry, drawn_config, random_model
-from benchmarks.small_models import NAMES
-from sft_play.config.schema import LoraSettings, TuningConfig
+from benchmarks.random_models import random_model
+from benchmarks.sharded_cases import WORLDS, Case, case_of, drawn_cases, mixed, some_gathered
+from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
-from sft_play.model.architecture import setting, units_of
-from sft_play.model.attention_choice import calls_ours, why_padded
-from sft_play.model.attention_table import NAME
+from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
 from sft_play.runlog import console
+from sft_play.sizing.estimator import Traces
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
-from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import (
     forward,
     make_batch,
     prepare_for_training,
     run_step,
-    trace_step,
     trained_parameters,
 )
 from sft_play.timeline import PHASES, WHOLE_MODEL
 
 CPU = torch.device("cpu")
-WORLDS, CASES, SEED = (2, 4), 200, 22
-UNPACKED = ("gpt2",)  # its products are no torch.nn.Linear, which random_models packs
-FEW_TARGETS = ("q_proj", "v_proj")
+CASES, SEED = 200, 22
 TARGET = 0.001  # of the peak
 SCRATCH = "with_scratch"
-PRECISIONS = ("fp32", "bf16", "autocast")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A random model and step; each process has a micro-batch of its own size."""
-
-    number: int
-    world: int
-    architecture: str
-    geometry: dict[str, int]
-    tied: bool
-    mode: str
-    dtype: str
-    mixed_precision: str
-    activations: str
-    accumulates: bool
-    joined: bool
-    rows: tuple[int, ...]  # of each process
-    row_tokens: int
-    replicas: int  # of the model, divided among as many processes each
-    defers_exchange: bool  # gradients stay whole until the last micro-batch
-    sequence_ranks: int = 1  # processes that divide the tokens of a micro-batch
-    few_targets: bool = False  # adapters beside the projections of queries and values alone
-    reshard_after_forward: bool = True
-
-    @property
-    def key(self) -> str:
-        """All of it, as text."""
-        return json.dumps(asdict(self))
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """The architecture."""
-        return drawn_config(self.architecture, self.geometry, tied=self.tied)
-
-    def step(self, rank: int) -> StepSpec:
-        """The step of one process."""
-        rows, tokens = self.rows[rank], self.row_tokens
-        own = rows * tokens // self.sequence_ranks
-        return StepSpec(
-            mode=self.mode,
-            lora=LoraSettings(r=8, target_modules=FEW_TARGETS if self.few_targets else "auto"),
-            dtype=self.dtype,
-            mixed_precision=self.mixed_precision,
-            activations="recompute" if self.activations == "recompute" else "keep",
-            batch=JoinedRows(own) if self.joined else PaddedRows(rows, tokens),
-            longest=tokens if self.joined else None,
-            accumulates=self.accumulates,
-            sequence_ranks=self.sequence_ranks,
-            shards=self.world // self.replicas,
-            replicated=self.replicas > 1,
-            defers_exchange=self.defers_exchange,
-            reshard_after_forward=self.reshard_after_forward,
-        )
-
-
-def draw(number: int, world: int, seed: int) -> Case:
-    """The case of this number, the same for the same seed."""
-    pick = random.Random(f"{seed} {number}")
-    architecture, heads = pick.choice((*NAMES, *MORE_NAMES)), pick.choice((3, 4, 6, 8))
-    mode = pick.choice(("full", "lora") if architecture in UNPACKED else ("full", "lora", "qlora"))
-    precision = pick.choice(PRECISIONS)
-    return Case(
-        number=number,
-        world=world,
-        architecture=architecture,
-        geometry=draw_geometry(pick, heads),
-        tied=architecture in TIED and pick.random() < 0.4,
-        mode=mode,
-        dtype="bfloat16" if precision == "bf16" else "float32",
-        mixed_precision="bf16" if precision == "autocast" else "no",
-        activations=pick.choice(("keep", "recompute")),
-        accumulates=pick.random() < 0.5,
-        joined=pick.random() < 0.5,
-        rows=tuple(pick.choices(pick.sample(range(2, 7), 2), k=world)),
-        row_tokens=pick.choice((48, 64, 96, 130)),
-        replicas=pick.choice((1, 2)) if world == 4 else 1,
-        defers_exchange=pick.random() < 0.5,
-    )
-
-
-def drawn_cases(count: int, seed: int, *, sequence: bool) -> list[Case]:
-    """So many cases; with `sequence`, of joined rows whose tokens all processes divide, and half of them."""
-    worlds = itertools.cycle(WORLDS)
-    if not sequence:
-        return [draw(number, next(worlds), seed) for number in range(count)]
-    drawn = (draw(number, world, seed) for number, world in zip(itertools.count(), worlds, strict=False))
-    groups = (divided(case, max(2, case.world // (1 + case.number // 2 % 2))) for case in drawn)
-    return list(itertools.islice(filter(None, groups), count))
-
-
-def some_gathered(cases: list[Case], seed: int) -> list[Case]:
-    """The same cases, of which weights of about two in three stay gathered for the backward pass."""
-    frees = (random.Random(f"gathered {seed} {case.number}").random() < 1 / 3 for case in cases)
-    return [replace(case, reshard_after_forward=free) for case, free in zip(cases, frees, strict=True)]
-
-
-def divided(case: Case, ranks: int) -> Case | None:
-    """The same with joined rows whose tokens so many processes divide; None if they cannot."""
-    config = case.config
-    heads = setting(config.get_text_config(), "num_attention_heads")
-    if heads % ranks or not calls_ours(config) or why_padded(False, "auto", config, NAME):
-        return None
-    return replace(case, joined=True, rows=(4,) * case.world, replicas=1, sequence_ranks=ranks)
 
 
 class HeapMeter(AllocationRecorder):
@@ -250,11 +139,6 @@ def work(path: Path, log: MeasurementLog) -> None:
     distributed.destroy_process_group()
 
 
-def case_of(tree: dict[str, Any]) -> Case:
-    """A case as JSON has it."""
-    return Case(**{**tree, "rows": tuple(tree["rows"])})
-
-
 def measure_all(cases: list[Case], meter: Path, folder: Path, log: Path) -> None:
     """Measures cases on as many processes as they have, which are the same for all."""
     path = folder / "cases.json"
@@ -268,10 +152,10 @@ def measure_all(cases: list[Case], meter: Path, folder: Path, log: Path) -> None
 
 
 def measured_cases(
-    cases: list[Case], meter: Path, folder: Path, log: MeasurementLog
+    cases: list[Case], folder: Path, log: MeasurementLog
 ) -> Iterator[tuple[Case, list[dict[str, int]]]]:
     """All cases with their figures; those that are in the log already are not measured again."""
-    known = {case_of(line["case"]).key for line in log.read()}
+    known, meter = {case_of(line["case"]).key for line in log.read()}, built_meter(folder)
     for world in WORLDS:
         missing = [case for case in cases if case.world == world and case.key not in known]
         if missing:
@@ -285,7 +169,7 @@ def predicted(case: Case) -> list[dict[str, int]]:
     known: dict[int, dict[str, int]] = {}
     for rank, rows in enumerate(case.rows):
         if rows not in known:
-            peaks = trace_step(case.config, case.step(rank)).step.peaks()
+            peaks = Traces(case.config).step(case.step(rank)).peaks()
             known[rows] = {phase: peak.bytes for phase, peak in peaks.items()}
     return [known[rows] for rows in case.rows]
 
@@ -348,6 +232,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--sequence", action="store_true", help="processes divide the tokens too")
     parser.add_argument("--gathered", action="store_true", help="weights of some stay gathered")
+    parser.add_argument("--mixed", action="store_true", help="some layers kept, or MLPs in tiles")
+    parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "sharding.json")
@@ -358,17 +244,24 @@ def main() -> None:
     if options.work:
         work(options.work, log)
         return
-    made = {"machine": platform.processor() or platform.machine(), "versions": versions()}
+    head = {"machine": platform.processor() or platform.machine(), "versions": versions()}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        meter = built_meter(Path(name))
-        cases = drawn_cases(options.cases, options.seed, sequence=options.sequence)
-        cases = some_gathered(cases, options.seed) if options.gathered else cases
-        for case, real in measured_cases(cases, meter, Path(name), log):
+        if options.again:
+            earlier = json.loads(options.out.read_text())
+            head = {key: earlier[key] for key in ("seed", *head)}
+            found = ((case_of(row), row["measured"]) for row in earlier["rows"])
+        else:
+            cases = drawn_cases(options.cases, options.seed, sequence=options.sequence)
+            cases = some_gathered(cases, options.seed) if options.gathered else cases
+            cases = mixed(cases, options.seed) if options.mixed else cases
+            head = {"seed": options.seed, **head}
+            found = measured_cases(cases, Path(name), log)
+        for case, real in found:
             rows.append(compare(case, real))
             console().print(f"  {describe(rows[-1])}", highlight=False)
-    write_result(options.out, {"seed": options.seed, **made, **summary(rows)}, {"rows": rows})
-    log.path.unlink()
+    write_result(options.out, {**head, **summary(rows)}, {"rows": rows})
+    log.path.unlink(missing_ok=True)
     console().print(table(summary(rows)))
 
 
@@ -377,6 +270,8 @@ def describe(row: dict[str, Any]) -> str:
     words = [row["architecture"], row["mode"], precision_of(row), row["activations"]]
     words += [f"tokens/{row['sequence_ranks']}"] if row["sequence_ranks"] > 1 else []
     words += [] if row["reshard_after_forward"] else ["gathered"]
+    words += [f"{row['kept_layers']} kept"] if row["kept_layers"] else []
+    words += ["tiles"] if row["mlp_tile"] else []
     words += [name for name in ("tied", "accumulates", "defers_exchange", "joined") if row[name]]
     phases = " ".join(f"{name} {error:+.3%}" for name, error in row["errors"].items())
     world = f"{row['replicas']}x{row['world'] // row['replicas']}"

@@ -339,6 +339,7 @@ TABLES = {
     "divided-on-a-cpu": divided_on_a_cpu,
     "divided-tokens": partial(divided_on_a_cpu, "sequence"),
     "kept-gathered": partial(divided_on_a_cpu, "gathered"),
+    "mixed-activations": partial(divided_on_a_cpu, "sharding_mixed"),
     "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
     "compiled-on-a-cpu": compiled_on_a_cpu,

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from torch import distributed
 from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.random_models import random_model
-from benchmarks.sharding import CPU, SEED, Case, HeapMeter, case_of, divided, draw
+from benchmarks.sharded_cases import Case, case_of, divided, draw
+from benchmarks.sharding import CPU, SEED, HeapMeter
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.base import Division
 from sft_play.engines.deepspeed import config_file, read_config
@@ -222,16 +223,8 @@ def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measured_again(path: Path) -> list[dict[str, Any]]:
     """The lines of an earlier result: cases with what was measured."""
-    names = {each.name for each in fields(Case)}
     rows = json.loads(path.read_text())["rows"]
-    return [
-        {
-            "case": {name: row[name] for name in row if name in names and name != "offload"},
-            "offload": row["offload"],
-            "measured": row["measured"],
-        }
-        for row in rows
-    ]
+    return [{"case": row, "offload": row["offload"], "measured": row["measured"]} for row in rows]
 
 
 def measured_now(cases: list[Case]) -> list[dict[str, Any]]:

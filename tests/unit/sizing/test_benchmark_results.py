@@ -10,6 +10,9 @@ import pytest
 
 from benchmarks.gpu_cases import Target, predict, spec_from_json
 from benchmarks.published import deepspeed_figures, trl_loss_figures, trl_sft_figures
+from benchmarks.sharded_cases import case_of
+from benchmarks.sharding import TARGET as SHARDED_TARGET
+from benchmarks.sharding import compare
 from benchmarks.sizing import SHAPES, Result, Shape, of_autocast, spec_of, spread
 from benchmarks.sizing import TARGETS as CPU_TARGETS
 from benchmarks.sizing import predict as predict_small
@@ -71,6 +74,14 @@ def test_steps_of_the_cpu_are_predicted_again_within_the_targets():
         again = of_autocast(results, autocast)
         assert_within([result.error for result in again], targets)
         assert_within([result.error_above_weights for result in again], targets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sharding.json", "sharding_mixed.json"])
+def test_steps_that_fsdp2_divided_are_predicted_again_within_the_target(name):
+    rows = [compare(case_of(row), row["measured"]) for row in every(results_of(name)["rows"])]
+    assert len({row["architecture"] for row in rows}) >= 6
+    assert max(abs(row["error"]) for row in rows) <= SHARDED_TARGET
 
 
 def test_steps_of_a_gpu_are_predicted_again_within_the_targets():
