@@ -3,13 +3,15 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.length import MAX_UNSTATED
 from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.machine.gpus import Machine
-from sft_play.plan import Memory
+from sft_play.plan import Estimator, Memory, Plan
 from sft_play.planning.devices import machines_of
 from sft_play.planning.drafts import leanest, with_groups, with_offload
 from sft_play.planning.facts import DataFacts
@@ -25,6 +27,15 @@ BEYOND = 1 + 1e-9  # of what is within the budget, but ran out of memory before
 LONGEST = "max"  # what is asked, unless it is a number of tokens
 
 Use = Callable[[int], float]  # tokens of a row -> share of the budget that it takes; it fits up to 1
+Engine = tuple[str, int]  # and its replicas
+
+
+@dataclass
+class Tried:
+    """What a search has seen of engines: which take less than others, and for which a model is too large."""
+
+    best_first: list[Engine] = field(default_factory=list)
+    too_large_for: set[Engine] = field(default_factory=set)
 
 
 def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None = None) -> int | None:
@@ -32,13 +43,15 @@ def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None 
 
     What is taken grows with the tokens, nearly in a line, so the next guess is where the line through the
     last two meets the budget (the secant method); each third one halves the bracket, which so closes. The
-    search begins at `most`, or where it is expected to end (`first`).
+    search begins at `most`, or where it is expected to end (`first`). An infinite share ends it.
     """
     end = -(-most // grain)
     if first is None or first >= most:
         last, used = end, use(most)
         if used <= 1:
             return most
+        if used == inf:
+            return None
         low, high, guess = 0, last, int(last / used)  # as if nothing but the tokens took memory
     else:
         last, used = 0, 0.0
@@ -49,6 +62,8 @@ def longest_multiple(use: Use, most: int, grain: int = GRAIN, first: int | None 
             return most if reached else low * grain or None
         guess = (low + high) // 2 if step % 3 == 2 else min(max(guess, low + 1), high - 1)
         found = use(guess * grain)
+        if found == inf:
+            return None
         low, high = (guess, high) if found <= 1 else (low, guess)
         slope = (found - used) / (guess - last) if guess != last else 0.0
         following = int(guess + (1 - found) / slope) if slope > 0 else (low + high) // 2
@@ -69,7 +84,7 @@ def longest_row(
     asked: int | None,
     *,
     first: int | None = None,
-    best_first: list[tuple[str, int]] | None = None,
+    tried: Tried | None = None,
 ) -> dict[str, Any]:
     """The longest row that fits, one in a micro-batch, with the plan for it; or why there is none.
 
@@ -80,7 +95,7 @@ def longest_row(
         processes: number of them.
         asked: tokens of a row that the speed is wanted for, and whether they fit; default: the longest.
         first: where the search begins, as in `longest_multiple`.
-        best_first: engines and replicas, those that are expected to take least first; is kept up to date.
+        tried: what an earlier search for this run has seen; is kept up to date.
 
     Raises:
         ConfigError: settings contradict each other, the model or the machine.
@@ -88,11 +103,11 @@ def longest_row(
     positions = position_limit(architecture)
     most = positions or MAX_UNSTATED
     known: dict[int, float] = {}
-    order = [] if best_first is None else best_first
+    seen = tried or Tried()
 
     def use(tokens: int) -> float:
         if tokens not in known:
-            known[tokens] = _use(config, architecture, machine, processes, tokens, order)
+            known[tokens] = _use(config, architecture, machine, processes, tokens, seen)
         return known[tokens]
 
     fits = None if asked is None else use(asked) <= 1
@@ -117,7 +132,7 @@ def longest_divided_row(
     asked: int | None,
     *,
     whole: dict[str, Any],
-    best_first: list[tuple[str, int]],
+    tried: Tried,
 ) -> dict[str, Any] | None:
     """The longest row if groups of processes divide its tokens; of the smallest groups that reach it.
 
@@ -131,7 +146,7 @@ def longest_divided_row(
         processes: see there.
         asked: see there.
         whole: what `longest_row` found where tokens are not divided.
-        best_first: see there.
+        tried: see there.
 
     Returns:
         As `longest_row`; None if whole rows are enough, if none fits, if there are no groups, or if the
@@ -144,10 +159,10 @@ def longest_divided_row(
 
     def found(size: int) -> dict[str, Any]:
         run, first = with_groups(config, size), whole["longest"] * size
-        return longest_row(run, architecture, machine, processes, asked, first=first, best_first=best_first)
+        return longest_row(run, architecture, machine, processes, asked, first=first, tried=tried)
 
     def reaches(size: int, tokens: int) -> bool:
-        return _use(with_groups(config, size), architecture, machine, processes, tokens, best_first) <= 1
+        return _use(with_groups(config, size), architecture, machine, processes, tokens, tried) <= 1
 
     with suppress(ConfigError):  # for the model, or for a setting
         row = found(sizes[-1])
@@ -211,20 +226,42 @@ def _use(
     machine: Machine,
     processes: int,
     tokens: int,
-    best_first: list[tuple[str, int]],
+    tried: Tried,
 ) -> float:
-    """The share of its budget that a process takes with the engine that takes least; of all if none fits."""
+    """The share of its budget that a process takes with the engine that takes least; of all if none fits.
+
+    Infinite if the weights alone are too much for each engine.
+    """
     run, facts = _run_of(config, processes, tokens)
     estimate = estimator_of_run(run, architecture, facts, machine, processes)
-    drafts = leanest(drafts_of(run, architecture, facts, machine, processes))
-    order = {engine: place for place, engine in enumerate(best_first)}
-    found: dict[tuple[str, int], float] = {}
-    for draft in sorted(drafts, key=lambda draft: order.get((draft.engine, draft.replicas), len(order))):
-        share = found[draft.engine, draft.replicas] = _share(estimate(run, draft, complete=True))
+    of_engine: dict[Engine, list[Plan]] = {}
+    for draft in leanest(drafts_of(run, architecture, facts, machine, processes)):
+        of_engine.setdefault((draft.engine, draft.replicas), []).append(draft)
+    order = {engine: place for place, engine in enumerate(tried.best_first)}
+    shares: dict[Engine, float] = {}
+    for engine in sorted(of_engine, key=lambda engine: order.get(engine, len(order))):
+        if engine in tried.too_large_for:
+            continue
+        share = shares[engine] = _least_share(run, of_engine[engine], estimate)
+        if share == inf:
+            tried.too_large_for.add(engine)
         if share <= 1:
             break
-    best_first[:] = sorted(found, key=lambda engine: found[engine])
-    return min(found.values())
+    tried.best_first[:] = sorted(shares, key=lambda engine: shares[engine])
+    return min(shares.values(), default=inf)
+
+
+def _least_share(run: RunConfig, drafts: Sequence[Plan], estimate: Estimator) -> float:
+    """The least that the drafts of an engine take; infinite if it is too much before there is a row."""
+    least = inf
+    for draft in sorted(drafts, key=lambda draft: draft.activations != "offload"):
+        memory = estimate(run, draft, complete=True)
+        if memory.phases.get("load", 0) > memory.budget_bytes:
+            return inf
+        least = min(least, _share(memory))
+        if least <= 1 or memory.process_bytes > memory.budget_bytes:
+            break  # what is in RAM here would be on the device, too
+    return least
 
 
 def _share(memory: Memory) -> float:
@@ -272,11 +309,11 @@ def longest_rows(
             for place in places_of(config, machine):
                 tuning = config.tuning.model_copy(update={"mode": mode})
                 run = with_offload(config.model_copy(update={"tuning": tuning}), place)
-                head, order = {"mode": mode, "processes": count, "offload": place}, list[tuple[str, int]]()
+                head, tried = {"mode": mode, "processes": count, "offload": place}, Tried()
                 asking = run, architecture, machine, count, asked
                 try:
-                    found = longest_row(*asking, best_first=order)
-                    divided = longest_divided_row(*asking, whole=found, best_first=order)
+                    found = longest_row(*asking, tried=tried)
+                    divided = longest_divided_row(*asking, whole=found, tried=tried)
                 except (ConfigError, DoesNotFitError) as error:
                     found, divided = {"longest": None, "problem": str(error).splitlines()[0]}, None
                 advance(1)

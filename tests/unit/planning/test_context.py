@@ -12,11 +12,12 @@ from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.estimator import shared_traces
 
 GIB = 2**30
 
 
-def architecture(positions: int | None = 65_536) -> Architecture:
+def architecture(positions: int | None = 65_536, vocab_size: int = 256) -> Architecture:
     return Architecture.of(
         LlamaConfig(
             hidden_size=64,
@@ -24,7 +25,7 @@ def architecture(positions: int | None = 65_536) -> Architecture:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=256,
+            vocab_size=vocab_size,
             max_position_embeddings=positions,
         )  # fmt: skip
     )
@@ -106,6 +107,13 @@ def test_the_longest_row_fits_and_the_next_multiple_does_not():
         micro_batch(found["longest"] + GRAIN)
 
 
+def test_a_model_that_is_too_large_without_any_row_is_traced_once():
+    traces = shared_traces(large := architecture(10**6, vocab_size=2**24))  # two matrices of 2 GiB
+    run = config(batch_size=1, gradient_checkpointing=True)
+    assert longest_row(run, large, what_if("RTX 4090"), 1, 4096)["fits"] is False
+    assert traces.count == 1
+
+
 def test_positions_are_the_limit_and_an_asked_length_has_its_own_speed():
     found = longest_row(config(), architecture(4096), what_if("RTX 4090"), 1, 1000)
     assert (found["longest"], found["limit"]) == (4096, "positions")
@@ -120,9 +128,9 @@ def test_a_length_that_does_not_fit_has_no_plan():
 
 def divided(run, model, processes: int, asked=None):
     """The row without groups, and the one with them."""
-    machine, order = what_if("RTX 4090", processes), []
-    whole = longest_row(run, model, machine, processes, asked, best_first=order)
-    found = context.longest_divided_row(run, model, machine, processes, asked, whole=whole, best_first=order)
+    machine, tried = what_if("RTX 4090", processes), context.Tried()
+    whole = longest_row(run, model, machine, processes, asked, tried=tried)
+    found = context.longest_divided_row(run, model, machine, processes, asked, whole=whole, tried=tried)
     return whole, found
 
 
@@ -140,14 +148,14 @@ def test_groups_reach_farther_and_the_next_multiple_does_not_fit():
     assert found["limit"] == "memory" and found["longest"] > 2 * whole["longest"] > 0
     assert found["process_bytes"] <= found["budget_bytes"] and found["tokens_per_second"] > 0
     for tokens, fits in ((found["longest"], True), (found["longest"] + GRAIN, False)):
-        assert (context._use(with_groups(run, 4), model, machine, 4, tokens, []) <= 1) == fits
+        assert (context._use(with_groups(run, 4), model, machine, 4, tokens, context.Tried()) <= 1) == fits
 
 
 @pytest.fixture()
 def _linear(monkeypatch):
     """Memory that each token of a process takes, and nothing that has to be traced."""
 
-    def use(run, model, machine, processes, tokens, best_first):
+    def use(run, model, machine, processes, tokens, tried):
         return 0.2 + tokens / run.parallel.sequence_ranks / 100_000
 
     monkeypatch.setattr(context, "_use", use)
@@ -187,7 +195,7 @@ def test_what_cannot_be_divided_has_no_such_row():
     run = on_ddp(1.7, padding_free=False)
     whole = {"longest": GRAIN, "limit": "memory"}
     asked = run, architecture(10**6), what_if("RTX 4090", 4), 4, None
-    assert context.longest_divided_row(*asked, whole=whole, best_first=[]) is None
+    assert context.longest_divided_row(*asked, whole=whole, tried=context.Tried()) is None
 
 
 def test_rows_are_listed_by_method_and_number_and_a_method_that_is_refused_says_why(monkeypatch):
