@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError
@@ -12,9 +13,11 @@ from sft_play.planning.drafts import with_offload
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.groups import fits_in_groups
 from sft_play.planning.run import plan_run
-from sft_play.sizing.architecture import AnyArchitecture
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import AnyArchitecture, Architecture
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of GPUs
+PADDED = 1.1  # of the weights: up to this, more GPUs never need more memory
 
 
 def fewest_gpus(
@@ -40,6 +43,7 @@ def fewest_gpus(
         ConfigError: settings contradict each other, the model or the GPU.
     """
 
+    @cache
     def fits(count: int) -> bool:
         grown = with_offload(with_batch_for(config, facts, count), "none")
         try:
@@ -55,7 +59,12 @@ def fewest_gpus(
     ranks = config.parallel.sequence_ranks
     counts = [count for count in COUNTS if count >= least and count % ranks == 0]
     allowed = [each for each in counts if batch_grows or with_batch_for(config, facts, each) is config]
-    return 1 if allowed[:1] == [1] and fits(1) else _first(allowed, fits)
+    if allowed[:1] == [1] and fits(1):
+        return 1
+    found, asked = _first(allowed, fits), Architecture.of(architecture)
+    if found or not allowed or asked.ask(questions.padded_share, allowed[-1]) <= PADDED:
+        return found
+    return next(filter(fits, allowed), None)
 
 
 def _first(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:

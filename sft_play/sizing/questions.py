@@ -115,6 +115,19 @@ def layer_kinds(config: "PretrainedConfig") -> list[int]:
         return []
 
 
+def padded_share(config: "PretrainedConfig", processes: int) -> float:
+    """What all weights take if `fully_shard` divides them among so many processes, of what they take whole.
+
+    It divides each weight by its rows and pads it until every process has as many. The rows of fused experts
+    are the experts: if they are 128, 256 processes gather twice as much.
+    """
+    from sft_play.model.architecture import empty_model
+
+    weights = [weight for weight in empty_model(config).parameters() if weight.ndim]
+    padded = sum(-(-len(weight) // processes) * processes * weight[0].numel() for weight in weights)
+    return padded / sum(weight.numel() for weight in weights)
+
+
 def tiled_mlps(config: "PretrainedConfig") -> int:
     """How many of the model's MLPs can compute in tiles, as in `model.tiled_mlp`."""
     from sft_play.model.architecture import decoder_layers, empty_model

@@ -123,6 +123,26 @@ def test_the_fewest_are_found_without_trying_all(enough):
     assert found == (enough if enough <= 8 else None) and len(tried) <= 4
 
 
+def test_more_gpus_than_experts_may_need_more_memory_than_fewer(monkeypatch):
+    """Each process gathers experts that are padded to as many as there are processes."""
+
+    def plan(config, architecture, facts, machine, count, **others):
+        if count != 4:
+            raise DoesNotFitError("")
+
+    monkeypatch.setattr(fewest, "COUNTS", (1, 2, 4, 8, 16, 32, 64))
+    monkeypatch.setattr(fewest, "plan_run", plan)
+    monkeypatch.setattr(fewest, "fits_in_groups", lambda *run: False)
+    run = request(1.0, effective_batch_size=64).config
+    found = [
+        fewest.fewest_gpus(
+            run, small_config(name, WIDE), FULL, lambda count: what_if("T4", count), batch_grows=True
+        )
+        for name in ("qwen3_moe", "llama")
+    ]
+    assert found == [4, None]
+
+
 def test_more_gpus_come_with_the_batch_that_they_need():
     asked = request(0.42, "full", effective_batch_size=1, gradient_checkpointing=True, optimizer="adamw_8bit")
     more = [change for change in changes_that_fit(asked) if change.plan.world_size > 1]
