@@ -13,6 +13,7 @@ import yaml
 from sft_play.cli import main
 from sft_play.commands import check
 from sft_play.commands.check import ERROR, OK, WARNING, Finding, exit_code
+from sft_play.config.load import load_config
 from sft_play.machine.gpus import GpuProcess, Machine, detect_host, what_if
 from sft_play.units import GIB
 
@@ -153,9 +154,9 @@ def test_wrong_data_and_a_wrong_model_together_count_as_wrong_config(config, mod
 
 
 def test_builtin_models_and_data_need_nothing(config):
-    findings = check.check(
-        config(model__name="builtin:tiny", data__train_path="builtin:demo"), machine=CPU_ONLY
-    )
+    built_in = load_config(config(model__name="builtin:tiny", data__train_path="builtin:demo")).config
+    findings = [*check.data_findings(built_in), *check.model_findings(built_in)]
+    assert errors(findings) == ""
     assert sum("is built in" in finding.what for finding in findings) == 2
 
 
@@ -288,16 +289,17 @@ def test_packages_outside_their_ranges_are_named(monkeypatch):
 
 
 def test_new_tokens_are_shown_with_their_pieces_or_refused(config, tiny_model):
-    path = config(model__name=str(tiny_model), model__new_tokens=["w1 w2", "<tool>"])
-    found = [finding.what for finding in check.check(path, machine=CPU_ONLY) if finding.topic == "tokens"]
-    assert found == [
+    def said(name: str, *tokens: str) -> list[str]:
+        asked = load_config(config(model__name=name, model__new_tokens=list(tokens))).config
+        return [finding.what for finding in check.token_findings(asked)]
+
+    assert said(str(tiny_model), "w1 w2", "<tool>") == [
         "w1 w2 is new, token 256; was 'w1' + 'w2'",
         "<tool> is new, token 257; was unknown to the tokenizer",
     ]
     path = config(model__name=str(tiny_model), model__new_tokens=["w7"])
     assert "tokens: model.new_tokens: 'w7' is already a token" in errors(check.check(path, machine=CPU_ONLY))
-    path = config(model__name="builtin:tiny", model__new_tokens=["<tool>"])  # whose tokenizer is not made yet
-    assert not [finding for finding in check.check(path, machine=CPU_ONLY) if finding.topic == "tokens"]
+    assert said("builtin:tiny", "<tool>") == []  # whose tokenizer is not made yet
 
 
 def test_a_cpu_build_of_torch_beside_a_gpu_is_an_error(monkeypatch):

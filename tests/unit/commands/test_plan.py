@@ -217,7 +217,8 @@ def test_another_model_can_be_planned_with_a_config_and_overrides():
     [
         ([], "make train CONFIG=configs/run_lora.yaml ARGS="),
         (
-            ["--gpus", "2", "tuning.mode=full"],
+            # with less to choose from, of which each takes a trace
+            ["--gpus", "2", "tuning.mode=full", "train.batch_size=1", "train.gradient_checkpointing=true"],
             "make train-distributed NGPU=2 CONFIG=configs/run_full.yaml ARGS=",
         ),
         pytest.param(
