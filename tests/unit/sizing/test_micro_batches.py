@@ -92,7 +92,7 @@ def test_no_micro_batch_of_the_run_has_a_higher_peak(family, mode):
     run = RunConfig.model_validate(
         {"model": {"name": "m"}, "data": {"train_path": "x"}, "tuning": {"mode": mode}}
     )
-    batches = drawn(12, seed=3)
+    batches = drawn(7, seed=3)
     most = 900
     steps, _ = steps_of(Traces(config), run, PLAN, RunBatches(tuple(batches), (batches[0],), most))
     found = highest({phase: peak.bytes for phase, peak in step.peaks().items()} for step in steps)

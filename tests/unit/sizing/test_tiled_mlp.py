@@ -86,7 +86,9 @@ def test_steps_with_as_many_tiles_follow_from_two_traces():
     """To the byte, as if each were traced; one with another number of tiles is traced itself."""
     traces = Traces(LLAMA)
     for tokens, count in ((250, 1), (200, 2), (241, 2), (256, 2), (257, 3)):
-        spec = replace(SPEC, batch=JoinedRows(tokens), longest=100)
-        assert traces.step(spec).peaks() == trace_step(LLAMA, spec).step.peaks(), tokens
+        spec, before = replace(SPEC, batch=JoinedRows(tokens), longest=100), traces.count
+        found = traces.step(spec).peaks()
         assert traces.count == count
+        if count == before:  # it follows from others
+            assert found == trace_step(LLAMA, spec).step.peaks(), tokens
     assert traces.work(spec).at(spec.tokens).trained_elements and traces.count == 3
