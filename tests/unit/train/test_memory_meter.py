@@ -6,8 +6,10 @@ import pytest
 # Each measurement in a process of its own, which inherits what takes seconds to import.
 SCRIPT = """
 import os
-import torch
-from sft_play.train.memory_meter import MemoryMeter
+from sft_play.machine.process import importing_torch
+with importing_torch():
+    import torch
+    from sft_play.train.memory_meter import MemoryMeter
 
 def measure(mib):
     before = torch.ones(64 * 2**20 // 4)
