@@ -74,6 +74,11 @@ def kinds_of(engine: str, *, always: bool) -> dict[str, dict]:
     return {f"{engine}-{kind}": KINDS[kind] for kind in chosen}
 
 
+def with_engine(engine: str, jobs: dict[str, dict]) -> dict[str, dict]:
+    """Jobs in a launch of another engine whose ranks start in the same way: a launch costs more than they do."""
+    return {name: {"engine": engine, **settings} for name, settings in jobs.items()}
+
+
 def resumed(folder: Path, source: str, engine: str, kind: str, **settings) -> dict[str, dict]:
     """A job by name that goes on from what another engine saved."""
     job = {**KINDS[kind], **settings, "resume": saved_by(folder, f"{source}-{kind}")}
@@ -91,7 +96,7 @@ def saved_by(folder: Path, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def launch(tiny_model, folder):
-    """Runs jobs on several processes, all in one launch."""
+    """Runs jobs on several processes, all in one launch, with its engine or with their own."""
 
     def run(engine: str, processes: int, jobs: dict[str, dict]) -> None:
         specs = [
@@ -110,26 +115,27 @@ def launch(tiny_model, folder):
 
 @pytest.fixture(scope="module")
 def one(tiny_model, folder):
-    """The curves of one process, by kind."""
-    for kind, settings in KINDS.items():
-        train(make_job(tiny_model, folder, f"one-{kind}", **{**COMMON, **settings}))
-    for kind, settings in (("stopping", STOPPING), ("clipped", CLIPPED)):
+    """The curves of one process, by kind, but for the kind that none of the engines has in ALWAYS."""
+    kinds = {kind: KINDS[kind] for kind in ("lora-padded", "lora-packed", "full-padded")}
+    for kind, settings in (kinds | {"stopping": STOPPING, "clipped": CLIPPED}).items():
         train(make_job(tiny_model, folder, f"one-{kind}", **{**COMMON, **settings}))
     return folder
 
 
 @pytest.fixture(scope="module")
 def zero2(one, launch, folder):
-    """ZeRO-2 on two processes, and what resumes from one process."""
+    """ZeRO-2 on two processes, what resumes from one process and, in the same launch, ZeRO-3."""
     jobs = kinds_of("zero2", always=True) | resumed(folder, "one", "zero2", "lora-padded")
     jobs["best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
-    launch("deepspeed_z2", 2, jobs)
+    others = kinds_of("zero3", always=True) | {"zero3-clipped": CLIPPED}
+    launch("deepspeed_z2", 2, jobs | with_engine("deepspeed_z3", others))
     return folder
 
 
 @pytest.fixture(scope="module")
-def zero2_more(zero2, launch, folder):
-    """The other kinds."""
+def zero2_more(zero2, launch, tiny_model, folder):
+    """The other kinds, of one process too."""
+    train(make_job(tiny_model, folder, "one-full-packed", **{**COMMON, **KINDS["full-packed"]}))
     jobs = kinds_of("zero2", always=False) | resumed(folder, "one", "zero2", "full-padded")
     launch("deepspeed_z2", 2, jobs)
     return folder
@@ -148,14 +154,18 @@ def checkpoint_that_stays_best(folder: Path) -> Path:
     return copy
 
 
-@pytest.fixture(scope="module")
-def ddp(fsdp2, launch, folder):
-    """DDP on two processes, resuming from the others, and the rows of each rank."""
+def jobs_of_ddp(folder: Path) -> dict[str, dict]:
+    """Those of `make test`: some resume from the others, and one has the rows of each rank."""
     jobs = kinds_of("ddp", always=True) | resumed(folder, "fsdp2", "ddp", "full-padded")
     jobs["ddp-tiled-lora-packed"] = {**KINDS["lora-packed"], **TILED}
     jobs["looked"] = {"only_look": True, "rows": token_rows(EPOCH_ROWS, seed=5), "max_steps": 3}
-    launch("ddp", 2, jobs)
-    return folder
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def ddp(fsdp2):
+    """DDP on two processes, in the launch of FSDP2."""
+    return fsdp2
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +182,14 @@ def ddp_more(ddp, zero2_more, fsdp2_more, launch, folder):
 
 @pytest.fixture(scope="module")
 def fsdp2(zero2, launch, folder):
-    """FSDP2 on two processes, in other ways too, and what resumes from ZeRO-2."""
+    """FSDP2 on two processes, in other ways too, what resumes from ZeRO-2 and, in the same launch, DDP."""
     jobs = kinds_of("fsdp2", always=True) | resumed(folder, "zero2", "fsdp2", "lora-padded")
     jobs["fsdp2-tiled-full-padded"] = {**KINDS["full-padded"], **TILED}
     jobs["fsdp2-deferring-full-padded"] = {**KINDS["full-padded"], "defers_exchange": True}
     jobs["fsdp2-gathered-full-padded"] = {**KINDS["full-padded"], "reshard_after_forward": False}
     jobs |= {"fsdp2-stopping": STOPPING, "fsdp2-clipped": CLIPPED}
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
-    launch("fsdp2", 2, jobs)
+    launch("fsdp2", 2, jobs | with_engine("ddp", jobs_of_ddp(folder)))
     return folder
 
 
@@ -197,10 +207,9 @@ def fsdp2_more(fsdp2, zero2_more, launch, folder):
 
 
 @pytest.fixture(scope="module")
-def zero3(one, launch, folder):
-    """ZeRO-3 on two processes."""
-    launch("deepspeed_z3", 2, kinds_of("zero3", always=True) | {"zero3-clipped": CLIPPED})
-    return folder
+def zero3(zero2):
+    """ZeRO-3 on two processes, in the launch of ZeRO-2."""
+    return zero2
 
 
 @pytest.fixture(scope="module")
