@@ -109,7 +109,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tiny_model, tmp_path_factory) -> Place:
+def place(tiny_model, make_cache, tmp_path_factory) -> Place:
     folder = tmp_path_factory.mktemp("guides")
     for name in (
         "Makefile",
@@ -144,6 +144,7 @@ def place(tiny_model, tmp_path_factory) -> Place:
         "HOME": str(folder / "home"),
         "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "CONFIG": str(config),
+        "SFT_PLAY_CACHE": str(make_cache(folder / "cache")),
         "PYTHONPATH": str(folder),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
