@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ CASES = {
 }  # fmt: skip
 TYPES = [("float32", "auto"), ("bfloat16", "auto"), ("float32", "bfloat16"), ("bfloat16", "float32"),
          ("bfloat16", "float16")]  # fmt: skip
+# By default each case with the type that most models have, and some with all: what is cast is cast in one place.
+ALWAYS, IN_ALL_TYPES = ("bfloat16", "auto"), ("lora", "tied new tokens", "joined experts")
+MERGED = [
+    pytest.param(
+        name, *types, id=f"{' to '.join(types)}-{name}",
+        marks=[] if types == ALWAYS or name in IN_ALL_TYPES else [pytest.mark.slow],
+    )
+    for types, name in product(TYPES, CASES)
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +135,7 @@ def content(folder):
     return tensors, (index, json.loads((folder / "config.json").read_text()))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("published", "asked"), TYPES, ids=[f"{a} to {b}" for a, b in TYPES])
+@pytest.mark.parametrize(("name", "published", "asked"), MERGED)
 def test_the_weights_are_those_of_pefts_merged_model(base_of, tmp_path, name, published, asked):
     architecture, lora, model = CASES[name]
     config, run = run_of(base_of(architecture, published), tmp_path, lora, model)

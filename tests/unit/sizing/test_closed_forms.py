@@ -21,9 +21,10 @@ from sft_play.timeline import TERMS, StepTrace
 
 ROWS, ROW_TOKENS, RANK = 2, 128, 8
 TOKENS = ROWS * ROW_TOKENS
+# By default the one in which a head is not a part of the hidden size, so that no two letters stand for the same.
 GEOMETRIES = [
-    dict(h=64, I=160, n=4, nk=2, d=16),
-    dict(h=96, I=224, n=4, nk=2, d=40),
+    pytest.param(dict(h=64, I=160, n=4, nk=2, d=16), id="h64", marks=pytest.mark.slow),
+    pytest.param(dict(h=96, I=224, n=4, nk=2, d=40), id="h96"),
 ]
 CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfig}
 
@@ -107,7 +108,7 @@ def _is_computing(trace, segment) -> bool:
     return any(event < 0 for event in trace.events[segment.start : segment.stop])
 
 
-@pytest.mark.parametrize("g", GEOMETRIES, ids=lambda g: f"h{g['h']}")
+@pytest.mark.parametrize("g", GEOMETRIES)
 @pytest.mark.parametrize(("name", "spec", "per_token", "constant"), SAVED)
 def test_a_layer_saves_what_the_closed_form_says(name, spec, per_token, constant, g):
     assert saved_by_the_middle_layer(traced(name, g, **spec)) == value(per_token, g) * TOKENS + value(
@@ -115,7 +116,7 @@ def test_a_layer_saves_what_the_closed_form_says(name, spec, per_token, constant
     )
 
 
-@pytest.mark.parametrize("g", GEOMETRIES, ids=lambda g: f"h{g['h']}")
+@pytest.mark.parametrize("g", GEOMETRIES)
 @pytest.mark.parametrize(
     ("spec", "working_set"),
     [
