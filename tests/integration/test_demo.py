@@ -23,6 +23,7 @@ def test_the_demo_takes_exact_match_on_held_out_rows_from_under_5_to_over_90_per
     assert done.err == ""
 
 
+@pytest.mark.slow  # test_notebook.py trains a random model, and tests/unit/config/test_load.py reads the config
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not in {GSM8K}")
 def test_gsm8k_trains_on_the_random_model(tmp_path):
     overrides = [

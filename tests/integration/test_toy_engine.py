@@ -21,16 +21,19 @@ from tests.integration.toy_engine import BUFFER, with_toy
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
 
-def test_a_toy_engine_is_planned_launched_and_trained(tiny_model, tmp_path, monkeypatch):
+def test_a_toy_engine_is_planned(tiny_model, tmp_path, monkeypatch):
     alone = make_job(tiny_model, tmp_path, "alone")
-    train(alone)
-
     monkeypatch.setattr(registry, "ENGINES", with_toy())
     facts = DataFacts.of(alone.data, alone.config)
     plan = plan_run(alone.config, alone.architecture, facts, what_if("RTX 4090", 2), 2)
     assert plan.engine == "toy" and plan.memory.terms["engine"] >= BUFFER
     assert any("Toy over 2 processes: keeps a buffer" in reason for reason in plan.why)
 
+
+@pytest.mark.slow  # engines that are there already go the same way, in test_many_processes.py
+def test_a_toy_engine_is_launched_and_trained(tiny_model, tmp_path, monkeypatch):
+    train(make_job(tiny_model, tmp_path, "alone"))
+    monkeypatch.setattr(registry, "ENGINES", with_toy())
     specs = tmp_path / "specs.json"
     where = {"model": str(tiny_model), "output": str(tmp_path)}
     specs.write_text(json.dumps([{**where, "name": "toy", "settings": {}}]))
