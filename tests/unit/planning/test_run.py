@@ -39,6 +39,8 @@ HOST = Host(
     ram_limited=False,
 )
 CPU = Machine(gpus=(), note="", host=HOST)
+# For tests of what a plan says: it chooses among few plans, of which others take more traces.
+DECIDED = dict(memory_gib=2, batch_size=2, gradient_checkpointing=True)
 LENGTHS = np.random.default_rng(0).integers(36, 65, 1000)
 FACTS = DataFacts(LENGTHS, LENGTHS, longest_row=64, mean_tokens=50.0, mean_squared_tokens=2570.0, seed=0)
 MODEL = small_config("llama", WIDE)
@@ -197,14 +199,14 @@ def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
     machine = what_if("RTX 4090")
     budget = memory_device(run(memory_gib=2), machine, 1)
     assert budget.budget_bytes == 2 * GIB - guard("cuda", 2 * GIB).bytes
-    plan = plan_run(run(memory_gib=2), MODEL, FACTS, machine, 1)
+    plan = plan_run(run(**DECIDED), MODEL, FACTS, machine, 1)
     assert plan.memory.budget_bytes == budget.budget_bytes and plan.memory.guard_bytes == budget.guard.bytes
     assert "each process may use 2 GiB (parallel.memory_gib)" in plan.why
     assert any(reason.startswith("guard 256.00 MiB: ") for reason in plan.why)
 
 
 def test_a_limit_above_what_is_free_says_what_is_free():
-    plan = plan_run(run(memory_gib=20), MODEL, FACTS, CPU, 1)
+    plan = plan_run(run(**DECIDED | {"memory_gib": 20}), MODEL, FACTS, CPU, 1)
     assert "each process may use 20 GiB (parallel.memory_gib), but only 16.00 GiB are free" in plan.why
 
 
@@ -265,15 +267,14 @@ def test_a_plan_is_priced_with_the_kernels_of_its_gpu(name, capability, kernels)
 
 
 def test_the_plan_says_what_is_trained_beside_the_adapters_and_needs_memory_for_it():
-    tree = run(memory_gib=2, batch_size=2).model_dump()
+    tree = run(**DECIDED).model_dump()
     tree["model"]["new_tokens"] = ["<a>", "<b>"]
     tokens = RunConfig.model_validate(tree)
     tree["model"]["new_tokens"] = []
     tree["tuning"]["lora"]["modules_to_save"] = ["embed_tokens", "input_layernorm"]
     whole = RunConfig.model_validate(tree)
     plain, rows, modules = (
-        plan_run(config, MODEL, FACTS, what_if("H100"), 1)
-        for config in (run(memory_gib=2, batch_size=2), tokens, whole)
+        plan_run(config, MODEL, FACTS, what_if("RTX 4090"), 1) for config in (run(**DECIDED), tokens, whole)
     )
     trained = "2 new tokens: 1,024 parameters of the embedding and output head are trained for them"
     assert trained in rows.why
@@ -288,7 +289,7 @@ def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_a
     mixed = replace(both, gpus=(both.gpus[0], what_if("T4").gpus[0]))
     assert training_device(mixed).compute_capability == (7, 5)
     unknown = replace(both, gpus=(replace(both.gpus[0], compute_capability=None),))
-    plan = plan_run(run(memory_gib=2), MODEL, FACTS, unknown, 1)
+    plan = plan_run(run(**DECIDED), MODEL, FACTS, unknown, 1)
     assert any("compute capability is unknown" in reason and "8.0" in reason for reason in plan.why)
     assert StepSpec.of(run(), plan).compute_capability == (8, 0)
 

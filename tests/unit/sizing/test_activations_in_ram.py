@@ -42,7 +42,7 @@ def test_each_input_is_copied_there_and_back_once():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(mode="qlora", batch=JoinedRows(512), longest=256),
+        pytest.param(dict(mode="qlora", batch=JoinedRows(512), longest=256), marks=pytest.mark.slow),
         pytest.param(dict(mode="lora", shards=2), marks=pytest.mark.slow),
         dict(shards=2, accumulates=False),
         dict(offload=True),
