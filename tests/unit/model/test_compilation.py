@@ -87,6 +87,11 @@ def without_code(monkeypatch):
 @pytest.mark.usefixtures("without_code")
 def test_losses_are_those_of_layers_that_are_not_compiled_and_one_compilation_serves_all_lengths(folder):
     assert tried(folder, "full", "some") == 4  # before attention, after it, and the two parts around both
+
+
+@pytest.mark.slow  # it compiles as often as the one before
+@pytest.mark.usefixtures("without_code")
+def test_another_model_of_the_process_has_the_same_losses(folder):
     first, second = (trained(folder, "full", "some", compiled=True) for _ in range(2))  # of other models
     assert second == first
 
