@@ -57,12 +57,13 @@ def sized(job, **changes):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mode": "lora"},
-        {"mode": "full", "gradient_checkpointing": True, "mixed_precision": "bf16"},
-        {"mode": "qlora", "packing": True, "effective_batch_size": 8 * 64},
-        {"mode": "lora", "padding_free": False, "batch_size": 4},
+        pytest.param({"mode": "lora"}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"mode": "full", "gradient_checkpointing": True, "mixed_precision": "bf16"}, id="full"),
+        pytest.param({"mode": "qlora", "packing": True, "effective_batch_size": 8 * 64}, id="packed"),
+        pytest.param(
+            {"mode": "lora", "padding_free": False, "batch_size": 4}, id="padded", marks=pytest.mark.slow
+        ),
     ],
-    ids=["lora", "full", "packed", "padded"],
 )
 def test_the_probe_measures_what_was_predicted(tiny_model, tmp_path, settings):
     """With the real trainer; 64 KiB cover prefetched batches and scalars.
