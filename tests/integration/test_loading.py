@@ -18,7 +18,7 @@ from tests.integration.processes import launch_jobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
-RANKS, LAYERS = 2, 12
+RANKS, LAYERS = 2, 12  # enough for a model that is whole in fp32 or bf16 to be above what is allowed
 HIDDEN, INNER = 512, 1536
 LAYER = 4 * HIDDEN * (4 * HIDDEN + 3 * INNER)  # bytes of the matrices of a layer in fp32
 # what is loaded from files in fp16, and the type that it is used in

@@ -54,6 +54,7 @@ def sized(job, **changes):
     )
 
 
+# Of the long ones, real steps of LoRA and of padded rows are compared in tests/unit/sizing/test_trace.py by default.
 @pytest.mark.parametrize(
     "settings",
     [
