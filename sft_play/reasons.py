@@ -83,6 +83,13 @@ class EngineChoice(Reason, kw_only=True):
     alone: bool = False  # whether no other engine fits that the config allows
 
 
+class WeightsAlone(Reason):
+    """Engines that were left out since what a process holds of the weights alone is more than its memory."""
+
+    engines: str  # labels
+    held_bytes: int  # by the one that holds least
+
+
 class GatheredWeights(Reason):
     """Whether weights stay gathered from the forward to the backward pass, and why."""
 

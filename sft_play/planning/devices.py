@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
@@ -67,26 +68,28 @@ def training_threads(machine: Machine, processes: int) -> int | None:
     return int(asked) if asked.isdigit() else max(1, (machine.host.cpu_cores or 1) // processes)
 
 
-def memory_device(config: RunConfig, machine: Machine, processes: int) -> DeviceBudget | None:
-    """The budget of each process; None if the free memory is unknown."""
+def memory_device(
+    config: RunConfig, machine: Machine, processes: int, budget_bytes: int | None = None
+) -> DeviceBudget | None:
+    """The budget of each process, of so many bytes if they are said; None if the free memory is unknown."""
     usable = memory_of_a_process(config, machine, processes)
     if usable is None:
         return None
     if not machine.gpus:
-        return device_budget("cpu", usable, threads=training_threads(machine, processes) or 1)
-    device = training_device(machine)
-    return device_budget(
-        "cuda",
-        usable,
-        world_size=processes,
-        compute_capability=device.compute_capability,
-        context_bytes=read_overhead(device.name, processes),
-        expandable=has_expandable_segments(),
-        quantized=config.tuning.mode == "qlora",
-        host=host_budget(
-            None if machine.what_if else machine.host.ram_free_bytes, min(processes, len(machine.gpus))
-        ),
-    )
+        found = device_budget("cpu", usable, threads=training_threads(machine, processes) or 1)
+    else:
+        device, free_ram = training_device(machine), None if machine.what_if else machine.host.ram_free_bytes
+        found = device_budget(
+            "cuda",
+            usable,
+            world_size=processes,
+            compute_capability=device.compute_capability,
+            context_bytes=read_overhead(device.name, processes),
+            expandable=has_expandable_segments(),
+            quantized=config.tuning.mode == "qlora",
+            host=host_budget(free_ram, min(processes, len(machine.gpus))),
+        )
+    return found if budget_bytes is None else replace(found, budget_bytes=budget_bytes)
 
 
 def has_expandable_segments() -> bool:

@@ -4,6 +4,7 @@ Memory between the two extremes is speed for free. Each layer that keeps its act
 saves time, so the most that fit are looked for. They are the last ones (model/recomputation.py).
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -41,26 +42,37 @@ def mixes(
     for plan, least in sorted(known, key=lambda pair: pair[1]):
         if least >= below:
             break
+        fewest = _fewest_worth_it(plan, layers, seconds_of, below)
         try:
-            mixed = _with_most_kept(plan, layers, memory_of)
+            mixed = _with_most_kept(plan, fewest, layers, memory_of)
         except UntraceableModel:  # with its layers told apart
             break
         seconds = seconds_of(mixed) if mixed else None
-        if mixed and seconds is not None and seconds < below:
+        if mixed and seconds is not None:
             found.append(mixed)
             below = by * seconds
     return found
 
 
-def _with_most_kept(plan: Plan, layers: int, memory_of: MemoryOf) -> Plan | None:
-    """The plan with the most layers that can keep their activations; None if not even one can.
+def _fewest_worth_it(plan: Plan, layers: int, seconds_of: SecondsOf, below: float) -> int:
+    """How many layers have to keep their activations for the step to take less than so many seconds."""
+
+    def is_worth_it(count: int) -> bool:
+        return (seconds_of(replace(plan, kept_layers=count)) or 0) < below
+
+    counts = range(1, layers)
+    return counts.start + bisect_left(counts, True, key=is_worth_it)
+
+
+def _with_most_kept(plan: Plan, fewest: int, layers: int, memory_of: MemoryOf) -> Plan | None:
+    """The plan with the most layers that can keep their activations; None if not even the `fewest` can.
 
     To size a plan of many layers takes as long as a trace. They take about as much each, so after half of
     them two guesses should be enough; where they are not, the rest is halved.
     """
     assert plan.memory
     tried, fits, misfits = [plan], plan, layers
-    while left := range(fits.kept_layers + 1, misfits):
+    while left := range(max(fits.kept_layers + 1, fewest), misfits):
         guess = _guess(plan.memory, tried[-1]) if len(tried) in (2, 3) else left[len(left) // 2]
         count = min(max(guess, left[0]), left[-1])
         mixed = replace(plan, kept_layers=count)

@@ -12,7 +12,14 @@ from sft_play.errors import ConfigError, DataError, DoesNotFitError, Untraceable
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.plan import Plan
 from sft_play.planning.batch import learning_rates
-from sft_play.planning.clock import batches_of, messages_of, plan_clock, sent_bytes, sequence_messages
+from sft_play.planning.clock import (
+    batches_of,
+    mean_micro_batch,
+    messages_of,
+    plan_clock,
+    sent_bytes,
+    sequence_messages,
+)
 from sft_play.planning.devices import training_threads
 from sft_play.planning.drafts import with_groups, with_offload
 from sft_play.planning.facts import DataFacts
@@ -56,7 +63,7 @@ def scaling(
         with contextlib.suppress(UntraceableModel):
             threads = training_threads(machine, world) or 1
             work_of = work_of_plans(model_config, batches_of(model_config, facts), threads)
-            work = work_of(config, plan, facts.mean_tokens)
+            work = work_of(config, plan, mean_micro_batch(facts, plan).tokens)
             exchanged = sent_bytes(messages_of(work, config, plan), world, plan.replicas)
             exchanged += sent_bytes(sequence_messages(work, plan), plan.sequence_ranks)
             alone = plan_clock(model_config, facts, machine, world, link=False)(config, plan)

@@ -16,6 +16,7 @@ from sft_play.planning.compiled import compiled_reasons, require_compilable, req
 from sft_play.planning.devices import machines_of, memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import choose_precision, draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.reach import within_reach
 from sft_play.planning.search import choose_plan
 from sft_play.planning.sequence import require_divisible
 from sft_play.planning.speed import collectives_of, host_link, links_of, profile_of
@@ -92,12 +93,12 @@ def plan_run(
         raise DoesNotFitError("the config allows no other plan")
     besides = [*_trained_besides(config, architecture), *about_rows, *_assumed(facts)]
     record_of = records_of(architecture.text, device.name)
-    if (usual := memory_device(config, machine, processes)) is None:
+    if (budget := memory_device(config, machine, processes, budget_bytes)) is None:
         plan, why = choose_plan(config, drafts, None, None)
         found: list[Reason] = [UnknownFreeMemory(device.name)]
     else:
-        budget = usual if budget_bytes is None else replace(usual, budget_bytes=budget_bytes)
-        besides += memory_reasons(config, machine, processes, budget)
+        drafts, beyond = within_reach(config, architecture, drafts, budget.budget_bytes)
+        besides += [*beyond, *memory_reasons(config, machine, processes, budget)]
         seconds = plan_clock(architecture, facts, machine, processes)
         predict = _described(estimator(architecture, budget, batches_of(architecture, facts)), device)
         memory_of = corrected_estimator(predict, record_of)

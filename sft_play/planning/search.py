@@ -158,8 +158,7 @@ def _size_all(
 ) -> list[Plan]:
     """The drafts worth sizing, with their memory."""
     sized: list[Plan] = []
-    engines = list(dict.fromkeys(map(_engine, drafts)))
-    for engine in engines:
+    for engine in dict.fromkeys(map(_engine, drafts)):
         best = _best_without_memory_limit(drafts, sized, seconds_of)
         of_engine = [draft for draft in drafts if _engine(draft) == engine]
         if any(plan.engine == engine[0] and not seconds_of(plan) for plan in _fitting(sized)):
@@ -167,16 +166,12 @@ def _size_all(
         if best is not None:
             alike = [draft for draft in of_engine if _split(draft) == _split(best)]
             of_engine = [draft for draft in alike if trains_all or not _divides(draft)]
-        sized += _size_engine(of_engine, memory_of, leanest=engine == engines[-1])
+        sized += _size_engine(of_engine, memory_of)
     return sized
 
 
-def _size_engine(drafts: list[Plan], memory_of: MemoryOf, *, leanest: bool) -> list[Plan]:
-    """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode.
-
-    Where the weights alone are too much, one draft stands for all, unless this is the engine that takes
-    least: if nothing fits, its smallest plan is named.
-    """
+def _size_engine(drafts: list[Plan], memory_of: MemoryOf) -> list[Plan]:
+    """Sizes one engine's drafts up to the first that does not fit, separately for each checkpointing mode."""
     sized: list[Plan] = []
     exhausted: set[str] = set()
     for draft in drafts:
@@ -186,8 +181,6 @@ def _size_engine(drafts: list[Plan], memory_of: MemoryOf, *, leanest: bool) -> l
             sized.append(replace(draft, memory=memory))
             if not memory.fits:
                 exhausted.add(draft.activations)
-            if not leanest and memory.phases.get("load", 0) > memory.budget_bytes:
-                break
     return sized
 
 
@@ -270,7 +263,7 @@ def _reasons(
         _why_no_larger(chosen, sized, seconds),
         _why_recomputed(config, chosen, fitting, layers),
         *why_tiled(config.train, chosen),
-        *([_why_engine(chosen, fitting, sized, seconds_of)] if chosen.world_size > 1 else []),
+        *([_why_engine(config, chosen, fitting, seconds_of)] if chosen.world_size > 1 else []),
         *_why_offloaded(config, chosen),
     ]
 
@@ -313,7 +306,7 @@ def _why_recomputed(config: RunConfig, chosen: Plan, fitting: list[Plan], layers
     return Activations("recompute", "exceed" if all(plan.recomputes for plan in fitting) else "faster")
 
 
-def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan], seconds_of: SecondsOf) -> EngineChoice:
+def _why_engine(config: RunConfig, chosen: Plan, fitting: list[Plan], seconds_of: SecondsOf) -> EngineChoice:
     """What the engine does for this run, compared with the leanest other one that fits.
 
     What divides weights is compared with the first one, which divides least.
@@ -329,8 +322,8 @@ def _why_engine(chosen: Plan, fitting: list[Plan], sized: list[Plan], seconds_of
     )
     others = [plan for plan in fitting if plan.engine != chosen.engine and _split(plan) == _split(chosen)]
     if not others:
-        tried = any(plan.engine != chosen.engine for plan in sized)
-        alone = _divides(chosen) and tried and all(plan.engine == chosen.engine for plan in fitting)
+        free = config.parallel.engine == "auto"
+        alone = _divides(chosen) and free and all(plan.engine == chosen.engine for plan in fitting)
         return replace(reason, alone=alone)
     other = others[0] if _divides(chosen) else min(others, key=_needed)
     more = _needed(other) - _needed(chosen)

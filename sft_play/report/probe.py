@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from sft_play.engines.registry import engine_of
 from sft_play.report.layout import columns
 from sft_play.report.tables import MISSING, formatted, memory_line, said_of
 from sft_play.units import counted, format_bytes, format_duration
@@ -14,8 +15,9 @@ from sft_play.units import counted, format_bytes, format_duration
 def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Memory peak and time of a step in one line, from `Plan.to_json()` and the fields of a `ProbeResult`."""
     if not result["phases"]:
-        outcome = "out of memory" if result["ran_out"] else "succeeded; memory could not be measured"
-        return f"probe: {outcome}"
+        divided = plan["plan"]["device"] == "cpu" and engine_of(plan["plan"]["engine"]).shards_weights
+        unseen = "of divided weights cannot be measured on a CPU" if divided else "could not be measured"
+        return f"probe: {'out of memory' if result['ran_out'] else f'succeeded; memory {unseen}'}"
     memory, measured = plan["memory"] or {}, max(result["phases"].values())
     line = memory_line(memory.get("peak_bytes"), measured, memory.get("origin"))
     line = f"probe at the largest batch: {line}"

@@ -12,6 +12,7 @@ ACTIVATIONS = {"keep": "kept", "recompute": "recomputed", "offload": "recomputed
 FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.UnknownFreeMemory: "the free memory of {device} is unknown",
     reasons.Untraceable: "{message}",
+    reasons.WeightsAlone: "out of reach: {engines}, since a process holds at least {held_bytes} of weights",
     reasons.GuardKept: "guard {bytes}: {why}",
     reasons.UnknownCapability: (
         "the GPU's compute capability is unknown; assumed: the kernels of {assumed[0]}.{assumed[1]}"

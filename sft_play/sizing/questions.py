@@ -115,6 +115,13 @@ def layer_kinds(config: "PretrainedConfig") -> list[int]:
         return []
 
 
+def weights(config: "PretrainedConfig") -> int:
+    """How many weights the model has; tied ones count once."""
+    from sft_play.model.architecture import empty_model
+
+    return sum(weight.numel() for weight in empty_model(config).parameters())
+
+
 def padded_share(config: "PretrainedConfig", processes: int) -> float:
     """What all weights take if `fully_shard` divides them among so many processes, of what they take whole.
 

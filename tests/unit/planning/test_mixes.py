@@ -13,7 +13,7 @@ from tests.unit.train.plans import PLAN
 RECOMPUTING = replace(PLAN, activations="recompute", kept_layers=0, mlp_tiles=1)
 
 
-def most_kept(bytes_of_layers: list[int], budget: int) -> tuple[int, int]:
+def most_kept(bytes_of_layers: list[int], budget: int, below: float = 2.0) -> tuple[int, int]:
     """How many layers keep theirs, and how many plans were sized for it."""
     taken, asked = [0, *accumulate(bytes_of_layers)], list[int]()
 
@@ -25,7 +25,7 @@ def most_kept(bytes_of_layers: list[int], budget: int) -> tuple[int, int]:
         return 1 + plan.recomputes - plan.kept_layers / 1000
 
     start = replace(RECOMPUTING, memory=memory_of(RECOMPUTING))
-    found = mixes([start], len(bytes_of_layers), memory_of, seconds_of, below=2.0, by=0.99)
+    found = mixes([start], len(bytes_of_layers), memory_of, seconds_of, below=below, by=0.99)
     return (found[0].kept_layers if found else 0), len(asked) - 1
 
 
@@ -44,3 +44,10 @@ def test_the_most_that_fit_are_found_with_few_plans_sized(seed):
 def test_layers_that_take_the_same_are_counted_with_three_plans(budget):
     most, sized = most_kept([100] * 126, budget)
     assert most == budget // 100 and sized <= 3
+
+
+def test_fewer_layers_than_are_worth_it_are_not_sized():
+    """Where only so few would fit, as where even one of them is too much."""
+    fit_none, fit_few = (most_kept([100] * 126, budget, below=1.98) for budget in (0, 1_900))
+    assert fit_none[0] == fit_few[0] == 0 and max(fit_none[1], fit_few[1]) <= 2
+    assert most_kept([100] * 126, 2_100, below=1.98)[0] == 21

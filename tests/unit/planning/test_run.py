@@ -17,6 +17,7 @@ from sft_play.machine.host import Host
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit
 from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
+from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import scaling
 from sft_play.planning.run import plan_run
@@ -243,6 +244,14 @@ def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
     assert rows[0]["speed_up"] == 1
     # the calls of so small a model take as long for fewer rows
     assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.99 for row in rows[1:])
+
+
+def test_what_a_step_sends_for_divided_tokens_does_not_depend_on_the_split():
+    sent = []
+    for rows, accumulation in ((1, 8), (8, 1)):
+        config = with_groups(run(gradient_checkpointing=False, batch_size=rows, grad_accum=accumulation), 2)
+        sent.append(scaling(config, MODEL, FACTS, what_if("H100"))[1]["exchanged_bytes"])
+    assert sent[0] == pytest.approx(sent[1], rel=0.01)
 
 
 def test_numbers_of_processes_that_cannot_be_say_why():

@@ -1,0 +1,39 @@
+"""Plans that are out of reach: their weights alone exceed the memory, which takes no trace to know."""
+
+from collections.abc import Sequence
+
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of, label_of
+from sft_play.plan import Plan
+from sft_play.reasons import Reason, WeightsAlone
+from sft_play.sizing import questions
+from sft_play.sizing.architecture import Architecture
+from sft_play.units import BYTES_PER_ELEMENT
+
+
+def within_reach(
+    config: RunConfig, architecture: Architecture, drafts: Sequence[Plan], budget_bytes: int
+) -> tuple[list[Plan], list[Reason]]:
+    """The drafts that may fit a process's budget, and why the others are left out.
+
+    Of those that offload nothing, the ones that hold least stay: if nothing fits, the smallest is named.
+    """
+    here = [draft for draft in drafts if draft.offload == "none"]
+    held = {id(draft): _weight_bytes(config, architecture, draft) for draft in here}
+    least = min(held.values(), default=0)
+    beyond = {key for key, size in held.items() if size > max(budget_bytes, least)}
+    if not beyond:
+        return list(drafts), []
+    names = dict.fromkeys(label_of(each.engine, each.replicas) for each in here if id(each) in beyond)
+    reason = WeightsAlone(", ".join(names), min(held[key] for key in beyond))
+    return [draft for draft in drafts if id(draft) not in beyond], [reason]
+
+
+def _weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int:
+    """The least that a process holds of the base's weights, in the type that a plan keeps them in."""
+    if config.tuning.mode == "qlora":
+        found = architecture.ask(questions.four_bit)
+        size = found.bytes(found.packed)
+    else:
+        size = architecture.ask(questions.weights) * BYTES_PER_ELEMENT[plan.dtype]
+    return size // plan.shards if engine_of(plan.engine).shards_weights else size

@@ -1,0 +1,55 @@
+"""Plans that are left out without a trace are plans that a trace would have left out."""
+
+import pytest
+
+from benchmarks.small_models import WIDE, small_config
+from sft_play.config.schema import RunConfig
+from sft_play.machine.gpus import what_if
+from sft_play.planning.devices import training_device
+from sft_play.planning.drafts import leanest
+from sft_play.planning.reach import within_reach
+from sft_play.planning.run import allowed_plans, estimator_of_run
+from sft_play.reasons import WeightsAlone
+from sft_play.sizing.architecture import Architecture
+from tests.unit.planning.test_run import FACTS
+
+MODEL = Architecture.of(small_config("llama", WIDE))
+MACHINE = what_if("RTX 4090", 16)
+
+
+def run(mode: str, engine: str = "auto") -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"name": "m"},
+            "data": {"train_path": "x"},
+            "tuning": {"mode": mode},
+            "train": {"effective_batch_size": 16, "gradient_checkpointing": True},
+            "parallel": {"engine": engine, "offload": "none"},
+        }
+    )
+
+
+def drafts(config: RunConfig):
+    return leanest(allowed_plans(config, MODEL, FACTS, training_device(MACHINE), 16, machines=2)[0])
+
+
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_what_is_left_out_would_not_have_fit(mode):
+    """Also not by one byte: what counts for a plan is never more than it holds once it is loaded."""
+    config = run(mode)
+    estimate = estimator_of_run(config, MODEL, FACTS, MACHINE, 16)
+    for plan in drafts(config):
+        loaded = estimate(config, plan).phases["load"]
+        kept, why = within_reach(config, MODEL, [plan, *drafts(run(mode, "deepspeed_z3"))], loaded)
+        assert plan in kept and not why
+
+
+def test_those_that_hold_least_stay_whatever_the_budget():
+    every = drafts(run("full"))
+    assert len({(plan.engine, plan.replicas) for plan in every}) == 4
+    kept, why = within_reach(run("full"), MODEL, every, 0)
+    assert {(plan.engine, plan.replicas) for plan in kept} == {("fsdp2", 1)}
+    assert [type(reason) for reason in why] == [WeightsAlone]
+    assert why[0].engines == "DDP, ZeRO-2, FSDP2 hybrid"
+    asked = drafts(run("full", "ddp"))
+    assert within_reach(run("full", "ddp"), MODEL, asked, 0) == (asked, [])

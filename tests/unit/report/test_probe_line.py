@@ -1,0 +1,22 @@
+"""The line of a probe that has no figures says why."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from sft_play.report.probe import probe_line
+from sft_play.sizing.corrections import ProbeResult
+from tests.unit.train.plans import PLAN
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "ran_out", "said"),
+    [
+        ("fsdp2", "cpu", False, "succeeded; memory of divided weights cannot be measured on a CPU"),
+        ("ddp", "cpu", False, "succeeded; memory could not be measured"),
+        ("fsdp2", "cuda", True, "out of memory"),
+    ],
+)
+def test_a_probe_without_figures_says_why(engine, device, ran_out, said):
+    plan = replace(PLAN, engine=engine, device=device)
+    assert probe_line(plan.to_json(), asdict(ProbeResult(ran_out=ran_out))) == f"probe: {said}"
