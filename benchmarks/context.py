@@ -2,12 +2,15 @@
 
     make bench-context                    # memory, against predictions; writes to benchmarks/results/
     make bench-context ARGS=--tiles       # the same of recomputed layers whose MLPs compute in three tiles
+    make bench-context ARGS=--in-ram      # and of layers that are recomputed from inputs in RAM
     make bench-context ARGS=--seconds     # on an idle machine: regret of the choice
 
 A way is to keep all activations, to recompute all layers, or to keep those of some layers. Memory is that of
-real steps, by the allocator's own events. For the regret, each way is timed, and the budget is set to what
-each of them needs: of those that fit, the one that is predicted to be the fastest is compared with the
-fastest.
+real steps, by the allocator's own events. A CPU has one memory: what a GPU's step would copy to RAM and back
+is copied within it, and both are measured, and predicted, as one heap.
+
+For the regret, each way is timed, and the budget is set to what each of them needs: of those that fit, the
+one that is predicted to be the fastest is compared with the fastest.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.cpu_meter import measure_step
+from benchmarks.cpu_meter import copying_within_ram, measure_step
 from benchmarks.measurement_log import RESULTS, made_on, versions, write_result
 from benchmarks.sizing import CPU, build, predict, spread
 from benchmarks.small_models import NAMES, WIDE, small_config
@@ -46,7 +49,8 @@ from sft_play.work import mixed
 
 LAYERS, ROWS, ROW_TOKENS = 6, 4, 96
 WAYS = {"keep": None, "5 kept": 5, "3 kept": 3, "1 kept": 1, "recompute": 0}  # layers that keep theirs
-TILED = "3 tiles"
+TILED, IN_RAM = "3 tiles", "inputs in RAM"
+RESULT = {TILED: "context_tiles_cpu.json", IN_RAM: "context_in_ram_cpu.json"}
 ARCHITECTURES = NAMES[:10]
 TARGET = 0.001  # of the peak, with and without the weights
 MOST_REGRET = 0.1
@@ -79,10 +83,11 @@ class Result:
 def spec_of(mode: str, way: str, *, joined: bool) -> StepSpec:
     """The step of a way."""
     kept = WAYS.get(way, 0)
+    recomputing = "offload" if way == IN_RAM else "recompute"
     return StepSpec(
         mode=mode,
         lora=LoraSettings(r=8),
-        activations="keep" if kept is None else "recompute",
+        activations="keep" if kept is None else recomputing,
         kept_layers=kept or 0,
         mlp_tile=ROWS * ROW_TOKENS // 3 if way == TILED else 0,
         batch=JoinedRows(ROWS * ROW_TOKENS) if joined else PaddedRows(ROWS, ROW_TOKENS),
@@ -99,12 +104,13 @@ def measured(name: str, config: PretrainedConfig, folder: Path, ways: Sequence[s
         spec = spec_of(mode, way, joined=joined)
         step = traces.step(spec) if way == TILED else predict(traces, spec)
         peaks = step.peaks()
-        real = measure_step(build(folder, spec), replace(spec, cut_at_longest=joined))
+        with copying_within_ram():
+            real = measure_step(build(folder, spec), replace(spec, cut_at_longest=joined))
         predicted = max(peaks[phase].bytes for phase in real.phases)
         yield Result(name, mode, joined, way, real.weights, predicted, real.peak)
 
 
-def memory(ways: Sequence[str], file: str) -> int:
+def memory(ways: Sequence[str]) -> int:
     """Measures memory, and writes it to a file of results; returns 1 if a peak misses its target."""
     results, started = [], time.perf_counter()
     for name in ARCHITECTURES:
@@ -126,7 +132,7 @@ def memory(ways: Sequence[str], file: str) -> int:
         "versions": versions(),
         "errors": errors,
     }
-    path = RESULTS / file
+    path = RESULTS / RESULT.get(ways[0], "context_cpu.json")
     write_result(path, head, {"configurations": [asdict(result) for result in results]})
     for what, found in errors.items():
         console().print(
@@ -194,14 +200,15 @@ def main() -> int:
     )
     parser.add_argument("--seconds", action="store_true", help="regret of the choice; an idle machine")
     parser.add_argument("--tiles", action="store_true", help="memory with MLPs in tiles")
+    parser.add_argument("--in-ram", action="store_true", help="memory with inputs of layers in RAM")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     disable_progress_bar()
     if asked.seconds:
         return seconds()
-    return (
-        memory([TILED], "context_tiles_cpu.json") if asked.tiles else memory(list(WAYS), "context_cpu.json")
-    )
+    if asked.tiles:
+        return memory([TILED])
+    return memory([IN_RAM] if asked.in_ram else list(WAYS))
 
 
 if __name__ == "__main__":

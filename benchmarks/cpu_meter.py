@@ -1,14 +1,18 @@
 """Measures a real step on the CPU by the allocator's own events: the ground truth for traces."""
 
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from sft_play.model import recomputation
 from sft_play.model.architecture import decoder_layers
 from sft_play.model.cpu import MARK, MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
 from sft_play.model.loss_head import add_loss_head
+from sft_play.sizing.kernels import patched
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
@@ -41,6 +45,12 @@ class PhaseMarks(AllocationRecorder):
 
     def add(self, tensor: torch.Tensor, term: str, owner: int | None = None) -> None:
         """Records nothing."""
+
+
+def copying_within_ram() -> AbstractContextManager[None]:
+    """Lets inputs of layers be copied to RAM and back as on a GPU, on a CPU, where both are one memory."""
+    hooks = saved_tensors_hooks(torch.clone, torch.clone)
+    return patched(recomputation, "save_on_cpu", lambda **_: hooks)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Case:
             lora=LoraSettings(r=8, target_modules=FEW_TARGETS if self.few_targets else "auto"),
             dtype=self.dtype,
             mixed_precision=self.mixed_precision,
-            activations="recompute" if self.activations == "recompute" else "keep",
+            activations=self.activations,
             batch=JoinedRows(own) if self.joined else PaddedRows(rows, tokens),
             longest=tokens if self.joined else None,
             accumulates=self.accumulates,
@@ -134,6 +134,11 @@ def _mixed(case: Case, pick: random.Random) -> Case:
     if pick.random() < 0.5 or not Architecture.of(case.config).ask(questions.tiled_mlps):
         return recomputed
     return replace(recomputed, kept_layers=0, mlp_tile=max(case.rows) * case.row_tokens // 3)
+
+
+def in_ram(cases: list[Case]) -> list[Case]:
+    """The same cases, whose layers are recomputed from inputs that are copied to RAM."""
+    return [replace(case, activations="offload") for case in cases]
 
 
 def divided(case: Case, ranks: int) -> Case | None:

@@ -6,10 +6,12 @@
     make bench-sharding ARGS="--cases 24 --sequence --out benchmarks/results/sequence.json"
     make bench-sharding ARGS="--cases 24 --gathered --out benchmarks/results/gathered.json"
     make bench-sharding ARGS="--cases 40 --mixed --out benchmarks/results/sharding_mixed.json"
+    make bench-sharding ARGS="--cases 20 --in-ram --out benchmarks/results/sharding_in_ram.json"
 
 Each process trains two steps of a small model with random weights, which training's own code has divided,
 over gloo. The highest number of bytes in each phase of the second step, in all of its threads, is counted in
 PyTorch's allocator by heap_meter.c and compared with that of a trace, which has no weights and no processes.
+Inputs of layers that would be in RAM are copied within the heap (benchmarks/cpu_meter.py).
 What oneDNN takes there for products of 16 bits is no tensor and not predicted: it is measured apart.
 What is measured is kept beside the result until all is, so a run that was interrupted goes on where it was.
 """
@@ -35,10 +37,11 @@ from rich.table import Table
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
+from benchmarks.cpu_meter import copying_within_ram
 from benchmarks.heap_meter import built_meter, loaded_meter, wait_for_gloo
 from benchmarks.measurement_log import RESULTS, MeasurementLog, versions, write_result
 from benchmarks.random_models import random_model
-from benchmarks.sharded_cases import WORLDS, Case, case_of, drawn_cases, mixed, some_gathered
+from benchmarks.sharded_cases import WORLDS, Case, case_of, drawn_cases, in_ram, mixed, some_gathered
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.engines.shards import shard
@@ -132,8 +135,10 @@ def work(path: Path, log: MeasurementLog) -> None:
     wait_for_gloo(meter)
     for tree in json.loads(path.read_text()):
         case = case_of(tree)
+        with copying_within_ram():
+            own = measure(case, meter)
         found: list[Any] = [None] * case.world
-        distributed.all_gather_object(found, measure(case, meter))
+        distributed.all_gather_object(found, own)
         if distributed.get_rank() == 0:
             log.add({"case": asdict(case), "measured": found})
     distributed.destroy_process_group()
@@ -233,6 +238,7 @@ def main() -> None:
     parser.add_argument("--sequence", action="store_true", help="processes divide the tokens too")
     parser.add_argument("--gathered", action="store_true", help="weights of some stay gathered")
     parser.add_argument("--mixed", action="store_true", help="some layers kept, or MLPs in tiles")
+    parser.add_argument("--in-ram", action="store_true", help="inputs of recomputed layers are copied to RAM")
     parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
@@ -255,6 +261,7 @@ def main() -> None:
             cases = drawn_cases(options.cases, options.seed, sequence=options.sequence)
             cases = some_gathered(cases, options.seed) if options.gathered else cases
             cases = mixed(cases, options.seed) if options.mixed else cases
+            cases = in_ram(cases) if options.in_ram else cases
             head = {"seed": options.seed, **head}
             found = measured_cases(cases, Path(name), log)
         for case, real in found:

@@ -340,6 +340,7 @@ TABLES = {
     "divided-tokens": partial(divided_on_a_cpu, "sequence"),
     "kept-gathered": partial(divided_on_a_cpu, "gathered"),
     "mixed-activations": partial(divided_on_a_cpu, "sharding_mixed"),
+    "inputs-in-ram": partial(divided_on_a_cpu, "sharding_in_ram"),
     "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
     "compiled-on-a-cpu": compiled_on_a_cpu,
