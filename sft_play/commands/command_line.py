@@ -186,7 +186,7 @@ def end(
 def announce(args: Arguments, *lines: str, name: str = "", reads_rows: bool = False) -> "ResolvedConfig":
     """Prints the header of a command, before anything that takes a while; returns the config.
 
-    With `reads_rows`, data files that are not there are an error now, not after libraries are loaded.
+    With `reads_rows`, a model or data that is not there is an error now, not after libraries are loaded.
     """
     from sft_play.config.load import load_config
 
@@ -195,8 +195,10 @@ def announce(args: Arguments, *lines: str, name: str = "", reads_rows: bool = Fa
     if reads_rows:
         from sft_play.config.inputs import data_inputs
         from sft_play.data.reading import require_here
+        from sft_play.model.files import require_possible
 
         require_here(data_inputs(resolved.config.data))
+        require_possible(resolved.config.model)
     return resolved
 
 

@@ -11,7 +11,7 @@ from sft_play.data.prepare import PreparedData, prepare
 from sft_play.errors import ConfigError, first_line
 from sft_play.hub import limit_network
 from sft_play.model.architecture import empty_model, require_decoder, require_few_layers, require_sound_sizes
-from sft_play.model.files import TOKENIZER_FILES, has_tokenizer, unpinned_code
+from sft_play.model.files import FROM_EITHER, NEITHER, TOKENIZER_FILES, has_tokenizer, unpinned_code
 from sft_play.model.new_tokens import NewToken, add_new_tokens, rows_for, with_rows
 from sft_play.model.published import MODELS_FILE, asked_before_the_hub, similar_name
 from sft_play.model.rope import with_rope_scaling
@@ -46,8 +46,8 @@ def not_loadable(what: str, model: ModelConfig, error: Exception) -> ConfigError
     if reason.endswith(":") and lines[1:]:  # the strict configs of transformers say on the next what is wrong
         reason += f" {lines[1].strip()}"
     if reason.startswith("Repo id must"):
-        reason = "it is neither a folder here nor a name on the Hub, such as Qwen/Qwen3-0.6B"
-    hint = "use a folder written by save_pretrained(), or a name on the Hub such as Qwen/Qwen3-0.6B"
+        reason = f"it is {NEITHER}"
+    hint = FROM_EITHER
     if "couldn't connect" in str(error).lower() or "offline mode" in str(error):
         reason = "the Hub is not reachable, and it is not in the local cache"
         hint = "use a local folder, or connect to the network; `make plan MODEL=...` plans without either"

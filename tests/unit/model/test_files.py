@@ -8,8 +8,9 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from sft_play.config.schema import ModelConfig
+from sft_play.errors import ConfigError
 from sft_play.model import files
-from sft_play.model.files import files_digest, model_key, stored_types
+from sft_play.model.files import files_digest, model_key, require_possible, stored_types
 
 COMMIT = "c" * 40
 
@@ -83,3 +84,14 @@ def test_the_types_of_weights_are_read_from_their_files(folder):
     file.write_bytes(file.read_bytes()[:-1])
     assert stored_types(model) == set()
     assert stored_types(ModelConfig(name="nobody/none")) == set()
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "~/nowhere", "a/b/c", "https://hub/a/b"])
+def test_a_model_that_is_nowhere_is_named_without_asking_the_hub(name):
+    with pytest.raises(ConfigError, match="neither a folder here nor a name on the Hub"):
+        require_possible(ModelConfig.model_construct(name=name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "01-ai/Yi_6B.v1", "builtin:tiny", "."])
+def test_a_model_that_may_be_somewhere_is_not_refused(name):
+    require_possible(ModelConfig(name=name))
