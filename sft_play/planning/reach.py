@@ -8,6 +8,7 @@ from sft_play.plan import Plan
 from sft_play.reasons import Reason, WeightsAlone
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
+from sft_play.sizing.step import StepSpec
 from sft_play.units import BYTES_PER_ELEMENT
 
 
@@ -30,10 +31,10 @@ def within_reach(
 
 
 def _weight_bytes(config: RunConfig, architecture: Architecture, plan: Plan) -> int:
-    """The least that a process holds of the base's weights, in the type that a plan keeps them in."""
+    """The least that a process holds of the base's weights, in the type in which its engine keeps them."""
     if config.tuning.mode == "qlora":
         found = architecture.ask(questions.four_bit)
         size = found.bytes(found.packed)
     else:
-        size = architecture.ask(questions.weights) * BYTES_PER_ELEMENT[plan.dtype]
+        size = architecture.ask(questions.weights) * BYTES_PER_ELEMENT[StepSpec.of(config, plan).dtype]
     return size // plan.shards if engine_of(plan.engine).shards_weights else size
