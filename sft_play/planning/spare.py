@@ -84,9 +84,18 @@ def with_less_sent(
 
 
 def _may_wait(plan: Plan) -> bool:
-    """Whether its gradients can wait for the last micro-batch."""
+    """Whether its gradients can wait for the last micro-batch, and might fit, being whole until then."""
     several = plan.gradient_accumulation_steps > 1 and plan.offload == "none"
-    return engine_of(plan.engine).can_defer and several
+    if not (several and engine_of(plan.engine).can_defer and plan.memory):
+        return False
+    own = plan.memory.phase_terms.get("optimizer", {}).get("gradients", 0)
+    whole = own * min(plan.shards, MOST_SHARDS) / (2 if _casts(plan) else 1)
+    return whole <= plan.memory.budget_bytes
+
+
+def _casts(plan: Plan) -> bool:
+    """Whether weights are gathered, and have gradients, in half the bytes in which it keeps them."""
+    return plan.dtype == "float32" and plan.mixed_precision != "no"
 
 
 def _in_the_fastest_way(
@@ -135,8 +144,7 @@ def _exceeds(config: RunConfig, plan: Plan) -> bool:
     assert memory
     terms = memory.phase_terms.get("forward", {})
     held = sum(terms.get(name, 0) for name in ("weights", "adapters"))
-    casts = plan.dtype == "float32" and plan.mixed_precision != "no"
     scales = SCALES * shards if config.tuning.mode == "qlora" else 0.0
-    whole = shards * held / (1 + scales) / (2 if casts else 1)
+    whole = shards * held / (1 + scales) / (2 if _casts(plan) else 1)
     others = sum(terms.get(name, 0) for name in ("gradients", "optimizer", "activations"))
     return whole + held + others + memory.terms.get("context", 0) > memory.budget_bytes

@@ -526,6 +526,21 @@ def test_gradients_are_exchanged_once_per_step_where_they_fit_until_then(budget,
     assert why[EngineChoice].exchanges_once == defers and plan.memory.fits
 
 
+@pytest.mark.parametrize(("own_gib", "waits"), [(4, True), (5, False)])
+def test_gradients_that_would_be_too_large_whole_are_not_sized(own_gib, waits):
+    """Each of four processes has its part of them, and 17 GiB."""
+    sizes, waiting = divided_memory(17)[0], list[bool]()
+
+    def estimate(run: RunConfig, plan, complete=False) -> Memory:
+        waiting.append(plan.defers_exchange)
+        terms = {"optimizer": {"gradients": own_gib * GIB}}
+        return replace(sizes(run, plan, complete), phase_terms=terms)
+
+    settings = config(engine="fsdp2", effective_batch_size=32, gradient_checkpointing=False)
+    assert choose(settings, estimate, clock(0.1), 4).defers_exchange == waits
+    assert any(waiting) == waits
+
+
 def saves_by_keeping(share: float | None):
     """The clock of `clock`; weights that stay gathered save this share of a step. None: nobody knows."""
     usual = clock(0.1)
