@@ -6,15 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.inputs import BUILTIN
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ConfigError
-from sft_play.hub import limit_network
+from sft_play.hub import REPOSITORY, limit_network
 from sft_play.model.published import asked_before_the_hub
 
 NEITHER = "neither a folder here nor a name on the Hub"
 FROM_EITHER = "use a folder written by save_pretrained(), or a name on the Hub such as Qwen/Qwen3-0.6B"
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Any one of these is enough for transformers to build a tokenizer.
@@ -31,8 +29,8 @@ TEMPLATES = "additional_chat_templates"  # the only folder in a model's folder t
 
 def require_possible(model: ModelConfig) -> None:
     """Raises ConfigError if the model is no folder and cannot be on the Hub; asks nobody."""
-    known = model.name.startswith(BUILTIN) or HUB_NAME.fullmatch(model.name)
-    if not known and not Path(model.name).expanduser().exists():
+    may_be_on_hub = "/" not in model.name or REPOSITORY.fullmatch(model.name)
+    if not may_be_on_hub and not Path(model.name).expanduser().exists():
         raise ConfigError(f"model.name: '{model.name}' is {NEITHER}\n{FROM_EITHER}")
 
 
