@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from sft_play.model import recomputation
 from sft_play.model.architecture import decoder_layers
 from sft_play.model.cpu import MARK, MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
 from sft_play.model.loss_head import add_loss_head
-from sft_play.sizing.kernels import patched
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import (
+    copying_inputs,
     forward,
     layer_hooks,
     make_batch,
@@ -49,8 +47,7 @@ class PhaseMarks(AllocationRecorder):
 
 def copying_within_ram() -> AbstractContextManager[None]:
     """Lets inputs of layers be copied to RAM and back as on a GPU, on a CPU, where both are one memory."""
-    hooks = saved_tensors_hooks(torch.clone, torch.clone)
-    return patched(recomputation, "save_on_cpu", lambda **_: hooks)
+    return copying_inputs(torch.clone, torch.clone)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The trace: one training step on fake tensors, with every allocation recorded. No weights, no GPU."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -142,11 +142,15 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
 
 
 def _inputs_in_ram(recorder: AllocationRecorder) -> AbstractContextManager[None]:
-    """Lets what layers are recomputed from be copied to RAM, and back; both are fake CPU tensors."""
-    hooks = saved_tensors_hooks(
-        lambda tensor: recorder.copied(tensor, in_ram=True),
-        lambda tensor: recorder.copied(tensor, in_ram=False),
-    )
+    """Lets the recorder make both copies, of which each is a fake CPU tensor."""
+    return copying_inputs(partial(recorder.copied, in_ram=True), partial(recorder.copied, in_ram=False))
+
+
+def copying_inputs(
+    to_ram: Callable[[torch.Tensor], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Lets these functions copy what layers are recomputed from, of any shape, to RAM and back."""
+    hooks = saved_tensors_hooks(to_ram, back)
     return patched(recomputation, "save_on_cpu", lambda **_: hooks)
 
 
