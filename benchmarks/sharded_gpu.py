@@ -60,7 +60,8 @@ CASE_S = 180  # that a case may take, loading included
 def sharded_cases(device: torch.device, gpus: int, quick: bool) -> list[Case]:
     """Two steps of each model and mode on all GPUs; on a single one, one of each with the model in RAM.
 
-    On several GPUs, the first one also with weights that stay gathered for the backward pass.
+    On several GPUs, the first one also with weights that stay gathered for the backward pass, and that are
+    gathered two layers ahead.
     """
     target = local_target(device)
     steps = measured_cases(target, quick)
@@ -72,13 +73,12 @@ def sharded_cases(device: torch.device, gpus: int, quick: bool) -> list[Case]:
         worlds = [(case, 1, True) for case in chosen[: models * len(MODES)]]
         worlds += [(case, SHARED, False) for case in chosen[:SHARED]]
     divided = [_divided(case, world, offload=offload) for case, world, offload in worlds]
-    return [*divided, *([_gathered(divided[0])] if gpus > 1 else [])]
+    others = {"kept gathered": {"reshard_after_forward": False}, "2 layers ahead": {"prefetch_layers": 2}}
+    return [*divided, *(_otherwise(divided[0], *each) for each in others.items() if gpus > 1)]
 
 
-def _gathered(case: Case) -> Case:
-    return replace(
-        case, key=f"{case.key}, kept gathered", spec=replace(case.spec, reshard_after_forward=False)
-    )
+def _otherwise(case: Case, name: str, changes: dict[str, Any]) -> Case:
+    return replace(case, key=f"{case.key}, {name}", spec=replace(case.spec, **changes))
 
 
 def _divided(case: Case, world: int, *, offload: bool) -> Case:
@@ -152,6 +152,7 @@ def _build(model: str, spec: StepSpec, device: torch.device) -> Callable[[], Any
             gathered_dtype=gathered,
             offload=spec.offload,
             reshard_after_forward=spec.reshard_after_forward,
+            prefetch_layers=spec.prefetch_layers,
         )
         return whole
 

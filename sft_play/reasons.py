@@ -98,6 +98,12 @@ class GatheredWeights(Reason):
     saved_share: float = 0.0  # of a step's predicted time
 
 
+class PrefetchedLayers(Reason):
+    """How many layers ahead weights are gathered, where the config says more than one."""
+
+    layers: int
+
+
 class Offload(Reason):
     """What is in RAM, and why: the config says so, or nothing else fits."""
 
@@ -119,8 +125,9 @@ class TokensDivided(Reason):
 
 
 class StatesOnDisk(Reason):
-    """The optimizer's states are in files, as the config says."""
+    """The optimizer's states, and of some engines frozen weights, are in files, as the config says."""
 
+    files: str  # what is there
     folder: str
     saved_bytes: int  # of RAM, of all processes of a machine
 

@@ -338,14 +338,12 @@ class _Expansion:
         key = self._crossing_key(block)
         assert key is not None
         born, died, distance, owner = key
-        neighbor = layer - distance
-        if not 0 <= neighbor < len(self.trace.stand_ins) or abs(distance) != 1:
-            raise LayersDiffer(f"layer {layer} frees a block of layer {neighbor}")
-        theirs = self.crossing.get((born, died, distance, self.trace.stand_ins[neighbor]), [])
-        rank = self.crossing[key].index(block)
+        neighbor, stand_ins = layer - distance, self.trace.stand_ins
+        known = 0 <= neighbor < len(stand_ins)
+        theirs = self.crossing.get((born, died, distance, stand_ins[neighbor]), []) if known else []
         if len(theirs) != len(self.crossing[key]):
-            other = self.trace.stand_ins[neighbor]
-            raise LayersDiffer(f"layers {owner} and {other} pass different blocks to the next layer")
+            raise LayersDiffer(f"layers {neighbor} and {layer} do not share what traced ones do")
+        rank = self.crossing[key].index(block)
         self.emit(neighbor, -(theirs[rank] + 1))
 
 
@@ -389,6 +387,8 @@ def expand(trace: StepTrace) -> Timeline:
             raise LayersDiffer(f"layers ran in the order {order}")
         for layer in range(len(trace.stand_ins))[:: 1 if order == upwards else -1]:
             expansion.layer_segment(segment_of[trace.stand_ins[layer]], layer)
+    if any(expansion.deaths[block] >= 0 for _, block in expansion.alive):
+        raise LayersDiffer("a block is not freed by the layer that frees it in the trace")
     return Timeline(
         events=np.array(expansion.events, dtype=np.int64),
         source=np.array(expansion.source, dtype=np.int64),

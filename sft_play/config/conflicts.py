@@ -22,10 +22,18 @@ def not_compiled(config: "RunConfig") -> str | None:
     return next((setting for setting, excluded in settings.items() if excluded), None)
 
 
-def gathers_nothing(config: "RunConfig") -> str | None:
-    """The engine that gathers no weights as `parallel.reshard_after_forward` says; None if it can."""
-    engine, asked = config.parallel.engine, config.parallel.reshard_after_forward
-    return engine if asked != "auto" and engine not in ("auto", "fsdp2") else None
+def not_gathered(config: "RunConfig") -> str | None:
+    """A setting of how FSDP2 gathers weights, with another engine; None if there is none."""
+    parallel = config.parallel
+    settings = {
+        f"parallel.reshard_after_forward={str(parallel.reshard_after_forward).lower()}": (
+            parallel.reshard_after_forward != "auto"
+        ),
+        f"parallel.prefetch_layers={parallel.prefetch_layers}": parallel.prefetch_layers > 1,
+    }
+    if parallel.engine in ("auto", "fsdp2"):
+        return None
+    return next((setting for setting, is_set in settings.items() if is_set), None)
 
 
 def needs_whole_rows(config: "RunConfig") -> str | None:

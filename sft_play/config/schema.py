@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
-from sft_play.config.conflicts import gathers_nothing, needs_whole_rows, not_compiled
+from sft_play.config.conflicts import needs_whole_rows, not_compiled, not_gathered
 from sft_play.config.data import DataConfig
 from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
 from sft_play.config.section import Section
@@ -271,9 +271,13 @@ class ParallelConfig(Section):
     """With FSDP2, true frees a layer's gathered weights after its forward pass and gathers them again for the
     backward pass; false keeps them, which sends less and takes memory for all weights. auto: false if that
     fits and is predicted to be faster."""
+    prefetch_layers: Annotated[int, Field(ge=1, le=8)] = 1
+    """How many layers ahead FSDP2 gathers weights, in both passes. PyTorch's own way is 1. Each more takes
+    memory for a layer, and may help where the network is uneven or the CPU slow; nothing predicts how much,
+    so no plan chooses it."""
     nvme_path: PathText | None = None
-    """With offload=ram, a folder on a fast local disk for AdamW's moments: not in RAM, but in files that each
-    step reads and writes."""
+    """With offload=ram, a folder on a fast local disk for AdamW's moments, and with deepspeed_z3 for frozen
+    weights: not in RAM, but in files that each step reads and writes."""
     sequence_parallel_size: AutoOrCount = "auto"
     """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
     arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the
@@ -373,11 +377,10 @@ class RunConfig(Section):
                 "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
                 "or with parallel.engine=ddp; change it, or set train.compile=false"
             )
-        if engine := gathers_nothing(self):
+        if setting := not_gathered(self):
             raise ValueError(
-                f"parallel.reshard_after_forward={str(self.parallel.reshard_after_forward).lower()} does not "
-                f"work with parallel.engine={engine}, only with fsdp2 or auto; set "
-                "parallel.reshard_after_forward=auto, or parallel.engine=fsdp2"
+                f"{setting} does not work with parallel.engine={self.parallel.engine}, only with fsdp2 or "
+                "auto; leave it out, or set parallel.engine=fsdp2"
             )
         if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self)):
             raise ValueError(

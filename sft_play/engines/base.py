@@ -40,7 +40,7 @@ class Division:
     element_bytes: int  # of a trained element and of its gradient
     autocasts: bool = False  # operations of a step are in 16 bits
     offloads: bool = False  # to RAM, also where a device has no other memory
-    states_on_disk: bool = False  # of the optimizer, then
+    states_on_disk: bool = False  # of the optimizer, then; and what the engine puts there besides
     room_bytes: int | None = None  # of the device, for all tensors of a process; None if unknown
     # elements of the parameters of each of the optimizer's groups, in its order; () if unknown
     trained: Callable[[], Sequence[Sequence[int]]] = lambda: ()
@@ -66,6 +66,7 @@ class Engine:
     shards_state = False  # each process saves its part of the optimizer's state
     shards_weights = False  # each process holds its part of the model
     offloads: tuple[str, ...] = ()  # values of `parallel.offload` besides none, also for one process
+    frozen_on_disk = False  # weights too, with `parallel.nvme_path`
     replicates = False  # each machine may divide a whole model among its processes
     for_the_asking = False  # `parallel.engine=auto` leaves it out
     answers_together = False  # the processes that trained also generate

@@ -28,7 +28,7 @@ class Zero3(Sharded, Zero):
 
     name, label, target, mark, stage = "deepspeed_z3", "ZeRO-3", "train-deepspeed", "Z", 3
     principle = "partitions weights, gradients and optimizer states among the processes"
-    regathers = wraps_shards = for_the_asking = True
+    regathers = wraps_shards = for_the_asking = frozen_on_disk = True
     offloads = ("ram",)
     distributed_type_alone = Zero.distributed_type
 
@@ -36,7 +36,13 @@ class Zero3(Sharded, Zero):
         """Each process keeps its part of each parameter."""
         from sft_play.engines.zero3_parts import partition
 
-        partition(units, plan.device, AUTOCAST.get(plan.mixed_precision), offload=plan.offload != "none")
+        partition(
+            units,
+            plan.device,
+            AUTOCAST.get(plan.mixed_precision),
+            offload=plan.offload != "none",
+            folder=config.parallel.nvme_path,
+        )
 
     def alone(self) -> AbstractContextManager[None]:
         """Sets the variables that DeepSpeed wants of a launcher, and afterwards undoes what it has set up."""
@@ -151,8 +157,13 @@ def _held(step: Step, division: Division, share: int) -> Step:
 
 
 def _held_in_ram(step: Step, division: Division, share: int) -> Step:
-    """The same in RAM, where gradients are kept in fp32 too, and what is trained is in one pinned block."""
+    """The same in RAM, where gradients are kept in fp32 too, and what is trained is in one pinned block.
+
+    With AdamW's moments on a disk, frozen weights are there too.
+    """
     element, in_ram = division.element_bytes, division.device == "cuda"
+    if division.states_on_disk and step.bytes_of("adapters"):
+        step = step.without("weights", in_ram=in_ram)
     step = step.with_buffers(
         Buffer("optimizer", FP32 * share, "load", None, in_ram=in_ram),
         Buffer("optimizer", division.state_bytes(share), "forward", None, in_ram=in_ram),

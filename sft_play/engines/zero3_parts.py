@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from sft_play.engines.on_disk import moment_like, put_on_disk
 from sft_play.engines.shards import FILE
 from sft_play.engines.state import MOMENTS, StateOf
-from sft_play.engines.states_on_disk import moment_like
 from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_one_type
 
 # Of a launcher; ports and addresses are not needed in a group that is there already.
@@ -43,7 +43,12 @@ LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_r
 
 
 def partition(
-    units: Sequence[torch.nn.Module], device: str, cast_to: str | None, *, offload: bool = False
+    units: Sequence[torch.nn.Module],
+    device: str,
+    cast_to: str | None,
+    *,
+    offload: bool = False,
+    folder: str | None = None,
 ) -> None:
     """Divides a model among all processes, in place; tensor by tensor, each as the first process has it.
 
@@ -52,9 +57,11 @@ def partition(
         device: where its parts go, "cuda" or "cpu".
         cast_to: 16-bit type of all weights; default their own.
         offload: keep its parts in RAM.
+        folder: for frozen parts that are to be in mapped files, not in RAM.
 
     Raises:
         ConfigError: what is trained has several types.
+        StorageError: the folder has no room.
     """
     unset_hf_deepspeed_config()  # transformers would load the next model in a way of its own
     *inner, whole = units
@@ -67,8 +74,13 @@ def partition(
             if cast_to and parameter.is_floating_point():
                 parameter.data = parameter.data.to(getattr(torch, cast_to))
         # DeepSpeed moves what is trained to pinned memory of its own
-        pinned = device == "cuda" and not all(parameter.requires_grad for parameter in unit.parameters())
-        Init(module=unit, remote_device="cpu" if offload else None, pin_memory=offload and pinned)
+        frozen: list[Any] = [
+            each for each in unit.parameters() if not (each.requires_grad or hasattr(each, "ds_id"))
+        ]
+        pinned = offload and device == "cuda" and bool(frozen) and not folder
+        Init(module=unit, remote_device="cpu" if offload else None, pin_memory=pinned)
+        if folder:
+            _move_to_disk([each.ds_tensor for each in frozen], Path(folder))
         give_back_freed_memory()
     for module in whole.modules():
         for name, buffer in module._buffers.items():
@@ -82,6 +94,13 @@ def partition(
             register_external_parameter(whole, parameter)
     # DeepSpeed would reduce the gradients of a unit before they are computed, if its input needs none
     stage3.z3_leaf_parameter = lambda parameter: False
+
+
+def _move_to_disk(parts: Sequence[Tensor], folder: Path) -> None:
+    for part in parts:
+        mapped = torch.empty_like(part)
+        put_on_disk(mapped, folder)
+        part.data = mapped.copy_(part)
 
 
 @contextmanager

@@ -214,6 +214,7 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
                 "offload": place,
                 "replicas": count,
                 "reshard_after_forward": not (keeps and engine.can_keep_gathered),
+                "prefetch_layers": config.parallel.prefetch_layers if engine.can_keep_gathered else 1,
             }
 
 

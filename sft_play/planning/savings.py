@@ -41,7 +41,9 @@ def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterat
     if folder and plan.memory:
         parallel = config.parallel.model_copy(update={"nvme_path": None})
         kept = estimate(config.model_copy(update={"parallel": parallel}), plan, complete=True)
-        yield StatesOnDisk(folder, _ram(kept) - _ram(plan.memory))
+        frozen = config.tuning.mode != "full" and engine_of(plan.engine).frozen_on_disk
+        files = "AdamW's states and frozen weights" if frozen else "AdamW's states"
+        yield StatesOnDisk(files, folder, _ram(kept) - _ram(plan.memory))
 
 
 def _ram(memory: Memory) -> int:

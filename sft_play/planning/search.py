@@ -339,7 +339,8 @@ def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
     host = chosen.memory.host if chosen.memory else None
     reason = Offload(chosen.device, engine_of(chosen.engine).label, cause, host)
     if config.parallel.nvme_path:
-        return [replace(reason, held="weights and gradients")]
+        frozen = config.tuning.mode != "full" and engine_of(chosen.engine).frozen_on_disk
+        return [replace(reason, held=f"{'trained ' if frozen else ''}weights and gradients")]
     return [reason]
 
 

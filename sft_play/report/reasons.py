@@ -14,21 +14,22 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.Untraceable: "{message}",
     reasons.WeightsAlone: "out of reach: {engines}, since a process holds at least {held_bytes} of weights",
     reasons.GuardKept: "guard {bytes}: {why}",
-    reasons.UnknownCapability: (
-        "the GPU's compute capability is unknown; assumed: the kernels of {assumed[0]}.{assumed[1]}"
-    ),
+    reasons.UnknownCapability: "compute capability unknown: kernels of {assumed[0]}.{assumed[1]} assumed",
     reasons.ProfileSource: "seconds from the profile of {device}, {source}",
     reasons.SecondsOfEarlierRun: "seconds as an earlier run of this kind measured them, not predicted",
     reasons.AssumedRows: (
         "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
     ),
     reasons.StatesOnDisk: (
-        "AdamW's states in files in {folder}, which takes {saved_bytes} less RAM; each step reads and writes "
-        "them, which the predicted seconds leave out"
+        "{files} in files in {folder}, which takes {saved_bytes} less RAM; the predicted seconds leave out "
+        "that each step reads and writes them"
     ),
     reasons.Decomposed: (
         "{init}: every adapted weight is decomposed before the first step; the saved adapter has twice the "
         "rank"
+    ),
+    reasons.PrefetchedLayers: (
+        "weights are gathered {layers} layers ahead, which the memory counts and the predicted seconds do not"
     ),
     reasons.AttentionOff: (
         "{label} is off, since no proof on a GPU has seen it win yet; model.attention={setting} takes it"

@@ -13,7 +13,7 @@ from transformers.trainer import SCHEDULER_NAME
 from trl import SFTTrainer
 
 from sft_play.engines.base import Engine
-from sft_play.engines.states_on_disk import StatesOnDisk
+from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.model.loss_head import TokenScore, add_loss_head, losses, score_batch
 from sft_play.model.recomputation import adjust
 from sft_play.runlog import console

@@ -2,7 +2,7 @@
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -101,13 +101,17 @@ def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp
     assert_equal_weights(tmp_path / "again", tmp_path / "offloaded", "full")
 
 
+def mapped(tensors: Iterable[torch.Tensor]) -> set[bool]:
+    """Whether these tensors are in files."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0].split("-") for line in lines if "/sft-play-" in line]
+    places = [range(int(first, 16), int(last, 16)) for first, last in mapped]
+    return {any(tensor.data_ptr() in place for place in places) for tensor in tensors}
+
+
 def mapped_moments(optimizer: torch.optim.Optimizer) -> set[bool]:
     """Whether moments of an optimizer are in files: not those that an earlier run has left mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line.split()[0].split("-") for line in lines if "/sft-play-states-" in line]
-    places = [range(int(first, 16), int(last, 16)) for first, last in mapped]
-    moments = [part_of(state[key]) for state in optimizer.state.values() for key in MOMENTS]
-    return {any(moment.data_ptr() in place for place in places) for moment in moments}
+    return mapped(part_of(state[key]) for state in optimizer.state.values() for key in MOMENTS)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed_z3"])
@@ -123,15 +127,32 @@ def test_states_on_a_disk_change_nothing(tiny_model, tmp_path, engine):
         "files": {"nvme_path": str(disk)},
         "resumed": {"nvme_path": str(disk), "resume": checkpoint},
     }
-    mapped = {}
+    found = {}
     for name, more in kinds.items():
         job = make_job(tiny_model, tmp_path, name, **settings, **more)
-        seen = mapped[name] = set()
+        seen = found[name] = set()
         with process_group(job), watching_steps(lambda each, seen=seen: seen.update(mapped_moments(each))):
             train(job)
         assert not list(disk.iterdir())
         assert_equal_weights(tmp_path / name, tmp_path / "ram", "full")
-    assert mapped == {"ram": {False}, "files": {True}, "resumed": {True}}
+    assert found == {"ram": {False}, "files": {True}, "resumed": {True}}
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_zero3_reads_frozen_weights_from_a_disk(tiny_model, tmp_path, mode):
+    """What is trained stays in RAM, and learns the same."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = dict(mode=mode, engine="deepspeed_z3", offload="ram", max_steps=3)
+    for name, folder in (("ram", None), ("files", str(disk))):
+        job = make_job(tiny_model, tmp_path, name, **settings, nvme_path=folder)
+        with process_group(job):
+            weights = list(prepare_session(job).trainer.model.parameters())
+            held = [mapped(w.ds_tensor for w in weights if w.requires_grad == trained) for trained in (0, 1)]
+            assert held == [{bool(folder)}, {False}]
+            train(job)
+    assert not list(disk.iterdir())
+    assert_equal_weights(tmp_path / "files", tmp_path / "ram", mode)
 
 
 def test_a_disk_without_room_for_the_states_ends_the_run_in_a_sentence(tiny_model, tmp_path):

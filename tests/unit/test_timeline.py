@@ -66,6 +66,21 @@ def test_traces_that_differ_in_sizes_alone_are_repeated_once():
     assert deeper.step.peaks()["forward"].bytes == one.step.peaks()["forward"].bytes + 110
 
 
+def test_a_block_that_only_a_traced_layer_frees_is_not_left_behind():
+    """The last layer frees what the first one has left; of the layers between them, each leaves something."""
+    r = TraceBuilder()
+    r.segment("forward", 0)
+    first = r.allocate(2)
+    r.segment("forward", 1)
+    second = r.allocate(2)
+    r.segment("forward", 2)
+    r.free(first)
+    r.free(second)
+    assert r.trace((0, 1, 2)).step.timeline.events.tolist() == [1, 2, -1, -2]
+    with pytest.raises(LayersDiffer):
+        r.trace((0, 1, 1, 2)).step  # noqa: B018
+
+
 def test_layers_that_pass_on_different_blocks_cannot_represent_each_other():
     r = TraceBuilder()
     r.segment("forward")

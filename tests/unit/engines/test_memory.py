@@ -24,11 +24,16 @@ DDP, ZERO2, ZERO3 = engine_of("ddp"), engine_of("deepspeed_z2"), engine_of("deep
 TRAINED = 1_000_000  # elements of 2 bytes, with 4 bytes of states in the step of one process
 
 
-def trained_step(trained=TRAINED):
-    """A step with weights, gradients that are freed in the optimizer phase, and states."""
+def trained_step(trained=TRAINED, frozen=0):
+    """A step with weights, gradients that are freed in the optimizer phase, and states.
+
+    Beside frozen weights of so many bytes, adapters are trained.
+    """
     r = TraceBuilder()
     r.segment("load")
-    r.allocate(2 * trained, TERMS.index("weights"))
+    if frozen:
+        r.allocate(frozen, TERMS.index("weights"))
+    r.allocate(2 * trained, TERMS.index("adapters" if frozen else "weights"))
     r.segment("forward")
     gradients = r.allocate(2 * trained, TERMS.index("gradients"))
     r.allocate(4 * trained, TERMS.index("optimizer"))
@@ -209,6 +214,18 @@ def test_zero3_leaves_its_share_to_ram_with_gradients_in_fp32_besides():
     assert ram.bytes == 20 * share
     assert left.terms["engine"] == 4 * share + 2 * 50_000_000
     assert not any(left.terms[name] for name in held)
+
+
+@pytest.mark.parametrize("frozen", [0, 7_000_000])
+def test_zero3_has_frozen_weights_on_the_disk_beside_the_moments(frozen):
+    """What is trained stays; the states are those of the fp32 weights."""
+    away = replace(division(), device="cpu", offloads=True)
+    ram, files = (
+        ZERO3.transform(trained_step(frozen=frozen), replace(away, states_on_disk=on_disk)).peaks()
+        for on_disk in (False, True)
+    )
+    for phase, peak in files.items():
+        assert ram[phase].bytes - peak.bytes == frozen, phase
 
 
 def test_zero3_with_offload_on_a_cpu_has_all_of_it_in_its_only_memory():

@@ -605,11 +605,10 @@ def test_what_cannot_fit_is_not_traced(processes):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "deepspeed_z3"])
-def test_an_engine_that_has_no_such_thing_is_refused(engine):
+@pytest.mark.parametrize("setting", [{"reshard_after_forward": False}, {"prefetch_layers": 2}])
+def test_an_engine_that_has_no_such_thing_is_refused(engine, setting):
     with pytest.raises(ValueError, match=f"does not work with parallel.engine={engine}, only with fsdp2"):
-        RunConfig.model_validate(
-            config().model_dump() | {"parallel": {"engine": engine, "reshard_after_forward": False}}
-        )
+        RunConfig.model_validate(config().model_dump() | {"parallel": {"engine": engine, **setting}})
 
 
 def test_a_tie_leaves_weights_whole():

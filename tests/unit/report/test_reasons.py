@@ -30,7 +30,9 @@ from sft_play.reasons import (
     Padded,
     Precision,
     PredictionErrors,
+    PrefetchedLayers,
     RanOutBefore,
+    StatesOnDisk,
     Tiles,
     TrainedWhole,
     UnknownCapability,
@@ -126,8 +128,14 @@ SENTENCES = [
         "each process may use 20 GiB (parallel.memory_gib), but only 16.00 GiB are free",
     ),
     (
-        UnknownCapability((8, 0)),
-        "the GPU's compute capability is unknown; assumed: the kernels of 8.0",
+        StatesOnDisk("AdamW's states and frozen weights", "/fast", GIB),
+        "AdamW's states and frozen weights in files in /fast, which takes 1.00 GiB less RAM; the predicted "
+        "seconds leave out that each step reads and writes them",
+    ),
+    (UnknownCapability((8, 0)), "compute capability unknown: kernels of 8.0 assumed"),
+    (
+        PrefetchedLayers(2),
+        "weights are gathered 2 layers ahead, which the memory counts and the predicted seconds do not",
     ),
     (
         PredictionErrors((8, 9), False, 1, (("allocated", (-0.0004, -0.0004)), ("reserved", (0.0, 0.05)))),

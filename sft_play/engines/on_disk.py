@@ -1,8 +1,9 @@
-"""AdamW's moments in mapped files, so that RAM need not hold them: the system reads and writes them.
+"""Tensors in mapped files, so that RAM need not hold them: the system reads and writes them.
 
-With the weights in RAM it is the CPU that updates them, and it takes mapped memory like any other, so nothing
-else changes: what is learned, checkpoints, and how a run is resumed. A file has no name once it is mapped;
-the system removes it when the process has ended, however it ends.
+They are AdamW's moments, which the CPU updates where weights are in RAM, and it takes mapped memory like any
+other, so nothing else changes: what is learned, checkpoints, and how a run is resumed. Under ZeRO-3, frozen
+weights are so too. A file has no name once it is mapped; the system removes it when the process has ended,
+however it ends.
 """
 
 import os
@@ -51,26 +52,32 @@ class StatesOnDisk:
     def _mapped_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Zeros of a parameter's shape and division."""
         moment = torch.empty_like(parameter)
-        part = part_of(moment)
-        if part.nbytes:
-            part.set_(self._file(part.nbytes), 0, part.shape, part.stride())
+        put_on_disk(part_of(moment), self.folder)
         return moment
 
-    def _file(self, size: int) -> torch.UntypedStorage:
-        path = self.folder / f"sft-play-states-{uuid4().hex}"
-        try:
-            with path.open("xb") as file:
-                # or a full disk would end the process by a signal, when a page is written
-                os.posix_fallocate(file.fileno(), 0, size)
-            storage: Any = torch.UntypedStorage.from_file(str(path), True, size)
-        except OSError as error:
-            raise StorageError(
-                f"parallel.nvme_path={self.folder} has no room for {format_bytes(size)} of the optimizer's "
-                f"states: {error.strerror}. Free space, or set parallel.nvme_path to a folder on another disk"
-            ) from error
-        finally:
-            path.unlink(missing_ok=True)
-        return storage  # type: ignore[no-any-return]
+
+def put_on_disk(tensor: torch.Tensor, folder: Path) -> None:
+    """Gives a tensor of any shape zeros in a mapped file in this folder, in place.
+
+    Raises:
+        StorageError: the disk has no room for it.
+    """
+    if not tensor.nbytes:
+        return
+    path = folder / f"sft-play-{uuid4().hex}"
+    try:
+        with path.open("xb") as file:
+            # or a full disk would end the process by a signal, when a page is written
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
+        storage: Any = torch.UntypedStorage.from_file(str(path), True, tensor.nbytes)
+    except OSError as error:
+        raise StorageError(
+            f"parallel.nvme_path={folder} has no room for {format_bytes(tensor.nbytes)} that would be in RAM "
+            f"otherwise: {error.strerror}. Free space, or set parallel.nvme_path to a folder on another disk"
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+    tensor.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def moment_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
