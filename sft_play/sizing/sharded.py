@@ -32,6 +32,7 @@ from sft_play.engines.fsdp2 import gathered_dtype
 from sft_play.model.architecture import units_of
 from sft_play.sizing.fake import BESIDE_BASE, layer_of_modules, layer_shapes, materialise
 from sft_play.sizing.kernels import SymbolicRecorder, patched
+from sft_play.sizing.like_zero3 import like_zero3
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
 from sft_play.timeline import WHOLE_MODEL, LayersDiffer
@@ -44,6 +45,9 @@ REGISTRIES: dict[str, Any] = {
     "_backend": None,
     "_group_count": 1_000_000,
 }
+
+
+COMMUNICATING = ("unshard", "wait_for_unshard", "post_backward")  # what a group does besides computing
 
 
 class ShardRecorder(SymbolicRecorder):
@@ -102,69 +106,23 @@ class ShardRecorder(SymbolicRecorder):
             finally:
                 self._computes_shapes = False
 
-        replacements = [
-            (torch.UntypedStorage, "resize_", resized),
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
-            *((FSDPParamGroup, name, _attributed(self, each)) for name, each in _functions(spec)),
-            *(_copying() if spec.device == "cpu" else ()),
-            *(_transferring(self) if offloads(spec) else ()),
-            *(((torch.nn.functional, "linear", _KeepingLinear.apply),) if spec.regathers else ()),
-        ]
         with ExitStack() as stack:
-            for target, name, replacement in replacements:
+            if spec.regathers:
+                stack.enter_context(like_zero3(self))
+            for target, name, replacement in (
+                (torch.UntypedStorage, "resize_", resized),
+                (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+                *((FSDPParamGroup, name, _attributed(self, name)) for name in COMMUNICATING),
+                *(_copying() if spec.device == "cpu" else ()),
+                *(_transferring(self) if offloads(spec) else ()),
+            ):
                 stack.enter_context(patched(target, name, replacement))
             yield
 
 
-class _KeepingLinear(torch.autograd.Function):
-    """The linear layer that DeepSpeed puts in the place of torch's under ZeRO-3 (its zero/linear.py).
+def _attributed(recorder: AllocationRecorder, name: str) -> Callable[..., Any]:
+    function = getattr(FSDPParamGroup, name)
 
-    It keeps its input for the gradient of the weight, also where the weight is frozen and gets none.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[..., out] of x [..., in], weight [out, in] and bias [out] or None."""
-        ctx.save_for_backward(x, weight, bias)
-        if bias is not None and x.dim() == 2:
-            return torch.addmm(bias, x, weight.t())
-        out = x.matmul(weight.t())
-        if bias is not None:
-            out += bias
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of those that need one."""
-        x, weight, bias = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        x_grad = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        weight_grad = rows.t().matmul(x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
-        bias_grad = rows.sum(0) if bias is not None and ctx.needs_input_grad[2] else None
-        return x_grad, weight_grad, bias_grad
-
-
-def _functions(spec: StepSpec) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What a group of parameters does besides computing; as ZeRO-3 does it, if that is asked for.
-
-    FSDP2 frees the buffer of what it has gathered with the next one, and gathers ahead in the backward pass.
-    """
-    gather = FSDPParamGroup.wait_for_unshard
-
-    def gathered(group: FSDPParamGroup) -> None:
-        gather(group)
-        group.comm_ctx.all_gather_state = None
-
-    yield "unshard", FSDPParamGroup.unshard
-    yield "wait_for_unshard", gathered if spec.regathers else gather
-    yield "post_backward", FSDPParamGroup.post_backward
-    if spec.regathers:
-        yield "_backward_prefetch", lambda group: None
-
-
-def _attributed(recorder: AllocationRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with recorder.attributing_to("engine"):
             return function(*args, **kwargs)

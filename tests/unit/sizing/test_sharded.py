@@ -207,6 +207,18 @@ def test_zero3_gathers_what_belongs_to_no_layer_once_more(steps):
     assert {message.kind for message in messages} == {"all_gather", "reduce_scatter"}
 
 
+def test_zero3_keeps_gathered_weights_of_which_the_backward_pass_needs_a_view():
+    """PEFT computes with views of the adapters of four experts; those of a layer's 3 predecessors are there."""
+    config = small_config("mixtral", SMALL)
+    kept, recomputed = (
+        trace_step(config, spec(mode="lora", regathers=True, activations=way)).step.peaks()["forward"].terms
+        for way in ("keep", "recompute")
+    )
+    rank, hidden, inner = 4 * 4, 256, 704
+    adapters = 4 * rank * ((hidden + 2 * inner) + (inner + hidden))
+    assert kept["engine"] - recomputed["engine"] == 3 * adapters
+
+
 def test_weights_that_autocast_would_cast_are_gathered_in_16_bits():
     config = small_config("llama", SMALL | {"layers": 3})
     whole, half = (
