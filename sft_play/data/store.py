@@ -115,15 +115,29 @@ def column_of(dataset: "datasets.Dataset", name: str) -> np.ndarray:
 
 
 def count_supervised(dataset: "datasets.Dataset") -> np.ndarray:
-    """Supervised tokens of each row, [rows]; reads a part of the rows at a time."""
+    """Supervised tokens of each row, [rows]."""
+    return supervised_spans(dataset)[:, 0]
+
+
+def supervised_spans(dataset: "datasets.Dataset") -> np.ndarray:
+    """Of each row, how many tokens are supervised, the first, and the one after the last, [rows, 3].
+
+    Reads a part of the rows at a time.
+    """
     labels = dataset.select_columns(["labels"]).with_format("arrow")
     ends = np.cumsum(column_of(dataset, "length"), dtype=np.int64)
-    counts, start = [np.zeros(0, np.int64)], 0
+    found, start = [np.zeros((0, 3), np.int64)], 0
     while start < len(ends):
         before = ends[start - 1] if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, before + BATCH_TOKENS, side="right")))
         flat = labels[start:stop]["labels"].combine_chunks().flatten().to_numpy()
-        learned = np.concatenate([[0], np.cumsum(flat != IGNORED)])
-        counts.append(np.diff(learned[np.concatenate([[before], ends[start:stop]]) - before]))
+        bounds = np.concatenate([[before], ends[start:stop]]) - before
+        places = np.flatnonzero(flat != IGNORED)
+        of_row = np.searchsorted(places, bounds)
+        counts = np.diff(of_row)
+        edges = np.append(places, 0)  # of a row without any, both are the first token
+        first = np.where(counts, edges[of_row[:-1]] - bounds[:-1], 0)
+        end = np.where(counts, edges[of_row[1:] - 1] + 1 - bounds[:-1], 0)
+        found.append(np.stack([counts, first, end], axis=1))
         start = stop
-    return np.concatenate(counts)
+    return np.concatenate(found)

@@ -26,6 +26,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.model.files import model_key
 from sft_play.plan import Plan
 from sft_play.planning.batch import BatchSplit, evaluation_batches
+from sft_play.planning.divided import most_of_a_rank
 from sft_play.runlog import console
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 UNSEEN_SEQ_LEN = 2048  # length of rows in a plan without data, unless model.max_seq_len is set
 UNSEEN_ROWS = 10_000
-SIZES = "sizes of rows"  # the question how long the rows are
+SIZES = "sizes and spans of rows"  # the question how long the rows are
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,25 @@ class RowSizes:
     eval_supervised: np.ndarray | None
     max_seq_len: int
     shares: tuple[Share, ...]
+    spans: np.ndarray | None = None  # as `supervised_spans` has them
+    eval_spans: np.ndarray | None = None
 
     @classmethod
     def of(cls, data: "PreparedData") -> "RowSizes":
         """The sizes of prepared rows."""
-        from sft_play.data.store import column_of, count_supervised
+        from sft_play.data.store import column_of, supervised_spans
 
         rows, val = data.train, data.val
+        spans, eval_spans = supervised_spans(rows), None if val is None else supervised_spans(val)
         return cls(
             column_of(rows, "length"),
-            count_supervised(rows),
+            spans[:, 0],
             None if val is None else column_of(val, "length"),
-            None if val is None else count_supervised(val),
+            None if eval_spans is None else eval_spans[:, 0],
             data.max_seq_len,
             data.shares,
+            spans,
+            eval_spans,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -99,6 +105,8 @@ class DataFacts:
     shares: tuple[Share, ...] = ()  # how often the entries are seen per epoch; () for once
     parts: np.ndarray | None = None  # tokens of the rows of all packed entries, one entry after the other
     parts_from: np.ndarray | None = None  # where those of each entry begin
+    spans: np.ndarray | None = None  # as `supervised_spans` has them: of each entry, or of each of the parts
+    eval_spans: np.ndarray | None = None
     _known: dict[Any, RunBatches] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
@@ -112,7 +120,7 @@ class DataFacts:
         lengths, supervised = data.lengths, data.supervised
         shares = data.shares or (Share(len(lengths)),)
         weights = row_weights(shares)
-        parts = parts_from = None
+        parts, parts_from, spans = None, None, data.spans
         longest, mean = int(lengths.max()), float(np.average(lengths, weights=weights))
         mean_squared = float(np.average(lengths.astype(float) ** 2, weights=weights))
         if config.train.packing:
@@ -120,6 +128,7 @@ class DataFacts:
             longest, shares = data.max_seq_len, tuple(packed)
             parts = lengths[np.concatenate(groups)]
             parts_from = np.cumsum([0, *map(len, groups[:-1])])
+            spans = None if spans is None else spans[np.concatenate(groups)]
             lengths, supervised = pack_sums(lengths, groups), pack_sums(supervised, groups)
         eval_rows = None if config.eval.batch_size == "auto" else config.eval.batch_size
         rest = config.train.seed, data.eval_lengths, data.eval_supervised, eval_rows
@@ -133,6 +142,8 @@ class DataFacts:
             shares=shares,
             parts=parts,
             parts_from=parts_from,
+            spans=spans,
+            eval_spans=data.eval_spans,
         )
 
     @classmethod
@@ -175,10 +186,13 @@ class DataFacts:
         return max(each.tokens for each in found), supervised
 
     def _heaviest(
-        self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool
+        self, split: BatchSplit, total_steps: int, hidden_size: int, padding_free: bool, ranks: int = 1
     ) -> RunBatches:
-        """The micro-batches that no other one exceeds in everything."""
-        key = split, total_steps, hidden_size, padding_free
+        """The micro-batches that no other one exceeds in everything.
+
+        If so many ranks divide their tokens, only the supervised ones of one of them count.
+        """
+        key = split, total_steps, hidden_size, padding_free, ranks
         if key not in self._known:
             schedule = make_schedule(
                 self.lengths,
@@ -190,15 +204,18 @@ class DataFacts:
                 padding_free=padding_free,
                 shares=self.shares,
             )
-            self._known[key] = self._heaviest_of(schedule, split, padding_free)
+            self._known[key] = self._heaviest_of(schedule, split, padding_free, ranks)
         return self._known[key]
 
-    def _heaviest_of(self, schedule: Schedule, split: BatchSplit, padding_free: bool) -> RunBatches:
+    def _heaviest_of(
+        self, schedule: Schedule, split: BatchSplit, padding_free: bool, ranks: int
+    ) -> RunBatches:
         tokens = schedule.sums(self.lengths) if padding_free else schedule.padded_tokens(self.lengths)
         later = np.broadcast_to(np.arange(split.bins) >= split.data_ranks, tokens.shape)
         held = _held(tokens, split)
         carried = OWN_TOKEN * tokens + held - tokens
-        columns = [tokens, schedule.sums(self.supervised), later | (split.accumulation == 1), carried]
+        supervised = self._supervised_of_rank(schedule, ranks).reshape(tokens.shape)
+        columns = [tokens, supervised, later | (split.accumulation == 1), carried]
         if padding_free:
             columns.append(schedule.sums(self._squares))
         table = np.stack([column.ravel() for column in columns], axis=1)
@@ -208,6 +225,22 @@ class DataFacts:
             for index in front(table)
         )
         return RunBatches(tuple(found), held=int(held.max()))
+
+    def _supervised_of_rank(self, schedule: Schedule, ranks: int) -> np.ndarray:
+        """Supervised tokens of each micro-batch, of the rank that has most of them, [micro-batches]."""
+        if ranks == 1 or self.spans is None:
+            return schedule.sums(self.supervised).ravel()
+        entries, offsets = schedule.micro_batches()
+        real = entries >= 0
+        rows, counts = entries, np.ones(len(entries), dtype=np.int64)
+        if self.parts is not None and self.parts_from is not None:
+            counts = np.diff(np.append(self.parts_from, len(self.parts)))[entries]
+            ends = np.cumsum(counts)
+            rows = np.arange(ends[-1]) + np.repeat(self.parts_from[entries] - (ends - counts), counts)
+        lengths = self.lengths if self.parts is None else self.parts
+        real = np.repeat(real, counts)[:, None]
+        begins = np.concatenate([[0], np.cumsum(counts)])[offsets[:-1]]
+        return most_of_a_rank(lengths[rows] * real[:, 0], self.spans[rows] * real, begins, ranks)
 
     @cached_property
     def _squares(self) -> np.ndarray:
@@ -241,7 +274,7 @@ class DataFacts:
         if not self.seen:
             return RunBatches()
         split = BatchSplit(plan.rows_per_step, plan.gradient_accumulation_steps, plan.data_ranks)
-        found = self._heaviest(split, plan.total_steps, hidden_size, plan.padding_free)
+        found = self._heaviest(split, plan.total_steps, hidden_size, plan.padding_free, plan.sequence_ranks)
         if max(each.tokens for each in found.train) != plan.micro_batch_tokens:
             return RunBatches()
         return found
@@ -254,6 +287,9 @@ class DataFacts:
             lengths, supervised = self.eval_lengths[rows], int(self.eval_supervised[rows].sum())
             if plan.padding_free:
                 joined = JoinedRows(int(lengths.sum()))
+                if plan.sequence_ranks > 1 and self.eval_spans is not None:
+                    spans, begins = self.eval_spans[rows], np.zeros(1, dtype=np.int64)
+                    supervised = int(most_of_a_rank(lengths, spans, begins, plan.sequence_ranks)[0])
                 found.append(MicroBatch(joined, supervised, tuple(lengths.tolist())))
             else:
                 padded = PaddedRows(len(rows), padded_length(int(lengths.max())))

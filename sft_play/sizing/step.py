@@ -105,7 +105,7 @@ class MicroBatch:
     def of_rank(self, ranks: int) -> "MicroBatch":
         """What one of so many processes has of it, if they divide its joined tokens.
 
-        Which of the supervised tokens are its own is not known: as many as it may have.
+        Its supervised tokens are those of one process already, or all, if it is not known whose they are.
         """
         if ranks == 1 or not isinstance(self.batch, JoinedRows):
             return self

@@ -2,7 +2,7 @@
 
 from datasets import Dataset, concatenate_datasets
 
-from sft_play.data.store import count_supervised
+from sft_play.data.store import count_supervised, supervised_spans
 from tests.conftest import token_rows
 
 
@@ -14,3 +14,9 @@ def test_supervised_tokens_are_counted_row_by_row():
     assert count_supervised(data.select([5, 3, 40, 3])).tolist() == [learned[row] for row in (5, 3, 40, 3)]
     both = concatenate_datasets([data, data.select(range(7, 50))])  # two chunks, one not from its start
     assert count_supervised(both).tolist() == learned + learned[7:50]
+
+
+def test_supervised_tokens_begin_and_end_somewhere_in_their_row():
+    labels = [[-100, 5, 5, -100], [-100, -100], [-100, 5, -100, 5, -100], [-100, 5]]
+    rows = [{"input_ids": each, "labels": each, "length": len(each)} for each in labels]
+    assert supervised_spans(Dataset.from_list(rows)).tolist() == [[2, 1, 3], [0, 0, 0], [2, 1, 4], [1, 1, 2]]
