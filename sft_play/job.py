@@ -26,6 +26,7 @@ from sft_play.model.base_files import keep_base_files
 from sft_play.model.load import load_data
 from sft_play.plan import Plan
 from sft_play.planning.advice import Request, changed_command, plan_or_advise
+from sft_play.planning.begun import as_begun, earlier_plan
 from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
@@ -102,7 +103,9 @@ def prepare_job(
         with spinner(PLANNING):
             facts = DataFacts.of(loaded.rows, config)
             request = Request(config, loaded.architecture, facts, machine, processes, machines)
-            plan = plan_or_advise(request, partial(changed_command, resolved))
+            earlier = earlier_plan(config, run.path)
+            begun = as_begun(request, earlier) if earlier else None
+            plan = begun or plan_or_advise(request, partial(changed_command, resolved))
     engine_of(plan.engine).require_agreement(config, plan)
     return Job(resolved, run, loaded.architecture, loaded.tokenizer, loaded.rows, machine, plan, ranks)
 

@@ -26,9 +26,10 @@ def not_gathered(config: "RunConfig") -> str | None:
     """A setting of how FSDP2 gathers weights, with another engine; None if there is none."""
     parallel = config.parallel
     settings = {
-        f"parallel.reshard_after_forward={str(parallel.reshard_after_forward).lower()}": (
-            parallel.reshard_after_forward != "auto"
-        ),
+        f"parallel.{name}={str(value).lower()}": value != "auto"
+        for name in ("reshard_after_forward", "defer_exchange")
+        for value in [getattr(parallel, name)]
+    } | {
         f"parallel.prefetch_layers={parallel.prefetch_layers}": parallel.prefetch_layers > 1,
     }
     if parallel.engine in ("auto", "fsdp2"):

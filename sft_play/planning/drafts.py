@@ -207,6 +207,7 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
     offload = device.kind == "cuda" and choose_precision(config, device)[1].precision != "fp16"
     engines = engines_for(config, world_size, offload=offload)
     several, keeps = _several_types(config, device), config.parallel.reshard_after_forward is False
+    waits = config.parallel.defer_exchange is True
     for engine, place in (each for each in engines if not (several and each[0].joins_trained)):
         for count in _replicas(engine, world_size, machines):
             yield {
@@ -214,6 +215,7 @@ def _sharings(config: RunConfig, device: Device, world_size: int, machines: int)
                 "offload": place,
                 "replicas": count,
                 "reshard_after_forward": not (keeps and engine.can_keep_gathered),
+                "defers_exchange": waits and engine.can_defer and place == "none",
                 "prefetch_layers": config.parallel.prefetch_layers if engine.can_keep_gathered else 1,
             }
 

@@ -69,7 +69,8 @@ def with_less_sent(
             config.parallel.reshard_after_forward == "auto" and engine_of(plan.engine).can_keep_gathered
         )
         frees = plan.reshard_after_forward and (not may_keep or _exceeds(config, plan))
-        return seconds_of(replace(plan, reshard_after_forward=frees, defers_exchange=_may_wait(plan))) or inf
+        waits = max(_waits(config, plan))
+        return seconds_of(replace(plan, reshard_after_forward=frees, defers_exchange=waits)) or inf
 
     chosen, why = _in_the_fastest_way(config, chosen, estimate, seconds_of, by=by)
     divided = [plan for plan in others if engine_of(plan.engine).shards_weights]
@@ -81,6 +82,13 @@ def with_less_sent(
         if faster.memory and faster.memory.fits and (seconds_of(faster) or inf) < by * seconds:
             chosen, why = faster, about
     return chosen, why
+
+
+def _waits(config: RunConfig, plan: Plan) -> tuple[bool, ...]:
+    """Whether gradients wait for the last micro-batch of a step: as the config says, or both."""
+    if config.parallel.defer_exchange != "auto" or not _may_wait(plan):
+        return (plan.defers_exchange,)
+    return True, False
 
 
 def _may_wait(plan: Plan) -> bool:
@@ -103,7 +111,6 @@ def _in_the_fastest_way(
 ) -> tuple[Plan, list[Reason]]:
     """As `with_less_sent`, of one plan."""
     engine, asked = engine_of(plan.engine), config.parallel.reshard_after_forward
-    waits = (True, False) if _may_wait(plan) else (False,)
     freed = [plan.reshard_after_forward]
     why = GatheredWeights("freed" if plan.reshard_after_forward else "kept")
     if engine.can_keep_gathered and asked == "auto":
@@ -111,7 +118,7 @@ def _in_the_fastest_way(
         freed = [False, True] if why.cause == "faster" else [True]
     ways = [
         replace(plan, reshard_after_forward=frees, defers_exchange=wait)
-        for frees, wait in product(freed, waits)
+        for frees, wait in product(freed, _waits(config, plan))
     ]
     for way in sorted(ways, key=lambda way: seconds_of(way) or 0.0):
         if way == plan:

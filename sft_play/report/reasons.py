@@ -79,8 +79,8 @@ BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
         "that are not, and the first step takes longer",
     }),
     reasons.GatheredWeights: ("cause", {
-        "kept": f"{KEPT}, as set in the config",
-        "freed": f"{FREED}, as set in the config",
+        "kept": f"{KEPT}, as set in the config or as the run began",
+        "freed": f"{FREED}, as set in the config or as the run began",
         "faster": f"{KEPT}, since that fits: a step is predicted to take {{saved_share:.0%}} less time",
         "exceed": f"{FREED}: keeping them would exceed the budget",
         "tie": f"{FREED}: keeping them would save no more than 1% of a step",

@@ -526,6 +526,16 @@ def test_gradients_are_exchanged_once_per_step_where_they_fit_until_then(budget,
     assert why[EngineChoice].exchanges_once == defers and plan.memory.fits
 
 
+@pytest.mark.parametrize(("asked", "budget"), [(True, 44.5), (False, 17)])
+def test_gradients_wait_or_not_as_the_config_says(asked, budget):
+    """Where the plan would not let them, since nothing can wait, and where it would."""
+    estimate, _ = divided_memory(budget)
+    settings = config(engine="fsdp2", gradient_checkpointing=False)
+    parallel = ParallelConfig(engine="fsdp2", defer_exchange=asked)
+    plan, _ = chosen_because(settings.model_copy(update={"parallel": parallel}), estimate, clock(0.1), 4)
+    assert plan.defers_exchange == asked and plan.memory.fits
+
+
 @pytest.mark.parametrize(("own_gib", "waits"), [(4, True), (5, False)])
 def test_gradients_that_would_be_too_large_whole_are_not_sized(own_gib, waits):
     """Each of four processes has its part of them, and 17 GiB."""
@@ -605,7 +615,9 @@ def test_what_cannot_fit_is_not_traced(processes):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed_z2", "deepspeed_z3"])
-@pytest.mark.parametrize("setting", [{"reshard_after_forward": False}, {"prefetch_layers": 2}])
+@pytest.mark.parametrize(
+    "setting", [{"reshard_after_forward": False}, {"defer_exchange": True}, {"prefetch_layers": 2}]
+)
 def test_an_engine_that_has_no_such_thing_is_refused(engine, setting):
     with pytest.raises(ValueError, match=f"does not work with parallel.engine={engine}, only with fsdp2"):
         RunConfig.model_validate(config().model_dump() | {"parallel": {"engine": engine, **setting}})

@@ -1,0 +1,62 @@
+"""The plan of a run that goes on: the one with which it began, if it fits, so that sums are rounded alike."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.engines.registry import engine_of
+from sft_play.errors import ConfigError, DoesNotFitError
+from sft_play.plan import Plan
+from sft_play.planning.advice import Request
+from sft_play.planning.drafts import with_groups
+from sft_play.planning.run import plan_run
+
+# What the order of sums and the kernels depend on.
+KEPT = (
+    "engine", "offload", "world_size", "machines", "replicas", "sequence_ranks", "micro_batch_size",
+    "gradient_accumulation_steps", "packing", "padding_free", "activations", "mlp_tiles", "attention",
+    "mixed_precision", "dtype", "device", "compute_capability",
+)  # fmt: skip
+
+
+def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
+    """The plan of what `train.resume` may go on with; None if there is none that this version can read."""
+    asked = config.train.resume
+    folder = run if asked == "auto" else Path(asked).absolute().parent.parent
+    if asked == "never" or not (folder / "plan.json").is_file():
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return Plan.from_json(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+    return None
+
+
+def as_begun(request: Request, earlier: Plan) -> Plan | None:
+    """A plan that computes as an earlier one did; None if that does not fit, or is not allowed any more."""
+    with contextlib.suppress(DoesNotFitError, ConfigError):
+        return plan_run(
+            _with_ways(with_groups(request.config, earlier.sequence_ranks), earlier),
+            request.architecture,
+            request.facts,
+            request.machine,
+            request.processes,
+            machines=request.machines,
+            accept=lambda draft: _kept(draft) == _kept(earlier),
+        )
+    return None
+
+
+def _kept(plan: Plan) -> list[Any]:
+    return [getattr(plan, name) for name in KEPT]
+
+
+def _with_ways(config: RunConfig, earlier: Plan) -> RunConfig:
+    """The config with the ways to send less that an earlier plan chose, where they are left to the plan."""
+    engine, parallel = engine_of(earlier.engine), config.parallel
+    found: dict[str, Any] = {}
+    if engine.can_keep_gathered and parallel.reshard_after_forward == "auto":
+        found["reshard_after_forward"] = earlier.reshard_after_forward
+    if engine.can_defer and parallel.defer_exchange == "auto":
+        found["defer_exchange"] = earlier.defers_exchange
+    return config.model_copy(update={"parallel": parallel.model_copy(update=found)})
