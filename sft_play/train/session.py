@@ -25,6 +25,7 @@ from sft_play.model.recomputation import RECOMPUTING
 from sft_play.model.sequence_parallel import divided_micro_batches, part_of_group
 from sft_play.model.weights import release_memory
 from sft_play.plan import Plan
+from sft_play.planning.batch import nearest_multiples
 from sft_play.planning.speed import peak_flops
 from sft_play.report.progress import LOADING, spinner
 from sft_play.runlog import RunDir
@@ -210,8 +211,7 @@ def intervals(config: RunConfig, plan: Plan, validation_rows: int) -> tuple[int,
     if save % evaluate:
         raise ConfigError(
             f"train.save_steps={save} is not a multiple of train.eval_steps={evaluate}, so the best "
-            "checkpoint could not be kept; "
-            f"nearest: {max(evaluate, save // evaluate * evaluate)} or {(save // evaluate + 1) * evaluate}"
+            f"checkpoint could not be kept; nearest: {nearest_multiples(save, evaluate)}"
         )
     return evaluate, save
 
