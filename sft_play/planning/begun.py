@@ -33,9 +33,12 @@ def earlier_plan(config: RunConfig, run: Path) -> Plan | None:
 
 
 def as_begun(request: Request, earlier: Plan) -> Plan | None:
-    """A plan that computes as an earlier one did; None if that does not fit, or is not allowed any more."""
-    with contextlib.suppress(DoesNotFitError, ConfigError):
-        return plan_run(
+    """A plan that computes as an earlier one did; None if it does not fit, or is not allowed any more.
+
+    A plan with which memory has run out does not fit.
+    """
+    try:
+        plan = plan_run(
             _with_ways(with_groups(request.config, earlier.sequence_ranks), earlier),
             request.architecture,
             request.facts,
@@ -44,7 +47,9 @@ def as_begun(request: Request, earlier: Plan) -> Plan | None:
             machines=request.machines,
             accept=lambda draft: _kept(draft) == _kept(earlier),
         )
-    return None
+    except (DoesNotFitError, ConfigError):
+        return None
+    return None if plan.memory and plan.memory.ran_out else plan
 
 
 def _kept(plan: Plan) -> list[Any]:

@@ -11,8 +11,11 @@ from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import what_if
 from sft_play.planning.advice import Request
 from sft_play.planning.begun import as_begun, earlier_plan
+from sft_play.planning.devices import training_device
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
+from sft_play.sizing.architecture import text_of
+from sft_play.sizing.corrections import record_path, write_ran_out
 
 LLAMA = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
@@ -61,6 +64,14 @@ def test_another_number_of_processes_engine_or_type_is_planned_anew(freely, run,
 def test_what_the_config_says_now_comes_first(freely):
     """A plan with another micro-batch than that of the config is not the one with which the run goes on."""
     assert as_begun(request(config(batch_size=1)), freely) is None
+
+
+def test_a_plan_with_which_memory_has_run_out_is_not_taken_again(freely):
+    run = config(batch_size=4)
+    began = plan_run(run, LLAMA, FACTS, MACHINE, 2)
+    assert as_begun(request(run), began)
+    write_ran_out(record_path(text_of(LLAMA), training_device(MACHINE).name, run, began), began)
+    assert as_begun(request(run), began) is None
 
 
 def test_the_plan_is_that_of_the_run_or_of_the_checkpoint(freely, tmp_path):
