@@ -226,15 +226,14 @@ class Step:
 
     def peaks(self, *, in_layers: bool = False) -> dict[str, Peak]:
         """The peak of each phase that the step has; with `in_layers`, only while a decoder layer runs."""
-        changes = self.timeline.changes(self.sizes)
-        live = np.cumsum(changes)
+        line, changes = self.timeline, self.timeline.changes(self.sizes)
+        live, counted = np.cumsum(changes), (line.layers != WHOLE_MODEL) | (not in_layers)
         peaks = {}
         for index, phase in enumerate(PHASES):
-            counted = (self.timeline.layers != WHOLE_MODEL) | (not in_layers)
-            here = np.flatnonzero((self.timeline.phases == index) & counted)
+            here = np.flatnonzero((line.phases == index) & counted)
             if here.size:
                 top = int(here[np.argmax(live[here])])
-                peaks[phase] = Peak(int(live[top]), self.timeline.terms_at(top, changes))
+                peaks[phase] = Peak(int(live[top]), line.terms_at(top, changes))
         return peaks
 
 
@@ -269,12 +268,13 @@ class _Expansion:
         self.copies: list[list[int]] = [[] for _ in range(trace.traced_layers)]
         for layer, stand_in in enumerate(trace.stand_ins):
             self.copies[stand_in].append(layer)
+        several = [layer for own in self.copies if len(own) > 1 for layer in own]
+        # layers that stand for others must not be passed over; at each end are so many that do not
+        self.reach = min(min(several), len(trace.stand_ins) - 1 - max(several)) if several else 1
         self.crossing = self._crossing_blocks()
         self.alive: dict[tuple[int, int], int] = {}  # (layer, traced block) -> block number of the copy
-        self.events: list[int] = []
-        self.phases: list[int] = []
-        self.layers: list[int] = []
-        self.source: list[int] = []
+        self.events, self.source = list[int](), list[int]()
+        self.phases, self.layers = list[int](), list[int]()
 
     def _crossing_blocks(self) -> dict[tuple[int, int, int, int], list[int]]:
         """Blocks that one layer allocates and another one frees, by key, in order of allocation."""
@@ -337,9 +337,9 @@ class _Expansion:
         """Frees the block of the layer's real neighbor that corresponds to `block`."""
         key = self._crossing_key(block)
         assert key is not None
-        born, died, distance, owner = key
+        born, died, distance, _ = key
         neighbor, stand_ins = layer - distance, self.trace.stand_ins
-        known = 0 <= neighbor < len(stand_ins)
+        known = 0 <= neighbor < len(stand_ins) and abs(distance) <= self.reach
         theirs = self.crossing.get((born, died, distance, stand_ins[neighbor]), []) if known else []
         if len(theirs) != len(self.crossing[key]):
             raise LayersDiffer(f"layers {neighbor} and {layer} do not share what traced ones do")

@@ -66,19 +66,28 @@ def test_traces_that_differ_in_sizes_alone_are_repeated_once():
     assert deeper.step.peaks()["forward"].bytes == one.step.peaks()["forward"].bytes + 110
 
 
-def test_a_block_that_only_a_traced_layer_frees_is_not_left_behind():
-    """The last layer frees what the first one has left; of the layers between them, each leaves something."""
+@pytest.mark.parametrize(("stand_ins", "fails"), [((0, 1, 2, 2, 2, 3, 4), False), ((0, 1, 1, 2, 3, 4), True)])
+def test_what_a_layer_hands_to_the_one_after_the_next_passes_over_no_layer_that_stands_for_others(
+    stand_ins, fails
+):
+    """Each of five traced layers frees what the one before the last has allocated."""
     r = TraceBuilder()
-    r.segment("forward", 0)
-    first = r.allocate(2)
-    r.segment("forward", 1)
-    second = r.allocate(2)
-    r.segment("forward", 2)
-    r.free(first)
-    r.free(second)
-    assert r.trace((0, 1, 2)).step.timeline.events.tolist() == [1, 2, -1, -2]
-    with pytest.raises(LayersDiffer):
-        r.trace((0, 1, 1, 2)).step  # noqa: B018
+    r.segment("forward")
+    held = []
+    for layer in range(5):
+        r.segment("forward", layer)
+        if layer > 1:
+            r.free(held[layer - 2])
+        held.append(r.allocate(2))
+    r.segment("forward")
+    for block in held[3:]:
+        r.free(block)
+    trace = r.trace(stand_ins)
+    if fails:
+        with pytest.raises(LayersDiffer):
+            trace.step  # noqa: B018
+    else:
+        assert trace.step.timeline.events.tolist() == [1, 2, -1, 3, -2, 4, -3, 5, -4, 6, -5, 7, -6, -7]
 
 
 def test_layers_that_pass_on_different_blocks_cannot_represent_each_other():
