@@ -273,8 +273,8 @@ class ParallelConfig(Section):
     fits and is predicted to be faster."""
     defer_exchange: bool | Auto = "auto"
     """With FSDP2, true leaves gradients whole until the last micro-batch of a step and reduces them once;
-    false reduces those of each. auto: true if that fits and is predicted to be faster. Sums are rounded
-    otherwise, so a resumed run goes on as it began."""
+    false, and offload=ram, reduce those of each. auto: true if that fits and is predicted to be faster. Sums
+    are rounded otherwise, so a resumed run goes on as it began."""
     prefetch_layers: Annotated[int, Field(ge=1, le=8)] = 1
     """How many layers ahead FSDP2 gathers weights, in both passes. PyTorch's own way is 1. Each more takes
     memory for a layer, and may help where the network is uneven or the CPU slow; nothing predicts how much,

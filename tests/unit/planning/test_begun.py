@@ -54,7 +54,7 @@ def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan
     [
         (config(), {"world_size": 4}),
         (config("ddp"), {}),
-        (config(), {"micro_batch_tokens": 0, "dtype": "float16"}),
+        (config(), {"dtype": "float16"}),
     ],
 )
 def test_another_number_of_processes_engine_or_type_is_planned_anew(freely, run, changes):
