@@ -6,12 +6,14 @@
     python -m benchmarks.zero3 --few-targets --out benchmarks/results/zero3_few_targets.json
     python -m benchmarks.zero3 --sequence --cases 10 --out benchmarks/results/zero3_sequence.json
     python -m benchmarks.zero3 --sequence --processes 4 --out benchmarks/results/zero3_sequence_4.json
+    python -m benchmarks.zero3 --on-disk --out benchmarks/results/zero3_on_disk.json
 
 As benchmarks/sharding.py, whose small models and meter these are. DeepSpeed runs five steps; of the last
 three, the lowest of the highest numbers of bytes in each phase is compared with the prediction: the trace of
 a step that `fully_shard` has divided, and DeepSpeed's buffers. What is higher in another one of them (`late`)
 is what gloo's threads had not freed yet: equal steps have equal tensors. With offload to RAM, all of them are
-in the memory that is measured: a CPU has no other, so that no copy to a device is seen.
+in the memory that is measured: a CPU has no other, so that no copy to a device is seen. With `--on-disk`, all
+are cases of offload, and what is in mapped files is not in the memory that is measured.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from benchmarks.sharding import CPU, SEED, HeapMeter
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.base import Division
 from sft_play.engines.deepspeed import config_file, read_config
+from sft_play.engines.on_disk import StatesOnDisk
 from sft_play.engines.registry import engine_of
 from sft_play.model.architecture import units_of
 from sft_play.model.loss_head import add_loss_head
@@ -103,8 +106,11 @@ def settings(spec: StepSpec, trained: int) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, meter: Any, offload: bool) -> dict[str, int]:
-    """The bytes of this process: the highest of each phase, with its part of the weights."""
+def measure(case: Case, meter: Any, offload: bool, folder: str | None = None) -> dict[str, int]:
+    """The bytes of this process: the highest of each phase, with its part of the weights.
+
+    With a folder, weights and AdamW's states are in mapped files there.
+    """
     import deepspeed
 
     from sft_play.engines.zero3_parts import let_go, partition
@@ -116,13 +122,16 @@ def measure(case: Case, meter: Any, offload: bool) -> dict[str, int]:
     model: Any = random_model(case.config, spec, TuningConfig(mode=case.mode, lora=spec.lora), CPU)
     gc.collect()
     meter.meter_reset()
-    partition(units_of(model), "cpu", None if spec.dtype == "float32" else spec.dtype, offload=offload)
+    cast_to = None if spec.dtype == "float32" else spec.dtype
+    partition(units_of(model), "cpu", cast_to, offload=offload, folder=folder)
     add_loss_head(model if spec.mode == "full" else model.get_base_model())
     prepare_for_training(model, spec)
     parameters = trained_parameters(model)
     assert not any(parameter.numel() for parameter in parameters)
     trained = sum(parameter.ds_numel for parameter in parameters)  # type: ignore[attr-defined]
     optimizer = make_optimizer(spec.optimizer, parameters)
+    if folder:
+        StatesOnDisk(Path(folder)).attach(optimizer)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(spec, trained))
     marks.begin("forward")
     load = marks.peaks["load"]
@@ -161,7 +170,7 @@ def _step(engine: Any, model: Any, spec: StepSpec, marks: HeapMeter) -> None:
     marks.begin("forward")
 
 
-def work(path: Path, out: Path) -> None:
+def work(path: Path, out: Path, on_disk: bool) -> None:
     """What each process does: measures the cases in a file and writes the figures of all to another."""
     import deepspeed
 
@@ -170,16 +179,17 @@ def work(path: Path, out: Path) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     meter, lines = loaded_meter(), []
     wait_for_gloo(meter)
-    for tree, offload in product(json.loads(path.read_text()), (False, True)):
+    folder = str(path.parent) if on_disk else None
+    for tree, offload in product(json.loads(path.read_text()), (True,) if on_disk else (False, True)):
         found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, measure(case_of(tree), meter, offload))
+        distributed.all_gather_object(found, measure(case_of(tree), meter, offload, folder))
         lines.append({"case": tree, "offload": offload, "measured": found})
     if distributed.get_rank() == 0:
         out.write_text(json.dumps(lines))
     distributed.destroy_process_group()
 
 
-def predicted(case: Case, offload: bool) -> list[dict[str, int]]:
+def predicted(case: Case, offload: bool, on_disk: bool) -> list[dict[str, int]]:
     """The same for each process, from traces."""
     found = []
     for rank in range(case.world):
@@ -190,16 +200,17 @@ def predicted(case: Case, offload: bool) -> list[dict[str, int]]:
             device="cpu",
             element_bytes=spec.trained_element_bytes,
             offloads=offload,
-            state_bytes=lambda elements, spec=spec: state_bytes(spec, elements),  # type: ignore[misc]
+            states_on_disk=on_disk,
+            state_bytes=lambda elements, spec=spec: 0 if on_disk else state_bytes(spec, elements),  # type: ignore[misc]
         )
         step = engine_of("deepspeed_z3").transform(trace_step(case.config, spec).step, division)
         found.append({phase: peak.bytes for phase, peak in step.peaks().items()})
     return found
 
 
-def compare(case: Case, offload: bool, real: list[dict[str, int]]) -> dict[str, Any]:
+def compare(case: Case, offload: bool, real: list[dict[str, int]], on_disk: bool) -> dict[str, Any]:
     """A row of the result: bytes by process, and the errors of the peaks without loading, and by phase."""
-    pairs = list(zip(predicted(case, offload), real, strict=True))
+    pairs = list(zip(predicted(case, offload, on_disk), real, strict=True))
     phases = [name for name in real[0] if name != LATE]
     steps = [name for name in phases if name != "load"]
     errors = [max(p[n] for n in steps) / max(m[n] for n in steps) - 1 for p, m in pairs]
@@ -234,13 +245,13 @@ def measured_again(path: Path) -> list[dict[str, Any]]:
     return [{"case": row, "offload": row["offload"], "measured": row["measured"]} for row in rows]
 
 
-def measured_now(cases: list[Case]) -> list[dict[str, Any]]:
+def measured_now(cases: list[Case], on_disk: bool) -> list[dict[str, Any]]:
     """The same of random cases, measured by processes of their own."""
     with tempfile.TemporaryDirectory() as name:
         folder, found = Path(name), Path(name) / "measured.json"
         (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].world}"]
-        files = ["--work", str(folder / "cases.json"), "--out", str(found)]
+        files = ["--work", str(folder / "cases.json"), "--out", str(found), *["--on-disk"] * on_disk]
         environment = {
             "LD_PRELOAD": str(built_meter(folder)),
             "OMP_NUM_THREADS": "1",
@@ -263,24 +274,27 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="predict what has been measured once more")
     parser.add_argument("--few-targets", action="store_true", help="LoRA beside q_proj and v_proj alone")
     parser.add_argument("--sequence", action="store_true", help="processes divide the tokens too")
+    parser.add_argument("--on-disk", action="store_true", help="offload, with weights and states in files")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "zero3.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if options.work:
-        work(options.work, options.out)
+        work(options.work, options.out, options.on_disk)
         return
     if options.again:
         options.seed = json.loads(options.out.read_text())["seed"]
-    if options.again:
         lines = measured_again(options.out)
     else:
         kind = {"few_targets": options.few_targets, "sequence": options.sequence}
-        lines = measured_now(drawn_cases(options.cases, options.seed, options.processes, **kind))
-    rows = [compare(case_of(line["case"]), line["offload"], line["measured"]) for line in lines]
+        cases = drawn_cases(options.cases, options.seed, options.processes, **kind)
+        lines = measured_now(cases, options.on_disk)
+    rows = [
+        compare(case_of(line["case"]), line["offload"], line["measured"], options.on_disk) for line in lines
+    ]
     plain, away = ([row for row in rows if row["offload"] == offload] for offload in (False, True))
-    summary = {**summarised(plain), "offload": summarised(away)}
+    summary = summarised(away) if options.on_disk else {**summarised(plain), "offload": summarised(away)}
     write_result(options.out, {"seed": options.seed, "versions": versions(), **summary}, {"rows": rows})
     console().print(summary)
 

@@ -125,7 +125,7 @@ class TokensDivided(Reason):
 
 
 class StatesOnDisk(Reason):
-    """The optimizer's states, and of some engines frozen weights, are in files, as the config says."""
+    """The optimizer's states, and of some engines weights, are in files, as the config says."""
 
     files: str  # what is there
     folder: str

@@ -280,8 +280,8 @@ class ParallelConfig(Section):
     memory for a layer, and may help where the network is uneven or the CPU slow; nothing predicts how much,
     so no plan chooses it."""
     nvme_path: PathText | None = None
-    """With offload=ram, a folder on a fast local disk for AdamW's moments, and with deepspeed_z3 for frozen
-    weights: not in RAM, but in files that each step reads and writes."""
+    """With offload=ram, a folder on a fast local disk for AdamW's moments, and with deepspeed_z3 for weights:
+    not in RAM, but in files that each step reads and writes."""
     sequence_parallel_size: AutoOrCount = "auto"
     """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
     arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the

@@ -66,7 +66,7 @@ class Engine:
     shards_state = False  # each process saves its part of the optimizer's state
     shards_weights = False  # each process holds its part of the model
     offloads: tuple[str, ...] = ()  # values of `parallel.offload` besides none, also for one process
-    frozen_on_disk = False  # weights too, with `parallel.nvme_path`
+    weights_on_disk = False  # with `parallel.nvme_path`, too
     replicates = False  # each machine may divide a whole model among its processes
     for_the_asking = False  # `parallel.engine=auto` leaves it out
     answers_together = False  # the processes that trained also generate

@@ -1,8 +1,8 @@
 """Tensors in mapped files, so that RAM need not hold them: the system reads and writes them.
 
 They are AdamW's moments, which the CPU updates where weights are in RAM, and it takes mapped memory like any
-other, so nothing else changes: what is learned, checkpoints, and how a run is resumed. Under ZeRO-3, frozen
-weights are so too. A file has no name once it is mapped; the system removes it when the process has ended,
+other, so nothing else changes: what is learned, checkpoints, and how a run is resumed. Under ZeRO-3, weights
+are so too. A file has no name once it is mapped; the system removes it when the process has ended,
 however it ends.
 """
 
@@ -56,14 +56,14 @@ class StatesOnDisk:
         return moment
 
 
-def put_on_disk(tensor: torch.Tensor, folder: Path) -> None:
-    """Gives a tensor of any shape zeros in a mapped file in this folder, in place.
+def put_on_disk(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Gives a tensor of any shape zeros in a mapped file in this folder, in place, and returns it.
 
     Raises:
         StorageError: the disk has no room for it.
     """
     if not tensor.nbytes:
-        return
+        return tensor
     path = folder / f"sft-play-{uuid4().hex}"
     try:
         with path.open("xb") as file:
@@ -77,7 +77,7 @@ def put_on_disk(tensor: torch.Tensor, folder: Path) -> None:
         ) from error
     finally:
         path.unlink(missing_ok=True)
-    tensor.set_(storage, 0, tensor.shape, tensor.stride())
+    return tensor.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def moment_like(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Zero3(Sharded, Zero):
 
     name, label, target, mark, stage = "deepspeed_z3", "ZeRO-3", "train-deepspeed", "Z", 3
     principle = "partitions weights, gradients and optimizer states among the processes"
-    regathers = wraps_shards = for_the_asking = frozen_on_disk = True
+    regathers = wraps_shards = for_the_asking = weights_on_disk = True
     offloads = ("ram",)
     distributed_type_alone = Zero.distributed_type
 
@@ -159,19 +159,42 @@ def _held(step: Step, division: Division, share: int) -> Step:
 def _held_in_ram(step: Step, division: Division, share: int) -> Step:
     """The same in RAM, where gradients are kept in fp32 too, and what is trained is in one pinned block.
 
-    With AdamW's moments on a disk, frozen weights are there too.
+    With AdamW's moments on a disk, all weights are there too.
     """
     element, in_ram = division.element_bytes, division.device == "cuda"
-    if division.states_on_disk and step.bytes_of("adapters"):
-        step = step.without("weights", in_ram=in_ram)
+    trained = "adapters" if step.bytes_of("adapters") else "weights"
     step = step.with_buffers(
-        Buffer("optimizer", FP32 * share, "load", None, in_ram=in_ram),
         Buffer("optimizer", division.state_bytes(share), "forward", None, in_ram=in_ram),
         Buffer("gradients", element * share, "load", None, in_ram=in_ram),
-        Buffer("gradients", FP32 * share, "load", None, in_ram=in_ram),
+        *(
+            Buffer("gradients", FP32 * size, "load", None, in_ram=in_ram)
+            for size in sub_groups(division.trained() or [[share * division.world_size]], division.world_size)
+        ),
     )
+    if division.states_on_disk:
+        return step.without("weights", "adapters", in_ram=in_ram)
+    step = step.with_buffers(Buffer("optimizer", FP32 * share, "load", None, in_ram=in_ram))
     if not in_ram:
         return step
-    trained = "adapters" if step.bytes_of("adapters") else "weights"
     weights = Buffer(trained, element * share, "load", None, in_ram=True)
     return step.without(trained, in_ram=True).with_buffers(weights)
+
+
+def sub_groups(groups: Sequence[Sequence[int]], world_size: int) -> list[int]:
+    """Elements of the fp32 vectors of a process, each pinned for itself.
+
+    Args:
+        groups: elements of the parameters of each of the optimizer's groups.
+        world_size: processes that have a part of each parameter.
+    """
+    zero = deepspeed.read_config(deepspeed.config_file(Zero3.stage))["zero_optimization"]
+    found = []
+    for group in groups:
+        size = 0
+        for elements in group:
+            size += -(-elements // world_size)
+            if size >= zero["sub_group_size"]:
+                found.append(size)
+                size = 0
+        found += [size] if size else []
+    return found

@@ -37,6 +37,7 @@ from sft_play.engines.stored import give_back_freed_memory, put_to_use, require_
 # Of a launcher; ports and addresses are not needed in a group that is there already.
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 BY_ACCELERATE = ("ACCELERATE_USE_DEEPSPEED", "MASTER_ADDR", "MASTER_PORT")  # that it sets
+OPTIMIZER = stage3.DeepSpeedZeroOptimizer_Stage3  # which DeepSpeed's engine looks up there
 # What DeepSpeed leaves on modules, which would call the engine of an earlier training.
 RELEASED = "_PartitionedParameterCoordinator__params_to_release"  # a function that remembers its results
 LEFT = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
@@ -57,7 +58,7 @@ def partition(
         device: where its parts go, "cuda" or "cpu".
         cast_to: 16-bit type of all weights; default their own.
         offload: keep its parts in RAM.
-        folder: for frozen parts that are to be in mapped files, not in RAM.
+        folder: its parts are in mapped files there, not in RAM, and so is what is updated.
 
     Raises:
         ConfigError: what is trained has several types.
@@ -73,14 +74,14 @@ def partition(
             parameter.data = parameter.to(device).data.contiguous()  # with the scales of 4-bit weights
             if cast_to and parameter.is_floating_point():
                 parameter.data = parameter.data.to(getattr(torch, cast_to))
+        undivided: list[Any] = [each for each in unit.parameters() if not hasattr(each, "ds_id")]
         # DeepSpeed moves what is trained to pinned memory of its own
-        frozen: list[Any] = [
-            each for each in unit.parameters() if not (each.requires_grad or hasattr(each, "ds_id"))
-        ]
-        pinned = offload and device == "cuda" and bool(frozen) and not folder
+        frozen = any(not each.requires_grad for each in undivided)
+        pinned = offload and device == "cuda" and frozen and not folder
         Init(module=unit, remote_device="cpu" if offload else None, pin_memory=pinned)
         if folder:
-            _move_to_disk([each.ds_tensor for each in frozen], Path(folder))
+            for each in undivided:
+                each.ds_tensor.data = _on_disk(each.ds_tensor, Path(folder))
         give_back_freed_memory()
     for module in whole.modules():
         for name, buffer in module._buffers.items():
@@ -94,13 +95,40 @@ def partition(
             register_external_parameter(whole, parameter)
     # DeepSpeed would reduce the gradients of a unit before they are computed, if its input needs none
     stage3.z3_leaf_parameter = lambda parameter: False
+    stage3.DeepSpeedZeroOptimizer_Stage3 = TrainsFromFiles.of(Path(folder)) if folder else OPTIMIZER
 
 
-def _move_to_disk(parts: Sequence[Tensor], folder: Path) -> None:
-    for part in parts:
-        mapped = torch.empty_like(part)
-        put_on_disk(mapped, folder)
-        part.data = mapped.copy_(part)
+def _on_disk(part: Tensor, folder: Path, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy in a mapped file."""
+    return put_on_disk(torch.empty_like(part, dtype=dtype), folder).copy_(part)
+
+
+class TrainsFromFiles(OPTIMIZER):  # type: ignore[misc, valid-type]
+    """DeepSpeed's optimizer, with the weights that it trains in mapped files, in their type and in fp32."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> type:
+        """The class for a folder: DeepSpeed calls it without one."""
+        return type(cls.__name__, (cls,), {"folder": folder})
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """A vector for each group, which DeepSpeed would pin in RAM, and to which it moves the weights."""
+        for group in self.trainable_param_groups:
+            elements = sum(parameter.partition_numel() for parameter in group["params"])
+            vector = put_on_disk(torch.empty(elements, dtype=self.dtype), self.folder)
+            self.param_groups_fp16_flat_cpu_memory.append(vector)
+
+    @torch.no_grad()
+    def _create_fp32_partitions(self) -> None:
+        """Copies of these in fp32, which are updated."""
+        parts = zip(self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups_flat_id, strict=True)
+        for part, ids in parts:
+            updated = _on_disk(part, self.folder, torch.float32).requires_grad_()
+            updated.ds_id = f"{ids[0]}_{ids[-1]}"  # type: ignore[attr-defined]
+            self.fp32_partitioned_groups_flat.append(updated)
+        self.subgroup_to_device = dict.fromkeys(range(len(self.fp32_partitioned_groups_flat)), "cpu")
 
 
 @contextmanager

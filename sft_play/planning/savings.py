@@ -41,13 +41,8 @@ def states_on_disk(config: RunConfig, plan: Plan, estimate: Estimator) -> Iterat
     if folder and plan.memory:
         parallel = config.parallel.model_copy(update={"nvme_path": None})
         kept = estimate(config.model_copy(update={"parallel": parallel}), plan, complete=True)
-        files = "AdamW's states and frozen weights" if frozen_on_disk(config, plan) else "AdamW's states"
+        files = "AdamW's states" + " and weights" * engine_of(plan.engine).weights_on_disk
         yield StatesOnDisk(files, folder, _ram(kept) - _ram(plan.memory))
-
-
-def frozen_on_disk(config: RunConfig, plan: Plan) -> bool:
-    """Whether `parallel.nvme_path` has weights as well, which adapters leave as they are."""
-    return config.tuning.mode != "full" and engine_of(plan.engine).frozen_on_disk
 
 
 def _ram(memory: Memory) -> int:

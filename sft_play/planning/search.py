@@ -40,7 +40,7 @@ from sft_play.errors import ConfigError, DoesNotFitError
 from sft_play.plan import Clock, Estimator, Memory, Plan
 from sft_play.planning.drafts import by_offload
 from sft_play.planning.mixes import mixes
-from sft_play.planning.savings import frozen_on_disk, master_weights, states_on_disk
+from sft_play.planning.savings import master_weights, states_on_disk
 from sft_play.planning.spare import at_worst, with_less_sent
 from sft_play.planning.tiles import why_tiled, worth_sizing
 from sft_play.reasons import (
@@ -339,8 +339,8 @@ def _why_offloaded(config: RunConfig, chosen: Plan) -> list[Reason]:
     host = chosen.memory.host if chosen.memory else None
     reason = Offload(chosen.device, engine_of(chosen.engine).label, cause, host)
     if config.parallel.nvme_path:
-        kept = "trained weights" if frozen_on_disk(config, chosen) else "weights"
-        return [replace(reason, held=f"{kept} and gradients")]
+        on_disk = engine_of(chosen.engine).weights_on_disk
+        return [replace(reason, held="gradients" if on_disk else "weights and gradients")]
     return [reason]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sft_play.engines.state import MOMENTS
@@ -109,9 +110,12 @@ def mapped(tensors: Iterable[torch.Tensor]) -> set[bool]:
     return {any(tensor.data_ptr() in place for place in places) for tensor in tensors}
 
 
-def mapped_moments(optimizer: torch.optim.Optimizer) -> set[bool]:
-    """Whether moments of an optimizer are in files: not those that an earlier run has left mapped."""
-    return mapped(part_of(state[key]) for state in optimizer.state.values() for key in MOMENTS)
+def mapped_states(optimizer: torch.optim.Optimizer) -> set[bool]:
+    """Whether moments of an optimizer are in files, and with ZeRO-3 what it updates."""
+    moments = mapped(part_of(state[key]) for state in optimizer.state.values() for key in MOMENTS)
+    trained = (each for group in optimizer.param_groups for each in group["params"])
+    vectors = (each for each in trained if hasattr(each, "ds_id") and not hasattr(each, "ds_tensor"))
+    return moments | mapped(vectors)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed_z3"])
@@ -131,26 +135,34 @@ def test_states_on_a_disk_change_nothing(tiny_model, tmp_path, engine):
     for name, more in kinds.items():
         job = make_job(tiny_model, tmp_path, name, **settings, **more)
         seen = found[name] = set()
-        with process_group(job), watching_steps(lambda each, seen=seen: seen.update(mapped_moments(each))):
+        with process_group(job), watching_steps(lambda each, seen=seen: seen.update(mapped_states(each))):
             train(job)
         assert not list(disk.iterdir())
         assert_equal_weights(tmp_path / name, tmp_path / "ram", "full")
     assert found == {"ram": {False}, "files": {True}, "resumed": {True}}
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_zero3_reads_frozen_weights_from_a_disk(tiny_model, tmp_path, mode):
-    """What is trained stays in RAM, and learns the same."""
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("full", "float32"), ("full", "bfloat16"), ("lora", "auto"), ("qlora", "auto")]
+)
+def test_zero3_reads_weights_from_a_disk(tiny_model, tmp_path, mode, dtype):
+    """Whenever a module is called, and learns the same."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = dict(mode=mode, engine="deepspeed_z3", offload="ram", max_steps=3)
+    settings = dict(mode=mode, dtype=dtype, engine="deepspeed_z3", offload="ram", max_steps=3)
+    found = {}
     for name, folder in (("ram", None), ("files", str(disk))):
-        job = make_job(tiny_model, tmp_path, name, **settings, nvme_path=folder)
-        with process_group(job):
-            weights = list(prepare_session(job).trainer.model.parameters())
-            held = [mapped(w.ds_tensor for w in weights if w.requires_grad == trained) for trained in (0, 1)]
-            assert held == [{bool(folder)}, {False}]
+        job, seen = (
+            make_job(tiny_model, tmp_path, name, **settings, nvme_path=folder),
+            found.setdefault(name, set()),
+        )
+
+        def look(module: torch.nn.Module, *_, seen=seen) -> None:
+            seen.update(mapped(weight.ds_tensor for weight in module.parameters(recurse=False)))
+
+        with process_group(job), register_module_forward_pre_hook(look):
             train(job)
+    assert found == {"ram": {False}, "files": {True}}
     assert not list(disk.iterdir())
     assert_equal_weights(tmp_path / "files", tmp_path / "ram", mode)
 

@@ -1,15 +1,19 @@
 """What each engine makes of a step: its blocks, phase by phase."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
+from sft_play.engines.deepspeed import config_file, read_config
 from sft_play.engines.registry import ALONE, ENGINES, engine_of
 from sft_play.engines.zero2 import Buckets
 from sft_play.engines.zero2_division import parts_of
+from sft_play.engines.zero3 import sub_groups
 from sft_play.sizing.allocator import as_changes, first_steps
 from sft_play.sizing.budget import device_budget
 from sft_play.sizing.memory import estimate
@@ -216,16 +220,37 @@ def test_zero3_leaves_its_share_to_ram_with_gradients_in_fp32_besides():
     assert not any(left.terms[name] for name in held)
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_fp32_vectors_are_deepspeeds(world):
+    """As many, and of the same sizes; at a limit, one parameter above it, and in groups of one."""
+    limit = read_config(config_file(3))["zero_optimization"]["sub_group_size"]
+    groups = [[limit * world, 7], [limit * world - 8, 7, 7 * world, 4 * limit, 1], [5]]
+
+    def parameter(elements: int) -> SimpleNamespace:
+        return SimpleNamespace(partition_numel=lambda: -(-elements // world))
+
+    found = [
+        sum(each.partition_numel() for each in vector)
+        for group in groups
+        for vector in DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups(
+            SimpleNamespace(sub_group_size=limit), [parameter(elements) for elements in group]
+        )
+    ]
+    assert sub_groups(groups, world) == found
+    assert len(found) > len(groups)
+
+
 @pytest.mark.parametrize("frozen", [0, 7_000_000])
-def test_zero3_has_frozen_weights_on_the_disk_beside_the_moments(frozen):
-    """What is trained stays; the states are those of the fp32 weights."""
+def test_zero3_leaves_gradients_in_ram_where_the_rest_is_on_a_disk(frozen):
+    """Frozen weights, trained ones in both types, and the states, which the division leaves out itself."""
     away = replace(division(), device="cpu", offloads=True)
     ram, files = (
         ZERO3.transform(trained_step(frozen=frozen), replace(away, states_on_disk=on_disk)).peaks()
         for on_disk in (False, True)
     )
     for phase, peak in files.items():
-        assert ram[phase].bytes - peak.bytes == frozen, phase
+        assert ram[phase].bytes - peak.bytes == frozen + (2 + 4) * TRAINED, phase
+        assert peak.terms["gradients"] == (2 + 4) * TRAINED
 
 
 def test_zero3_with_offload_on_a_cpu_has_all_of_it_in_its_only_memory():
