@@ -94,15 +94,12 @@ def check_in_force(trainer: Trainer, plan: Plan) -> None:
         raise LaunchError(f"{'; '.join(differ)}: the environment, or a config file of accelerate, changed it")
 
 
-def _weights_held(model: Any, place: str) -> list[str]:
-    """A line about how much of a divided model this process holds, and where; none if it is whole."""
+def _weights_held(model: Any) -> list[str]:
+    """A line about how much of a divided model this process holds; none if it holds all of it."""
     weights = list(model.parameters())
     held = sum(part_of(weight).nbytes for weight in weights)
     whole = sum(whole_elements(weight) * weight.element_size() for weight in weights)
-    if held == whole and place == "none":
-        return []
-    where = "this process" if place == "none" else f"{place.upper()}, for this process"
-    return [f"Weights: {format_bytes(held)} of {format_bytes(whole)} in {where}"]
+    return [f"Weights: {format_bytes(held)} of {format_bytes(whole)} in this process"] if held < whole else []
 
 
 def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -> None:
@@ -114,7 +111,7 @@ def print_banner(trainer: Trainer, plan: Plan, members: list[tuple[int, str]]) -
         f"Distributed type: {accelerator.distributed_type.value}",
         f"Number of processes: {accelerator.num_processes}",
         f"Number of GPUs: {sum(device.startswith('cuda') for _, device in members)}",
-        *_weights_held(trainer.model, plan.offload),
+        *_weights_held(trainer.model),
         f"Mixed precision: {accelerator.mixed_precision}",
         *ignored_lines(ignored),
         *(f"Process {rank} using device: {device}" for rank, device in sorted(members)),
