@@ -6,8 +6,10 @@ launch` sets some from its config file. What is removed is named by the banner o
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, MutableMapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 IGNORED_VARIABLE = "SFT_PLAY_IGNORED"  # names of the removed variables, for the ranks and the banner
 
@@ -83,6 +85,9 @@ def set_environment(*, rank: bool = False) -> None:
     if not WAITING.keys() & os.environ.keys():
         os.environ.update(WAITING)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
+    programs, found = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if programs not in found.split(os.pathsep):  # as in an environment that is not activated
+        os.environ["PATH"] = f"{found}{os.pathsep}{programs}"  # with ninja, by which DeepSpeed builds
 
 
 def settle_environment(environment: MutableMapping[str, str], *, rank: bool) -> None:

@@ -3,8 +3,10 @@
 import logging
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -75,6 +77,16 @@ def test_threads_wait_as_the_user_has_set_it_or_by_our_setting(own, monkeypatch)
     monkeypatch.setattr(os, "environ", dict(os.environ))  # the rest of what it sets stays here
     set_environment()
     assert {name: os.environ[name] for name in WAITING if name in os.environ} == (own or WAITING)
+
+
+@pytest.mark.parametrize("path", [None, "/nowhere", f"/nowhere:{Path(sys.executable).parent}"])
+def test_programs_of_an_environment_that_is_not_activated_are_found(path, monkeypatch):
+    """DeepSpeed builds with ninja, which the lock installs beside Python; what the user has comes first."""
+    monkeypatch.setattr(os, "environ", {"PATH": path} if path else {})
+    set_environment()
+    assert shutil.which("ninja", path=os.environ["PATH"].removeprefix(os.defpath))
+    assert os.environ["PATH"].startswith(path or os.defpath)
+    assert os.environ["PATH"].count(str(Path(sys.executable).parent)) == 1
 
 
 def test_bitsandbytes_recommends_no_package(monkeypatch, caplog):
