@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
@@ -19,25 +21,30 @@ LEAST_CAPABILITY = (7, 0)  # of GPUs that Triton compiles for
 
 
 def require_compiler(config: RunConfig, device: Device, *, here: bool) -> None:
-    """Refuses train.compile on a device that nothing compiles for, and `here` without the compiler.
+    """Refuses train.compile where nothing compiles for the device, and `here` what a compiler is missing for.
 
     Raises:
-        ConfigError: the GPU is too old, or a compiler is missing.
+        ConfigError: the GPU is too old, or something is missing.
     """
-    if not config.train.compile:
-        return
     capability = device.compute_capability
-    if capability is not None and capability < LEAST_CAPABILITY:
+    if config.train.compile and capability is not None and capability < LEAST_CAPABILITY:
         raise ConfigError(
             "train.compile=true: Triton compiles for GPUs of compute capability 7.0 and newer, and this is "
             "{} ({}.{}); set train.compile=false".format(device.name, *capability)
         )
-    missing = _missing(device.kind) if here else None
-    if missing:
-        raise ConfigError(
-            f"train.compile=true needs {missing}, which is not installed; install it, or set "
-            "train.compile=false"
-        )
+    engine = config.parallel.engine
+    # DeepSpeed's own collectives on a CPU are an extension
+    builds = device.kind == "cpu" and engine != "auto" and "deepspeed" in engine_of(engine).packages
+    compiling = [
+        ("train.compile=true", config.train.compile, "train.compile=false"),
+        (f"parallel.engine={engine}", builds, "parallel.engine=ddp"),
+    ]
+    for setting, compiles, other in compiling:
+        missing = _missing(device.kind) if compiles and here else None
+        if missing:
+            raise ConfigError(
+                f"{setting} needs {missing}, which is not installed; install it, or set {other}"
+            )
 
 
 def _missing(device: str) -> str | None:
@@ -46,7 +53,10 @@ def _missing(device: str) -> str | None:
         return "the package triton"
     kind, variable, usual = ("C", "CC", "gcc") if device == "cuda" else ("C++", "CXX", "g++")
     found = os.environ.get(variable, usual)
-    return None if shutil.which(found) else f"a {kind} compiler ({found}; {variable} names another one)"
+    if not shutil.which(found):
+        return f"a {kind} compiler ({found}; {variable} names another one)"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return None if headers.is_file() else f"{headers} (on Debian and Ubuntu of python3-dev)"
 
 
 def require_compilable(config: RunConfig, architecture: Architecture, attention: str, device: Device) -> None:

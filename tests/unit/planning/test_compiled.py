@@ -1,5 +1,7 @@
 """Compiled layers in a plan: where they are refused, in one sentence before anything loads, and what the plan says."""
 
+from dataclasses import replace
+
 import pytest
 from pydantic import ValidationError
 
@@ -72,7 +74,7 @@ def test_adapters_on_weights_of_another_type_than_they_compute_in_are_refused(dt
         plan_run(config, small_config("llama", WIDE), ROWS, what_if("RTX 4090"), 1)
 
 
-def test_old_gpus_and_missing_compilers_are_named(monkeypatch):
+def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
     old = Device(kind="cuda", name="P100", bf16=False, compute_capability=(6, 0))
     with pytest.raises(
         ConfigError, match=r"7.0 and newer, and this is P100 \(6.0\); set train.compile=false"
@@ -83,6 +85,17 @@ def test_old_gpus_and_missing_compilers_are_named(monkeypatch):
     require_compiler(config_of(), cpu, here=False)
     require_compiler(config_of(compile=False), cpu, here=True)
     with pytest.raises(ConfigError, match=r"a C\+\+ compiler \(no-such-compiler; CXX names another one\)"):
+        require_compiler(config_of(), cpu, here=True)
+    for engine in ("deepspeed_z2", "deepspeed_z3"):
+        built = config_of(compile=False, parallel={"engine": engine})
+        require_compiler(built, replace(cpu, kind="cuda"), here=True)  # of a GPU, NCCL
+        with pytest.raises(
+            ConfigError, match=rf"engine={engine} needs a C\+\+ compiler .* set parallel.engine=ddp"
+        ):
+            require_compiler(built, cpu, here=True)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"Python.h \(on Debian and Ubuntu of python3-dev\), which is not"):
         require_compiler(config_of(), cpu, here=True)
 
 
