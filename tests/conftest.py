@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.launch.environment import find_own_programs
 from sft_play.runlog import set_console
 
+find_own_programs()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SFT_PLAY_MAKE"] = "1"  # messages have the targets of make
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -85,9 +85,14 @@ def set_environment(*, rank: bool = False) -> None:
     if not WAITING.keys() & os.environ.keys():
         os.environ.update(WAITING)
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers match nvidia-smi and gpu-info
+    find_own_programs()
+
+
+def find_own_programs() -> None:
+    """Puts the folder of this Python on the PATH, last, where it is not: DeepSpeed builds with ninja."""
     programs, found = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
-    if programs not in found.split(os.pathsep):  # as in an environment that is not activated
-        os.environ["PATH"] = f"{found}{os.pathsep}{programs}"  # with ninja, by which DeepSpeed builds
+    if programs not in found.split(os.pathsep):
+        os.environ["PATH"] = f"{found}{os.pathsep}{programs}"
 
 
 def settle_environment(environment: MutableMapping[str, str], *, rank: bool) -> None:

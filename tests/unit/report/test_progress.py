@@ -24,7 +24,8 @@ def shown(terminal):
     return console.file.getvalue()
 
 
-def test_on_a_terminal_it_moves_and_library_output_is_not_drawn_into_it(capfd):
+def test_on_a_terminal_it_moves_and_library_output_is_not_drawn_into_it(capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # not dumb, as in some editors
     text = shown(terminal=True)
     assert "loading runs/a[1]" in text
     assert "answering the fourth" in text and "reading the first file" in text  # once that is said
