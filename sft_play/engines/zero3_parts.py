@@ -113,6 +113,10 @@ class TrainsFromFiles(OPTIMIZER):  # type: ignore[misc, valid-type]
         """The class for a folder: DeepSpeed calls it without one."""
         return type(cls.__name__, (cls,), {"folder": folder})
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = OPTIMIZER  # again: this one is of a single training
+        super().__init__(*args, **kwargs)
+
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         """A vector for each group, which DeepSpeed would pin in RAM, and to which it moves the weights."""
         for group in self.trainable_param_groups:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero import stage3
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sft_play.engines.state import MOMENTS
 from sft_play.engines.stored import part_of
+from sft_play.engines.zero3_parts import OPTIMIZER
 from sft_play.errors import StorageError
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.train.ranks import process_group
@@ -163,6 +165,7 @@ def test_zero3_reads_weights_from_a_disk(tiny_model, tmp_path, mode, dtype):
         with process_group(job), register_module_forward_pre_hook(look):
             train(job)
     assert found == {"ram": {False}, "files": {True}}
+    assert stage3.DeepSpeedZeroOptimizer_Stage3 is OPTIMIZER  # for what follows in this process
     assert not list(disk.iterdir())
     assert_equal_weights(tmp_path / "files", tmp_path / "ram", mode)
 

@@ -104,11 +104,20 @@ PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGr
 ZERO2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module"
+ZERO = "deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer"
 WRITTEN = [
     ("_z3_optimizer", ZERO3, "p._z3_optimizer = self"),
     ("z3_leaf_parameter", ZERO3, "if z3_leaf_parameter(param):"),
     ("fp16_groups", ZERO3, "self.fp16_groups.append("),
     ("fp32_partitioned_groups_flat", ZERO3, "self.fp32_partitioned_groups_flat.append("),
+    ("fp16_partitioned_groups_flat", ZERO3, "self.fp16_partitioned_groups_flat.append("),
+    ("fp16_partitioned_groups_flat_id", ZERO3, "self.fp16_partitioned_groups_flat_id.append([p.ds_id"),
+    ("trainable_param_groups", ZERO3, "for j, param_group in enumerate(self.trainable_param_groups):"),
+    ("param_groups_fp16_flat_cpu_memory", ZERO3, "self.param_groups_fp16_flat_cpu_memory.append("),
+    ("_create_param_groups_fp16_flat_cpu_memory", ZERO3, "self._create_param_groups_fp16_flat_cpu_memory()"),
+    ("_create_fp32_partitions", ZERO3, "self._create_fp32_partitions()"),
+    ("subgroup_to_device", ZERO3, "self.subgroup_to_device[i] = 'cpu'"),
+    ("DeepSpeedZeroOptimizer_Stage3", ZERO, "import DeepSpeedZeroOptimizer_Stage3"),
     ("pre_bwd_fn", OFFLOAD, '"pre_bwd_fn" not in module.__dict__'),
     ("post_bwd_fn", OFFLOAD, '"post_bwd_fn" not in module.__dict__'),
     ("_local_tensor", "torch.distributed.tensor._api", "_local_tensor: torch.Tensor"),
