@@ -77,6 +77,11 @@ def offload_problem(config: RunConfig, device: str, precision: str) -> str | Non
         )
     if problem := next(filter(None, (engine_of(name).problem(config) for name in able)), None):
         return f"parallel.offload={place}: {problem}"
+    if config.parallel.defer_exchange is True:
+        return (
+            f"parallel.defer_exchange=true does not work with parallel.offload={place}, which moves "
+            "gradients of each micro-batch to RAM; set parallel.defer_exchange=auto, or parallel.offload=none"
+        )
     if device == "cuda" and precision == "fp16":
         return (
             f"parallel.offload={place} does not work with fp16 autocast, which scales gradients on the GPU; "

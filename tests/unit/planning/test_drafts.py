@@ -216,6 +216,17 @@ def test_offloading_that_cannot_be_is_refused(device, settings, said):
         offloaded(device, **settings)
 
 
+def test_gradients_that_are_to_wait_on_the_gpu_are_not_offloaded():
+    run = config()
+    for place, waits in (("ram", "auto"), ("ram", False), ("auto", True)):
+        changed = {"engine": "fsdp2", "offload": place, "defer_exchange": waits}
+        require_possible(run.model_copy(update={"parallel": run.parallel.model_copy(update=changed)}), CPU)
+    changed = {"offload": "ram", "defer_exchange": True}
+    parallel = run.parallel.model_copy(update=changed)
+    with pytest.raises(ConfigError, match=r"defer_exchange=true does not work with parallel.offload=ram, "):
+        require_possible(run.model_copy(update={"parallel": parallel}), CPU)
+
+
 def test_offloading_to_disk_says_what_works_instead():
     with pytest.raises(ValueError, match=r"nvme is no place for all of it; set offload=ram, .* nvme_path="):
         ParallelConfig(offload="nvme")
