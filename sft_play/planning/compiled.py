@@ -52,8 +52,8 @@ def _missing(device: str) -> str | None:
     if device == "cuda" and not find_spec("triton"):
         return "the package triton"
     kind, variable, usual = ("C", "CC", "gcc") if device == "cuda" else ("C++", "CXX", "g++")
-    found = os.environ.get(variable, usual)
-    if not shutil.which(found):
+    found = os.environ.get(variable) or usual
+    if not shutil.which(found.split()[0]):  # as in "ccache g++"
         return f"a {kind} compiler ({found}; {variable} names another one)"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     return None if headers.is_file() else f"{headers} (on Debian and Ubuntu of python3-dev)"

@@ -152,12 +152,10 @@ def test_zero3_reads_weights_from_a_disk(tiny_model, tmp_path, mode, dtype):
     disk = tmp_path / "disk"
     disk.mkdir()
     settings = dict(mode=mode, dtype=dtype, engine="deepspeed_z3", offload="ram", max_steps=3)
-    found = {}
+    found: dict[str, set[bool]] = {}
     for name, folder in (("ram", None), ("files", str(disk))):
-        job, seen = (
-            make_job(tiny_model, tmp_path, name, **settings, nvme_path=folder),
-            found.setdefault(name, set()),
-        )
+        job = make_job(tiny_model, tmp_path, name, **settings, nvme_path=folder)
+        seen = found[name] = set()
 
         def look(module: torch.nn.Module, *_, seen=seen) -> None:
             seen.update(mapped(weight.ds_tensor for weight in module.parameters(recurse=False)))

@@ -1,5 +1,6 @@
 """Compiled layers in a plan: where they are refused, in one sentence before anything loads, and what the plan says."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -93,7 +94,8 @@ def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
             ConfigError, match=rf"engine={engine} needs a C\+\+ compiler .* set parallel.engine=ddp"
         ):
             require_compiler(built, cpu, here=True)
-    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("CXX", f"{sys.executable} g++")  # a program that starts the compiler
+    require_compiler(config_of(), cpu, here=True)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=r"Python.h \(on Debian and Ubuntu of python3-dev\), which is not"):
         require_compiler(config_of(), cpu, here=True)
