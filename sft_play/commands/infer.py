@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # --- chat ---
 
 HELP = "/reset: new chat   /system TEXT: system prompt   /quit   Ctrl-C: stop the answer"
+NO_FOLLOW_UP = "Each starts a new chat; type /reset before a text of yours that is no follow-up."
 SURROGATE = re.compile("[\ud800-\udfff]")  # what stands for bytes that are not UTF-8
 SHOWN_PROMPT = 300  # characters; a longer one is no example to type
 MIN_ANSWER_TOKENS = 16  # that must fit after the prompt
@@ -147,10 +148,12 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
     state = Dialogue(system=config.data.system_prompt)
     console().print(f"{run.path.name} on {model.device}", style="bold", markup=False)
     console().print(HELP, style="dim")
-    if prompts := _prompts_to_try(run):
+    prompts = _prompts_to_try(run)
+    if prompts:
         console().print("Rows that were held out, to try:", style="dim")
         for prompt in prompts:
             console().print(f"  {prompt}", markup=False, highlight=False, soft_wrap=True)
+        console().print(NO_FOLLOW_UP, style="dim")
     while True:
         try:
             line = read("\nyou> ").strip()
@@ -168,6 +171,8 @@ def chat(config: RunConfig, run: RunDir, *, read: Callable[[str], str] = input) 
                 return
             console().print(message, style="dim", markup=False)
         elif line:
+            if line in prompts:  # what it learned and was scored on are questions without a history
+                state.turns.clear()
             state.turns.append({"role": "user", "content": line})
             with quiet_libraries(run.log):
                 _reply(model, tokenizer, state, config)

@@ -281,6 +281,18 @@ def test_a_chat_says_what_to_try(finished, screen):
     assert "held out, to try:\n  the first\n  the second\n" in screen.getvalue()
 
 
+def test_a_row_that_was_held_out_is_answered_without_what_was_said_before(finished, screen):
+    one, other = question_rows()[:2]
+    before = finished.run.summary.read_text() if finished.run.summary.exists() else "{}"
+    update_summary(finished.run, samples=[{"prompt": row["question"]} for row in (one, other)])
+    try:
+        chat(finished.config, finished.run, read=typed(one["question"], other["question"], "/quit"))
+    finally:
+        finished.run.summary.write_text(before)
+    text = screen.getvalue()
+    assert f"\n{one['answer']}\n" in text and f"\n{other['answer']}\n" in text
+
+
 def test_what_is_not_utf_8_is_not_sent(finished, screen):
     chat(finished.config, finished.run, read=typed("w1 \udcff", "/quit"))
     assert "not sent: this is not valid UTF-8" in screen.getvalue()
