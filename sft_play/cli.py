@@ -23,6 +23,7 @@ COMMANDS = ("make ", "sft-play ")  # at the start of a line
 WITHOUT_DOCSTRINGS = (
     "PYTHONOPTIMIZE=2 (python -OO) removes the docstrings that transformers reads; unset it, or set it to 1"
 )
+WITHOUT_CONFIG = "; that of the demo is configs/demo.yaml, and `sft-play init` writes one to edit"
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -108,11 +109,13 @@ def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments
         context = error.ctx
         if context:
             sys.stderr.write(f"{context.get_usage()}\n")
-        unknown = isinstance(error, click.NoSuchOption)
-        settings = _as_settings(words, context.command) if context and unknown else ""
+        settings = ""
+        if context and isinstance(error, click.NoSuchOption):
+            settings = _as_settings(words, context.command)
+            settings = settings or ("" if error.possibilities else _flags_of(context.command))
         files = [word for word in words if word.endswith((".yaml", ".yml"))]
-        if isinstance(error, click.MissingParameter) and files:
-            settings = f"; did you mean --config {shlex.quote(files[0])}?"
+        if isinstance(error, click.MissingParameter) and error.param and error.param.name == "config":
+            settings = f"; did you mean --config {shlex.quote(files[0])}?" if files else WITHOUT_CONFIG
         name = context.command_path if context else program.name
         _write_error(f"{error.format_message().rstrip('.')}{settings}", label=f"{name}: error: ")
         raise SystemExit(2) from None
@@ -121,6 +124,12 @@ def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments
     if not isinstance(args, Arguments):  # --help
         raise SystemExit(args)
     return args
+
+
+def _flags_of(command: click.Command) -> str:
+    """Which flags a command has."""
+    names = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+    return f"; its flags: {', '.join(names)}" if names else ""
 
 
 def _as_settings(words: list[str], command: click.Command) -> str:

@@ -74,7 +74,8 @@ def start(runs: Path, port: int = PORT) -> Server:
         _wait_until_it_answers(server, runs)
     host = socket.gethostname()
     stop_command = "make tb-stop" if runs == DEFAULT_RUNS else f"make tb-stop RUNS={shlex.quote(str(runs))}"
-    console().print(f"TensorBoard: {server.url}   (stop it with `{as_typed(stop_command)}`)")
+    console().print(f"TensorBoard: {server.url}")
+    console().print(f"  stop it: {as_typed(stop_command)}", highlight=False)
     console().print(
         f"  from another machine: ssh -L {server.port}:{LOOPBACK}:{server.port} {host}", highlight=False
     )

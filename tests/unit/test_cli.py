@@ -104,6 +104,7 @@ def test_bitsandbytes_recommends_no_package(monkeypatch, caplog):
         (["--batch_size", "4"], "train.batch_size=4"),
         (["--lr=1e-4", "--bf16", "train.epochs=1"], "train.learning_rate=1e-4 train.mixed_precision=bf16"),
         (["--frobnicate", "1"], None),
+        (["--gpus", "2"], None),  # of plan; here it is --processes
     ],
 )
 def test_a_flag_that_is_a_setting_here_is_shown_as_one(typed, settings, capsys):
@@ -111,13 +112,23 @@ def test_a_flag_that_is_a_setting_here_is_shown_as_one(typed, settings, capsys):
         main(["train", "--config", "configs/demo.yaml", *typed])
     unknown, _, said = capsys.readouterr().err.splitlines()[-1].partition("; ")
     assert "No such option '--" in unknown
-    assert said == (f"settings are written as section.key=value: {settings}" if settings else "")
+    if settings:
+        assert said == f"settings are written as section.key=value: {settings}"
+    else:
+        assert said.startswith("its flags: --config, --processes, --engine, ")
 
 
 def test_a_config_without_its_flag_is_recognized(capsys):
     with pytest.raises(SystemExit):
         parse(["train", "my.yaml"])
     assert capsys.readouterr().err.endswith("Missing option '--config'; did you mean --config my.yaml?\n")
+
+
+def test_without_a_config_it_says_where_one_comes_from(capsys):
+    with pytest.raises(SystemExit):
+        parse(["check"])
+    said = capsys.readouterr().err
+    assert "Missing option '--config'; that of the demo is configs/demo.yaml, and `sft-play init` " in said
 
 
 @pytest.mark.parametrize("flag", ["--local-rank=1", "--local_rank=1"])
