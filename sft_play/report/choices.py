@@ -93,7 +93,7 @@ def chosen_blocks(run: RunRecord) -> Iterator[Block]:
         by_planner = asked is None or asked.value in ("auto", None) or _text(asked.value) != _text(entry)
         origin = "planner" if asked is None or by_planner else _origin(asked)
         rows.append((name, shown(run, name), value, origin))
-    rows.append(("processes", MISSING, str(plan["world_size"]), "command line"))
+    rows.append(("processes", MISSING, str(plan["world_size"]), "launch"))
     yield Table("The plan", ("setting", "asked", "chosen", "origin"), rows, numbers=False)
     yield Text(run.plan["why"] or [NOT_RECORDED])
     if run.plan["alternatives"]:

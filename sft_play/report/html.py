@@ -1,19 +1,21 @@
 """A page of tables, figures and texts, rendered into one self-contained HTML file without scripts."""
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from sft_play.files import write_atomic
 from sft_play.runlog import storing
 from sft_play.secrets import redact
 
 TEMPLATE = "page.html.j2"
+PART = re.compile(r"(?<=\w)[._:](?=[A-Za-z])")  # ends a part of a name: train.|gradient_|checkpointing
 MARK = b'<meta name="generator" content="SFT-Play">'  # at the beginning of each of our pages
 
 
@@ -126,8 +128,13 @@ def _environment() -> Environment:
         # masks before escaping, since an escaped token would not be recognized
         finalize=lambda value: redact(value) if type(value) is str else value,
     )
-    environment.filters |= {"svg": Markup, "masked": redact}
+    environment.filters |= {"svg": Markup, "masked": redact, "wrapped": _wrapped}
     return environment
+
+
+def _wrapped(text: str) -> Markup:
+    """A text whose long names may be wrapped after each part; masked, as `finalize` leaves it alone."""
+    return Markup(PART.sub(r"\g<0><wbr>", str(escape(redact(text)))))
 
 
 def is_page(path: Path) -> bool:

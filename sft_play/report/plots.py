@@ -97,7 +97,7 @@ def curves(
         if level is not None:
             axes.axhline(level, color=ACCENT, linestyle="--", linewidth=1.2)
         if from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a line could lie on the upper edge
         elif _span_decades(lines):
             axes.set_yscale("log")
             axes.yaxis.set_minor_locator(NullLocator())
@@ -177,13 +177,14 @@ class PhaseMemory:
 
 
 def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -> str:
-    """Two bars for each phase: predicted, stacked by term, and measured below it.
+    """Two bars for each phase: predicted, stacked by term, and measured below it, if anything was.
 
     The budget, in bytes, is a line, unless the memory is so far below it that the bars would vanish.
     """
     predicted = [sum(size for *_, size in phase.terms) for phase in phases]
     top = max([*predicted, *(phase.measured or 0 for phase in phases)], default=1) or 1
     scale, unit = next((unit for unit in UNITS if top >= unit[0]), (1, "bytes"))
+    measures = any(phase.measured is not None for phase in phases)
     line = budget if budget and top >= BUDGET_SHOWN_FROM * budget else None
     end = max(1.3 * top, 1.05 * (line or 0))
 
@@ -197,13 +198,13 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
     def draw(axes: Axes) -> list[Hint]:
         hints = []
         for row, phase in enumerate(phases):
-            left = 0.0
+            left, middle = 0.0, row - (0.19 if measures else 0)
             for name, colour, size in phase.terms:
-                axes.barh(row - 0.19, size / scale, 0.36, left=left / scale, color=colour_of(colour))
+                axes.barh(middle, size / scale, 0.36, left=left / scale, color=colour_of(colour))
                 across = (left / scale, (left + size) / scale)
-                hints.append(Hint(f"{name} {format_bytes(size)}", across, (row - 0.37, row - 0.01)))
+                hints.append(Hint(f"{name} {format_bytes(size)}", across, (middle - 0.18, middle + 0.18)))
                 left += size
-            label(axes, int(left), row - 0.19)
+            label(axes, int(left), middle)
             if phase.measured is not None:
                 axes.barh(row + 0.21, phase.measured / scale, 0.3, fc="none", ec=INK, lw=1, hatch="////")
                 label(axes, phase.measured, row + 0.21)

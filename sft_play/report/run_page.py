@@ -19,6 +19,7 @@ from sft_play.report.tables import (
     METRICS,
     MISSING,
     NOT_RECORDED,
+    NOT_YET,
     formatted,
     harness_rows,
     metric_rows,
@@ -87,7 +88,7 @@ def _section(run: RunRecord, name: str, title: str, build: Build) -> Section:
     except OTHER_FORM as error:  # the other sections can still be made
         reason = f"This part of the run's files is damaged ({type(error).__name__}: {error})."
         blocks = [Text([reason], warning=True)]
-    return Section(name, title, blocks or [Text([NOT_RECORDED])])
+    return Section(name, title, blocks or [Text([NOT_YET if run.activity else NOT_RECORDED])])
 
 
 def status_line(run: RunRecord) -> str:
@@ -220,18 +221,17 @@ def _speed(run: RunRecord) -> Iterator[Block]:
     if figure:
         yield Figures([figure])
     percent = "{:.1%}".format
+    measured = summary.get("measured_step_seconds") or run.latest("speed/step_seconds", RECENT)
     rows = [
-        ("optimizer step", step_line(predicted, summary.get("measured_step_seconds"), origin)),
-        (
-            "tokens per second, padding not counted",
-            formatted(summary.get("tokens_per_second"), "{:,.0f}".format),
-        ),
+        ("optimizer step", step_line(predicted, measured, origin)),
+        ("tokens per second, padding not counted", formatted(tokens_per_second(run), "{:,.0f}".format)),
         ("padding", formatted(summary.get("padding_share"), "{:.1%} of all tokens".format)),
         ("model FLOPs utilization", formatted(summary.get("mfu"), percent)),
         ("time spent waiting for data", formatted(summary.get("data_wait"), percent)),
         ("training time, without evaluation", formatted(summary.get("training_seconds"), format_duration)),
     ]
-    yield Table("Time", ("", "value"), rows, numbers=False)
+    known = [row for row in rows if row[1] != MISSING]
+    yield Table("Time", ("", "value"), known, numbers=False)
 
 
 def _data(run: RunRecord) -> Iterator[Block]:

@@ -25,7 +25,8 @@ def memory_blocks(run: RunRecord) -> Iterator[Block]:
     facts = memory_facts(run.summary, "tensors", "reserved by the allocator", "whole process")
     lines = [f"{label}: {line}" for label, line in facts]
     if not measured and run.settings:  # of a run, not of a plan alone
-        lines.append("Nothing was measured by phase: the run had no probe, or did not finish.")
+        why = ": the run had no probe, or did not finish"
+        lines.append(f"Nothing was measured by phase{' yet' if run.activity else why}.")
     if lines:
         yield Text(lines)
 
@@ -50,9 +51,8 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
             needed, context = (
                 format_bytes(size) for size in (memory["process_bytes"], memory["terms"]["context"])
             )
-            caption += (
-                f" It needs {needed}: these tensors, what the allocator holds besides, {context} of context."
-            )
+            besides = f"{context} of context, and what the allocator holds besides"
+            caption += f" It needs {needed}: these tensors, {besides}."
         legend.append(Legend("budget", level=True))
     svg = memory_bars(f"Memory by phase, {said}{' and measured' if measured else ''}", phases, budget)
     return Figures([Figure("Peak memory of each phase, by what takes it", svg, caption, legend)])

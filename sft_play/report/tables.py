@@ -18,6 +18,7 @@ from sft_play.units import counted, format_bytes, format_count, format_duration
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
 NOT_RECORDED = "Nothing was recorded."
+NOT_YET = "Nothing yet: this is written when the run ends."
 SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 400  # of each text on the console; files have the full texts
 

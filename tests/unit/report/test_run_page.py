@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ def section(page: str, name: str) -> str:
     """The texts of a section, without tags, in one line."""
     found = re.search(rf'<section id="{name}".*?</section>', page, re.DOTALL)
     assert found, name
-    return html.unescape(" ".join(re.sub(r"<[^>]+>", " ", found[0]).split()))
+    return html.unescape(" ".join(re.sub(r"<[^>]+>", " ", found[0].replace("<wbr>", "")).split()))
 
 
 def page_of(run) -> str:
@@ -128,8 +129,21 @@ def test_a_run_that_failed_half_way_shows_what_there_is(tmp_path):
     assert re.search(r"<dt>peak memory, predicted</dt><dd>1.00 GiB", page)
     assert "Nothing was recorded" in section(page, "scores")
     assert "Nothing was measured by phase" in section(page, "memory")
-    assert "predicted 500 ms, measured n/a" in section(page, "speed")
+    assert "predicted 500 ms, measured 600 ms" in section(page, "speed")
     assert "Nothing was recorded" not in section(page, "training") + section(page, "data")
+
+
+def test_a_run_that_is_running_says_what_comes_later(tmp_path):
+    run = read_run(train(begin(tmp_path / "live"), steps=7).path)
+    page = render(run_page(replace(run, activity="running")))
+    for name in ("answers", "scores", "scaling"):
+        assert "Nothing yet: this is written when the run ends." in section(page, name)
+    assert "Nothing was measured by phase yet." in section(page, "memory")
+    assert "n/a" not in section(page, "speed")
+
+
+def test_names_of_settings_may_be_wrapped_between_their_parts(page):
+    assert "train.<wbr>effective_<wbr>batch_<wbr>size" in page and "0.001" in page
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
