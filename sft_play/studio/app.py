@@ -111,7 +111,7 @@ class Studio:
     def _compare(self, request: Request) -> Response:
         names = list(dict.fromkeys(request.args.getlist("run")))
         if not 2 <= len(names) <= COLOURS:
-            raise BadRequest(f"{len(names)} runs are marked; comparing takes 2 to {COLOURS}: go back to Runs")
+            raise BadRequest(f"mark 2 to {COLOURS} runs in the list to compare them; marked: {len(names)}")
         # the earliest first: the others are compared with it
         versions = tuple(sorted(map(self._version, names), key=planned))
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from sft_play.spelling import as_typed
+
 LONGEST_QUEUE = 4  # plans that are made or wait
 KEPT = 64  # answers
 LIMIT_S = 1800.0  # of a plan; all common GPUs by each method take ten minutes on two busy cores
@@ -48,9 +50,8 @@ class Question:
     def command(self) -> str:
         """What answers the same in a shell."""
         named = {"MODEL": self.model, "GPU": self.gpu, "NGPU": self.gpus, "MODE": self.method}
-        return " ".join(
-            ["make plan", *(f"{name}={shlex.quote(str(value))}" for name, value in named.items() if value)]
-        )
+        settings = (f"{name}={shlex.quote(str(value))}" for name, value in named.items() if value)
+        return as_typed(" ".join(["make plan", *settings]))
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_two_runs_are_compared_and_one_is_not_enough(browser):
     assert "2 runs of SFT-Play compared" in page.text and "Key numbers" in page.text
     for query in ("", "?run=one", "?run=one&run=one", "?" + "&".join(f"run={n}" for n in range(9))):
         answer = browser.get(f"/compare{query}")
-        assert answer.status_code == 400 and "comparing takes 2 to 8" in answer.text
+        assert answer.status_code == 400 and "Mark 2 to 8 runs in the list" in answer.text
     assert browser.get("/compare?run=one&run=none").status_code == 404
 
 

@@ -7,6 +7,7 @@ import psutil
 import pytest
 from werkzeug.test import Client
 
+from sft_play.spelling import BY_MAKE
 from sft_play.studio.app import Studio
 from sft_play.studio.planner import Answer, Busy, Planner, Question, Waiting
 
@@ -42,6 +43,12 @@ def answer_of(planner: Planner, question: Question, within_s: float = 20) -> Ans
 
 SLEEP = "import time; time.sleep(600)"
 ECHO = "import json, sys; print(json.dumps(sys.argv[1:]and{'words': sys.argv[1:]}))"
+
+
+def test_without_make_a_question_is_a_command_of_sft_play(monkeypatch):
+    monkeypatch.delenv(BY_MAKE)
+    question = Question("m", "NVIDIA L4", 2, "qlora")
+    assert question.command == "sft-play plan --model m --gpu 'NVIDIA L4' --gpus 2 tuning.mode=qlora"
 
 
 def test_a_question_is_the_command_that_a_person_types():
