@@ -112,10 +112,13 @@ def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments
         settings = ""
         if context and isinstance(error, click.NoSuchOption):
             settings = _as_settings(words, context.command)
-            settings = settings or ("" if error.possibilities else _flags_of(context.command))
+            if not settings and not error.possibilities:
+                settings = _flags_of(context.command)
         files = [word for word in words if word.endswith((".yaml", ".yml"))]
         if isinstance(error, click.MissingParameter) and error.param and error.param.name == "config":
-            settings = f"; did you mean --config {shlex.quote(files[0])}?" if files else WITHOUT_CONFIG
+            settings = WITHOUT_CONFIG
+            if files:
+                settings = f"; did you mean --config {shlex.quote(files[0])}?"
         name = context.command_path if context else program.name
         _write_error(f"{error.format_message().rstrip('.')}{settings}", label=f"{name}: error: ")
         raise SystemExit(2) from None
@@ -129,7 +132,7 @@ def parse(argv: list[str] | None, program: click.Command = PROGRAM) -> Arguments
 def _flags_of(command: click.Command) -> str:
     """Which flags a command has."""
     names = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
-    return f"; its flags: {', '.join(names)}" if names else ""
+    return f"; its flags: {', '.join(names or ['none'])}"
 
 
 def _as_settings(words: list[str], command: click.Command) -> str:

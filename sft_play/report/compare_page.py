@@ -69,7 +69,8 @@ def _differences(runs: Sequence[RunRecord]) -> Block:
     """The settings whose values are not the same in all runs, and whether their data was the same."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in ALIKE)
     rows = [(name, *(shown(run, name) for run in runs)) for name in names]
-    rows.append(("fingerprint of the data", *(str(run.data.get("fingerprint", MISSING))[:12] for run in runs)))
+    fingerprints = (str(run.data.get("fingerprint", MISSING)) for run in runs)
+    rows.append(("fingerprint of the data", *(text[:12] for text in fingerprints)))
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if not rows:
         return Text(["All settings are the same."])

@@ -198,7 +198,7 @@ def memory_bars(title: str, phases: Sequence[PhaseMemory], budget: int | None) -
     def draw(axes: Axes) -> list[Hint]:
         hints = []
         for row, phase in enumerate(phases):
-            left, middle = 0.0, row - (0.19 if measures else 0)
+            left, middle = 0.0, row - 0.19 * measures
             for name, colour, size in phase.terms:
                 axes.barh(middle, size / scale, 0.36, left=left / scale, color=colour_of(colour))
                 across = (left / scale, (left + size) / scale)

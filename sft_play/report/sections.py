@@ -25,8 +25,8 @@ def memory_blocks(run: RunRecord) -> Iterator[Block]:
     facts = memory_facts(run.summary, "tensors", "reserved by the allocator", "whole process")
     lines = [f"{label}: {line}" for label, line in facts]
     if not measured and run.settings:  # of a run, not of a plan alone
-        why = ": the run had no probe, or did not finish"
-        lines.append(f"Nothing was measured by phase{' yet' if run.activity else why}.")
+        why = (run.activity and " yet") or ": the run had no probe, or did not finish"
+        lines.append(f"Nothing was measured by phase{why}.")
     if lines:
         yield Text(lines)
 
