@@ -109,7 +109,7 @@ FLOOR = .venv-floor
 RECORDED = tests/unit/sizing/test_benchmark_results.py::test_steps_of_the_cpu_are_predicted_again_within_the_targets
 # Optional packages, each with a lock of what it adds: the extras of pyproject.toml, but for mlflow and trackio: these need an
 # older pyarrow and an older pillow than requirements.lock has.
-LOCKED_EXTRAS = browser documents export kernels liger lm-eval schedulefree site wandb
+LOCKED_EXTRAS = browser documents export float8 kernels liger lm-eval schedulefree site wandb
 COMMA = ,
 CHOSEN = $(subst $(COMMA), ,$(EXTRAS))
 UNKNOWN_EXTRAS = $(filter-out $(LOCKED_EXTRAS),$(CHOSEN))
@@ -439,7 +439,7 @@ bench-sharded-gpu: $(READY) ## Measure models that are divided among GPUs
 	$(PY) -m benchmarks.sharded_gpu $(WORDS)
 
 .PHONY: gpu-proof
-gpu-proof: $(READY) $(VENV)/.ready-liger $(VENV)/.ready-kernels ## Run tests and benchmarks on a GPU, part by part
+gpu-proof: $(READY) $(VENV)/.ready-liger $(VENV)/.ready-kernels $(VENV)/.ready-float8 ## Run tests and benchmarks on a GPU, part by part
 	$(PY) -m benchmarks.gpu_proof $(WORDS)
 
 .PHONY: bench-scaling

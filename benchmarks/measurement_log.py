@@ -12,7 +12,7 @@ import torch
 from sft_play.fingerprints import installed_versions
 
 RESULTS = Path(__file__).parent / "results"
-KERNELS = ("triton", "liger-kernel", "kernels", "flash-attn")  # packages that bring some
+KERNELS = ("triton", "liger-kernel", "kernels", "flash-attn", "torchao")  # packages that bring some
 PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", *KERNELS)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sft_play.model import liger
+from sft_play.model import float8, liger
 from sft_play.model.attention_choice import is_installed
 from sft_play.model.attention_table import ATTENTIONS, Capability, within
 from sft_play.units import format_bytes
@@ -15,6 +15,7 @@ SIDES = ("sft-play", "trl")
 CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "liger": {"train": {"kernels": "liger"}},
     "compiled": {"train": {"compile": True}},
+    "float8": {"train": {"compile": True, "float8": True}},
     "flash_attention_3": {"model": {"attention": "flash_attention_3"}},
     "flash_attention_2": {"model": {"attention": "flash_attention_2"}},
     "adamw_8bit": {"train": {"optimizer": "adamw_8bit"}},
@@ -24,8 +25,11 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
 def left_out(device_type: str, capability: Capability | None) -> dict[str, str]:
     """The choices that cannot be timed on a device, and why, or what to type for that."""
     if device_type != "cuda":
-        return dict.fromkeys(("liger", "flash_attention_3", "flash_attention_2"), "needs a GPU")
-    found = {} if liger.is_installed() else {"liger": "run `make install EXTRAS=liger`"}
+        return dict.fromkeys(("liger", "float8", "flash_attention_3", "flash_attention_2"), "needs a GPU")
+    installed = {"liger": liger.is_installed(), "float8": float8.is_installed()}
+    found = {name: f"run `make install EXTRAS={name}`" for name, here in installed.items() if not here}
+    if capability and not within(capability, float8.GPUS):
+        found["float8"] = "has no kernels for this GPU"
     for name, row in ((name, row) for name, row in ATTENTIONS.items() if row.is_package):
         if capability and not within(capability, row.gpus):
             found[name] = f"{row.joined.label} is not made for this GPU"
@@ -38,7 +42,8 @@ def left_out(device_type: str, capability: Capability | None) -> dict[str, str]:
 
 def sides(device_type: str, mode: str, capability: Capability | None = None) -> tuple[str, ...]:
     """All that train in this mode of tuning on a device."""
-    never = {*left_out(device_type, capability), *(["compiled"] if mode == "qlora" else [])}
+    other_modes = {"qlora": {"compiled", "float8"}, "lora": {"float8"}}.get(mode, set())
+    never = {*left_out(device_type, capability), *other_modes}
     return (*SIDES, *(name for name in CHOICES if name not in never))
 
 

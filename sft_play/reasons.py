@@ -334,17 +334,17 @@ class AttentionKernel(Reason):
     calls: Literal["one", "each_row", "padded"]
 
 
-class AttentionOff(Reason):
-    """A package of attention that the GPU and the model could run, and that is off."""
+class Unproven(Reason):
+    """What the GPU and the model could run, and what is off until `make gpu-proof` has seen it win."""
 
     label: str
-    setting: str  # of model.attention, which takes it
+    setting: str  # that takes it
 
 
 class CompiledLayers(Reason):
     """Whether torch.compile compiles the decoder layers, which the prediction does not count on."""
 
-    compiled: Literal["on", "off"]
+    compiled: Literal["on", "off", "float8"]
 
 
 class LayerKernels(Reason):

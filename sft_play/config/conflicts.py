@@ -6,7 +6,29 @@ if TYPE_CHECKING:
     from sft_play.config.schema import RunConfig
 
 
-def not_compiled(config: "RunConfig") -> str | None:
+def compiler_problem(config: "RunConfig") -> str | None:
+    """Why layers cannot be compiled, or not multiply in float8; None if they can, or nobody asks for it."""
+    mode, train = config.tuning.mode, config.train
+    if train.float8 and mode != "full":
+        return (
+            f"train.float8=true does not work with tuning.mode={mode}, whose frozen weights need no float8 "
+            "for their gradients: only with full fine-tuning; set tuning.mode=full, or train.float8=false"
+        )
+    if train.float8 and not train.compile:
+        return (
+            "train.float8=true needs compiled layers: without, it writes copies in fp32 of all inputs and "
+            "weights; set train.compile=true, or train.float8=false"
+        )
+    if train.compile and (found := _not_compiled(config)):
+        return (
+            f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
+            "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
+            "or with parallel.engine=ddp; change it, or set train.compile=false"
+        )
+    return None
+
+
+def _not_compiled(config: "RunConfig") -> str | None:
     """The setting with which layers cannot be compiled; None if there is none."""
     tuning, train, parallel = config.tuning, config.train, config.parallel
     settings = {

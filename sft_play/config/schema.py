@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
-from sft_play.config.conflicts import needs_whole_rows, not_compiled, not_gathered
+from sft_play.config.conflicts import compiler_problem, needs_whole_rows, not_gathered
 from sft_play.config.data import DataConfig
 from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
 from sft_play.config.section import Section
@@ -181,6 +181,9 @@ class TrainConfig(Section):
     compile: bool = False
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
     DDP; the first step takes longer. Off until `make gpu-proof` has seen it win on a GPU."""
+    float8: bool = False
+    """Let linear layers of compiled decoder layers multiply in float8, for full fine-tuning in bf16 on Ada,
+    Hopper and B200; steps are rounded more. Off until `make gpu-proof` has seen it win on a GPU."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
@@ -375,12 +378,8 @@ class RunConfig(Section):
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
                 "train.lr_schedule=constant"
             )
-        if self.train.compile and (found := not_compiled(self)):
-            raise ValueError(
-                f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
-                "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
-                "or with parallel.engine=ddp; change it, or set train.compile=false"
-            )
+        if problem := compiler_problem(self):
+            raise ValueError(problem)
         if setting := not_gathered(self):
             raise ValueError(
                 f"{setting} does not work with parallel.engine={self.parallel.engine}, only with fsdp2 or "

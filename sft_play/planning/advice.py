@@ -141,8 +141,9 @@ def _kinds(request: Request) -> Iterator[list[Settings]]:
     if config.tuning.mode == "full" and device.bf16 and choose_precision(config, device)[0] == "float32":
         yield [{"model.dtype": "bfloat16"}]
     lighter = lighter_modes(config.tuning.mode, config.tuning.lora.init)
+    bf16 = {"train.float8": False} if train.float8 else {}
     plain = {"train.compile": False} if train.compile else {}
-    yield [{"tuning.mode": mode} | (plain if mode == "qlora" else {}) for mode in lighter]
+    yield [{"tuning.mode": mode} | bf16 | (plain if mode == "qlora" else {}) for mode in lighter]
     lengths = [int(request.facts.longest_row * share) // 64 * 64 for share in SHARES]
     yield [{"model.max_seq_len": length} for length in lengths if length]
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
-from sft_play.model.attention_table import NAME
+from sft_play.model import float8
+from sft_play.model.attention_table import NAME, within
 from sft_play.plan import Device, Plan
 from sft_play.planning.drafts import choose_precision
-from sft_play.reasons import CompiledLayers, Reason
+from sft_play.reasons import CompiledLayers, Reason, Unproven
 from sft_play.sizing import questions
 from sft_play.sizing.architecture import Architecture
 from sft_play.units import AUTOCAST
@@ -63,8 +64,8 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
     """Refuses to compile layers with which it was not measured, or takes more memory than is predicted.
 
     Raises:
-        ConfigError: the attention is not ours, layers have experts or carry a state, or adapters compute in
-            another type than that of the frozen weights.
+        ConfigError: the attention is not ours, layers have experts or carry a state, adapters compute in
+            another type than that of the frozen weights, or layers cannot multiply in float8.
     """
     if not config.train.compile:
         return
@@ -86,12 +87,30 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
             "train.compile=true compiles layers of attention and a dense feed-forward part, and "
             f"{architecture.config.model_type} has {besides}; set train.compile=false"
         )
+    if config.train.float8:
+        _require_float8(architecture, AUTOCAST.get(autocast.precision, dtype))
+
+
+def _require_float8(architecture: Architecture, computes_in: str) -> None:
+    """Refuses float8 in place of products that are not in bf16, or if no layer can multiply in it."""
+    if computes_in != "bfloat16":
+        raise ConfigError(
+            f"train.float8=true replaces products in bf16, and this run computes in {computes_in}; set "
+            "train.mixed_precision=bf16, or train.float8=false"
+        )
+    if not architecture.ask(questions.float8_layers):
+        raise ConfigError(
+            "train.float8=true serves linear layers of decoder layers whose sizes are multiples of "
+            f"{float8.MULTIPLE}, and {architecture.config.model_type} has none; set train.float8=false"
+        )
 
 
 def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
-    """That layers are compiled, or, on a GPU where they could be, why not."""
+    """That layers are compiled and multiply in float8, or, on a GPU where they could, why they do not."""
+    if config.train.float8:
+        return [CompiledLayers("float8")]
     if config.train.compile:
-        return [CompiledLayers("on")]
+        return [CompiledLayers("on"), *_float8_off(config, plan, architecture)]
     could = (
         plan.device == "cuda"
         and config.tuning.mode != "qlora"
@@ -104,5 +123,20 @@ def compiled_reasons(config: RunConfig, plan: Plan, architecture: Architecture) 
         and (config.tuning.mode == "full" or plan.dtype == AUTOCAST.get(plan.mixed_precision, "float32"))
         and (plan.compute_capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
     )
-    off = could and architecture.ask(questions.besides_dense_layers) is None
-    return [CompiledLayers("off")] if off else []
+    if not could or architecture.ask(questions.besides_dense_layers):
+        return []
+    return [CompiledLayers("off"), *_float8_off(config, plan, architecture)]
+
+
+def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> list[Reason]:
+    """That layers, which can be compiled, do not multiply in float8, on a GPU where they could."""
+    could = (
+        plan.device == "cuda"
+        and config.tuning.mode == "full"
+        and AUTOCAST.get(plan.mixed_precision, plan.dtype) == "bfloat16"
+        and plan.compute_capability is not None
+        and within(plan.compute_capability, float8.GPUS)
+        and architecture.ask(questions.float8_layers) > 0
+    )
+    takes = "train.float8=true" + (" with train.compile=true" if not config.train.compile else "")
+    return [Unproven("float8", takes)] if could else []

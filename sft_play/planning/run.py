@@ -8,7 +8,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.engines.registry import label_of
 from sft_play.errors import ConfigError, DoesNotFitError, UntraceableModel
 from sft_play.machine.gpus import Machine
-from sft_play.model import liger
+from sft_play.model import float8, liger
 from sft_play.model.attention_table import ATTENTIONS, NAME, within
 from sft_play.plan import EARLIER, PROFILED, Device, Estimator, Memory, Plan
 from sft_play.planning.clock import batches_of, plan_clock
@@ -23,7 +23,6 @@ from sft_play.planning.speed import collectives_of, host_link, links_of, profile
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons import (
     AssumedRows,
-    AttentionOff,
     Communication,
     Decomposed,
     LayerKernels,
@@ -35,6 +34,7 @@ from sft_play.reasons import (
     Reason,
     SecondsOfEarlierRun,
     UnknownFreeMemory,
+    Unproven,
     Untraceable,
 )
 from sft_play.report.progress import describe
@@ -171,8 +171,10 @@ def _about_the_step(
 
 
 def _require_kernels(config: RunConfig, architecture: Architecture, device: Device, *, here: bool) -> None:
-    """Refuses train.kernels or train.compile that device or model cannot run, or that are missing `here`."""
+    """Refuses kernels and compiled layers that device or model cannot run, or that are missing `here`."""
     require_compiler(config, device, here=here)
+    if config.train.float8:
+        float8.require_runnable(device.kind, device.name, device.compute_capability, here=here)
     if config.train.kernels == "liger":
         liger.require_runnable(device.kind, device.compute_capability, here=here)
         architecture.ask(questions.require_liger_modules)
@@ -190,7 +192,7 @@ def attention_reasons(config: RunConfig, plan: Plan, architecture: Architecture)
         architecture.ask(questions.attention, name, plan.device, capability, dtype)
     except ConfigError:  # nobody asked for it
         return []
-    return [AttentionOff(row.joined.label, name)]
+    return [Unproven(row.joined.label, f"model.attention={name}")]
 
 
 def layer_kernels(

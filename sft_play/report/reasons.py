@@ -31,9 +31,7 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.PrefetchedLayers: (
         "weights are gathered {layers} layers ahead, which the memory counts and the predicted seconds do not"
     ),
-    reasons.AttentionOff: (
-        "{label} is off, since no proof on a GPU has seen it win yet; model.attention={setting} takes it"
-    ),
+    reasons.Unproven: "{label} is off, since no proof on a GPU has seen it win yet; {setting} takes it",
     reasons.Noise: "NEFTune: noise within {alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings",
     reasons.Corrected: (
         "corrected by an earlier probe of this kind of step: memory above the weights x {ratio:.3f}"
@@ -77,6 +75,8 @@ BY_FACT: dict[type[reasons.Reason], tuple[str, dict[str, str]]] = {
         "compiles them",
         "on": "layers are compiled, as set in the config; memory and seconds are predicted for layers "
         "that are not, and the first step takes longer",
+        "float8": "layers are compiled and multiply in float8, as set in the config; memory and seconds are "
+        "predicted for layers that do neither, and the first step takes longer",
     }),
     reasons.GatheredWeights: ("cause", {
         "kept": f"{KEPT}, as set in the config or as the run began",

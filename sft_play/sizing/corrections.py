@@ -85,7 +85,8 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
         total_steps=0, step_seconds=None, step_seconds_origin=PROFILED, memory=None, why=(), alternatives=(),
     )  # fmt: skip
     tuning, tokens = config.tuning.model_dump_json(), len(config.model.new_tokens)
-    settings = tuning, tokens, config.train.optimizer, config.eval.batch_size, config.train.compile
+    train = config.train
+    settings = tuning, tokens, train.optimizer, config.eval.batch_size, train.compile, train.float8
     return entry("probes", architecture, device, settings, asdict(kind), step_code())
 
 

@@ -165,6 +165,17 @@ def require_liger_modules(config: "PretrainedConfig") -> int:
     )
 
 
+def float8_layers(config: "PretrainedConfig") -> int:
+    """How many linear layers of the model can multiply in float8."""
+    from sft_play.model.architecture import decoder_layers, empty_model
+    from sft_play.model.float8 import is_served
+
+    try:
+        return sum(is_served(module) for module in decoder_layers(empty_model(config))[2].modules())
+    except LookupError:
+        return 0
+
+
 def besides_dense_layers(config: "PretrainedConfig") -> str | None:
     """What the decoder layers have besides attention and a dense feed-forward part; None if nothing."""
     from sft_play.model.architecture import empty_model

@@ -127,6 +127,7 @@ TRAIN = (
     "weight_decay",
     "neftune_noise_alpha",
     "router_aux_loss_coef",
+    "float8",
 )
 ROWS = tuple(f"data.{split}_path" for split in SPLITS)  # compared by a hash
 # The state of the checkpoint does not fit another value of these.

@@ -15,6 +15,7 @@ from sft_play.engines.ddp import bucket_mib
 from sft_play.engines.registry import engine_of
 from sft_play.errors import ConfigError
 from sft_play.job import Job
+from sft_play.model import float8
 from sft_play.model.architecture import flop_sizes, flops_per_token, units_of
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import build_model
@@ -83,6 +84,8 @@ def open_session(job: Job, model: torch.nn.Module, rows: TrainingRows, meter: Me
     """TRL's trainer over our rows, with our callbacks; the meter was started before the model was loaded."""
     if job.plan.device == "cpu":
         keep_freed_memory()
+    if job.config.train.float8:
+        float8.convert_layers(model)
     if job.config.train.compile:
         compile_layers(model)
     reporter = Reporter(job.plan, rows, job.run, meter, main=job.ranks.is_main, flops_share=flops_share(job))
