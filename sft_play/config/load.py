@@ -12,7 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sft_play.config.aliases import ALIASES, NOT_BUILT
+from sft_play.config.aliases import ALIASES
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, kind_of
 from sft_play.resources import located, shipped_configs
@@ -279,8 +279,6 @@ def _keys_of(section: tuple) -> list[str]:
 
 def _nearest(key: str, section: tuple) -> str:
     allowed = _keys_of(section)
-    if key in NOT_BUILT:
-        return NOT_BUILT[key]
     if key in ALIASES and all(isinstance(part, str) for part in section):
         return f"unknown key; did you mean {ALIASES[key]}?"
     close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.51)

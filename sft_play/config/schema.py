@@ -182,8 +182,8 @@ class TrainConfig(Section):
     """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
     DDP; the first step takes longer. Off until `make gpu-proof` has seen it win on a GPU."""
     float8: bool = False
-    """Let linear layers of compiled decoder layers multiply in float8, for full fine-tuning in bf16 on Ada,
-    Hopper and B200; steps are rounded more. Off until `make gpu-proof` has seen it win on a GPU."""
+    """Let linear layers of compiled decoder layers multiply in float8 (torchao) in place of bf16, for full
+    fine-tuning on Ada, Hopper and B200: rounds more. Off until `make gpu-proof` has seen it win on a GPU."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None

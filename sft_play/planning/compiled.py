@@ -88,15 +88,16 @@ def require_compilable(config: RunConfig, architecture: Architecture, attention:
             f"{architecture.config.model_type} has {besides}; set train.compile=false"
         )
     if config.train.float8:
-        _require_float8(architecture, AUTOCAST.get(autocast.precision, dtype))
+        _require_float8(architecture, dtype, autocast.precision)
 
 
-def _require_float8(architecture: Architecture, computes_in: str) -> None:
-    """Refuses float8 in place of products that are not in bf16, or if no layer can multiply in it."""
-    if computes_in != "bfloat16":
+def _require_float8(architecture: Architecture, dtype: str, precision: str) -> None:
+    """Refuses float8 with types with which it was not measured, or if no layer can multiply in it."""
+    if (dtype, precision) != ("float32", "bf16"):
         raise ConfigError(
-            f"train.float8=true replaces products in bf16, and this run computes in {computes_in}; set "
-            "train.mixed_precision=bf16, or train.float8=false"
+            "train.float8=true multiplies float32 weights under bf16 autocast; with others it may take more "
+            f"memory than is predicted, and these are {dtype} with train.mixed_precision={precision}; set "
+            "model.dtype=float32 and train.mixed_precision=bf16, or train.float8=false"
         )
     if not architecture.ask(questions.float8_layers):
         raise ConfigError(
@@ -133,7 +134,7 @@ def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> li
     could = (
         plan.device == "cuda"
         and config.tuning.mode == "full"
-        and AUTOCAST.get(plan.mixed_precision, plan.dtype) == "bfloat16"
+        and (plan.dtype, plan.mixed_precision) == ("float32", "bf16")
         and plan.compute_capability is not None
         and within(plan.compute_capability, float8.GPUS)
         and architecture.ask(questions.float8_layers) > 0

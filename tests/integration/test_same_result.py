@@ -14,6 +14,7 @@ from sft_play.model import compilation
 from sft_play.train.run import train
 from tests.conftest import VOCABULARY, token_rows
 from tests.integration.jobs import SEQ, losses, make_job
+from tests.packages import needs_torchao
 from tests.rounding import assert_same_values, summed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,10 +177,11 @@ def test_resume_equals_no_interruption_bit_for_bit(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_so_it_does_with_compiled_layers(tiny_model, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=needs_torchao)])
+def test_so_it_does_with_compiled_layers_and_float8(tiny_model, tmp_path, monkeypatch, capsys, float8):
     """The graphs run without code of their own, which takes a minute to compile; each run makes them anew."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    settings = dict(mode="full", compile=True, max_steps=4, save_steps=2, batch_size=8)
+    settings = dict(mode="full", compile=True, float8=float8, max_steps=4, save_steps=2, batch_size=8)
     found = []
     for folder, resume in (("whole", "never"), ("cut", "auto")):
         torch._dynamo.reset()

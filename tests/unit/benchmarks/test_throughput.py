@@ -70,13 +70,20 @@ def test_a_choice_is_compared_with_ours():
 
 def test_a_choice_is_a_side_only_where_it_runs_and_the_others_say_why(monkeypatch):
     assert throughput_sides.sides("cpu", "full") == (*SIDES, "compiled", "adamw_8bit")
-    monkeypatch.setattr(throughput_sides.liger, "is_installed", lambda: False)
+    for package in (throughput_sides.liger, throughput_sides.float8):
+        monkeypatch.setattr(package, "is_installed", lambda: False)
     monkeypatch.setattr(throughput_sides, "is_installed", lambda row: "kernels" in row.modules)
-    assert throughput_sides.left_out("cuda", (8, 0)) == {
+    assert throughput_sides.left_out("cuda", (9, 0)) == {
         "liger": "run `make install EXTRAS=liger`",
+        "float8": "run `make install EXTRAS=float8`",
         "flash_attention_2": "needs a package that has flash_attn",
     }
-    monkeypatch.setattr(throughput_sides.liger, "is_installed", lambda: True)
+    assert throughput_sides.left_out("cuda", (8, 0))["float8"] == "has no kernels for this GPU"
+    for package in (throughput_sides.liger, throughput_sides.float8):
+        monkeypatch.setattr(package, "is_installed", lambda: True)
+    assert throughput_sides.sides("cuda", "full", (9, 0)) == (
+        *SIDES, "liger", "compiled", "float8", "flash_attention_3", "adamw_8bit",
+    )  # fmt: skip
     assert throughput_sides.sides("cuda", "lora", (9, 0)) == (
         *SIDES, "liger", "compiled", "flash_attention_3", "adamw_8bit",
     )  # fmt: skip
@@ -86,5 +93,7 @@ def test_a_choice_is_a_side_only_where_it_runs_and_the_others_say_why(monkeypatc
 
 @pytest.mark.parametrize("choice", throughput_sides.CHOICES)
 def test_each_choice_is_a_config(choice, tmp_path):
-    config = throughput.run_config(LORA, make_rows(LORA, 300), tmp_path, **throughput_sides.CHOICES[choice])
-    assert config != throughput.run_config(LORA, make_rows(LORA, 300), tmp_path)
+    (course,) = (course for course in QUICK if course.mode == "full")
+    rows = make_rows(course, 300)
+    config = throughput.run_config(course, rows, tmp_path, **throughput_sides.CHOICES[choice])
+    assert config != throughput.run_config(course, rows, tmp_path)

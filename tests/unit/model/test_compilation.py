@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.context import spec_of
 from benchmarks.sizing import build
 from benchmarks.small_models import WIDE, small_config
-from sft_play.model import compilation
+from sft_play.model import compilation, float8
 from sft_play.model.compilation import compile_layers
 from sft_play.model.loss_head import add_loss_head, score_batch, token_loss
 from sft_play.model.recomputation import recompute
 from sft_play.sizing.trace import prepare_for_training, trained_parameters
+from tests.packages import needs_torchao
 
 SIZES = WIDE | {"hidden": 64, "inner": 96, "heads": 4, "head_dim": 16, "vocabulary": 300, "layers": 2}
 STEPS = ((20, 30, 7), (64,), (5, 9, 31, 12), (2, 3), (18,) * 9)
@@ -29,7 +30,9 @@ def batch_of(lengths: tuple[int, ...]) -> dict:
     return {"input_ids": ids, "labels": ids, "position_ids": positions, "sequence_lengths": list(lengths)}
 
 
-def trained(folder, mode: str, way: str, *, compiled: bool) -> tuple[list[float], list[float]]:
+def trained(
+    folder, mode: str, way: str, *, compiled: bool, in_float8: bool = False
+) -> tuple[list[float], list[float]]:
     """The losses of a few steps, and the sums of the trained weights after them."""
     torch.manual_seed(1)
     spec = spec_of(mode, "keep", joined=True)
@@ -41,6 +44,8 @@ def trained(folder, mode: str, way: str, *, compiled: bool) -> tuple[list[float]
         if mode != "full":
             model.enable_input_require_grads()
     names = sorted(model.state_dict())
+    if in_float8:
+        float8.convert_layers(model)
     if compiled:
         compile_layers(model)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-3)
@@ -64,11 +69,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def tried(folder, mode: str, way: str) -> int:
+def tried(folder, mode: str, way: str, **settings) -> int:
     """Compares a run with compiled layers with one without; returns how many graphs were compiled."""
     torch._dynamo.reset()
     counters.clear()
-    plain, fast = (trained(folder, mode, way, compiled=compiled) for compiled in (False, True))
+    plain, fast = (trained(folder, mode, way, compiled=compiled, **settings) for compiled in (False, True))
     assert all(map(math.isfinite, plain[0]))
     assert fast[0] == pytest.approx(plain[0], rel=NEAR)
     assert fast[1] == pytest.approx(plain[1], rel=1e-3, abs=1e-3)
@@ -87,6 +92,12 @@ def without_code(monkeypatch):
 @pytest.mark.usefixtures("without_code")
 def test_losses_are_those_of_layers_that_are_not_compiled_and_one_compilation_serves_all_lengths(folder):
     assert tried(folder, "full", "some") == 4  # before attention, after it, and the two parts around both
+
+
+@needs_torchao
+@pytest.mark.usefixtures("without_code")
+def test_so_it_does_for_layers_that_multiply_in_float8(folder):
+    assert tried(folder, "full", "some", in_float8=True) == 4
 
 
 @pytest.mark.slow  # it compiles as often as the one before

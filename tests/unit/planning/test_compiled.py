@@ -101,6 +101,72 @@ def test_old_gpus_and_missing_compilers_are_named(monkeypatch, tmp_path):
         require_compiler(config_of(), cpu, here=True)
 
 
+FULL = {"mode": "full"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tuning": {"mode": "lora"}}, "tuning.mode=lora, .*; set tuning.mode=full, or train.float8=false"),
+        ({"tuning": {"mode": "qlora"}, "compile": False}, "tuning.mode=qlora, .*; set tuning.mode=full, or"),
+        ({"compile": False}, "needs compiled layers: .*; set train.compile=true, or train.float8=false"),
+        ({"parallel": {"engine": "fsdp2"}}, "train.compile=true does not work with parallel.engine=fsdp2: "),
+    ],
+)
+def test_what_layers_do_not_multiply_in_float8_with_is_named(changes, said):
+    with pytest.raises(ValidationError, match=said):
+        config_of(**{"tuning": FULL, "float8": True, **changes})
+
+
+def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
+    def plan(sizes=WIDE, gpu="H100", **train) -> None:
+        config = config_of(tuning=FULL, float8=True, **train)
+        plan_run(config, small_config("llama", sizes), ROWS, what_if(gpu), 1)
+
+    for dtype, precision in (
+        ("float32", "no"),
+        ("float32", "fp16"),
+        ("bfloat16", "no"),
+        ("bfloat16", "bf16"),
+    ):
+        said = f"these are {dtype} with train.mixed_precision={precision}; set model.dtype=float32 and"
+        with pytest.raises(ConfigError, match=said):
+            plan(model={"dtype": dtype}, mixed_precision=precision)
+    with pytest.raises(ConfigError, match="multiples of 16, and llama has none; set train.float8=false"):
+        plan(WIDE | {"hidden": 40, "heads": 4, "groups": 4, "head_dim": 10})
+    with pytest.raises(ConfigError, match=r"this is NVIDIA A100.* \(8.0\); set train.float8=false"):
+        plan(gpu="A100 80GB")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mode", "compiled", "takes"),
+    [
+        ("H100", "full", False, "train.float8=true with train.compile=true takes it"),
+        ("RTX 4090", "full", True, "train.float8=true takes it"),
+        ("H100", "lora", False, None),
+        ("A100 80GB", "full", False, None),
+        ("RTX 5090", "full", False, None),
+    ],
+)
+def test_a_gpu_that_could_multiply_in_float8_is_told_that_it_is_off(gpu, mode, compiled, takes):
+    config = config_of(tuning={"mode": mode}, compile=compiled)
+    plan = plan_run(config, small_config("llama", WIDE), ROWS, what_if(gpu), 1)
+    said = [line for line in plan.why if "float8" in line]
+    assert said == ([f"float8 is off, since no proof on a GPU has seen it win yet; {takes}"] if takes else [])
+
+
+def test_a_plan_with_float8_is_that_without_and_says_so():
+    plans = [
+        plan_run(config_of(tuning=FULL, float8=on), small_config("llama", WIDE), ROWS, what_if("H100", 2), 2)
+        for on in (False, True)
+    ]
+    assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
+    assert [line for line in plans[1].why if "float8" in line or "compiled" in line] == [
+        "layers are compiled and multiply in float8, as set in the config; memory and seconds are predicted for "
+        "layers that do neither, and the first step takes longer"
+    ]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes):
     machine = what_if("RTX 4090", processes)

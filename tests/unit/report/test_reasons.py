@@ -11,7 +11,6 @@ from sft_play.plan import HostMemory, Memory
 from sft_play.reasons import (
     Activations,
     AttentionKernel,
-    AttentionOff,
     Communication,
     CompiledLayers,
     Corrected,
@@ -36,6 +35,7 @@ from sft_play.reasons import (
     Tiles,
     TrainedWhole,
     UnknownCapability,
+    Unproven,
     Unsized,
 )
 from sft_play.report.misfit import advice_text, misfit_text
@@ -189,7 +189,7 @@ SENTENCES = [
         "attention: FlashAttention 3, one call for all rows of a micro-batch",
     ),
     (
-        AttentionOff("FlashAttention 3", "flash_attention_3"),
+        Unproven("FlashAttention 3", "model.attention=flash_attention_3"),
         "FlashAttention 3 is off, since no proof on a GPU has seen it win yet; "
         "model.attention=flash_attention_3 takes it",
     ),
@@ -206,6 +206,11 @@ SENTENCES = [
         CompiledLayers("on"),
         "layers are compiled, as set in the config; memory and seconds are predicted for layers that are "
         "not, and the first step takes longer",
+    ),
+    (
+        CompiledLayers("float8"),
+        "layers are compiled and multiply in float8, as set in the config; memory and seconds are predicted "
+        "for layers that do neither, and the first step takes longer",
     ),
 ]
 
