@@ -53,8 +53,9 @@ def is_served(module: torch.nn.Module, name: str = "") -> bool:
     """Whether a module of a decoder layer multiplies in float8: plain linear layers of fitting sizes."""
     import torch
 
-    sizes = (module.in_features, module.out_features) if type(module) is torch.nn.Linear else (1,)
-    return not any(size % MULTIPLE for size in sizes)
+    if type(module) is not torch.nn.Linear:
+        return False
+    return module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
 
 
 def convert_layers(model: Any) -> None:

@@ -139,5 +139,7 @@ def _float8_off(config: RunConfig, plan: Plan, architecture: Architecture) -> li
         and within(plan.compute_capability, float8.GPUS)
         and architecture.ask(questions.float8_layers) > 0
     )
-    takes = "train.float8=true" + (" with train.compile=true" if not config.train.compile else "")
-    return [Unproven("float8", takes)] if could else []
+    if not could:
+        return []
+    compiles = "" if config.train.compile else " with train.compile=true"
+    return [Unproven("float8", f"train.float8=true{compiles}")]
