@@ -1,12 +1,11 @@
 """Trains one step on a single long row with a model of 20 million parameters, through the product itself.
 
-    python -m benchmarks.long_row 32768 65536               # tokens of the row; results/long_row_cpu.json
-    python -m benchmarks.long_row 131072 --without-probe    # a step instead of three, in a third of the time
+    python -m benchmarks.long_row 32768 131072    # tokens of the row; results/long_row_cpu.json
 
 Full fine-tuning in fp32 on this CPU: attention takes most of the time, which grows with the square of the
-tokens, so the model has few layers with few heads, and wide MLPs. The plan's peak memory is compared with
-that of the tensors in the probe's steps (summary.json); without a probe, there is only what the whole process
-held, with Python and its libraries. Rows that were measured before stay in the result.
+tokens, so the model has few layers with few heads, and wide MLPs. The plan's peak memory is compared with the
+weights and what PyTorch's allocator holds beside them in the step (heap_meter.c); what the whole process took,
+with Python and its libraries, is another column. Rows that were measured before stay in the result.
 """
 
 import argparse
@@ -20,9 +19,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+from transformers.trainer import DEFAULT_CALLBACKS
+
+from benchmarks.heap_meter import built_meter, loaded_meter
 from benchmarks.measurement_log import RESULTS, versions, write_result
 from benchmarks.peers.work import TEMPLATE_TOKENS, Row, Work, make_model, words
+from sft_play.cli import main as sft_play
 from sft_play.machine.gpus import detect
+from sft_play.model.cpu import storage_bytes
 from sft_play.report.tables import formatted
 from sft_play.runlog import console
 from sft_play.units import format_bytes
@@ -36,7 +41,8 @@ SHAPE = dict(
     num_key_value_heads=2,
     head_dim=64,
 )
-FROM_SUMMARY = ("supervised_tokens", "predicted_peak_bytes", "measured_peak_bytes", "train_loss")
+FROM_SUMMARY = ("supervised_tokens", "predicted_peak_bytes", "train_loss")
+PEAK = "peak_bytes"
 FROM_PLAN = ("activations", "kept_layers", "mlp_tiles", "micro_batch_tokens")
 
 
@@ -49,7 +55,20 @@ def work_of(tokens: int, folder: Path) -> Work:
     return work
 
 
-def trained(tokens: int, folder: Path, *, probe: bool) -> dict[str, Any]:
+class Metered(TrainerCallback):
+    """Writes the most bytes of weights and tensors while a run trains to a file in its folder."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts from now on."""
+        self.weights, self.meter = storage_bytes(kwargs["model"]), loaded_meter()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Writes what was the most."""
+        file = Path(args.output_dir).parent / PEAK
+        file.write_text(str(self.weights + self.meter.meter_peak()), encoding="utf-8")
+
+
+def trained(tokens: int, folder: Path) -> dict[str, Any]:
     """A row of the result: what the run's plan and its summary say, and what its process took.
 
     Raises:
@@ -65,17 +84,17 @@ def trained(tokens: int, folder: Path, *, probe: bool) -> dict[str, Any]:
         "tuning": {"mode": "full"},
         "train": {
             "effective_batch_size": 1,
-            "max_steps": 1,
+            "max_steps": 2,  # from the second on, AdamW has its states
             "mixed_precision": "no",
-            "probe": probe,
+            "probe": False,
             "report_to": [],
         },
         "eval": {"generate": False},
         "output": {"name": "run", "dir": str(folder)},
     }
     (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML, too
-    command = [sys.executable, "-m", "sft_play", "train", "--config", str(folder / "config.yaml")]
-    process = subprocess.Popen([*command, "--processes", "1"])
+    command = [sys.executable, "-m", "benchmarks.long_row", "--train", str(folder / "config.yaml")]
+    process = subprocess.Popen(command, env=os.environ | {"LD_PRELOAD": str(built_meter(folder))})
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{shlex.join(command)} failed")
@@ -84,6 +103,7 @@ def trained(tokens: int, folder: Path, *, probe: bool) -> dict[str, Any]:
         "row_tokens": tokens,
         **{name: plan["plan"][name] for name in FROM_PLAN},
         **{name: summary.get(name) for name in FROM_SUMMARY},
+        "measured_peak_bytes": int((folder / "run" / PEAK).read_text()),
         "process_peak_bytes": used.ru_maxrss * 1024,
         "cpu_seconds": round(used.ru_utime + used.ru_stime),
     }
@@ -92,12 +112,15 @@ def trained(tokens: int, folder: Path, *, probe: bool) -> dict[str, Any]:
 def main() -> None:
     """Trains on rows of the lengths that are asked for, one after the other, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tokens", nargs="+", type=int, help="tokens of the row")
-    parser.add_argument("--without-probe", action="store_true", help="train the step, and no other")
+    parser.add_argument("tokens", nargs="*", type=int, help="tokens of the row")
+    parser.add_argument("--train", metavar="CONFIG", help="train this run here, with the meter loaded")
     asked = parser.parse_args()
+    if asked.train:
+        DEFAULT_CALLBACKS.append(Metered)
+        raise SystemExit(sft_play(["train", "--config", asked.train, "--processes", "1"]))
     for tokens in asked.tokens:
         with tempfile.TemporaryDirectory() as folder:
-            row = trained(tokens, Path(folder), probe=not asked.without_probe)
+            row = trained(tokens, Path(folder))
         earlier = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
         rows = [each for each in earlier if each["row_tokens"] != tokens] + [row]
         host = detect().host

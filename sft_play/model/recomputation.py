@@ -6,11 +6,10 @@ transformers turns it on for all layers, which are recomputed from their inputs 
 from collections.abc import Iterator
 from typing import Any
 
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.model.architecture import decoder_layers
+from sft_play.model.inputs_in_ram import InputsInRam
 
 RECOMPUTING: dict[str, Any] = {"use_reentrant": False}
 
@@ -29,25 +28,20 @@ def adjust(model: Any, *, kept_layers: int = 0, offload: bool = False) -> None:
         kept_layers: how many of the last layers keep their activations. In the backward pass they come first,
             so what they keep is gone when the others are recomputed.
         offload: whether the inputs of recomputed layers are copied to pinned RAM, and back when they are
-            needed. transformers 5.23 can do so too (`offload`), but fails on a machine without a GPU.
+            needed. transformers 5.23 can do so too (`offload`), on the stream of the computation, but fails
+            on a machine without a GPU.
     """
     if not kept_layers and not offload:
         return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = decoder_layers(base)[2]
+    layers, inputs = decoder_layers(base)[2], InputsInRam()
     for number, layer in enumerate(layers):
         found: Iterator[Any] = (m for m in layer.modules() if isinstance(m, GradientCheckpointingLayer))
         for module in found:
             if number >= len(layers) - kept_layers:
                 module.gradient_checkpointing = False
             elif offload:
-                module._gradient_checkpointing_func = _from_ram
-
-
-def _from_ram(function: Any, *args: Any) -> Any:
-    """What the function returns; its tensors, of any shape, are in RAM until it is called again."""
-    with save_on_cpu(pin_memory=True):
-        return checkpoint(function, *args, **RECOMPUTING)
+                module._gradient_checkpointing_func = inputs.checkpoint
 
 
 def can_mix(model: Any) -> bool:

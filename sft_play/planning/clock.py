@@ -110,7 +110,7 @@ def plan_clock(
 def _with_transfers(parts: StepSeconds, work: Work, plan: Plan, machine: Machine) -> float | None:
     """The time of a step whose layers are recomputed from inputs in RAM; None if the link is unknown.
 
-    Copies are on the stream of the computation, so they are added in full.
+    Copies are made beside the computation, by how much of which nobody has timed, so they are added in full.
     """
     link, copied = host_link(machine), sum(work.exchanged(TRANSFER).elements())
     # a copy counts as read and written, which is once over the link

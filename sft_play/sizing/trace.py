@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import saved_tensors_hooks
 
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.machine.process import collector_off
-from sft_play.model import recomputation
+from sft_play.model import inputs_in_ram
 from sft_play.model.attention_table import ATTENTIONS
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.loss_head import add_loss_head, token_loss
@@ -150,8 +149,8 @@ def copying_inputs(
     to_ram: Callable[[torch.Tensor], torch.Tensor], back: Callable[[torch.Tensor], torch.Tensor]
 ) -> AbstractContextManager[None]:
     """Lets these functions copy what layers are recomputed from, of any shape, to RAM and back."""
-    hooks = saved_tensors_hooks(to_ram, back)
-    return patched(recomputation, "save_on_cpu", lambda **_: hooks)
+    link = inputs_in_ram.direct(to_ram, back)
+    return patched(inputs_in_ram, "link_to", lambda device: link)
 
 
 def _settings(spec: StepSpec) -> dict[str, Any]:

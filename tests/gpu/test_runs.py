@@ -1,5 +1,6 @@
 """Whole runs through the command line: each mode and precision, and memory as predicted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,16 @@ def test_a_measured_step_has_the_predicted_peaks(device, place):
     assert line["measured"]["problem"] is None
     row = with_errors(line, predict(line["model"], spec_from_json(line["spec"]), target))
     assert abs(row["error"]) < ERROR[device.type]
+
+
+def test_a_step_with_inputs_of_layers_in_ram_has_the_predicted_peaks_on_a_gpu(only_gpu):
+    target = local_target(only_gpu)
+    case = next(c for c in measured_cases(target, quick=True) if c.spec.activations == "recompute")
+    spec = replace(case.spec, activations="offload")
+    line = run_case(replace(case, spec=spec), only_gpu)
+    assert line["measured"]["problem"] is None
+    row = with_errors(line, predict(line["model"], spec_from_json(line["spec"]), target))
+    assert abs(row["error"]) < ERROR["cuda"]
 
 
 def test_the_driver_counts_what_this_process_holds(only_gpu):

@@ -1,12 +1,15 @@
 """What becomes of activations changes no gradient, whichever layers are recomputed and from where."""
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 
 from benchmarks.random_models import random_model
 from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings, TuningConfig
-from sft_play.model import recomputation
+from sft_play.model import inputs_in_ram, recomputation
 from sft_play.model.architecture import decoder_layers
 from sft_play.model.loss_head import add_loss_head
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
@@ -50,17 +53,57 @@ def test_no_gradient_depends_on_what_is_recomputed(name, mode, batch):
         assert all(torch.equal(found[path], expected[path]) for path in expected), how
 
 
-def test_each_layer_brings_its_input_back_from_ram_once(monkeypatch):
-    brought = []
+class LateLink:
+    """A link as slow as may be: each copy is made when the computation waits for it, and is NaN before that.
 
-    class Counted(recomputation.save_on_cpu):
-        def __init__(self, **settings):
-            assert settings == {"pin_memory": True}
-            super().__init__(**settings)
-            unpack = self.unpack_hook
-            self.unpack_hook = lambda packed: brought.append(packed[1].shape) or unpack(packed)
+    What it copies from has to be there until then.
+    """
 
-    monkeypatch.setattr(recomputation, "save_on_cpu", Counted)
-    spec = StepSpec(mode="full", batch=PaddedRows(2, 48))
-    gradients("llama", spec, offload=True)
-    assert brought == [torch.Size([2, 48, 256])] * 4
+    def __init__(self):
+        self.said = []
+        self.ahead = self.most_ahead = 0
+
+    def link(self, device):
+        return inputs_in_ram.Link(partial(self.begin, "to RAM"), partial(self.begin, "back"))
+
+    def begin(self, way, tensor):
+        self.said.append(way)
+        target, source = torch.full_like(tensor, torch.nan), weakref.ref(tensor)
+        back = way == "back"
+        self.ahead += back
+        self.most_ahead = max(self.most_ahead, self.ahead)
+
+        def wait():
+            self.said.append(f"waited for {way}")
+            self.ahead -= back
+            target.copy_(source())
+
+        return inputs_in_ram.Arrival(target, wait)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("batch", [PaddedRows(2, 48), JoinedRows(96)])
+def test_inputs_are_waited_for_and_come_back_one_layer_ahead(monkeypatch, mode, batch):
+    spec = StepSpec(mode=mode, batch=batch, longest=48, lora=LoraSettings(r=4))
+    expected, slow = gradients("llama", spec), LateLink()
+    monkeypatch.setattr(inputs_in_ram, "link_to", slow.link)
+    found = gradients("llama", spec, offload=True)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[path], expected[path]) for path in expected)
+    forward_pass = ["to RAM", "waited for to RAM"] * 4
+    ahead = ["back", "back", "waited for back", *["back", "waited for back"] * 2, "waited for back"]
+    assert slow.said == forward_pass + ahead
+    assert slow.most_ahead == 2
+
+
+def test_what_a_failed_pass_left_in_ram_is_gone_with_its_graph():
+    """So a batch that ran out of memory, and is tried again in parts, leaves nothing behind."""
+    copier, kept = inputs_in_ram.InputsInRam(), []
+    values = torch.ones(3, requires_grad=True)
+    result = copier.checkpoint(torch.sin, copier.checkpoint(torch.exp, values))
+    kept.append(copier._last())
+    assert kept.pop() is not None
+    del result
+    assert copier._last() is None
+    copier.checkpoint(torch.cos, values).sum().backward()
+    assert torch.equal(values.grad, -torch.sin(torch.ones(3)))
