@@ -1,11 +1,11 @@
-"""Trains one step on a single long row with a model of 20 million parameters, through the product itself.
+"""Trains two steps on a single long row with a model of 20 million parameters, through the product itself.
 
     python -m benchmarks.long_row 32768 131072    # tokens of the row; results/long_row_cpu.json
 
 Full fine-tuning in fp32 on this CPU: attention takes most of the time, which grows with the square of the
 tokens, so the model has few layers with few heads, and wide MLPs. The plan's peak memory is compared with the
-weights and what PyTorch's allocator holds beside them in the step (heap_meter.c); what the whole process took,
-with Python and its libraries, is another column. Rows that were measured before stay in the result.
+weights and what PyTorch's allocator holds beside them in two steps (heap_meter.c); what the whole process
+took, with Python and its libraries, is another column. Rows that were measured before stay in the result.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def main() -> None:
         host = detect().host
         made_on = {"cpu": host.cpu_model, "cores": os.cpu_count(), "ram_bytes": host.ram_total_bytes}
         head = {
-            "what": "One step of full fine-tuning on a single row, fp32, predicted and measured peak memory",
+            "what": "Two steps of full fine-tuning on a single row, fp32, predicted and measured peak memory",
             "made_on": made_on,
             "versions": versions(),
         }

@@ -14,6 +14,7 @@ from benchmarks.evidence.seconds import tokens_per_second
 from benchmarks.evidence.steps import head_peak, trace_run, warmup_bytes
 from sft_play.cache import entry, read_value, write_value
 from sft_play.fingerprints import PACKAGE, sources_digest
+from sft_play.machine.gpus import what_if
 from sft_play.sizing.allocator import replay
 from sft_play.sizing.budget import ASSUMED_CONTEXT, CONTEXTS, CUDA_GRANULARITY, HANDLES, cublas_workspace
 from sft_play.sizing.step import step_code
@@ -64,9 +65,10 @@ def _bytes(step: Step, config: PretrainedConfig, run: Run) -> dict[str, int]:
         clears_cache=run.clears_cache,
         holds_outputs=run.outputs_kept_until == "next forward",
     )
-    replayed = replay(history(step, habits), expandable=run.expandable)
-    peaks = step.rounded(CUDA_GRANULARITY).peaks()
     context = CONTEXTS.get(run.compute_capability, ASSUMED_CONTEXT)
+    capacity = what_if(run.gpu, 1).gpus[0].total_bytes - context if run.gpu else math.inf
+    replayed = replay(history(step, habits), expandable=run.expandable, capacity=capacity)
+    peaks = step.rounded(CUDA_GRANULARITY).peaks()
     return {
         "allocated": replayed.allocated,
         "reserved": replayed.reserved,

@@ -1,8 +1,8 @@
 """What layers are recomputed from, kept in RAM: copied there and back beside the computation.
 
 A layer's inputs go to RAM while it computes. In the backward pass they come back while the layer after it is
-recomputed, so that of what is in RAM one layer's inputs are on the GPU ahead of their use, whatever the speed of
-the link: how much memory that takes does not depend on time.
+recomputed: the inputs of one layer are on the GPU ahead of their use, and no more, whatever the speed of the
+link. So how much memory they take does not depend on time.
 """
 
 import weakref
@@ -75,7 +75,7 @@ class SideStream:
 
 @cache
 def link_to(device: torch.device) -> Link:
-    """The link between RAM and a device; on a CPU, where both are one memory, tensors are copied within it."""
+    """The link between RAM and a device; a CPU has one memory, within which tensors are copied."""
     if device.type != "cuda":
         return direct(torch.clone, torch.clone)
     side = SideStream(device)
@@ -92,13 +92,13 @@ class LayerInputs:
         self._coming: dict[int, Arrival] = {}
         self._asked = False  # whether all of them were fetched
 
-    def put(self, tensor: torch.Tensor) -> int:
-        """Begins to copy an input of any shape to RAM; returns its number."""
+    def pack(self, tensor: torch.Tensor) -> tuple["LayerInputs", int]:
+        """Begins to copy an input of any shape to RAM; returns what autograd keeps of it."""
         link = link_to(tensor.device)
         arrival = link.to_ram(tensor)
         self._going.append((tensor, arrival))
         self._in_ram.append((link, arrival.tensor))
-        return len(self._in_ram) - 1
+        return self, len(self._in_ram) - 1
 
     def settle(self) -> None:
         """Lets the computation wait for all that goes to RAM, and lets go of it."""
@@ -126,6 +126,11 @@ class LayerInputs:
         return link.back(in_ram)
 
 
+def _unpack(packed: tuple[LayerInputs, int]) -> torch.Tensor:
+    inputs, number = packed
+    return inputs.get(number)
+
+
 class InputsInRam:
     """What takes the place of `torch.utils.checkpoint` in the layers of one model."""
 
@@ -135,9 +140,9 @@ class InputsInRam:
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """What the function returns; its tensors, of any shape, are in RAM until it is called again."""
-        inputs = LayerInputs(self._last and self._last())
+        inputs = LayerInputs(self._last() if self._last else None)
         self._last = weakref.ref(inputs)
-        with saved_tensors_hooks(lambda tensor: (inputs, inputs.put(tensor)), lambda kept: kept[0].get(kept[1])):
+        with saved_tensors_hooks(inputs.pack, _unpack):
             result = checkpoint(function, *args, use_reentrant=False)
         inputs.settle()
         return result

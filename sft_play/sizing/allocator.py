@@ -3,14 +3,15 @@
 After c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13: sizes are multiples of 512 bytes; small blocks (up to
 1 MiB) and large ones come from separate pools; a request takes the smallest free block that is large enough,
 and splits it if the remainder is worth keeping; freed blocks merge with free neighbors; memory that was
-reserved from the device is returned to it only by torch.cuda.empty_cache(). Each stream has pools of its own:
-what was freed on one is not given to another.
+reserved from the device is returned to it by torch.cuda.empty_cache(), or when the device is full. Each
+stream has pools of its own: what was freed on one is not given to another.
 
 Of equally large free blocks, the one with the lowest address is taken. The driver gives a new segment a lower
 address than those before it, as the reserved bytes of published runs show (docs/reference/evidence.md).
 """
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,24 +83,34 @@ class _Pool:
     def _grow(self, size: int) -> _Block:
         if self.expandable:
             return self._extend(size)
-        if self.small:
-            segment = SMALL_SEGMENT
-        elif size < LARGE_REQUEST:
-            segment = LARGE_SEGMENT
-        else:
-            segment = -(-size // LARGE_ROUND) * LARGE_ROUND
+        segment = self.segment(size)
         self.reserved += segment
         self.mapped += segment
         block = self.blocks[-self.mapped] = _Block(-self.mapped, segment)
         return block
 
-    def empty_cache(self) -> None:
-        """Returns segments that are entirely free. An expandable one keeps its pages: at most too much."""
+    def missing(self, size: int) -> int:
+        """The bytes of the segment that a request needs; 0 if a free block is large enough."""
+        return 0 if self.free and self.free[-1][0] >= size else self.segment(size)
+
+    def segment(self, size: int) -> int:
+        """The bytes of a segment of fixed size that is made for a request."""
+        if self.small:
+            return SMALL_SEGMENT
+        return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // LARGE_ROUND) * LARGE_ROUND
+
+    def empty_cache(self) -> int:
+        """Gives segments back that are entirely free, and says how many bytes that was.
+
+        An expandable one keeps its pages, which is at most too much.
+        """
+        before = self.reserved
         for block in [self.blocks[address] for _, address in self.free]:
             if not self.expandable and block.before is None and block.after is None:
                 self._remove_from_free(block)
                 del self.blocks[block.address]
                 self.reserved -= block.size
+        return before - self.reserved
 
     def _extend(self, size: int) -> _Block:
         """Maps pages at the end of the expandable segment; a free last block becomes part of the new one."""
@@ -145,26 +156,32 @@ class _Pool:
 
 
 def replay(
-    changes: Iterable[tuple[int, int]], *, expandable: bool = True, streams: Mapping[int, int] | None = None
+    changes: Iterable[tuple[int, int]],
+    *,
+    expandable: bool = True,
+    streams: Mapping[int, int] | None = None,
+    capacity: float = math.inf,
 ) -> Replay:
     """Replays a sequence of allocations and frees.
 
     A change is (block number, requested bytes) for an allocation, (block number, 0) for a free, or
     EMPTY_CACHE. Segments are `expandable` if PYTORCH_ALLOC_CONF says so; otherwise they have a fixed size.
-    `streams` are those of the blocks that are not on the first one.
+    `streams` are those of the blocks that are not on the first one. A device has `capacity` bytes: before a
+    segment of fixed size would exceed them, those that are entirely free are returned. What does not fit even
+    then is reserved all the same.
     """
     streams, pools = streams or {}, dict[tuple[int, bool], _Pool]()
     held: dict[int, tuple[_Pool, _Block, int]] = {}
     allocated = requested = reserved = most_allocated = most_reserved = most_requested = 0
     for number, size in changes:
         if (number, size) == EMPTY_CACHE:
-            for pool in pools.values():
-                pool.empty_cache()
-            reserved = sum(pool.reserved for pool in pools.values())
+            reserved -= sum(pool.empty_cache() for pool in pools.values())
         elif size:
             rounded = -(-size // ROUND) * ROUND
             key = streams.get(number, 0), rounded <= SMALL
             pool = pools[key] = pools.get(key) or _Pool(key[1], expandable)
+            if capacity < math.inf and pool.missing(rounded) > max(capacity - reserved, 0):
+                reserved -= sum(each.empty_cache() for each in pools.values())
             before = pool.reserved
             block = pool.take(rounded)
             reserved += pool.reserved - before

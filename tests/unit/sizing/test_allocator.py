@@ -65,6 +65,15 @@ def test_an_emptied_cache_returns_whole_segments_only():
     assert replay(later, expandable=False).reserved == 100 * MIB
 
 
+def test_a_full_device_gets_back_segments_that_are_entirely_free_before_another_is_made():
+    changes = [(1, 40 * MIB), (2, 30 * MIB), (1, 0), (3, 15 * MIB), (4, 20 * MIB), (3, 0), (2, 0)]
+    largest = [*changes, (5, 50 * MIB)]  # the 25 beside block 4 and the 30 are free, and too small
+    assert replay(largest, expandable=False).reserved == 120 * MIB
+    assert replay(largest, expandable=False, capacity=119 * MIB).reserved == 90 * MIB
+    assert replay(largest, expandable=False, capacity=120 * MIB).reserved == 120 * MIB
+    assert replay(largest, expandable=False, capacity=60 * MIB).reserved == 90 * MIB  # more than there is
+
+
 def test_free_neighbours_merge():
     changes = [(1, 10 * MIB), (2, 10 * MIB), (3, 10 * MIB), (1, 0), (2, 0), (4, 20 * MIB)]
     assert replay(changes, expandable=True).reserved == 40 * MIB  # 30 in pages of 20, the first 20 reused
