@@ -106,6 +106,12 @@ class LayerInputs:
             arrival.wait()
         self._going.clear()
 
+    def __del__(self) -> None:
+        """After a pass that failed, copies may still be under way from and to memory that others get next."""
+        self.settle()
+        for arrival in self._coming.values():
+            arrival.wait()
+
     def get(self, number: int) -> torch.Tensor:
         """An input, when it is needed; those that are needed next are fetched from now on."""
         self.fetch()

@@ -1,5 +1,6 @@
 """What becomes of activations changes no gradient, whichever layers are recomputed and from where."""
 
+import gc
 import weakref
 from functools import partial
 
@@ -94,6 +95,30 @@ def test_inputs_are_waited_for_and_come_back_one_layer_ahead(monkeypatch, mode, 
     ahead = ["back", "back", "waited for back", *["back", "waited for back"] * 2, "waited for back"]
     assert slow.said == forward_pass + ahead
     assert slow.most_ahead == 2
+
+
+def test_a_failed_pass_gives_no_memory_to_others_before_its_copies_are_complete(monkeypatch):
+    """What is fetched ahead would be written to whoever has its memory then."""
+    slow, copier, calls = LateLink(), inputs_in_ram.InputsInRam(), []
+    monkeypatch.setattr(inputs_in_ram, "link_to", slow.link)
+
+    def fails_again(values):
+        calls.append(None)
+        if len(calls) > 1:
+            raise RuntimeError("out of memory")
+        return values.sin()
+
+    values = torch.ones(3, requires_grad=True)
+    result = copier.checkpoint(fails_again, copier.checkpoint(torch.exp, values))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        result.sum().backward()
+    assert slow.ahead == 1
+    del result
+    gc.collect()  # the error's frames hold the graph
+    assert slow.ahead == 0
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.checkpoint(fails_again, values)
+    assert slow.said.count("to RAM") == slow.said.count("waited for to RAM") == 3
 
 
 def test_what_a_failed_pass_left_in_ram_is_gone_with_its_graph():
