@@ -8,6 +8,7 @@ On a CPU a step takes less time (benchmarks/results/adapter_step_cpu.json). GPUs
 not been measured.
 """
 
+import inspect
 from collections.abc import Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -82,7 +83,8 @@ def _replacement(kind: type, kernels: str = "own") -> Any:
         return None
     if kind.__name__ in NORMS.split():
         return liger.norm_forward if kernels == liger.NAME else _norm_forward
-    forward: Any = kind.forward  # type: ignore[attr-defined]
+    # transformers 5.24 wraps it to take the old names of arguments
+    forward: Any = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     rotate = liger.rotated if kernels == liger.NAME else rotated
     return _with_rotation(forward, rotate) if kind.__name__ in ATTENTIONS.split() else None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import re
 from importlib import import_module
 from pathlib import Path
@@ -108,7 +109,7 @@ def rotations(kind):
     def rotate(names):
         return results(lambda q, k: names["apply_rotary_pos_emb"](q, k, *angles), *heads)
 
-    return rotate(kind.forward.__globals__), rotate(ours.__globals__)
+    return rotate(inspect.unwrap(kind.forward).__globals__), rotate(ours.__globals__)
 
 
 def test_each_listed_class_computes_what_its_original_does():
