@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.data.formats import Conversation, Message
 from sft_play.data.limits import require_length, within_limits
+from sft_play.data.spans import Pieces, Span
 from sft_play.data.template import cannot_render, render, render_together
 from sft_play.errors import ConfigError, DataError
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 WORD = re.compile(r"\w+")
 HIDDEN_REASONING = "with reasoning that the chat template does not render"
 
-Span = tuple[int, int]
 # Yields turns of a conversation, and is sent the text that ends with each and the prompt for it.
 Renderings = Generator[tuple["Conversation", int], tuple[str, str], list["RenderedRow"]]
 
@@ -54,6 +54,7 @@ class Chat:
     max_tokens: int | None = None
     """Longer rows are tokenized only as far as needed to know that they are longer."""
     learn_tool_calls: bool = True  # whether assistant turns that call tools carry loss
+    pieces: Pieces | None = None  # saves time with many rows
 
 
 def make_chat(
@@ -218,7 +219,7 @@ def _check_shown(conversation: Conversation, turn: int, text: str) -> None:
 
 def hides_reasoning(chat: Chat, conversation: Conversation, rows: Sequence[RenderedRow]) -> bool:
     """Whether the rendered rows lack the reasoning (its last line) of a turn that carries loss."""
-    if not rows:
+    if not rows or not any("reasoning_content" in message for message in conversation.messages):
         return False
     found = (conversation.messages[i].get("reasoning_content") for i in supervised_turns(chat, conversation))
     ends = [text.strip().rpartition("\n")[2] for text in found if text]

@@ -22,6 +22,7 @@ from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert, with_format
 from sft_play.data.length import block_tokens, length_limit
 from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, opened, read_rows
+from sft_play.data.spans import pieces_of
 from sft_play.data.splits import SPLITS, Part, write_splits
 from sft_play.data.template import check_template, split_markers, split_warning, use_template
 from sft_play.data.warnings import data_warnings
@@ -119,7 +120,8 @@ def prepare(
 
     def make(folder: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        tasks = [_task(config, *pair, chat, origin) for pair in zip(inputs, sources, strict=True)]
+        quick = replace(chat, pieces=pieces_of(tokenizer))
+        tasks = [_task(config, *pair, quick, origin) for pair in zip(inputs, sources, strict=True)]
         parts = []
         for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
             name = Path(given.path).name if config.data.sources else given.split

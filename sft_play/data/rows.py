@@ -107,11 +107,11 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
     """An object a line; reads one line at a time."""
-    decoder, offset = _decoder(notes), 0
+    decoder, offset, name = _decoder(notes), 0, str(file)
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             content = raw.removeprefix(UTF8_BOM) if number == 1 else raw
-            where = f"{file}:{number}"
+            where = f"{name}:{number}"
             text = utf8(content, where, offset + len(raw) - len(content)).strip()
             offset += len(raw)
             if not text:
@@ -130,7 +130,7 @@ def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
                 ) from None
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: {error}") from None
-            yield Row(_object(value, where), str(file), number)
+            yield Row(_object(value, where), name, number)
 
 
 def read_json(file: Path, notes: Counter[str]) -> Iterator[Row]:

@@ -1,18 +1,19 @@
 """Rendered conversations and plain text -> token ids and labels: loss on answers, end-of-turn token included.
 
-A text is tokenized once, as a whole, and token offsets map character spans to tokens.
+A text is tokenized as a whole; `spans.py` maps character spans to tokens.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, islice, zip_longest
+from itertools import chain, islice
 
 import numpy as np
 
-from sft_play.data.chat import HIDDEN_REASONING, Chat, RenderedRow, Span, hides_reasoning, render_rows
+from sft_play.data.chat import HIDDEN_REASONING, Chat, RenderedRow, hides_reasoning, render_rows
 from sft_play.data.formats import Conversation
 from sft_play.data.limits import limited_renderings
+from sft_play.data.spans import find_tokens
 
 IGNORED = -100
 CUT_MARGIN = 64  # tokens at the end of a truncated text that may differ from those of the full text
@@ -71,49 +72,19 @@ def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
     if not rendered:
         return []
     texts = [_beginning(chat, row.text) for row in rendered]
-    batch = chat.tokenizer(
-        texts,
-        add_special_tokens=False,  # the template writes them
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    ids = batch["input_ids"]
-    closed = [row.add_eos and len(text) == len(row.text) for row, text in zip(rendered, texts, strict=True)]
-    for row in compress(ids, closed):
-        row.append(chat.tokenizer.eos_token_id)
-    # numpy is slow on small arrays and on pairs, and the garbage collector on pairs that are kept
-    lengths = np.array([len(row) for row in ids])
-    tokens = np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum())
-    pairs = (
-        chain(encoding.offsets, row.supervised[-1:] if add_eos else ())  # an added token carries loss
-        for row, encoding, add_eos in zip(rendered, batch.encodings or (), closed, strict=True)
-    )
-    offsets = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64, 2 * len(tokens))
-    mask = label_mask(offsets, lengths, [row.supervised for row in rendered])
-    ends = lengths.cumsum()
-    mask[(ends - lengths)[lengths > 0]] = (
-        False  # no context precedes a first token, so it cannot be predicted
-    )
-    labels = np.where(mask, tokens, np.int32(IGNORED))
-    return list(map(Tokens, np.split(tokens, ends[:-1]), np.split(labels, ends[:-1])))
-
-
-def label_mask(offsets: np.ndarray, lengths: np.ndarray, spans: Sequence[Sequence[Span]]) -> np.ndarray:
-    """The loss mask of rows end to end, bool [tokens]: True for tokens with a character in a span of the row.
-
-    A token that begins in the prompt's last space and ends in the answer's first word is included. Zero-width
-    tokens (a tokenizer may emit some before a word) are included if their position is in a span.
-
-    `offsets` are the first and last character of each token, [tokens, 2] or flat, `lengths` the tokens of
-    each row. Example: tokens "Hi", " there", "!" of "Hi there!" with span (3, 9) give [False, True, True].
-    """
-    begins, ends = offsets.reshape(-1, 2).T
-    mask = np.zeros(len(begins), bool)
-    for each in zip_longest(*spans, fillvalue=(0, 0)):  # one span of every row; this one is that of no token
-        start, end = np.repeat(np.array(each), lengths, axis=0).T
-        mask |= (begins < end) & np.where(ends > begins, ends > start, begins >= start)
-    return mask
+    spans = [row.supervised for row in rendered]
+    rows = []
+    found = find_tokens(chat.tokenizer, chat.pieces, texts, spans)  # the template writes special tokens
+    for row, text, (ids, learned) in zip(rendered, texts, found, strict=True):
+        if row.add_eos and len(text) == len(row.text):
+            learned.append((len(ids), len(ids) + 1))
+            ids = np.append(ids, np.int32(chat.tokenizer.eos_token_id))
+        labels = np.full(len(ids), IGNORED, np.int32)
+        for start, end in learned:
+            labels[start:end] = ids[start:end]
+        labels[:1] = IGNORED  # no context precedes a first token, so it cannot be predicted
+        rows.append(Tokens(ids, labels))
+    return rows
 
 
 def tokenize_text(chat: Chat, row: Conversation) -> Tokens:

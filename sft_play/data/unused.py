@@ -21,14 +21,15 @@ def message_keys(message: Mapping[str, Any]) -> tuple[str, str]:
 
 def media_key(data: Mapping[str, Any]) -> str | None:
     """The first key of a row or a message that holds images, video or audio."""
-    found = {key: data[key] for key in MEDIA if not _is_empty(data.get(key))}
+    found = {key: data[key] for key in MEDIA if key in data and not _is_empty(data[key])}
     # numbers and booleans, such as `"image": false`, are none
     return next((key for key, value in found.items() if not isinstance(value, bool | int | float)), None)
 
 
 def has_placeholder(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the text of a message stands for an image, a video or a sound, which the row lacks."""
-    return any(name in message["content"] for message in messages for name in PLACEHOLDERS)
+    texts = (message["content"] for message in messages)
+    return any(name in text for text in texts if "<" in text for name in PLACEHOLDERS)
 
 
 def unused_keys(data: Mapping[str, Any], keys: tuple[str, ...], others: tuple[str, ...]) -> set[str]:

@@ -71,6 +71,7 @@ CALLED = {
     "transformers.quantizers.base:HfQuantizer.preprocess_model": "model",
     "transformers:PreTrainedModel._get_dtype_plan": "dtype",
     "torch.utils.tensorboard.summary:hparams": "hparam_dict metric_dict",
+    "transformers.convert_slow_tokenizer:bytes_to_unicode": "",
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
     ),

@@ -8,7 +8,7 @@ import pytest
 from sft_play.data.chat import make_chat, prompt_and_answer, render_rows
 from sft_play.data.formats import Conversation
 from sft_play.data.template import use_template
-from sft_play.data.tokens import IGNORED, encode, label_mask
+from sft_play.data.tokens import IGNORED, encode
 from sft_play.errors import ConfigError, DataError
 
 # Each in the manner of a family of models; written for these tests.
@@ -362,18 +362,6 @@ def test_the_shipped_templates_show_tools_calls_and_thoughts(make_tokenizer, shi
         f"<think>\nEasy.\n</think>\n\nFour.{end}",
     ]
     assert part.text.count("You are brief.") == part.text.count("adder") == 1
-
-
-def test_a_token_across_the_edge_of_an_answer_is_learned():
-    offsets = np.array([[0, 2], [2, 8], [8, 9], [9, 9]])
-    inside, after = [False, True, True, False], [False, False, False, True]
-    assert label_mask(offsets, [4], [[(3, 9)]]).tolist() == inside
-    assert label_mask(offsets, [4], [[(9, 12)]]).tolist() == after
-    assert label_mask(np.zeros((0, 2), int), [0], [[(0, 1)]]).tolist() == []
-    # rows end to end, with several spans, none and no token
-    offsets = np.concatenate([offsets, offsets, offsets])
-    spans = [[(9, 12), (0, 1)], [], [(0, 1)], [(3, 9)]]
-    assert label_mask(offsets, [4, 4, 0, 4], spans).tolist() == [True, *after[1:], *[False] * 4, *inside]
 
 
 def test_a_tokenizer_without_offsets_is_refused():
