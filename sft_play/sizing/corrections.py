@@ -111,7 +111,9 @@ class MeasuredSpeed:
     """How fast steps of one kind were."""
 
     seconds_per_token: dict[str, float] = field(default_factory=dict)  # by tokens of the micro-batch
-    ratio: float = 1.0  # measured / predicted time of a step, for micro-batches that were not measured
+    ratio: float | None = None
+    """Measured / predicted time of a step, for micro-batches that were not measured; None if no step was
+    predicted, so that a measured one cannot be compared with them."""
 
     def of(self, plan: Plan) -> float | None:
         """Measured seconds per token at about the plan's micro-batch; None if there are none."""
@@ -124,18 +126,30 @@ class MeasuredSpeed:
             return None
         return self.seconds_per_token[nearest]
 
-    def origin_of(self, plan: Plan) -> str:
-        """Where the seconds of a step of the plan come from."""
-        return PROFILED if self.of(plan) is None and self.ratio == 1.0 else EARLIER
+    def seconds(self, plan: Plan, tokens: float, predict: Callable[[], float | None]) -> float | None:
+        """Seconds of an average step of the plan, of so many tokens a process."""
+        measured = self.of(plan)
+        if measured is not None and self.ratio is not None:
+            return measured * tokens
+        predicted = predict()
+        if predicted is None:
+            return None if measured is None else measured * tokens
+        return predicted * (self.ratio or 1.0)
+
+    def origin_of(self, plan: Plan, predicted: float | None) -> str:
+        """Where the seconds of a step of the plan come from; `predicted` are those of the profile."""
+        unpredicted = predicted is None and self.of(plan) is not None
+        return EARLIER if self.ratio is not None or unpredicted else PROFILED
 
     def measured_again(
         self, plan: Plan, step_seconds: float | None, seconds_per_token: float
     ) -> "MeasuredSpeed":
         """The speed with another measurement of an average step added."""
         size, ratio, earlier = str(plan.micro_batch_tokens), self.ratio, self.of(plan)
-        if earlier is None:
-            if plan.step_seconds and step_seconds:
-                ratio *= step_seconds / plan.step_seconds
+        if earlier is None or ratio is None:
+            compared = ratio is not None or plan.step_seconds_origin == PROFILED
+            if plan.step_seconds and step_seconds and compared:
+                ratio = (ratio or 1.0) * step_seconds / plan.step_seconds
         elif list(self.seconds_per_token) == [size]:  # the ratio is from this size alone
             ratio *= seconds_per_token / earlier
         return MeasuredSpeed({**self.seconds_per_token, size: seconds_per_token}, ratio)
@@ -293,11 +307,7 @@ def corrected_clock(clock: Clock, record_of: RecordOf, tokens_of: Callable[[Plan
 
     def seconds(config: RunConfig, plan: Plan) -> float | None:
         speed = record_of(config, plan).speed
-        measured = speed.of(plan)
-        if measured is not None:
-            return measured * tokens_of(plan)
-        predicted = clock(config, plan)
-        return None if predicted is None else predicted * speed.ratio
+        return speed.seconds(plan, tokens_of(plan), lambda: clock(config, plan))
 
     return seconds
 

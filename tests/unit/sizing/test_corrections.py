@@ -122,9 +122,10 @@ def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by
 ):
     path = tmp_path / "r.json"
     result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
-    assert read_record(path).speed.origin_of(timed(1000)) == "profile"
+    assert read_record(path).speed.origin_of(timed(1000), 2.0) == "profile"
     write_record(path, timed(1000, predicted=2.0), result)
-    assert {read_record(path).speed.origin_of(timed(tokens)) for tokens in (1000, 4000)} == {"earlier run"}
+    speed = read_record(path).speed
+    assert {speed.origin_of(timed(tokens), 2.0) for tokens in (1000, 4000)} == {"earlier run"}
     monkeypatch.setattr(corrections, "record_path", lambda *of: path)
     clock = corrected_clock(lambda config, plan: 8.0, records_of("{}", "card"), lambda plan: 500.0)
     assert clock(CONFIG, timed(1010)) == pytest.approx(5.0)  # within 2%: 500 tokens at 0.01 s
@@ -148,6 +149,31 @@ def test_the_steps_of_a_run_count_instead_of_the_step_of_its_probe(tmp_path):
     assert read_record(path).speed == both
     write_speed(path, timed(500), step_seconds=1.5, seconds_per_token=0.01)
     assert read_record(path).speed.ratio == both.ratio  # it is from two sizes
+
+
+def test_a_step_that_was_not_predicted_does_not_correct_others(tmp_path, monkeypatch):
+    """The first run of several processes: communication is measured after its plan was made.
+
+    Its probe took longer than its steps, which says nothing of other micro-batches.
+    """
+    path = tmp_path / "r.json"
+    write_speed(path, timed(1000), step_seconds=6.0, seconds_per_token=0.02)
+    write_speed(path, timed(1000), step_seconds=3.0, seconds_per_token=0.01)
+    speed = read_record(path).speed
+    assert speed == MeasuredSpeed({"1000": 0.01}, ratio=None)
+    monkeypatch.setattr(corrections, "record_path", lambda *of: path)
+    known = corrected_clock(lambda config, plan: 8.0, records_of("{}", "card"), lambda plan: 500.0)
+    assert known(CONFIG, timed(1000)) == known(CONFIG, timed(500)) == 8.0  # now all are predicted
+    assert speed.origin_of(timed(1000), 8.0) == "profile"
+    unknown = corrected_clock(lambda config, plan: None, records_of("{}", "card"), lambda plan: 500.0)
+    assert unknown(CONFIG, timed(1000)) == pytest.approx(5.0)
+    assert unknown(CONFIG, timed(500)) is None
+    assert speed.origin_of(timed(1000), None) == "earlier run"
+    # as long as nothing is predicted, a measured step is compared with a measured one
+    write_speed(path, replace(timed(1000, predicted=5.0), step_seconds_origin="earlier run"), 4.0, 0.008)
+    assert read_record(path).speed.ratio is None
+    write_speed(path, timed(1000, predicted=8.0), step_seconds=4.0, seconds_per_token=0.008)
+    assert read_record(path).speed == MeasuredSpeed({"1000": 0.008}, ratio=0.5)
 
 
 def test_the_speed_of_a_run_without_a_probe_is_kept_too(tmp_path):
