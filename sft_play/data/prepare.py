@@ -120,8 +120,7 @@ def prepare(
 
     def make(folder: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        quick = replace(chat, pieces=pieces_of(tokenizer))
-        tasks = [_task(config, *pair, quick, origin) for pair in zip(inputs, sources, strict=True)]
+        tasks = [_task(config, *pair, chat, origin) for pair in zip(inputs, sources, strict=True)]
         parts = []
         for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
             name = Path(given.path).name if config.data.sources else given.split
@@ -231,6 +230,8 @@ def _encode(
     size = sum(file.stat().st_size for file in source.files)
     if source.hub:
         size = SMALL_BYTES if source.hub.count is None else 200 * source.hub.count
+    if size >= SMALL_BYTES and not task.block:  # for fewer rows, they take longer to make than they save
+        task = replace(task, chat=replace(task.chat, pieces=pieces_of(task.chat.tokenizer)))
     rows = read_rows(source, config.data.limit, counts.notes)
     with (
         store.writing(rows_file, PART_ROWS) as rows_writer,

@@ -16,6 +16,7 @@ from sft_play.data.chat import make_chat
 from sft_play.data.length import length_limit
 from sft_play.data.prepare import prepare
 from sft_play.data.reading import Row
+from sft_play.data.spans import Pieces, pieces_of
 from sft_play.data.splits import assign
 from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED
@@ -205,6 +206,15 @@ def test_several_processes_give_the_rows_of_one_in_the_same_order(run):
     one, two = run(many, num_workers=1), run([*many, {"question": "q", "answer": ""}], num_workers=2)
     assert list(two.train["labels"]) == list(one.train["labels"])
     assert two.cache_path != one.cache_path
+
+
+def test_many_rows_are_tokenized_without_offsets_to_the_same_tokens(run, monkeypatch, tmp_path):
+    few, made = run(rows(40), val_fraction=0.0), []
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "another"))
+    monkeypatch.setattr(module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(module, "pieces_of", lambda tokenizer: made.append(pieces_of(tokenizer)) or made[-1])
+    assert run(rows(40), val_fraction=0.0).train[:] == few.train[:]
+    assert len(made) == 1 and isinstance(made[0], Pieces)
 
 
 def test_an_error_in_a_worker_names_the_first_wrong_row(run):
