@@ -40,6 +40,11 @@ def plural(noun: str) -> str:
     return noun + ("es" if noun.endswith("s") else "s")
 
 
+def capitalized(text: str) -> str:
+    """`capitalized("full fine-tuning of Qwen3")` is "Full fine-tuning of Qwen3"."""
+    return text[:1].upper() + text[1:]
+
+
 def listed(names: Sequence[str], most: int) -> str:
     """At most so many of the names, and how many more there are: "a, b and 3 more"."""
     left = len(names) - most

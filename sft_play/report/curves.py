@@ -8,7 +8,7 @@ from sft_play.report.html import Figure, Legend
 from sft_play.report.plots import Line, curves, thinned
 from sft_play.report.record import RunRecord
 from sft_play.report.tables import said_of
-from sft_play.units import format_count, format_duration
+from sft_play.units import capitalized, format_count, format_duration
 
 
 @dataclass(frozen=True)
@@ -96,4 +96,4 @@ def _figure(
         from_zero=curve.from_zero,
     )
     caption = "; ".join(notes)
-    return Figure(curve.title, svg, caption[:1].upper() + caption[1:], legend)
+    return Figure(curve.title, svg, capitalized(caption), legend)

@@ -11,7 +11,7 @@ from sft_play.report.plan import gpus_legend, gpus_title, process_unit, table_of
 from sft_play.report.record import RunRecord
 from sft_play.report.sections import memory_blocks, scaling_blocks
 from sft_play.report.tables import formatted
-from sft_play.units import counted, format_bytes, format_duration
+from sft_play.units import capitalized, counted, format_bytes, format_duration
 
 TEMPLATE = "planner.html.j2"
 TITLE = "Plan explorer"
@@ -72,8 +72,8 @@ def plan_page(tree: Mapping[str, Any], model: str, gpu: str, method: str, asked:
     return Page(
         title=TITLE,
         subtitle=INTRODUCTION,
-        status=f"{METHODS[method]} of {model} fits on {plan['world_size']} x {gpu}.",
-        facts=[("train by it", str(tree["command"])), ("the same in a shell", asked)],
+        status=f"{capitalized(METHODS[method])} of {model} fits on {plan['world_size']} x {gpu}.",
+        facts=[("to train", str(tree["command"])), ("the same in a shell", asked)],
         tiles=tiles,
         sections=sections,
     )

@@ -29,7 +29,7 @@ from sft_play.report.tables import (
     unfinished_note,
 )
 from sft_play.spelling import as_typed
-from sft_play.units import counted, format_bytes, format_count, format_duration
+from sft_play.units import capitalized, counted, format_bytes, format_count, format_duration
 
 # Key of an answer of `make eval` -> whose it is.
 ANSWERS = {"reference": "reference", "base": "base", "generated": "answer", "merged": "merged"}
@@ -110,7 +110,7 @@ def status_line(run: RunRecord) -> str:
     if status == "done":
         return f"Done.{damaged}"
     if status == "failed":
-        return f"Failed: {_reason(run)} After {steps}; log.txt says more.{damaged}"
+        return f"Failed: {_reason(run)} {steps}; log.txt says more.{damaged}"
     if status == "interrupted":
         return (
             f"Interrupted with a checkpoint saved, {steps}; {as_typed('make resume')} continues it.{damaged}"
@@ -142,7 +142,7 @@ def _subtitle(run: RunRecord) -> str:
     if MISSING in (model, data):
         return "A run of SFT-Play"
     method = METHODS.get(str(run.value("tuning.mode")), "fine-tuning")
-    return f"{method} of {model} on {data}"
+    return f"{capitalized(method)} of {model} on {data}"
 
 
 def status_word(run: RunRecord) -> str:

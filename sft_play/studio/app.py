@@ -25,12 +25,20 @@ from sft_play.secrets import redact
 from sft_play.studio.explorer import explore
 from sft_play.studio.folder import Recent, RunsFolder, Version, planned
 from sft_play.studio.planner import Planner
+from sft_play.units import capitalized
 
 STUDIO = "studio.html.j2"
 SCRIPT = Path(__file__).with_name("live.js")
 HOSTS = ("127.0.0.1", "localhost")  # on any port, since a browser may come through ssh
 UPDATED_S = 5  # how often a page asks for what is new
 KEPT_PAGES = 16
+TITLES = {  # of pages that say why there is no other: HTTP's own words are for programs
+    400: "This cannot be shown",
+    403: "Not from another site",
+    404: "Not found",
+    405: "The studio only shows",
+    500: "Something went wrong",
+}
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; "
@@ -149,7 +157,8 @@ def _icon(request: Request) -> Response:
 
 def _failed(error: HTTPException) -> Response:
     said = (error.description or error.name).rstrip(".")
-    page = Page(error.name, "", [], status=f"{said[:1].upper()}{said[1:]}.")
+    title = TITLES.get(error.code or 500, error.name)
+    page = Page(title, "", [], status=f"{capitalized(said)}.")
     response = _html(render(page, STUDIO, seconds=0, here=""))
     response.status_code = error.code or 500
     if allowed := getattr(error, "valid_methods", None):

@@ -33,7 +33,7 @@ def explore(
     choices = _choices()
     unknown = [name for name, value in chosen.items() if value not in dict(choices.get(name, []))]
     if unknown:
-        raise BadRequest(f"{unknown[0]}={chosen[unknown[0]]} is not one of the choices; see the form")
+        raise BadRequest(f"the plan explorer has no choice {unknown[0]}={chosen[unknown[0]]}")
     values = FIRST | dict(chosen)
     titles = {"model": "Model", "gpu": "GPU", "gpus": "Number of GPUs", "method": "Method"}
     fields = [Field(name, title, choices[name], values[name]) for name, title in titles.items()]

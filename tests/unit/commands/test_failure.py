@@ -23,7 +23,7 @@ def test_a_run_that_fails_half_way_says_so_in_its_summary_and_report(tmp_path):
     run = RunDir(tmp_path / "one")
     end(run, StorageError("the disk is full"), lambda run: train(begin(run.path), steps=7))
     assert read_json(run.summary) == {"status": "failed", "error": "the disk is full"}
-    assert "Failed: the disk is full. After 7 of 20 steps recorded" in run.report.read_text()
+    assert "Failed: the disk is full. 7 of 20 steps recorded" in run.report.read_text()
 
 
 def test_what_fails_before_the_run_begins_leaves_the_earlier_run_as_it_is(tmp_path):

@@ -163,7 +163,7 @@ def test_a_run_that_failed_says_why_without_the_folders_of_the_machine(tmp_path)
     error = "cannot write /home/ann/runs/one/checkpoints: disk full. See https://a.b/c/d\nTraceback"
     run.write_json(run.summary, {"status": "failed", "error": error})
     page = page_of(run)
-    assert "Failed: cannot write checkpoints: disk full. See https://a.b/c/d. After 7 of 20 steps" in page
+    assert "Failed: cannot write checkpoints: disk full. See https://a.b/c/d. 7 of 20 steps" in page
     assert "Traceback" not in page and "/home" not in page
 
 

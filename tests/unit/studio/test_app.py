@@ -111,6 +111,7 @@ def test_two_runs_are_compared_and_one_is_not_enough(browser):
     for query in ("", "?run=one", "?run=one&run=one", "?" + "&".join(f"run={n}" for n in range(9))):
         answer = browser.get(f"/compare{query}")
         assert answer.status_code == 400 and "Mark 2 to 8 runs in the list" in answer.text
+        assert "This cannot be shown" in answer.text and "Bad Request" not in answer.text
     assert browser.get("/compare?run=one&run=none").status_code == 404
 
 
