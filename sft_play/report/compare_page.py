@@ -62,7 +62,10 @@ def _difference(first: KeyNumber, other: KeyNumber) -> str:
         return f"{100 * (value - base):+z.1f} points"
     if not base:
         return ""
-    return f"{value / base:,.0f} times" if value / base >= 10 else f"{100 * (value - base) / base:+z.1f}%"
+    ratio = value / base
+    if ratio >= 10:
+        return f"{ratio:,.0f} times" if ratio < 1e6 else f"{ratio:.1e} times"
+    return f"{100 * (value - base) / base:+z.1f}%"
 
 
 def _differences(runs: Sequence[RunRecord]) -> Block:
@@ -79,28 +82,38 @@ def _differences(runs: Sequence[RunRecord]) -> Block:
 
 
 def _scaling(runs: Sequence[RunRecord]) -> list[Block]:
-    """Measured speed over the number of processes; [] if all runs have the same number of them."""
-    measured = []
+    """Measured speed over the number of processes, of runs that do the same work for a token."""
+    alike: dict[tuple[str, ...], list[tuple[int, float, str]]] = {}
     for run in runs:
         world, speed = run.summary.get("world_size"), run.summary.get("tokens_per_second")
         if isinstance(world, int) and isinstance(speed, float) and world and speed:
-            measured.append((world, speed, run.name))
-    if len({world for world, _, _ in measured}) < 2:
-        return []
-    measured.sort()
+            alike.setdefault(_work(run), []).append((world, speed, run.name))
+    groups = [sorted(group) for group in alike.values() if len({world for world, _, _ in group}) > 1]
+    return [block for group in groups for block in _speed_ups(group)]
+
+
+def _work(run: RunRecord) -> tuple[str, ...]:
+    """The model, the method and the data: where they differ, speed says nothing about processes."""
+    names = sorted(name for name in run.settings if name.startswith(("model.", "tuning.")))
+    settings = (f"{name}={run.value(name)}" for name in names)
+    return (*settings, str(run.data.get("fingerprint", MISSING)))
+
+
+def _speed_ups(measured: Sequence[tuple[int, float, str]]) -> list[Block]:
+    """Rows of (processes, tokens per second, name), the fewest processes first, against the first of them."""
     fewest, base, name = measured[0]
     rows = []
     for world, speed, label in measured:
         gain = speed / base
         rows.append((label, str(world), f"{speed:,.0f}", f"{gain:.2f}x", f"{gain * fewest / world:.0%}"))
     head = ("run", "processes", "tokens/s", "speed-up", "efficiency")
-    note = f"Speed-up over {name}. It is that of the processes only if the settings above are the same."
+    note = f"Speed-up over {name}, of runs with the same model, method and data; other settings may differ."
     return [Table("Measured speed by number of processes", head, rows), Text([note])]
 
 
 def compare_table(runs: Sequence[RunRecord]) -> ConsoleTable:
     """The most important numbers for the console, a row for each run."""
-    table = ConsoleTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = ConsoleTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     columns = {
         "steps": "steps",
         "loss, before": "loss\nbefore",
@@ -110,9 +123,9 @@ def compare_table(runs: Sequence[RunRecord]) -> ConsoleTable:
         "step, measured": "step",
     }
     for label in ("run", "status"):
-        table.add_column(label, overflow="fold")
+        table.add_column(label, overflow="fold", no_wrap=label != "run")
     for label in columns.values():
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", no_wrap=True)
     for run in runs:
         found = {entry.name: entry.text for entry in key_numbers(run)}
         table.add_row(ConsoleText(run.name), found["status"], *(found.get(name, MISSING) for name in columns))

@@ -55,6 +55,17 @@ def test_runs_on_other_numbers_of_processes_get_a_table_of_their_speed_up(tmp_pa
     assert "two 2 2,000 2.00x 100%" in section(compared(tmp_path, "two", "one"), "scaling")
 
 
+def test_speed_is_not_compared_between_runs_of_other_models_methods_or_data(tmp_path):
+    for name, world in (("one", 1), ("two", 2), ("four", 4), ("eight", 8)):
+        finished(tmp_path / name, world_size=world)
+    (tmp_path / "two" / "data.json").write_text('{"fingerprint": "other"}')
+    config = tmp_path / "four" / "config.resolved.yaml"
+    config.write_text(config.read_text().replace('mode: "lora"', 'mode: "full"'))
+    assert 'id="scaling"' not in compared(tmp_path, "one", "two", "four")
+    text = section(compared(tmp_path, "one", "two", "four", "eight"), "scaling")
+    assert "one 1 1,000 1.00x 100% eight 8 8,000 8.00x 100% Speed-up over one" in text
+
+
 def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
     for folder in ("a", "b"):
         finished(tmp_path / folder / "one")
@@ -112,6 +123,15 @@ def test_the_console_table_has_a_row_for_each_run_and_fits_80_columns(tmp_path):
     assert ["one", "done", "20", "2.0000", "0.7500", "1.01", "GiB", "1,000", "600", "ms"] in lines
 
 
+def test_only_the_names_are_wrapped_in_the_console_table(tmp_path):
+    name = "a-name-of-twenty-five-long"
+    for each in (name, "two"):
+        finished(tmp_path / each)
+    screen = Console(file=io.StringIO(), width=72)
+    screen.print(compare_table(compare_command([name, "two"], tmp_path)[0]))
+    assert all(text in screen.file.getvalue() for text in (" done ", "1.01 GiB", "600 ms"))
+
+
 def test_two_runs_have_a_column_of_differences_and_curves_come_first(tmp_path):
     finished(tmp_path / "one")
     finished(tmp_path / "two", world_size=2)
@@ -129,6 +149,7 @@ def test_two_runs_have_a_column_of_differences_and_curves_come_first(tmp_path):
         (0.0, 0.5, "+50.0 points"),
         (2.0, 1.5, "-25.0%"),
         (0.0141, 0.3927, "28 times"),
+        (1.0, 3.7e37, "3.7e+37 times"),
         (2.0, 2.0, "same"),
         (0.0, 2.0, ""),
         (2.0, None, ""),
