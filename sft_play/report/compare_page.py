@@ -11,7 +11,7 @@ from sft_play.report.curves import curve_figures
 from sft_play.report.html import Block, Figures, Page, Section, Table, Text
 from sft_play.report.record import RunRecord
 from sft_play.report.run_page import KeyNumber, key_numbers
-from sft_play.report.tables import MISSING
+from sft_play.report.tables import MISSING, SPEED_UP
 
 ALIKE = {"output.name", "output.dir", "train.resume"}  # differ between any two runs
 
@@ -106,7 +106,7 @@ def _speed_ups(measured: Sequence[tuple[int, float, str]]) -> list[Block]:
     for world, speed, label in measured:
         gain = speed / base
         rows.append((label, str(world), f"{speed:,.0f}", f"{gain:.2f}x", f"{gain * fewest / world:.0%}"))
-    head = ("run", "processes", "tokens/s", "speed-up", "efficiency")
+    head = ("run", "processes", "tokens/s", SPEED_UP, "efficiency")
     note = f"Speed-up over {name}, of runs with the same model, method and data; other settings may differ."
     return [Table("Measured speed by number of processes", head, rows), Text([note])]
 

@@ -7,7 +7,7 @@ from sft_play.report.html import Block, Figure, Figures, Legend, Table, Text
 from sft_play.report.plan import communication, process_unit, scaling_problems, speed_up, speed_up_notes
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
-from sft_play.report.tables import MISSING, formatted, memory_facts, said_of
+from sft_play.report.tables import MISSING, SPEED_UP, formatted, memory_facts, said_of
 from sft_play.timeline import TERMS
 from sft_play.units import format_bytes, plural
 
@@ -44,7 +44,7 @@ def _figure(memory: Tree, measured: dict[str, int]) -> Figures:
     budget, peak = memory["budget_bytes"], memory["peak_bytes"]
     text = f"The budget of a process is {format_bytes(budget)}"
     if peak < BUDGET_SHOWN_FROM * budget:
-        caption = f"{text}: beyond the right edge, {budget / peak:,.0f} times the peak, {said}."
+        caption = f"{text}: beyond the right edge, {budget / peak:,.0f} times the peak ({said})."
     else:
         caption = f"{text}."
         if memory.get("process_bytes"):
@@ -105,7 +105,7 @@ def scaling_blocks(run: RunRecord) -> Iterator[Block]:
     unit = process_unit(run.chosen["device"])
     cells = [list(_cells(row, unit).values()) for row in planned]
     for row, texts in zip(planned, cells, strict=True):
-        texts[0] += " (this run)" if row["world_size"] == run.chosen["world_size"] else ""
+        texts[0] += "\u00a0(this\u00a0run)" if row["world_size"] == run.chosen["world_size"] else ""
     caption = f"The same run on other numbers of {plural(unit)}, predicted"
     yield Table(caption, list(_cells(planned[0], unit)), cells)
     if notes := [*scaling_problems(run.scaling, unit), *speed_up_notes(planned, unit)]:
@@ -123,5 +123,5 @@ def _cells(row: Tree, unit: str) -> dict[str, str]:
         "engine": label_of(row["engine"]),
         "memory": formatted(row["process_bytes"] or row["peak_bytes"], format_bytes),
         "communication": communication(row),
-        "speed-up": speed_up(row),
+        SPEED_UP: speed_up(row),
     }

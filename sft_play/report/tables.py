@@ -17,6 +17,7 @@ from sft_play.units import counted, format_bytes, format_count, format_duration
 
 NOTABLE_WAIT = 0.01  # share of the time; less is not worth a word
 MISSING = "n/a"
+SPEED_UP = "speed\u2011up"  # head of a column: a plain hyphen would be broken after
 NOT_RECORDED = "Nothing was recorded."
 NOT_YET = "Nothing yet: this is written when the run ends."
 SAMPLE_LINES = 8
@@ -32,10 +33,15 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
+def _perplexity_text(value: float) -> str:
+    """With two digits of a diverged model's, which would else have up to 300."""
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
+
+
 # Key of a result -> label and number format.
 METRICS: dict[str, tuple[str, Format]] = {
     "loss": ("loss", "{:.4f}".format),
-    "perplexity": ("perplexity", "{:,.2f}".format),
+    "perplexity": ("perplexity", _perplexity_text),
     "token_accuracy": ("token accuracy", _percent),
     "exact_match": ("exact match", _percent),
     "rouge_l": ("ROUGE-L (0 to 1)", "{:.3f}".format),

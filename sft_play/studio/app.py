@@ -157,6 +157,8 @@ def _icon(request: Request) -> Response:
 
 def _failed(error: HTTPException) -> Response:
     said = (error.description or error.name).rstrip(".")
+    if said == NotFound.description.rstrip("."):
+        said = "the studio has no page at this address"
     title = TITLES.get(error.code or 500, error.name)
     page = Page(title, "", [], status=f"{capitalized(said)}.")
     response = _html(render(page, STUDIO, seconds=0, here=""))

@@ -11,6 +11,7 @@ from sft_play.report.tables import (
     evaluation_table,
     logits_table,
     memory_line,
+    metric_rows,
     samples_table,
     shorten,
     step_line,
@@ -215,3 +216,8 @@ def test_logits_table_states_the_tolerance_and_the_verdict():
 def test_tables_need_no_torch():
     code = "import sys, sft_play.report.tables; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_perplexity_of_a_diverged_model_is_short():
+    scores = {name: {"perplexity": value} for name, value in (("before", 7588.31), ("after", 3.67e37))}
+    assert metric_rows(scores) == [("perplexity", "7,588.31", "3.7e+37")]

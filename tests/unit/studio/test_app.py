@@ -113,6 +113,7 @@ def test_two_runs_are_compared_and_one_is_not_enough(browser):
         assert answer.status_code == 400 and "Mark 2 to 8 runs in the list" in answer.text
         assert "This cannot be shown" in answer.text and "Bad Request" not in answer.text
     assert browser.get("/compare?run=one&run=none").status_code == 404
+    assert "The studio has no page at this address." in browser.get("/nothing").text
 
 
 @pytest.mark.parametrize(
