@@ -106,9 +106,8 @@ def plan_run(
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
             record, sized = record_of(config, plan), predict if explain else None
-            origin = record.speed.origin_of(plan, seconds(config, plan))
-            plan = replace(plan, step_seconds_origin=origin)
-            besides += profile_reasons(machine, processes, origin, plan.replicas)
+            plan = replace(plan, step_seconds_origin=record.speed.origin_of(plan, seconds(config, plan)))
+            besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
             found = _about_the_step(config, plan, architecture, facts, record, budget.threads, sized)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
