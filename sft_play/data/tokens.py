@@ -69,8 +69,6 @@ def _beginning(chat: Chat, text: str) -> str:
 
 
 def _tokenize(chat: Chat, rendered: Sequence[RenderedRow]) -> list[Tokens]:
-    if not rendered:
-        return []
     texts = [_beginning(chat, row.text) for row in rendered]
     spans = [row.supervised for row in rendered]
     rows = []
