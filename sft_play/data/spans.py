@@ -1,8 +1,8 @@
 """Texts -> token ids, and which of these tokens are in given spans of characters.
 
-Tokenizing takes about a tenth less time without offsets. With a byte-level vocabulary, as GPT-2 and most models
-since have, the bytes that the tokens spell say where each of them is. Offsets are needed where tokens do not
-spell the text, since the tokenizer normalized it, and with other vocabularies.
+Tokenizing takes about a tenth less time without offsets. With a byte-level vocabulary, as GPT-2 and most
+models since have, the bytes that the tokens spell say where each of them is. Offsets are needed where tokens
+do not spell the text, since the tokenizer normalized it, and with other vocabularies.
 """
 
 from bisect import bisect_left, bisect_right
