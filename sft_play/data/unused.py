@@ -1,11 +1,11 @@
 """What a row holds that is not trained on: images, video and audio are refused, other keys are counted."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # in the text, of LLaMA-Factory and ms-swift
-
+PLACEHOLDER = re.compile("<(?:image|video|audio)>")  # in the text, of LLaMA-Factory and ms-swift
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Whether a message carries loss: axolotl's key, OpenAI's, and LLaMA-Factory's.
@@ -28,8 +28,7 @@ def media_key(data: Mapping[str, Any]) -> str | None:
 
 def has_placeholder(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the text of a message stands for an image, a video or a sound, which the row lacks."""
-    texts = (message["content"] for message in messages)
-    return any(name in text for text in texts if "<" in text for name in PLACEHOLDERS)
+    return any(PLACEHOLDER.search(message["content"]) for message in messages)
 
 
 def unused_keys(data: Mapping[str, Any], keys: tuple[str, ...], others: tuple[str, ...]) -> set[str]:

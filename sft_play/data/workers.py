@@ -35,9 +35,9 @@ SMALL_BYTES = 2 << 20  # below this, starting processes costs more than they sav
 PART_ROWS = pa.schema([*store.ROWS, pa.field("truncated", pa.bool_()), pa.field("part", pa.bool_())])
 TEXTS = pa.schema({"value": pa.large_string()})
 
-# `json.dumps` makes an encoder at each call
-_to_json = json.JSONEncoder(ensure_ascii=False).encode
-_to_sorted_json = json.JSONEncoder(sort_keys=True).encode
+# `json.dumps` makes an encoder at each call; what was read from a file is not circular
+_to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+_to_sorted_json = json.JSONEncoder(sort_keys=True, check_circular=False).encode
 
 NO_ANSWER = "no answer to train on"
 TOO_LONG = "longer than"
@@ -105,12 +105,13 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
     conversations: list[Conversation] = []
     for row in rows:
         converted = convert(row, task.format, task.system_prompt)
-        counts.unused.update(unused_keys(row.data, *FORMATS[task.format][:2]))
         if isinstance(converted, str):
             counts.dropped[converted] += 1
         else:
             counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
             conversations += in_sections(converted) if task.block else [converted]
+    read = FORMATS[task.format][:2]
+    counts.unused.update(key for row in rows for key in unused_keys(row.data, *read))
     encoded_rows = (
         [[tokenize_text(task.chat, section)] for section in conversations]
         if task.block
@@ -163,7 +164,7 @@ def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: C
     """The row within the length limit; None if it is dropped."""
     limit = task.chat.max_tokens
     if limit is None or len(row.input_ids) <= limit:
-        if (row.labels == IGNORED).all():
+        if not _has_answer(row):
             dropped[NO_ANSWER] += 1
             return None
         return row
@@ -176,10 +177,16 @@ def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: C
         dropped[too_long(limit)] += 1
         return None
     cut = Tokens(row.input_ids[:limit], row.labels[:limit], truncated=True)
-    if (cut.labels == IGNORED).all():
+    if not _has_answer(cut):
         dropped[ANSWER_TRUNCATED] += 1
         return None
     return cut
+
+
+def _has_answer(row: Tokens) -> bool:
+    """Whether any token carries loss."""
+    labels = row.labels
+    return bool(len(labels) and labels[-1] != IGNORED) or bool((labels != IGNORED).any())  # most end with one
 
 
 def conversation_to_json(conversation: Conversation) -> str:

@@ -2,6 +2,7 @@ import resource
 import signal
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from sft_play.data.chat import make_chat
 from sft_play.data.formats import Conversation
@@ -34,6 +35,18 @@ def test_a_template_file_replaces_the_tokenizers_own(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer("other")
     assert use_template(tokenizer, str(tmp_path / "mine.jinja")).endswith("mine.jinja")
     assert render(tokenizer, ROW, ROW.messages) == "[q]"
+
+
+def test_rendering_does_not_copy_jinjas_globals_from_a_chain_map(make_tokenizer, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }} {{ namespace(n=loop.index).n }}{% endfor %}")
+    tokenizer = make_tokenizer("chatml")
+    use_template(tokenizer, str(file))
+    messages = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
+
+    assert render(tokenizer, Conversation(messages), messages) == "one 1two 2"
+    # fails if transformers keeps it elsewhere: then preparing is slower than measured
+    assert type(chat_template_utils._compile_jinja_template(tokenizer.chat_template).globals) is dict
 
 
 def test_a_missing_or_unreadable_template_file_is_a_config_error(make_tokenizer, tmp_path):
