@@ -188,8 +188,10 @@ def prepare() -> str:
     tree = results("prepare_speed")
     rows = []
     for name, seconds in tree["seconds"].items():
-        rows.append([name, f"{tree['tokens'][name] / statistics.median(seconds):,.0f}"])
-    return table(("", "tokens/s"), rows)
+        rates = [f"{tree['tokens'][name] / each:,.0f}" for each in (max(seconds), min(seconds))]
+        median = f"{tree['tokens'][name] / statistics.median(seconds):,.0f}"
+        rows.append([name, median, " to ".join(rates), str(len(seconds))])
+    return table(("", "tokens/s", "slowest to fastest round", "rounds"), rows)
 
 
 def prepare_memory() -> str:

@@ -40,7 +40,7 @@ def test_a_template_file_replaces_the_tokenizers_own(make_tokenizer, tmp_path):
 def test_rendering_does_not_copy_jinjas_globals_from_a_chain_map(make_tokenizer, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}{{ m.content }} {{ namespace(n=loop.index).n }}{% endfor %}")
-    tokenizer = make_tokenizer("chatml")
+    tokenizer = make_tokenizer("other")
     use_template(tokenizer, str(file))
     messages = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
 
