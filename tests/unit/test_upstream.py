@@ -72,6 +72,7 @@ CALLED = {
     "transformers:PreTrainedModel._get_dtype_plan": "dtype",
     "torch.utils.tensorboard.summary:hparams": "hparam_dict metric_dict",
     "transformers.convert_slow_tokenizer:bytes_to_unicode": "",
+    "transformers.utils.chat_template_utils:_compile_jinja_template": "chat_template",
     "transformers.utils.chat_template_utils:render_jinja_template": (
         "conversations tools chat_template return_assistant_tokens_mask"
     ),
