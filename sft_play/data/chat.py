@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.data.formats import Conversation, Message
 from sft_play.data.limits import require_length, within_limits
 from sft_play.data.spans import Pieces, Span
-from sft_play.data.template import cannot_render, render, render_together
+from sft_play.data.template import cannot_render, flatten_globals, render, render_together
 from sft_play.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -258,15 +258,21 @@ def _render_with_tags(chat: Chat, conversation: Conversation, turns: list[int]) 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = conversation.messages[: turns[-1] + 1]
+    template = chat.tokenizer.get_chat_template(None, conversation.tools)
     arguments: dict[str, Any] = {
         "conversations": [list(messages)],
         "tools": conversation.tools,
-        "chat_template": chat.tokenizer.get_chat_template(None, conversation.tools),
+        "chat_template": template,
         "return_assistant_tokens_mask": True,
         **chat.tokenizer.special_tokens_map,
     }
+
+    def call() -> Any:
+        flatten_globals(template)
+        return render_jinja_template(**arguments)
+
     try:
-        rendered: Any = within_limits(lambda: render_jinja_template(**arguments))
+        rendered = within_limits(call)
         text = require_length(rendered[0][0])
     except Exception as error:  # a template makes Python raise anything
         raise cannot_render(conversation, messages, error) from None

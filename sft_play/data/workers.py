@@ -185,8 +185,9 @@ def _fit(task: EncodingTask, row: Tokens, conversation: Conversation, dropped: C
 
 def _has_answer(row: Tokens) -> bool:
     """Whether any token carries loss."""
-    labels = row.labels
-    return bool(len(labels) and labels[-1] != IGNORED) or bool((labels != IGNORED).any())  # most end with one
+    if len(row.labels) and row.labels[-1] != IGNORED:  # as in most rows
+        return True
+    return bool((row.labels != IGNORED).any())
 
 
 def conversation_to_json(conversation: Conversation) -> str:
