@@ -11,6 +11,10 @@ from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
 
 
+# What DeepSpeed's engine and optimizers leave on parameters when they are destroyed, some of it themselves.
+LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "_hp_mapping", "grad_accum")
+
+
 class Zero(Engine):
     """DeepSpeed's ZeRO."""
 
@@ -77,6 +81,17 @@ class Zero(Engine):
         if not shared:
             tree = {**tree, "checkpoint": {**tree.get("checkpoint", {}), "use_node_local_storage": True}}
         return {"deepspeed": tree}
+
+    def let_go(self, model: Any) -> None:
+        """Takes off what would keep DeepSpeed's engine alive: its hooks, and its optimizer on each parameter."""
+        if not hasattr(model, "destroy"):
+            return
+        model.destroy()
+        model.module_forward_pre_hook.remove()
+        model.module_forward_post_hook.remove()
+        for parameter in model.module.parameters():
+            for name in LEFT_ON_PARAMETERS:
+                vars(parameter).pop(name, None)
 
     def backward_arguments(self) -> dict[str, Any]:
         """DeepSpeed would divide by the number of micro-batches once more."""

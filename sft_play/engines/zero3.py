@@ -57,10 +57,13 @@ class Zero3(Sharded, Zero):
         return gathering(model)
 
     def let_go(self, model: Any) -> None:
-        """Takes DeepSpeed's hooks off the model."""
-        from sft_play.engines.zero3_parts import let_go
+        """Takes the hooks off each unit, too."""
+        from sft_play.engines.zero3_parts import forget
 
-        let_go(model)
+        if hasattr(model, "destroy"):
+            model.optimizer.empty_partition_cache()
+            super().let_go(model)
+            forget(model.module)
 
     def torch_half(self) -> ModuleType:
         """Parameters have their part in `ds_tensor`."""

@@ -170,21 +170,11 @@ def gathering(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         hooks.destroy()
-        _forget(model)
+        forget(model)
 
 
-def let_go(model: Any) -> None:
-    """Takes off the hooks of a training, whether it has begun or not."""
-    if not hasattr(model, "destroy"):
-        return
-    model.optimizer.empty_partition_cache()
-    model.destroy()
-    for parameter in model.module.parameters():
-        del parameter._z3_optimizer
-    _forget(model.module)
-
-
-def _forget(model: torch.nn.Module) -> None:
+def forget(model: torch.nn.Module) -> None:
+    """Removes what refers to hooks that were taken off: from the modules of a model, and from DeepSpeed's own."""
     for module in model.modules():
         for name in LEFT:
             vars(module).pop(name, None)

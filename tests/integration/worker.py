@@ -27,6 +27,7 @@ with importing_torch():  # as a rank does
     from sft_play.train.session import prepare_session
     from tests.integration.jobs import make_job
     from tests.integration.loading import load
+    from tests.integration.remains import remains_of_probes
 
 
 def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:
@@ -102,6 +103,8 @@ def main(path: Path) -> int:
             with changed, other_signs() if spec.get("other_signs_on") == rank else nullcontext():
                 if spec.get("only_look"):
                     (job.run.path / f"seen.{rank}.json").write_text(json.dumps(look(job)))
+                elif spec.get("only_probe"):
+                    (job.run.path / f"remains.{rank}.json").write_text(json.dumps(remains_of_probes(job)))
                 elif "load_as" in spec:
                     load(job, spec["load_as"])
                 else:
