@@ -8,8 +8,16 @@ from typing import Any
 import torch
 
 from sft_play.model.architecture import decoder_layers
-from sft_play.model.cpu import MARK, MEMORY, Event, allocator_events, mark, peaks_by_mark, storage_bytes
 from sft_play.model.loss_head import add_loss_head
+from sft_play.sizing.cpu_meter import (
+    MARK,
+    MEMORY,
+    Event,
+    allocator_events,
+    mark,
+    peaks_by_mark,
+    storage_bytes,
+)
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
@@ -78,15 +86,15 @@ def measure_step(model: Any, spec: StepSpec) -> Measurement:
     for _ in range(ATTEMPTS):
         optimizer = make_optimizer(spec.optimizer, trained_parameters(model))
         events = _two_steps(model, decoder_layers(base)[2], optimizer, spec)
-        if sum(size for _, size, name in events if name == MEMORY) == _state_bytes(optimizer):
+        if sum(event.size for event in events if event.name == MEMORY) == _state_bytes(optimizer):
             break
     else:
         raise RuntimeError(
             "the profiler lost allocator events: what was not freed differs from the optimizer's states"
         )
-    marks = [place for place, (_, _, name) in enumerate(events) if name.startswith(MARK)]
+    marks = [place for place, event in enumerate(events) if event.name.startswith(MARK)]
     second = marks[len(marks) // 2]  # where the second step begins, which leaves the same marks as the first
-    kept = [event for place, event in enumerate(events) if place >= second or event[2] == MEMORY]
+    kept = [event for place, event in enumerate(events) if place >= second or event.name == MEMORY]
     peaks = peaks_by_mark(kept)
     phases: dict[str, int] = {}
     in_layers: dict[str, int] = {}

@@ -11,8 +11,8 @@ import torch
 from benchmarks.cpu_meter import LAYER, PhaseMarks, measure_step
 from sft_play.errors import SftPlayError
 from sft_play.model.architecture import decoder_layers
-from sft_play.model.cpu import CpuMeter
 from sft_play.model.loss_head import add_loss_head
+from sft_play.sizing.cpu_meter import CpuMeter
 from sft_play.sizing.optimizers import make_optimizer
 from sft_play.sizing.phase_meter import CudaMeter
 from sft_play.sizing.step import StepSpec
@@ -62,6 +62,8 @@ class MeteredPhases(PhaseMarks):
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
         """Ends the previous phase and begins this one."""
         self.phase = phase
+        if phase == "optimizer":
+            self._meter.anchor()
         self._meter.begin(phase + (LAYER if layer != WHOLE_MODEL else ""))
 
 
@@ -88,7 +90,7 @@ def two_steps(model: Any, spec: StepSpec, device: torch.device, meter: CudaMeter
         _wait_for(device)
         seconds = time.perf_counter() - started
     found, reserved, retries = meter.stop()
-    peaks = found or {}  # gloo frees on a thread of its own, so that a CPU's meter may have lost events
+    peaks = found or {}
     in_layers = {phase: peaks[phase + LAYER] for phase in PHASES if phase + LAYER in peaks}
     phases = {phase: max(peaks[phase], in_layers.get(phase, 0)) for phase in PHASES if phase in peaks}
     return Measured(

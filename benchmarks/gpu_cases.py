@@ -17,7 +17,7 @@ from sft_play.planning.drafts import draft_plans
 from sft_play.planning.search import choose_plan
 from sft_play.sizing.budget import DeviceBudget, device_budget, guard
 from sft_play.sizing.estimator import estimator, shared_traces
-from sft_play.sizing.memory import estimate
+from sft_play.sizing.memory import SizedStep, estimate
 from sft_play.sizing.step import ASSUMED_CAPABILITY, Batch, JoinedRows, PaddedRows, StepSpec
 
 MODES = ("full", "lora", "qlora")
@@ -219,7 +219,7 @@ def predict(model: str, spec: StepSpec, target: Target) -> dict[str, Any]:
     """Predicted bytes of the weights, of each phase, reserved by the allocator, and of the context."""
     budget = target.budget
     step = shared_traces(architecture(model)).step(spec).on_device()
-    found = estimate([step], budget, complete=True)
+    found = estimate([SizedStep(step)], budget, complete=True)
     rounded = step.rounded(budget.granularity)
     in_layers = rounded.peaks(in_layers=True)
     terms = rounded.peaks()["forward"].terms

@@ -35,6 +35,21 @@ class HostMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HighestBatches:
+    """The micro-batch of a run and the batch of its evaluation with the highest predicted peaks.
+
+    Their places are those among all in their order, of all processes; None if unknown.
+    """
+
+    train: int
+    last: bool  # of its optimizer step, or the others of the step are like the last one
+    held: int  # tokens of the other batches that the trainer holds at this micro-batch
+    held_after: int  # and, at most, from the update on
+    evaluation: int | None
+    phases: dict[str, int]  # predicted peak of each phase in their steps, when the optimizer has its states
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """The predicted memory of one process, in bytes.
 
@@ -54,6 +69,7 @@ class Memory:
     ran_out: bool = False  # memory ran out with as large a micro-batch in an earlier run, with as much free
     origin: str = TRACED  # of the sizes: the trace alone, or EARLIER
     host: HostMemory | None = None  # the second budget, if a GPU's process offloads
+    highest: HighestBatches | None = None  # which batches have the peaks; None where batches are unknown
 
     @property
     def process_bytes(self) -> int:
@@ -83,6 +99,8 @@ class Memory:
         fields = {key: value for key, value in tree.items() if key != "process_bytes"}
         if host := fields.get("host"):
             fields["host"] = HostMemory(**{key: host[key] for key in host if key != "needed_bytes"})
+        if highest := fields.get("highest"):
+            fields["highest"] = HighestBatches(**highest)
         return cls(**fields)
 
 

@@ -10,7 +10,6 @@ from sft_play.engines.base import Engine
 from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
 
-
 # What DeepSpeed's engine and optimizers leave on parameters when they are destroyed, some of it themselves.
 LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "_hp_mapping", "grad_accum")
 
@@ -83,7 +82,7 @@ class Zero(Engine):
         return {"deepspeed": tree}
 
     def let_go(self, model: Any) -> None:
-        """Takes off what would keep DeepSpeed's engine alive: its hooks, and its optimizer on each parameter."""
+        """Takes off what would keep DeepSpeed's engine alive: its hooks, and what parameters refer to."""
         if not hasattr(model, "destroy"):
             return
         model.destroy()

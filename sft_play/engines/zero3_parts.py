@@ -174,7 +174,7 @@ def gathering(model: torch.nn.Module) -> Iterator[None]:
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Removes what refers to hooks that were taken off: from the modules of a model, and from DeepSpeed's own."""
+    """Removes what hooks that were taken off have left: on modules of a model, and in DeepSpeed itself."""
     for module in model.modules():
         for name in LEFT:
             vars(module).pop(name, None)

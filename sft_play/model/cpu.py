@@ -1,4 +1,4 @@
-"""What only training on a CPU needs: an output head, a heap that keeps its memory, a memory meter.
+"""What only training on a CPU needs: an output head, and a heap that keeps its memory.
 
 The output head works in tiles. TRL's does so too, but its kernel is made for GPUs. On a CPU it goes over
 each tile a dozen times, scores tokens that carry no loss, and computes everything again in the backward
@@ -9,24 +9,12 @@ twice, and one tile of logits is alive.
 
 import ctypes
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._profiler import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    RecordScope,
-    _ExperimentalConfig,
-)
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, linear
-from torch.profiler import record_function
 
 from sft_play.errors import ConfigError
-from sft_play.units import KIB
 
 TILE = 256  # tokens; larger tiles are no faster and take more memory
 PARTS = 32  # of the head's gradient in 16 bits, each of which is copied in fp32 while it is added
@@ -35,12 +23,6 @@ PARTS = 32  # of the head's gradient in 16 bits, each of which is copied in fp32
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_KEPT = 2**31 - 1  # bytes of free memory at the top of the heap; an int is all that mallopt takes
 LARGEST_ON_HEAP = 32 << 20  # glibc's own maximum
-
-MARK, MEMORY = "sft-play ", "[memory]"
-# Events that may be missing: this share of the peak, and in any case this many bytes.
-LOST, LOST_BYTES = 0.01, 64 * KIB
-
-Event = tuple[int, int, str]  # time in ns, bytes (negative when freed), name
 
 
 def keep_freed_memory() -> None:
@@ -168,91 +150,3 @@ def keep_differentiable(model: torch.nn.Module) -> None:
                     "bitsandbytes is not supported: run `make install`"
                 )
             module.support_avx512bf16_for_cpu = False
-
-
-def storage_bytes(model: torch.nn.Module) -> int:
-    """Bytes of parameters, buffers and the quantization tables of 4-bit weights; each storage counts once."""
-    own = [t.to_local() if isinstance(t, DTensor) else t for t in model.parameters()]
-    tensors: list[torch.Tensor] = [*own, *model.buffers()]
-    for holder in (*own, *model.modules()):  # of a divided weight, its layer holds the tables
-        state = getattr(holder, "quant_state", None)
-        while state is not None:
-            tensors += [t for t in (state.absmax, state.code, state.offset) if t is not None]
-            state = state.state2
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def mark(name: str) -> None:
-    """Leaves a timestamped mark in the profile."""
-    with record_function(MARK + name):
-        pass
-
-
-@contextmanager
-def allocator_events() -> Iterator[list[Event]]:
-    """Collects the events of the CPU allocator and our marks, in chronological order.
-
-    The list is filled when the context ends. torch.profiler itself would also record every operation, which
-    takes longer than the step.
-    """
-    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
-    activities = {ProfilerActivity.CPU}
-    found: list[Event] = []
-    # The type stub lacks the third argument: only marks are recorded, not every operation.
-    enable: Any = torch.autograd._enable_profiler
-    torch.autograd._prepare_profiler(config, activities)
-    enable(config, activities, {RecordScope.USER_SCOPE})
-    try:
-        yield found
-    finally:
-        result: Any = torch.autograd._disable_profiler()
-        found += sorted((event.start_ns(), event.nbytes(), event.name()) for event in result.events())
-
-
-def peaks_by_mark(events: list[Event]) -> dict[str, int]:
-    """The peak between each mark and the next one, by the name of the mark.
-
-    Bytes that were allocated before the first event do not count.
-    """
-    peaks: dict[str, int] = {}
-    live, phase = 0, None
-    for _, size, name in sorted(events, key=lambda event: (event[0], event[2] == MEMORY)):  # marks first
-        if name.startswith(MARK):
-            phase = name.removeprefix(MARK)
-        elif name == MEMORY:
-            live += size
-        else:
-            continue
-        if phase is not None:
-            peaks[phase] = max(live, peaks.get(phase, 0))
-    return peaks
-
-
-class CpuMeter:
-    """The peak of each phase, from the events of the CPU allocator, which keeps no statistics."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.weights = storage_bytes(model)
-        # what gloo's own thread frees leaves no event
-        self.sees_all = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self.begin = mark
-
-    def start(self) -> None:
-        """Begins to collect events."""
-        self.block = allocator_events()
-        self.events = self.block.__enter__()
-
-    def stop(self) -> tuple[dict[str, int] | None, None, int]:
-        """Peaks by phase with the weights, None if events were lost; nothing is reserved or freed again."""
-        self.block.__exit__(None, None, None)
-        peaks = peaks_by_mark(self.events)
-        left_over = sum(size for _, size, name in self.events if name == MEMORY)
-        # DDP broadcasts the weights when it wraps the model; gloo's own thread frees that copy, without an
-        # event here.
-        broadcast = min(max(left_over, 0), self.weights) if torch.distributed.is_initialized() else 0
-        lost = abs(left_over - broadcast) > max(LOST_BYTES, LOST * max(peaks.values()))
-        if lost or not self.sees_all:
-            return None, None, 0
-        with_weights = {phase: self.weights + peak - broadcast for phase, peak in peaks.items()}
-        with_weights["load"] += broadcast
-        return with_weights, None, 0

@@ -220,9 +220,13 @@ class DataFacts:
             columns.append(schedule.sums(self._squares))
         table = np.stack([column.ravel() for column in columns], axis=1)
         values, offsets = schedule.micro_batches()
+        latest = len(table) - 1 - front(table[::-1])  # of equals, that in which states exist most likely
         found = (
-            self._micro_batch(values[offsets[index] : offsets[index + 1]], table[index], padding_free)
-            for index in front(table)
+            replace(
+                self._micro_batch(values[offsets[index] : offsets[index + 1]], table[index], padding_free),
+                place=int(index),
+            )
+            for index in latest
         )
         return RunBatches(tuple(found), held=int(held.max()))
 
@@ -296,7 +300,7 @@ class DataFacts:
                 found.append(MicroBatch(padded, supervised))
         following = [each.tokens for each in found[plan.data_ranks :]]  # of the same process
         pairs = zip(found, [*following, *[0] * plan.data_ranks], strict=False)
-        return tuple(replace(each, held=held) for each, held in pairs)
+        return tuple(replace(each, held=held, place=place) for place, (each, held) in enumerate(pairs))
 
 
 def _held(tokens: np.ndarray, split: BatchSplit) -> np.ndarray:

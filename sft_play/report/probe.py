@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from sft_play.engines.registry import engine_of
 from sft_play.report.layout import columns
 from sft_play.report.tables import MISSING, formatted, memory_line, said_of
 from sft_play.units import counted, format_bytes, format_duration
@@ -15,11 +14,10 @@ from sft_play.units import counted, format_bytes, format_duration
 def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Memory peak and time of a step in one line, from `Plan.to_json()` and the fields of a `ProbeResult`."""
     if not result["phases"]:
-        divided = plan["plan"]["device"] == "cpu" and engine_of(plan["plan"]["engine"]).shards_weights
-        unseen = "of divided weights cannot be measured on a CPU" if divided else "could not be measured"
-        return f"probe: {'out of memory' if result['ran_out'] else f'succeeded; memory {unseen}'}"
+        return f"probe: {'out of memory' if result['ran_out'] else 'succeeded; memory could not be measured'}"
     memory, measured = plan["memory"] or {}, max(result["phases"].values())
-    line = memory_line(memory.get("peak_bytes"), measured, memory.get("origin"))
+    expected = max(result["expected"].values(), default=None)
+    line = memory_line(expected or memory.get("peak_bytes"), measured, memory.get("origin"))
     line = f"probe at the largest batch: {line}"
     step, steps = result["step_seconds"], plan["plan"]["total_steps"]
     if not step:
@@ -31,7 +29,7 @@ def probe_line(plan: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 def probe_report(plan: Mapping[str, Any], result: Mapping[str, Any]) -> RenderableType:
     """Measured against predicted memory by phase, for a plan that fits; arguments as in `probe_line`."""
     memory = plan["memory"] or {}
-    predicted = memory.get("phases", {}) | {
+    predicted = (result["expected"] or memory.get("phases", {})) | {
         name: memory[f"{name}_bytes"] for name in ("reserved", "process") if memory.get(f"{name}_bytes")
     }
     table = columns("phase", said_of(memory.get("origin")), "measured", "difference")

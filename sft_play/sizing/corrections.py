@@ -13,8 +13,11 @@ from sft_play.fingerprints import installed_versions
 from sft_play.plan import EARLIER, PROFILED, Clock, Estimator, Memory, Plan
 from sft_play.reasons import Corrected, RanOutBefore, Reason
 from sft_play.sizing.step import step_code
+from sft_play.units import KIB
 
-MENTIONED_FROM = 0.005  # a smaller correction is not listed among the reasons of a plan
+# By a smaller difference of a measurement, no prediction is corrected: a share of it, and bytes of what is no
+# part of a step, such as saved states of random number generators.
+CORRECTED_FROM, NOISE_BYTES = 0.005, 64 * KIB
 LOAD = "load"
 RESERVED = "reserved"  # by the allocator; corrected as phases are
 ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
@@ -31,6 +34,7 @@ class ProbeResult:
     """What a probe measured; for several ranks, the maximum over all of them."""
 
     phases: dict[str, int] = field(default_factory=dict)  # peak bytes; empty if they could not be measured
+    expected: dict[str, int] = field(default_factory=dict)  # the prediction for the very step; {} if unknown
     reserved_bytes: int | None = None
     overhead_bytes: int | None = None  # GPU memory outside the allocator: context, kernels, communicator
     step_seconds: float | None = None  # of an optimizer step of average size
@@ -69,7 +73,7 @@ class ProbeResult:
             if len(sizes) == len(ranks):
                 phases[phase] = max(sizes)
         numbers = ("reserved_bytes", "overhead_bytes", "step_seconds", "seconds_per_token", "ran_out")
-        return cls(phases=phases, **{name: highest(name) for name in numbers})
+        return cls(phases=phases, expected=ranks[0].expected, **{name: highest(name) for name in numbers})
 
 
 def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -> Path:
@@ -222,19 +226,51 @@ def write_speed(path: Path, plan: Plan, step_seconds: float | None, seconds_per_
     update_value(path, with_speed)
 
 
-def ratios_of(predicted: Memory, result: ProbeResult, earlier: Ratios) -> dict[str, float]:
-    """Measured / predicted memory above the weights, by phase and for reserved bytes.
+def write_run_memory(path: Path, plan: Plan, run: ProbeResult) -> None:
+    """Keeps what a whole run of the plan took at most, whose only phase is the run."""
+    if plan.memory is not None and run.peak_bytes:
+        ratios = run_ratios(plan.memory, run.peak_bytes, run.reserved_bytes, read_record(path).ratios)
+        update_value(path, lambda record: record | {"ratios": ratios})
 
-    The prediction may already be corrected by `earlier` ratios.
+
+def ratios_of(predicted: Memory, result: ProbeResult, earlier: Ratios) -> dict[str, float]:
+    """Measured / predicted memory above the weights of the same step, by phase and for reserved bytes.
+
+    The prediction may already be corrected by `earlier` ratios. A probe has not seen a whole run, so it
+    lowers no prediction: only `run_ratios` does. What differs by next to nothing changes nothing.
     """
     weights = predicted.phases.get(LOAD, 0)
-    expected = predicted.phases | {RESERVED: predicted.reserved_bytes or 0}
+    expected = result.expected | ({RESERVED: predicted.reserved_bytes or 0} if result.expected else {})
     measured = result.phases | {RESERVED: result.reserved_bytes or 0}
-    return {
-        name: (size - weights) / (expected[name] - weights) * earlier.get(name, 1.0)
-        for name, size in measured.items()
-        if name != LOAD and size > weights and expected.get(name, 0) > weights
-    }
+    found = dict(earlier)
+    for name, size in expected.items():
+        comparable = name != LOAD and size > weights and measured.get(name, 0) > weights
+        if comparable and _differs(measured[name], size):
+            known = earlier.get(name, 1.0)
+            found[name] = max((measured[name] - weights) / (size - weights) * known, min(known, 1.0))
+    return {name: ratio for name, ratio in found.items() if ratio != 1}
+
+
+def _differs(measured: int, predicted: int) -> bool:
+    return abs(measured - predicted) > max(CORRECTED_FROM * predicted, NOISE_BYTES)
+
+
+def run_ratios(
+    predicted: Memory, peak_bytes: int, reserved_bytes: int | None, earlier: Ratios
+) -> dict[str, float]:
+    """The `earlier` ratios, lowered to what a whole run took at most: no phase can have taken more.
+
+    The prediction is corrected by them already.
+    """
+    weights = predicted.phases.get(LOAD, 0)
+    found = dict(earlier)
+    for name, size, most in (
+        *((phase, size, peak_bytes) for phase, size in predicted.phases.items() if phase != LOAD),
+        (RESERVED, predicted.reserved_bytes or 0, reserved_bytes or 0),
+    ):
+        if size > most > weights and _differs(most, size):
+            found[name] = (most - weights) / (size - weights) * earlier.get(name, 1.0)
+    return found
 
 
 def _overhead_path(device: str, world_size: int) -> Path:
@@ -260,10 +296,13 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
     if not ratios:
         return memory
     weights = memory.phases.get(LOAD, 0)
-    phases = {
-        phase: weights + round((size - weights) * ratios.get(phase, 1.0))
-        for phase, size in memory.phases.items()
-    }
+
+    def multiplied(sizes: Mapping[str, int]) -> dict[str, int]:
+        return {
+            phase: weights + round((size - weights) * ratios.get(phase, 1.0)) for phase, size in sizes.items()
+        }
+
+    phases = multiplied(memory.phases)
     top = max(phases, key=lambda phase: phases[phase])
     phase_terms = {
         phase: _with_temporaries(terms, phases[phase] - memory.phases[phase])
@@ -283,6 +322,7 @@ def corrected(memory: Memory, ratios: Ratios) -> Memory:
         phase_terms=phase_terms,
         reserved_bytes=None if reserved is None else max(reserved, phases[top]),
         origin=EARLIER,
+        highest=memory.highest and replace(memory.highest, phases=multiplied(memory.highest.phases)),
     )
 
 
@@ -313,9 +353,9 @@ def corrected_clock(clock: Clock, record_of: RecordOf, tokens_of: Callable[[Plan
 
 
 def reasons_of(record: Record, plan: Plan, memory: Memory) -> list[Reason]:
-    """What earlier runs make of a plan with this memory; corrections that are too small are left out."""
+    """What earlier runs make of a plan with this memory."""
     ratio, found = record.ratios.get(memory.peak_phase, 1.0), list[Reason]()
-    if abs(ratio - 1) >= MENTIONED_FROM:
+    if ratio != 1:
         found.append(Corrected(ratio))
     if record.ran_out is not None:
         tokens = record.ran_out.micro_batch_tokens

@@ -23,7 +23,7 @@ from sft_play.sizing import memory, questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.budget import DeviceBudget
 from sft_play.sizing.layers import fewest_kept_alike, stand_ins_of, standing_for
-from sft_play.sizing.memory import Counts, scaled_step
+from sft_play.sizing.memory import Counts, SizedStep, scaled_step
 from sft_play.sizing.micro_batches import anywhere, heaviest, with_held
 from sft_play.sizing.step import SHARES, MicroBatch, RunBatches, StepSpec, step_code
 from sft_play.sizing.trace_files import load_trace, save_trace
@@ -300,7 +300,8 @@ def estimator(
     def estimate(run: RunConfig, plan: Plan, *, complete: bool = False) -> Memory:
         if run.tuning.mode == "qlora":
             questions.require_packable(ask(questions.four_bit))
-        steps, firsts = (steps_of if complete else largest_step)(traces, run, plan, batches_of(plan))
+        batches = batches_of(plan)
+        steps = (steps_of if complete else largest_step)(traces, run, plan, batches)
         spec = StepSpec.of(run, plan)
         division = Division(
             world_size=plan.world_size,
@@ -317,7 +318,7 @@ def estimator(
             update_bytes=lambda elements: ask(questions.update_bytes, spec.optimizer, spec.device, elements),
         )
         engine = engine_of(plan.engine)
-        return memory.estimate(steps, device, engine, division, firsts=firsts, complete=complete)
+        return memory.estimate(steps, device, engine, division, held=batches.held, complete=complete)
 
     return estimate
 
@@ -329,10 +330,7 @@ def _is_by_length(traces: Traces, run: RunConfig, plan: Plan) -> bool:
     return kind.joined and traces.architecture.ask(questions.depends_on_lengths, kind)
 
 
-Steps = tuple[list[Step], list[bool]]  # and whether each is the first of an optimizer step
-
-
-def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> Steps:
+def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[SizedStep]:
     """One step with no lower peak than any micro-batch of a plan, in few traces for all plans of a run."""
     evaluated = next(iter(heaviest(batches.evaluation)), None)
     if batches.train and _is_by_length(traces, run, plan):
@@ -341,41 +339,40 @@ def largest_step(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches
     else:
         spec = StepSpec.of(run, plan, None, evaluated).without_lengths()
         spec = replace(spec, eval_share=None)
-    return [with_held(traces.step(spec), spec, plan, batches, None, evaluated)], [False]
+    return [SizedStep(with_held(traces.step(spec), spec, plan, batches, None, evaluated))]
 
 
-def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> Steps:
+def steps_of(traces: Traces, run: RunConfig, plan: Plan, batches: RunBatches) -> list[SizedStep]:
     """Steps of a plan, of which one has the highest peak of each phase."""
     by_length = _is_by_length(traces, run, plan)
     train = heaviest(batches.train, by_length=by_length)
     evaluation = heaviest(batches.evaluation, by_length=by_length)
     later = anywhere([micro for micro in train if not micro.first] or train, plan)
 
-    def step(micro: MicroBatch | None, evaluated: MicroBatch | None) -> Step:
+    def step(micro: MicroBatch | None, evaluated: MicroBatch | None) -> SizedStep:
         spec = StepSpec.of(run, plan, micro, evaluated)
         spec = spec if by_length else spec.without_lengths()
-        return with_held(traces.step(spec), spec, plan, batches, micro, evaluated)
+        held = with_held(traces.step(spec), spec, plan, batches, micro, evaluated)
+        return SizedStep(held, micro, evaluated)
 
     most = next(iter(later), None), next(iter(evaluation), None)
     pairs = [(micro or most[0], other or most[1]) for micro, other in zip_longest(later, evaluation)]
     pairs = pairs or [most]
     steps = [step(*pair) for pair in pairs]
-    firsts = [micro is not None and micro.first for micro, _ in pairs]
     for micro in train if not all(each.first for each in train) else ():
         # of the first ones of their steps, few have higher peaks even with the gradients of others
         if micro.first and _exceeds(step(replace(micro, first=False, last=False), most[1]), steps):
             steps.append(step(micro, most[1]))
-            firsts.append(True)
-    return steps, firsts
+    return steps
 
 
-def _exceeds(step: Step, others: Iterable[Step]) -> bool:
+def _exceeds(sized: SizedStep, others: Iterable[SizedStep]) -> bool:
     """Whether some phase of the step has a higher peak than in all others."""
     highest: dict[str, int] = {}
     for other in others:
-        for phase, peak in other.on_device().peaks().items():
+        for phase, peak in other.step.on_device().peaks().items():
             highest[phase] = max(highest.get(phase, 0), peak.bytes)
-    return any(peak.bytes > highest[phase] for phase, peak in step.on_device().peaks().items())
+    return any(peak.bytes > highest[phase] for phase, peak in sized.step.on_device().peaks().items())
 
 
 def work_of_plans(

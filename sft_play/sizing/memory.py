@@ -1,15 +1,16 @@
 """Derives the memory of a run from traced steps: other micro-batch sizes, the budget, fragmentation. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sft_play.engines.base import Division, Engine
 from sft_play.engines.registry import ALONE
-from sft_play.plan import HostMemory, Memory
+from sft_play.plan import HighestBatches, HostMemory, Memory
 from sft_play.sizing.allocator import replay_steps
 from sft_play.sizing.budget import HANDLES, DeviceBudget
+from sft_play.sizing.step import MicroBatch
 from sft_play.timeline import TERMS, Peak, Step, StepTrace
 from sft_play.work import directions
 
@@ -45,42 +46,39 @@ def scaled_step(
     return Step(base.step.timeline, np.maximum(base.sizes + growth.astype(np.int64), 0))
 
 
+@dataclass(frozen=True)
+class SizedStep:
+    """A step, with the micro-batch and the batch of the evaluation that it is of; None stands for any."""
+
+    step: Step
+    micro: MicroBatch | None = None
+    evaluated: MicroBatch | None = None
+
+
 def estimate(
-    steps: Sequence[Step],
+    sized: Sequence[SizedStep],
     device: DeviceBudget,
     engine: Engine = ALONE,
     division: Division | None = None,
     *,
-    firsts: Sequence[bool] = (),
+    held: int = 0,
     complete: bool = False,
 ) -> Memory:
     """The memory of one process: the highest phase counts, never a sum of phases.
 
     Each phase counts in the step in which its peak is highest. The engine transforms the steps of a single
-    process according to its division; `firsts` says which are the first micro-batches of their optimizer
-    steps, so that no earlier one has left gradients. With `complete`, reserved bytes are predicted, which
-    takes time, also where they cannot decide.
+    process according to its division: no earlier micro-batch has left gradients at the first one of an
+    optimizer step. `held` are the most tokens of batches that the trainer holds. With `complete`, reserved
+    bytes are predicted, which takes time, also where they cannot decide.
     """
-    host = host_memory(steps, device, engine, division)
-    steps = [step.rounded(device.granularity) for step in steps]
-    if division:
-        division = replace(division, room_bytes=device.budget_bytes - device.context_bytes)
-        alone = replace(division, accumulates=False, precedes=division.accumulates)
-        divisions = [alone if first else division for first in firsts] or [division] * len(steps)
-        steps = list(map(engine.transform, steps, divisions))
-    steps = [step.on_device() for step in steps]
-    peaks: dict[str, Peak] = {}
-    step_of: dict[str, Step] = {}
-    for step in steps:
-        for phase, peak in step.peaks().items():
-            if phase not in peaks or peak.bytes > peaks[phase].bytes:
-                peaks[phase], step_of[phase] = peak, step
+    host = host_memory([each.step for each in sized], device, engine, division)
+    sized = [replace(each, step=_of_process(each, device, engine, division)) for each in sized]
+    peaks_of = [each.step.peaks() for each in sized]
+    step_of = {phase: _highest_in(peaks_of, phase) for phase in peaks_of[0]}
+    peaks = {phase: peaks_of[number][phase] for phase, number in step_of.items()}
     saved = engine.saved_from_memory(peaks["forward"].terms)
     peaks["save"] = Peak(sum(saved.values()), saved)
-    for phase, peak in peaks.items():
-        if phase != "load":
-            terms = peak.terms | {"engine": peak.terms.get("engine", 0) + device.workspace_bytes}
-            peaks[phase] = Peak(peak.bytes + device.workspace_bytes, terms)
+    peaks = _with_workspaces(peaks, device)
     top = max(peaks, key=lambda phase: peaks[phase].bytes)
     memory = Memory(
         budget_bytes=device.budget_bytes,
@@ -91,14 +89,62 @@ def estimate(
         phase_terms={phase: peak.terms for phase, peak in peaks.items()},
         guard_bytes=device.guard.bytes,
         host=host,
+        highest=_highest(sized, [_with_workspaces(own, device) for own in peaks_of], held),
     )
-    compact = device.expandable and not any(step.timeline.streams.any() for step in steps)
+    compact = device.expandable and not any(each.step.timeline.streams.any() for each in sized)
     if device.kind == "cpu" or not (complete or _is_tight(memory, compact)):
         return memory
     # transformers' caching_allocator_warmup begins with a block of about the size of the weights
-    step = step_of.get(top, steps[0])
+    step = sized[step_of.get(top, 0)].step
     warmup = 0 if engine.shards_weights else step.peaks()["load"].terms["weights"]
     return replace(memory, reserved_bytes=reserved_bytes(step, memory.peak_bytes, device, warmup))
+
+
+def _of_process(sized: SizedStep, device: DeviceBudget, engine: Engine, division: Division | None) -> Step:
+    """What one process among several has on its device, in blocks as large as the allocator makes them."""
+    step = sized.step.rounded(device.granularity)
+    if division:
+        division = replace(division, room_bytes=device.budget_bytes - device.context_bytes)
+        if sized.micro is not None and sized.micro.first:
+            division = replace(division, accumulates=False, precedes=division.accumulates)
+        step = engine.transform(step, division)
+    return step.on_device()
+
+
+def _highest_in(peaks_of: Sequence[Mapping[str, Peak]], *phases: str) -> int:
+    """The number of the step that has the highest peak in any of these phases."""
+    return max(range(len(peaks_of)), key=lambda number: max(peaks_of[number][name].bytes for name in phases))
+
+
+def _with_workspaces(peaks: Mapping[str, Peak], device: DeviceBudget) -> dict[str, Peak]:
+    """The peaks with cuBLAS's workspaces, which are there once a model computes."""
+    found = dict(peaks)
+    for phase, peak in peaks.items():
+        if phase != "load":
+            terms = peak.terms | {"engine": peak.terms.get("engine", 0) + device.workspace_bytes}
+            found[phase] = Peak(peak.bytes + device.workspace_bytes, terms)
+    return found
+
+
+def _highest(
+    sized: Sequence[SizedStep], peaks_of: Sequence[Mapping[str, Peak]], held: int
+) -> HighestBatches | None:
+    """The batches whose steps have the highest peaks in training, and in the evaluation; None if unknown."""
+    if any(each.micro is None or each.micro.place is None for each in sized):
+        return None
+    most = _highest_in(peaks_of, "forward", "backward", "optimizer")
+    scored = _highest_in(peaks_of, "evaluation")
+    micro, evaluated = sized[most].micro, sized[scored].evaluated
+    assert micro and micro.place is not None
+    peaks = {**peaks_of[most], "evaluation": peaks_of[scored]["evaluation"]}
+    return HighestBatches(
+        train=micro.place,
+        last=micro.last,
+        held=micro.held,
+        held_after=max(0, held - micro.tokens),
+        evaluation=evaluated.place if evaluated else None,
+        phases={phase: peak.bytes for phase, peak in peaks.items()},
+    )
 
 
 def host_memory(

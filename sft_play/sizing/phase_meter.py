@@ -6,22 +6,21 @@ from typing import Self
 
 import torch
 
-from sft_play.model.cpu import CpuMeter
+from sft_play.sizing.cpu_meter import CpuMeter
 
 
 class PhaseMeter:
-    """A context that measures the phases named by `begin`, the first being `load`; results exist at its end.
-
-    All that is allocated within the context must be freed within it, except for the model's own tensors: on
-    the CPU, a difference shows that events were lost.
-    """
+    """A context that measures the phases named by `begin`, at first `load`; results exist at its end."""
 
     def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
-        self.peaks: dict[str, int] | None = None  # bytes, with the model's weights; None if events were lost
+        self.peaks: dict[str, int] | None = (
+            None  # bytes, with what was there before; None on a CPU without an anchor
+        )
         self.reserved_bytes: int | None = None  # the most that the GPU's allocator reserved
         self.retries = 0  # how often the device was full, so that the allocator had to free cached blocks
         self._meter = CudaMeter(device) if device.type == "cuda" else CpuMeter(model)
         self.begin: Callable[[str], None] = self._meter.begin  # attributes memory to a phase from here on
+        self.anchor: Callable[[], None] = self._meter.anchor  # to be called between backward pass and update
 
     def __enter__(self) -> Self:
         gc.collect()  # so that earlier garbage is not freed within the context
@@ -59,6 +58,9 @@ class CudaMeter:
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
         self.phase = phase
+
+    def anchor(self) -> None:
+        """Nothing: the allocator knows what is alive."""
 
     def stop(self) -> tuple[dict[str, int], int, int]:
         """Peaks by phase, the most that was reserved, and how often cached blocks had to be freed."""

@@ -91,6 +91,7 @@ class MicroBatch:
     first: bool = False  # of its optimizer step, so that there are no gradients yet
     last: bool = True  # of its optimizer step; a first one is so only if it is alone
     held: int = 0  # tokens of the other batches that the trainer holds meanwhile
+    place: int | None = None  # among those of the run, or of an evaluation, in order; None if unknown
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from sft_play.machine.gpus import detect
 from sft_play.plan import Plan
 from sft_play.sizing.corrections import ProbeResult
+from sft_play.train.metered_steps import MeteredSteps
 from sft_play.train.ranks import from_all
 
 KINDS = ("peak", "reserved", "process")  # allocated, reserved, and as the driver counts it
@@ -68,26 +69,38 @@ def predicted_memory(plan: Plan) -> dict[str, int | str | None]:
     return {**found, "predicted_memory_origin": tree.get("origin")}
 
 
-def measured_memory(
-    meter: MemoryMeter, device: torch.device, probed: ProbeResult | None
-) -> dict[str, int | None]:
-    """What summary.json says about measured memory, in bytes: the most of any rank; None if not measured.
+def of_run(meter: MemoryMeter, device: torch.device, metered: MeteredSteps | None) -> ProbeResult:
+    """What a run took at most, on any rank: on a GPU all of it, on a CPU the tensors of the metered steps.
 
-    On a GPU, of the whole run and of the probe, which resets the peaks. On a CPU, what tensors took in the
-    probe, since that is what is predicted. All ranks must call it.
+    All ranks must call it.
     """
-    probe = probed or ProbeResult()
     if device.type == "cpu":
-        return _entries("measured", probe.peak_bytes, None, None)
+        return ProbeResult.of_all(from_all(ProbeResult(phases=metered.phases if metered else {})))
     of_rank = ProbeResult(
         phases={"run": meter.peak_bytes()},
         reserved_bytes=meter.reserved_bytes(),
         overhead_bytes=overhead_bytes(device),
     )
-    run = ProbeResult.of_all(from_all(of_rank))
+    return ProbeResult.of_all(from_all(of_rank))
+
+
+def measured_memory(
+    run: ProbeResult, device: torch.device, probed: ProbeResult | None, metered: MeteredSteps | None
+) -> dict[str, int | str | None]:
+    """What summary.json says about measured memory, in bytes, and of what it is; None if not measured.
+
+    On a GPU, whose peaks the probe has reset, the higher of probe and run counts. On a CPU the probe counts
+    if the steps that were to be metered had been run before.
+    """
+    probe = probed or ProbeResult()
+    if device.type == "cpu":
+        origin = metered.name if metered and run.phases else "probe" if probe.phases else None
+        peak = run.peak_bytes if run.phases else probe.peak_bytes
+        return {**_entries("measured", peak, None, None), "measured_memory_origin": origin}
     reserved = max(probe.reserved_bytes or 0, run.reserved_bytes or 0)
     process = None if run.overhead_bytes is None else reserved + run.overhead_bytes
-    return _entries("measured", max(probe.peak_bytes or 0, run.phases["run"]), reserved, process)
+    sizes = max(probe.peak_bytes or 0, run.peak_bytes or 0), reserved, process
+    return {**_entries("measured", *sizes), "measured_memory_origin": "run"}
 
 
 def _entries(prefix: str, *sizes: int | None) -> dict[str, int | None]:

@@ -6,7 +6,7 @@ discarded and the states of the random number generators restored.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from sft_play.report.progress import spinner
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
 from sft_play.sizing.phase_meter import PhaseMeter
-from sft_play.sizing.step import StepSpec
+from sft_play.sizing.step import TOKEN_BYTES, StepSpec
 from sft_play.sizing.trace import prepare_for_training
 from sft_play.train.callbacks import Heartbeat
 from sft_play.train.memory_meter import overhead_bytes
@@ -40,28 +40,22 @@ from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
-ACCUMULATION = 2  # as good as any larger number: from the second micro-batch on, gradients exist
-ATTEMPTS = 3  # on a CPU, events may be lost (model/cpu.py)
 # What accelerate.prepare leaves on a model.
 WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 def probe(session: Session) -> ProbeResult:
-    """Measures the largest batch of the run over all ranks, and leaves the session as it was."""
+    """Measures the batches with the highest peaks over all ranks, and leaves the session as it was."""
     trainer, plan = session.trainer, session.job.plan
-    rows = step_of_largest(session.rows.dataset, plan)
+    rows = step_of_highest(session.rows.dataset, plan)
     with _as_it_was(trainer):
         # where weights or tokens are divided, any pass needs all ranks
-        shards = engine_of(plan.engine).shards_weights
-        together = shards or plan.sequence_ranks > 1
+        together = engine_of(plan.engine).shards_weights or plan.sequence_ranks > 1
         alone = plan.world_size == 1 or together or _fits_alone(session, rows)
         result = ProbeResult(ran_out=True)
         if all_agree(alone):
             with spinner("  probe: two steps and an evaluation at the largest batch"):
-                for _ in range(1 if shards else ATTEMPTS):
-                    result = ProbeResult.of_all(from_all(_measure(session, rows)))
-                    if result.phases or result.ran_out:
-                        break
+                result = ProbeResult.of_all(from_all(_measure(session, rows)))
     if session.job.ranks.is_main:
         path, device = correction_path(session.job, plan), training_device(session.job.machine).name
         write_record(path, plan, result)
@@ -79,20 +73,40 @@ def correction_path(job: Job, plan: Plan) -> Path:
     return record_path(architecture, training_device(job.machine).name, job.config, plan)
 
 
-def largest_micro_batch(batches: Dataset) -> Dataset:
-    """The micro-batch with the most tokens, alone in a data set."""
-    return batches.select([int(column_of(batches, "tokens").argmax())])
+def largest_micro_batch(batches: Dataset) -> int:
+    """The place of the micro-batch with the most tokens."""
+    return int(column_of(batches, "tokens").argmax())
 
 
-def step_of_largest(batches: Dataset, plan: Plan) -> Dataset:
-    """The micro-batch with the most tokens, and one to follow it: that of its step, if it is the first there.
+def step_of_highest(batches: Dataset, plan: Plan) -> Dataset:
+    """A step's micro-batches: the one whose peak is predicted to be the highest, in the state that it is in.
 
-    The first one finds no gradients, which may make up for its size, so it must not follow itself.
+    The first one of a step finds no gradients: that of its step follows it. Any other follows itself, and so
+    finds gradients; where those in between leave them whole, it is followed, too. If batches are not known
+    to the prediction, the micro-batch is the one with the most tokens.
     """
-    largest = int(column_of(batches, "tokens").argmax())
-    is_first = largest % (plan.gradient_accumulation_steps * plan.world_size) < plan.world_size
-    follows = is_first and plan.gradient_accumulation_steps > 1
-    return batches.select([largest, largest + plan.world_size if follows else largest])
+    found = plan.memory.highest if plan.memory else None
+    place = largest_micro_batch(batches) if found is None else found.train * plan.sequence_ranks
+    several = plan.gradient_accumulation_steps > 1
+    if several and place % (plan.gradient_accumulation_steps * plan.world_size) < plan.world_size:
+        return batches.select([place, place + plan.world_size])
+    between = found is not None and not found.last
+    return batches.select([place] * (1 + several + between))
+
+
+def expected_phases(plan: Plan, tokens: Sequence[int]) -> dict[str, int]:
+    """The predicted peak of each phase for the step of a probe; {} if its batches are unknown.
+
+    A run's trainer holds all batches of a step, the probe only those of `tokens`; and none in an evaluation.
+    """
+    found = plan.memory.highest if plan.memory else None
+    if found is None:
+        return {}
+    held = sum(tokens) // plan.sequence_ranks
+    own = tokens[0] // plan.sequence_ranks
+    fewer = {"forward": found.held - (held - own), "backward": found.held - (held - own)}
+    fewer |= {"optimizer": found.held_after - (held - own), "evaluation": found.held_after}
+    return {phase: size - TOKEN_BYTES * fewer.get(phase, 0) for phase, size in found.phases.items()}
 
 
 def _fits_alone(session: Session, rows: Dataset) -> bool:
@@ -119,8 +133,8 @@ def _fits_alone(session: Session, rows: Dataset) -> bool:
 class _Clock(TrainerCallback):
     """Marks the optimizer phase and times the last step, and its first micro-batch if it has another one."""
 
-    def __init__(self, begin_phase: Callable[[str], None], device: torch.device) -> None:
-        self.begin_phase, self.device = begin_phase, device
+    def __init__(self, meter: PhaseMeter, device: torch.device) -> None:
+        self.meter, self.device = meter, device
         self.seconds: float | None = None
         self.first: float | None = None
 
@@ -131,7 +145,8 @@ class _Clock(TrainerCallback):
         self.first = now(self.device) - self.began
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begin_phase("optimizer")
+        self.meter.anchor()
+        self.meter.begin("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds = now(self.device) - self.began
@@ -143,7 +158,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
     ran_out, overhead = False, None
     model: Any = trainer.model
     with PhaseMeter(trainer.args.device, model) as meter:
-        clock = _Clock(meter.begin, trainer.args.device)
+        clock = _Clock(meter, trainer.args.device)
         try:
             _run(session, rows, clock)
             overhead = overhead_bytes(trainer.args.device)
@@ -160,6 +175,7 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
     step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"])
     return ProbeResult(
         phases={} if ran_out else meter.peaks or {},
+        expected=expected_phases(plan, rows["tokens"]),
         reserved_bytes=meter.reserved_bytes,
         overhead_bytes=overhead,
         step_seconds=step,
@@ -183,32 +199,38 @@ def _average_step(session: Session, clock: _Clock, tokens: Sequence[float]) -> f
     first = clock.seconds if clock.first is None else clock.first
     tokens = [count / session.job.plan.sequence_ranks for count in tokens]  # of this process
     each = first / tokens[0]
-    once = max(0.0, clock.seconds - each * sum(tokens[: _accumulation(session.job.plan)]))
+    once = max(0.0, clock.seconds - each * sum(tokens))
     return once + each * _tokens_per_step(session) / (1 - session.rows.padding_share)
-
-
-def _accumulation(plan: Plan) -> int:
-    return min(ACCUMULATION, plan.gradient_accumulation_steps)
 
 
 def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     trainer, plan = session.trainer, session.job.plan
     settings = copy.copy(trainer.args)
     settings.max_steps, settings.learning_rate, settings.warmup_steps = STEPS, 0.0, 0
-    settings.gradient_accumulation_steps = _accumulation(plan)
+    settings.gradient_accumulation_steps = len(rows)
     settings.eval_on_start = settings.load_best_model_at_end = False
     settings.eval_strategy, settings.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
     trainer.args = settings
-    in_a_step = [number for number in range(_accumulation(plan)) for _ in range(plan.world_size)]
+    in_a_step = [number for number in range(len(rows)) for _ in range(plan.world_size)]
     trainer.train_dataset = rows.select(STEPS * in_a_step)
     beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
     callbacks = [DefaultFlowCallback, clock, *beats]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
-    trainer.begin_phase = clock.begin_phase
+    trainer.begin_phase = clock.meter.begin
     trainer.skipped = SkippedSteps(STEPS + 1)
     trainer.train()
     if trainer.eval_dataset is not None:
-        trainer.evaluate(largest_micro_batch(trainer.eval_dataset).select([0] * plan.world_size))
+        trainer.evaluate(
+            trainer.eval_dataset.select([_evaluated(trainer.eval_dataset, plan)] * plan.world_size)
+        )
+
+
+def _evaluated(batches: Dataset, plan: Plan) -> int:
+    """The place of the batch of an evaluation with the highest predicted peak."""
+    found = plan.memory.highest if plan.memory else None
+    if found is None or found.evaluation is None:
+        return largest_micro_batch(batches)
+    return found.evaluation * plan.sequence_ranks
 
 
 @contextmanager

@@ -4,7 +4,7 @@ data -> model -> trainer -> verify -> probe -> begin -> steps -> save -> summary
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from sft_play.manifest import CARD, replacing
 from sft_play.model.architecture import class_to_name
 from sft_play.model.decomposition import save_trained
 from sft_play.runlog import RunDir, read_metrics, update_summary
-from sft_play.sizing.corrections import ProbeResult, write_speed
+from sft_play.sizing.corrections import ProbeResult, write_run_memory, write_speed
 from sft_play.train.answers import answers_of, hand_over
 from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
-from sft_play.train.memory_meter import measured_memory, predicted_memory
+from sft_play.train.memory_meter import measured_memory, of_run, predicted_memory
+from sft_play.train.metered_steps import MeteredSteps
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
@@ -63,14 +64,14 @@ def train(job: Job, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         clear_way(session.job, checkpoint)
         before = answers_of(session, prompts, "before")
         with remembered(session):
-            stopped = run_steps(session, checkpoint)
+            stopped, metered = run_steps(session, checkpoint)
         remember_speed(session)
         if not stopped:  # else it has its checkpoint instead
             save(session)
         after = answers_of(session, prompts, "after") if before and not stopped else None
     if job.ranks.is_main:
         hand_over(job.run, before, after)
-    return summarise(session, probed, stopped)
+    return summarise(session, probed, metered, stopped)
 
 
 def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
@@ -83,14 +84,19 @@ def settled_session(job: Job) -> tuple[Session, ProbeResult | None]:
         return settle_plan(prepare_session(job))
 
 
-def run_steps(session: Session, checkpoint: Path | None) -> bool:
-    """Trains from the start or from a checkpoint; returns whether a signal stopped it."""
+def run_steps(session: Session, checkpoint: Path | None) -> tuple[bool, MeteredSteps | None]:
+    """Trains from the start or from a checkpoint; returns whether a signal stopped it, and a CPU's memory."""
     trainer = session.trainer
     if checkpoint:
         # it was done at the start; doing it again would count against the patience of early stopping
         trainer.args.eval_on_start = False
         trainer.add_callback(BestOfThisRun(checkpoint))
     trainer.begin_phase = session.reporter.show_phase
+    metered = None
+    if trainer.args.device.type == "cpu":
+        metered = MeteredSteps(session.job.plan, trainer)
+        trainer.callback_handler.callbacks.insert(0, metered)
+        trainer.begin_phase = both(metered.begin, trainer.begin_phase)
     stop = StopOnSignal()
     trainer.add_callback(stop)
     space = SpaceForSaves(session)
@@ -101,7 +107,17 @@ def run_steps(session: Session, checkpoint: Path | None) -> bool:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         session.reporter.end_bar()
-    return stop.stopped
+    return stop.stopped, metered
+
+
+def both(*functions: Callable[[str], None]) -> Callable[[str], None]:
+    """A function that calls these, one after the other."""
+
+    def call(phase: str) -> None:
+        for function in functions:
+            function(phase)
+
+    return call
 
 
 def remember_speed(session: Session) -> None:
@@ -111,6 +127,13 @@ def remember_speed(session: Session) -> None:
     if job.ranks.is_main and reporter.timed_steps >= TIMED_STEPS:
         assert speed and seconds
         write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
+
+
+def remember_memory(session: Session, run: ProbeResult) -> None:
+    """Stores the most that a whole run took, for the next plan; on a CPU, only two steps were measured."""
+    job = session.job
+    if job.ranks.is_main and job.plan.device == "cuda" and job.checkpoint is None:
+        write_run_memory(correction_path(job, job.plan), job.plan, run)
 
 
 def save(session: Session) -> None:
@@ -174,14 +197,19 @@ def measured_ram(session: Session) -> int | None:
     return None if watch is None else sum(from_all(watch.peak_bytes)) // session.job.plan.machines
 
 
-def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> dict[str, Any]:
+def summarise(
+    session: Session, probed: ProbeResult | None, metered: MeteredSteps | None, stopped: bool
+) -> dict[str, Any]:
     """Writes summary.json on the main rank.
 
     Raises:
         Interrupted: after writing, when a signal stopped the run.
     """
-    job, rows, reporter = session.job, session.rows, session.reporter
+    job, rows, reporter, device = session.job, session.rows, session.reporter, session.trainer.args.device
     plan, state = job.plan, session.trainer.state
+    of_whole = of_run(reporter.meter, device, metered)
+    if not stopped:
+        remember_memory(session, of_whole)
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     evaluations = evaluations_by_step(job.run)  # also those from before an interruption
     summary: dict[str, Any] = {
@@ -209,7 +237,7 @@ def summarise(session: Session, probed: ProbeResult | None, stopped: bool) -> di
         "predicted_step_origin": plan.step_seconds_origin if plan.step_seconds else None,
         "measured_step_seconds": reporter.step_seconds,
         **predicted_memory(plan),
-        **measured_memory(reporter.meter, session.trainer.args.device, probed),
+        **measured_memory(of_whole, device, probed, metered),
         "predicted_ram_bytes": plan.memory.host.needed_bytes if plan.memory and plan.memory.host else None,
         "measured_ram_bytes": measured_ram(session),
         "probe": asdict(probed) if probed else None,

@@ -22,7 +22,7 @@ from benchmarks.measurement_log import MeasurementLog
 from benchmarks.random_models import random_model
 from benchmarks.sizing_gpu import alternately, figures, missed_targets, run_case, with_errors
 from sft_play.config.schema import LoraSettings, TuningConfig
-from sft_play.model.cpu import storage_bytes
+from sft_play.sizing.cpu_meter import storage_bytes
 from sft_play.sizing.phase_meter import CudaMeter
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import PaddedRows, StepSpec

@@ -372,8 +372,12 @@ def test_what_an_earlier_run_measured_is_not_called_a_prediction(tmp_path, monke
     before = plan_run(config, MODEL, FACTS, CPU, 1)
     path = record_path(text_of(MODEL), "the CPU", config, before)
     assert (before.memory.origin, before.step_seconds_origin) == ("trace", "profile")
-    phases = {phase: round(1.001 * size) for phase, size in before.memory.phases.items()}
-    write_record(path, before, ProbeResult(phases=phases, step_seconds=1.0, seconds_per_token=0.01))
+    phases = {phase: round(1.01 * size) + 2**17 for phase, size in before.memory.phases.items()}
+    write_record(
+        path,
+        before,
+        ProbeResult(phases=phases, expected=before.memory.phases, step_seconds=1.0, seconds_per_token=0.01),
+    )
     after = plan_run(config, MODEL, FACTS, CPU, 1)
     assert (after.memory.origin, after.step_seconds_origin) == ("earlier run", "earlier run")
     assert record_path(text_of(MODEL), "the CPU", config, after) == path

@@ -8,7 +8,7 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
 from sft_play.sizing.budget import GIB, device_budget, host_budget
 from sft_play.sizing.estimator import Traces
-from sft_play.sizing.memory import estimate
+from sft_play.sizing.memory import SizedStep, estimate
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.work import TRANSFER
@@ -70,9 +70,9 @@ def test_memory_of_other_sizes_follows_from_the_same_traces():
 def test_a_machine_needs_pinned_blocks_for_each_of_its_processes():
     spec = replace(SPEC, batch=PaddedRows(3, 512))  # 768 KiB become a block of 1 MiB
     host = host_budget(200 * GIB, 2)
-    memory = estimate([trace_step(LLAMA, spec).step], device_budget("cuda", 24 * GIB, host=host))
+    memory = estimate([SizedStep(trace_step(LLAMA, spec).step)], device_budget("cuda", 24 * GIB, host=host))
     assert memory.host.terms == {"activations": 6 << 20} and memory.host.saved_bytes == 0
     assert memory.host.needed_bytes == 2 * (host.own_bytes + (6 << 20))
     assert memory.fits
     little = device_budget("cuda", 24 * GIB, host=host_budget(6 * GIB, 2))
-    assert not estimate([trace_step(LLAMA, spec).step], little).fits
+    assert not estimate([SizedStep(trace_step(LLAMA, spec).step)], little).fits

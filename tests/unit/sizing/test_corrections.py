@@ -20,6 +20,7 @@ from sft_play.sizing.corrections import (
     reasons_of,
     record_path,
     records_of,
+    run_ratios,
     write_overhead,
     write_ran_out,
     write_record,
@@ -36,7 +37,8 @@ MEMORY = Memory(
     terms={"weights": 100, "activations": 150, "temporaries": 50},
     reserved_bytes=320,
 )
-MEASURED = {"load": 101, "forward": 210, "backward": 340, "evaluation": 220}
+MEASURED = {"load": 101, "forward": 210, "backward": 340, "evaluation": 260}
+PROBED = ProbeResult(phases=MEASURED, expected=MEMORY.phases)
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +46,15 @@ def _empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def _bytes_of_these_tests_count(monkeypatch):
+    monkeypatch.setattr(corrections, "NOISE_BYTES", 0)
+
+
 def test_a_correction_makes_the_prediction_what_was_measured():
-    after = corrected(MEMORY, ratios_of(MEMORY, ProbeResult(phases=MEASURED), {}))
+    after = corrected(MEMORY, ratios_of(MEMORY, PROBED, {}))
     assert {phase: after.phases[phase] for phase in ("forward", "backward", "evaluation")} == {
-        "forward": 210, "backward": 340, "evaluation": 220,
+        "forward": 210, "backward": 340, "evaluation": 260,
     }  # fmt: skip
     assert (after.peak_bytes, after.peak_phase, after.reserved_bytes) == (340, "backward", 360)
     assert sum(after.terms.values()) == 340
@@ -72,15 +79,47 @@ def test_the_weights_are_not_stretched():
 
 
 def test_a_correction_of_a_corrected_prediction_starts_from_the_plain_one():
-    result = ProbeResult(phases=MEASURED, reserved_bytes=400)
+    result = replace(PROBED, reserved_bytes=400)
     first = ratios_of(MEMORY, result, {})
-    again = ratios_of(corrected(MEMORY, first), result, first)
+    corrected_once = corrected(MEMORY, first)
+    result = replace(result, expected=corrected_once.phases)
+    again = ratios_of(corrected_once, result, first)
     assert again == pytest.approx(first)
 
 
 def test_reserved_bytes_are_corrected_by_what_was_reserved():
-    result = ProbeResult(phases=MEASURED, reserved_bytes=400)
+    result = replace(PROBED, reserved_bytes=400)
     assert corrected(MEMORY, ratios_of(MEMORY, result, {})).reserved_bytes == 400
+
+
+def test_a_probe_is_compared_with_the_prediction_for_what_it_probed_alone():
+    """Another micro-batch of the run has the highest peak: the prediction for it stays as it is."""
+    smaller = replace(PROBED, phases=MEASURED | {"backward": 250}, expected=MEMORY.phases | {"backward": 250})
+    assert corrected(MEMORY, ratios_of(MEMORY, smaller, {})).phases["backward"] == 300
+    assert ratios_of(MEMORY, replace(PROBED, expected={}), {}) == {}  # what was probed is not known
+
+
+def test_only_a_whole_run_lowers_a_prediction():
+    low = replace(PROBED, phases=dict.fromkeys(MEASURED, 150), reserved_bytes=150)
+    assert corrected(MEMORY, ratios_of(MEMORY, low, {})) is MEMORY
+    ratios = run_ratios(MEMORY, 240, 250, {})
+    after = corrected(MEMORY, ratios)
+    assert after.phases == {"load": 100, "forward": 200, "backward": 240, "evaluation": 240}
+    assert after.reserved_bytes == 250
+    assert corrected(MEMORY, run_ratios(after, 300, 320, ratios)) == after  # it raises none
+    assert corrected(MEMORY, ratios_of(after, replace(low, expected=after.phases), ratios)) == after
+    higher = replace(PROBED, expected=after.phases)
+    assert corrected(MEMORY, ratios_of(after, higher, ratios)).phases["backward"] == 340
+
+
+def test_next_to_nothing_corrects_nothing(monkeypatch):
+    monkeypatch.setattr(corrections, "NOISE_BYTES", 50)
+    assert ratios_of(MEMORY, PROBED, {}) == {}
+    for times, found in ((1.004, []), (1.006, ["backward", "evaluation", "forward"])):
+        large = {name: 10_000 * size for name, size in MEMORY.phases.items()}
+        measured = {name: round(times * size) for name, size in large.items()}
+        result = ProbeResult(phases=measured, expected=large)
+        assert sorted(ratios_of(replace(MEMORY, phases=large), result, {})) == found
 
 
 @pytest.mark.parametrize(
@@ -89,7 +128,7 @@ def test_reserved_bytes_are_corrected_by_what_was_reserved():
 )
 def test_what_fits_is_the_process_and_on_a_cpu_the_tensors(reserved, overhead, fits):
     memory = replace(MEMORY, terms=MEMORY.terms | {"context": 45})
-    result = ProbeResult(phases=MEASURED, reserved_bytes=reserved, overhead_bytes=overhead)
+    result = replace(PROBED, reserved_bytes=reserved, overhead_bytes=overhead)
     assert result.fits(replace(PLAN, memory=memory)) == fits
     assert not replace(result, ran_out=True).fits(replace(PLAN, memory=memory))
 
@@ -97,7 +136,7 @@ def test_what_fits_is_the_process_and_on_a_cpu_the_tensors(reserved, overhead, f
 def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tmp_path, monkeypatch):
     plan = replace(PLAN, memory=MEMORY)
     path = record_path("{}", "card", CONFIG, plan)
-    write_record(path, plan, ProbeResult(phases=MEASURED))
+    write_record(path, plan, PROBED)
     ask = corrected_estimator(lambda run, p, complete=False: MEMORY, records_of("{}", "card"))
     assert ask(CONFIG, replace(plan, micro_batch_size=1, gradient_accumulation_steps=64)).peak_bytes == 340
     assert ask(CONFIG, replace(plan, activations="recompute")).peak_bytes == 300
@@ -108,7 +147,7 @@ def test_what_a_probe_measured_corrects_the_next_prediction_of_its_kind_alone(tm
 
 
 def test_without_a_prediction_or_a_measurement_no_ratio_is_kept(tmp_path):
-    write_record(tmp_path / "a.json", replace(PLAN, memory=None), ProbeResult(phases=MEASURED))
+    write_record(tmp_path / "a.json", replace(PLAN, memory=None), PROBED)
     write_record(tmp_path / "b.json", replace(PLAN, memory=MEMORY), ProbeResult(ran_out=True))
     assert read_record(tmp_path / "a.json") == read_record(tmp_path / "b.json") == Record()
 
@@ -121,7 +160,7 @@ def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by
     tmp_path, monkeypatch
 ):
     path = tmp_path / "r.json"
-    result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
+    result = replace(PROBED, step_seconds=3.0, seconds_per_token=0.01)
     assert read_record(path).speed.origin_of(timed(1000), 2.0) == "profile"
     write_record(path, timed(1000, predicted=2.0), result)
     speed = read_record(path).speed
@@ -139,7 +178,7 @@ def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by
 
 def test_the_steps_of_a_run_count_instead_of_the_step_of_its_probe(tmp_path):
     path = tmp_path / "r.json"
-    result = ProbeResult(phases=MEASURED, step_seconds=3.0, seconds_per_token=0.01)
+    result = replace(PROBED, step_seconds=3.0, seconds_per_token=0.01)
     write_record(path, timed(1000, predicted=2.0), result)
     write_speed(path, timed(1000, predicted=2.0), step_seconds=2.4, seconds_per_token=0.008)
     assert read_record(path).speed == MeasuredSpeed({"1000": 0.008}, ratio=pytest.approx(1.2))
@@ -212,8 +251,8 @@ def test_a_plan_fits_if_the_peak_is_within_the_budget_and_memory_did_not_run_out
     assert ProbeResult(phases={"forward": 10**12}).fits(replace(plan, memory=None))
 
 
-def test_a_small_correction_is_not_talked_about():
-    assert reasons_of(Record({"backward": 1.004}), PLAN, MEMORY) == []
+def test_only_a_correction_of_the_peak_is_talked_about():
+    assert reasons_of(Record(), PLAN, MEMORY) == []
     assert reasons_of(Record({"forward": 1.1}), PLAN, MEMORY) == []  # the peak is in the backward pass
     assert reasons_of(Record({"backward": 1.1}), PLAN, MEMORY) == [Corrected(1.1)]
 
@@ -244,7 +283,7 @@ def test_memory_that_ran_out_is_a_verdict_on_such_plans_and_adds_nothing_to_what
     assert ask(CONFIG, plan) == ask(CONFIG, timed(2000)) == replace(MEMORY, ran_out=True)
     assert MEMORY.fits and not ask(CONFIG, plan).fits and ask(CONFIG, plan).within_budget
     assert ask(CONFIG, timed(999)) == MEMORY
-    write_record(path, timed(500), ProbeResult(phases=MEASURED))
+    write_record(path, timed(500), PROBED)
     assert read_record(path).ran_out == RanOut(1000, 1000) and read_record(path).ratios
 
 
@@ -255,7 +294,7 @@ def test_the_verdict_holds_until_clearly_more_memory_is_free(budget, applies):
 
 def test_the_smallest_micro_batch_that_ran_out_counts(tmp_path):
     path = tmp_path / "r.json"
-    write_record(path, timed(500), ProbeResult(phases=MEASURED))
+    write_record(path, timed(500), PROBED)
     for tokens, used in ((1000, 0), (800, 1500), (900, 0)):
         write_ran_out(path, timed(tokens), used)
     assert read_record(path).ran_out == RanOut(800, 1500) and read_record(path).ratios

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sft_play.model.cpu import MEMORY, allocator_events
+from sft_play.sizing.cpu_meter import MEMORY, allocator_events
 from sft_play.sizing.kernels import SymbolicRecorder
 
 ROWS, WIDTH, OUT = 96, 256, 640
@@ -33,7 +33,7 @@ def allocated(compute, *tensors) -> list[int]:
     compute(*tensors)
     with allocator_events() as events:
         compute(*tensors)
-    return [size for _, size, name in events if name == MEMORY]
+    return [event.size for event in events if event.name == MEMORY]
 
 
 def peak(events: list[int]) -> int:

@@ -12,7 +12,7 @@ from sft_play.sizing.budget import (
     guard,
 )
 from sft_play.sizing.estimator import basis
-from sft_play.sizing.memory import estimate, scaled_step
+from sft_play.sizing.memory import SizedStep, estimate, scaled_step
 from sft_play.sizing.step import StepSpec
 from sft_play.units import GIB, MIB
 from tests.unit.sizing.handmade import step_of
@@ -39,7 +39,7 @@ def test_the_budget_is_for_the_process_with_its_context_and_communicator():
     two = device_budget("cuda", free, world_size=2, compute_capability=(8, 0))
     assert one.budget_bytes == two.budget_bytes == free - guard("cuda", free).bytes
     step = step_of(3, (0, 1, 2)).step
-    alone, together = (estimate([step], device, complete=True) for device in (one, two))
+    alone, together = (estimate([SizedStep(step)], device, complete=True) for device in (one, two))
     assert alone.process_bytes == alone.reserved_bytes + ASSUMED_CONTEXT
     assert together.process_bytes == together.reserved_bytes + ASSUMED_CONTEXT + ASSUMED_COMMUNICATOR
     assert one.workspace_bytes == 2 * 32 * MIB and two.workspace_bytes == 2 * (8 * MIB + 128 * 1024)
@@ -69,7 +69,7 @@ def test_measured_overheads_are_not_called_assumed():
 
 def test_the_estimate_takes_the_highest_phase_and_its_terms_add_up():
     device = device_budget("cuda", 10 * GIB)
-    memory = estimate([step_of(3, (0, 1, 2)).step], device)
+    memory = estimate([SizedStep(step_of(3, (0, 1, 2)).step)], device)
     assert memory.peak_bytes == max(memory.phases.values()) == memory.phases[memory.peak_phase]
     assert sum(size for name, size in memory.terms.items() if name != "context") == memory.peak_bytes
     assert memory.budget_bytes == device.budget_bytes
@@ -77,7 +77,7 @@ def test_the_estimate_takes_the_highest_phase_and_its_terms_add_up():
 
 
 def test_the_cpu_rounds_nothing_and_has_no_context():
-    memory = estimate([step_of(3, (0, 1, 2)).step], device_budget("cpu", 10 * GIB))
+    memory = estimate([SizedStep(step_of(3, (0, 1, 2)).step)], device_budget("cpu", 10 * GIB))
     assert (
         memory.peak_bytes == 1000 + 3 * 110 + 2 + 7 + 2
     )  # the loss and its gradient, while the stream is there
@@ -87,25 +87,25 @@ def test_the_cpu_rounds_nothing_and_has_no_context():
 def test_on_a_gpu_fragmentation_counts():
     step = step_of(3, (0, 1, 2), saved=300 * MIB).step
     tight = DeviceBudget(budget_bytes=GIB)
-    memory = estimate([step], tight)
+    memory = estimate([SizedStep(step)], tight)
     assert memory.reserved_bytes > memory.peak_bytes and memory.process_bytes == memory.reserved_bytes
     device = device_budget("cuda", 80 * GIB)
-    roomy = estimate([step], device)
+    roomy = estimate([SizedStep(step)], device)
     assert roomy.reserved_bytes is None  # it cannot decide
     assert roomy.process_bytes == roomy.peak_bytes + device.context_bytes
-    complete = estimate([step], device, complete=True)
+    complete = estimate([SizedStep(step)], device, complete=True)
     assert complete.reserved_bytes > complete.peak_bytes == roomy.peak_bytes
-    on_cpu = estimate([step_of(3, (0, 1, 2)).step], device_budget("cpu", GIB), complete=True)
+    on_cpu = estimate([SizedStep(step_of(3, (0, 1, 2)).step)], device_budget("cpu", GIB), complete=True)
     assert on_cpu.process_bytes == on_cpu.peak_bytes < 2000 and on_cpu.reserved_bytes is None
 
 
 def test_json_has_all_three_numbers_and_on_a_cpu_the_first_alone():
     step = step_of(3, (0, 1, 2)).step
-    gpu = estimate([step], device_budget("cuda", 80 * GIB), complete=True)
+    gpu = estimate([SizedStep(step)], device_budget("cuda", 80 * GIB), complete=True)
     tree = gpu.to_json()
     assert tree["peak_bytes"] < tree["reserved_bytes"] < tree["process_bytes"] == gpu.process_bytes
     assert Memory.from_json(tree) == gpu
-    cpu = estimate([step], device_budget("cpu", GIB)).to_json()
+    cpu = estimate([SizedStep(step)], device_budget("cpu", GIB)).to_json()
     assert cpu["peak_bytes"] > 0 and cpu["reserved_bytes"] is cpu["process_bytes"] is None
 
 
@@ -123,7 +123,8 @@ def test_4_bit_weights_in_fixed_segments_have_a_larger_guard():
 def test_fixed_segments_need_more_than_expandable_ones_and_matter_earlier():
     step = step_of(3, (0, 1, 2), saved=31 * MIB + 600 * 1024).step
     fixed, expandable = (
-        estimate([step], DeviceBudget(budget_bytes=170 * MIB, expandable=value)) for value in (False, True)
+        estimate([SizedStep(step)], DeviceBudget(budget_bytes=170 * MIB, expandable=value))
+        for value in (False, True)
     )
     assert fixed.peak_bytes == expandable.peak_bytes < 0.8 * 170 * MIB
     assert fixed.reserved_bytes > fixed.peak_bytes and expandable.reserved_bytes is None

@@ -6,7 +6,7 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings
 from sft_play.engines.registry import engine_of
 from sft_play.sizing.budget import GIB, device_budget, host_budget
-from sft_play.sizing.memory import estimate
+from sft_play.sizing.memory import SizedStep, estimate
 from sft_play.sizing.step import PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.sizing.trace_files import load_trace, save_trace
@@ -60,7 +60,7 @@ def test_zero3_adds_gradients_up_on_the_gpu(trace):
 
 def test_a_machine_needs_what_its_processes_hold_pinned_blocks_as_they_are_allocated(trace):
     host = host_budget(200 * GIB, 2)
-    memory = estimate([trace.step], device_budget("cuda", 24 * GIB, host=host))
+    memory = estimate([SizedStep(trace.step)], device_budget("cuda", 24 * GIB, host=host))
     ram = trace.step.in_ram().peaks()["backward"].terms
     pinned, exact = memory.host.terms["weights"], ram["weights"]
     assert exact < pinned < 2 * exact and memory.host.terms["optimizer"] == ram["optimizer"]
@@ -68,7 +68,9 @@ def test_a_machine_needs_what_its_processes_hold_pinned_blocks_as_they_are_alloc
     assert memory.host.needed_bytes == 2 * each + memory.host.saved_bytes
     assert (
         memory.fits
-        and not estimate([trace.step], device_budget("cuda", 24 * GIB, host=host_budget(6 * GIB, 2))).fits
+        and not estimate(
+            [SizedStep(trace.step)], device_budget("cuda", 24 * GIB, host=host_budget(6 * GIB, 2))
+        ).fits
     )
 
 

@@ -1,3 +1,6 @@
+import gc
+import threading
+
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
@@ -7,34 +10,59 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.shards import shard
 from sft_play.model.architecture import units_of
-from sft_play.model.cpu import storage_bytes
+from sft_play.sizing.cpu_meter import alive_bytes, storage_bytes
 from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 
 
 def test_each_phase_has_the_peak_of_its_own_time():
     model = torch.nn.Linear(100, 10)
-    weights = storage_bytes(model)
+    gc.collect()
+    before, weights = alive_bytes(model), storage_bytes(model)
     assert weights == 4 * 1010
     with PhaseMeter(torch.device("cpu"), model) as meter:
         meter.begin("forward")
         kept = torch.empty(1_000_000)
+        meter.anchor()
         for _ in range(2):
             meter.begin("backward")
             passing = torch.empty(500_000)
             del passing
             meter.begin("forward")
         del kept
-    assert meter.peaks == {"load": weights, "forward": weights + 4_000_000, "backward": weights + 6_000_000}
+    assert meter.peaks == {"forward": before + 4_000_000, "backward": before + 6_000_000}
     assert (meter.reserved_bytes, meter.retries) == (None, 0)
 
 
-def test_memory_that_never_comes_back_is_not_taken_for_a_measurement():
+def test_what_other_threads_allocate_and_free_counts():
+    """As gloo's do; what was there before and is freed meanwhile is in the peak that came before."""
+    gc.collect()
+    model, held = torch.nn.Linear(10, 10), []
+    before = alive_bytes(model)
+    held.append(torch.empty(250_000))
+    with PhaseMeter(torch.device("cpu"), model) as meter:
+        meter.begin("forward")
+        in_thread(lambda: held.append(torch.empty(1_000_000)))
+        torch.empty(1)  # an event of this thread
+        meter.anchor()
+        meter.begin("backward")
+        in_thread(held.clear)
+        torch.empty(1)
+    assert meter.peaks["forward"] == before + 5_000_000 + 4
+    assert meter.peaks["backward"] == before + 1_000_000 + 4  # a block from before: nobody sees it freed
+
+
+def in_thread(do) -> None:
+    thread = threading.Thread(target=do)
+    thread.start()
+    thread.join()
+
+
+def test_without_a_look_at_what_is_alive_there_is_no_measurement():
     with PhaseMeter(torch.device("cpu"), torch.nn.Linear(10, 10)) as meter:
         meter.begin("forward")
-        kept = torch.empty(1_000_000)
+        torch.empty(1_000_000)
     assert meter.peaks is None
-    del kept
 
 
 def test_tables_of_4_bit_weights_count_where_the_model_is_divided():

@@ -1,0 +1,184 @@
+"""Measures memory on a CPU, whose allocator keeps no statistics, by the events that the profiler collects.
+
+An event of this thread tells how much all threads hold: gloo's threads, too, free what this one allocates.
+"""
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+MARK, MEMORY = "sft-play ", "[memory]"
+ANCHOR = "anchor"
+# Lets threads that are not profiled count, too (c10/core/CPUAllocator.cpp).
+ALLOCATOR, COUNT_EVERYWHERE = "libc10.so", "FLAGS_caffe2_report_cpu_memory_usage"
+
+
+class Event(NamedTuple):
+    """A block that was allocated or freed, or a mark of ours."""
+
+    time: int  # ns
+    name: str
+    size: int = 0  # bytes, negative when freed
+    live: int = 0  # bytes that all threads hold after it, beyond those at the start
+
+
+def storage_bytes(model: torch.nn.Module) -> int:
+    """Bytes of parameters, buffers and the quantization tables of 4-bit weights; each storage counts once."""
+    return sum(_storages(_tensors_of(model)).values())
+
+
+def _tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    for holder in (
+        *map(_own, model.parameters()),
+        *model.modules(),
+    ):  # of a divided weight, its layer has them
+        state = getattr(holder, "quant_state", None)
+        while state is not None:
+            tensors += [t for t in (state.absmax, state.code, state.offset) if t is not None]
+            state = state.state2
+    return tensors
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Bytes by the address of each storage."""
+    storages = [each.untyped_storage() for each in map(_own, tensors)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def alive_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all CPU tensors that Python can see in this process: of the model, and others."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    others = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    real = [
+        each
+        for each in others
+        if not isinstance(each, FakeTensor) and each.device.type == "cpu" and each.layout == torch.strided
+    ]
+    return sum(_storages([*_tensors_of(model), *gradients, *real]).values())
+
+
+def mark(name: str) -> None:
+    """Leaves a timestamped mark in the profile."""
+    with record_function(MARK + name):
+        pass
+
+
+@contextmanager
+def allocator_events() -> Iterator[list[Event]]:
+    """Collects the events of the CPU allocator and our marks, in chronological order.
+
+    The list is filled when the context ends. torch.profiler itself would also record every operation, which
+    takes longer than the step. The clock of some virtual machines jumps; events are then missing.
+    """
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
+    activities = {ProfilerActivity.CPU}
+    found: list[Event] = []
+    # The type stub lacks the third argument: only marks are recorded, not every operation.
+    enable: Any = torch.autograd._enable_profiler
+    with _counting_everywhere():
+        torch.autograd._prepare_profiler(config, activities)
+        enable(config, activities, {RecordScope.USER_SCOPE})
+        try:
+            yield found
+        finally:
+            result: Any = torch.autograd._disable_profiler()
+            found += _events(result.experimental_event_tree())
+
+
+@contextmanager
+def _counting_everywhere() -> Iterator[None]:
+    flag = ctypes.c_bool.in_dll(ctypes.CDLL(ALLOCATOR), COUNT_EVERYWHERE)
+    flag.value = True
+    try:
+        yield
+    finally:
+        flag.value = False
+
+
+def _events(roots: list[Any]) -> list[Event]:
+    nodes, found = list(roots), list[Event]()
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.tag == _EventType.Allocation:
+            block = node.typed[1]
+            found.append(Event(node.start_time_ns, MEMORY, block.alloc_size, block.total_allocated))
+        elif node.name.startswith(MARK):
+            found.append(Event(node.start_time_ns, node.name))
+    found.sort(key=lambda event: (event.time, event.name == MEMORY))  # marks first
+    before = next((event.live - event.size for event in found if event.name == MEMORY), 0)
+    return [event._replace(live=event.live - before) if event.name == MEMORY else event for event in found]
+
+
+def peaks_by_mark(events: list[Event]) -> dict[str, int]:
+    """The peak between each mark and the next one, by the name of the mark, beyond what the start held."""
+    peaks: dict[str, int] = {}
+    phase = None
+    for event in events:
+        if event.name != MEMORY:
+            name = event.name.removeprefix(MARK)
+            phase = phase if name == ANCHOR else name
+        elif phase is not None:
+            peaks[phase] = max(event.live, peaks.get(phase, event.live))
+    return peaks
+
+
+def _held_at_anchor(events: list[Event]) -> int | None:
+    """What the last event before the last anchor says; None without an anchor."""
+    held, found = 0, None
+    for event in events:
+        if event.name == MEMORY:
+            held = event.live
+        elif event.name == MARK + ANCHOR:
+            found = held
+    return found
+
+
+class CpuMeter:
+    """The peak of each phase, with all that was there before.
+
+    Events tell what is allocated and freed; what is alive has to be looked at once, while Python can see it:
+    when gradients exist, which may lie in buffers of DDP, and the graph of the forward pass does not.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.alive = model, 0
+        self.begin = mark
+
+    def start(self) -> None:
+        """Begins to collect events."""
+        self.block = allocator_events()
+        self.events = self.block.__enter__()
+
+    def anchor(self) -> None:
+        """Looks at what is alive: between the backward pass and the update."""
+        self.alive = alive_bytes(self.model)
+        mark(ANCHOR)
+
+    def stop(self) -> tuple[dict[str, int] | None, None, int]:
+        """Peaks by phase, None if there was no anchor; nothing is reserved or freed again."""
+        self.block.__exit__(None, None, None)
+        held = _held_at_anchor(self.events)
+        if held is None:
+            return None, None, 0
+        return {name: self.alive + peak - held for name, peak in peaks_by_mark(self.events).items()}, None, 0

@@ -1,0 +1,81 @@
+"""Measures memory in the run itself on a CPU, whose allocator keeps no statistics: of two of its steps.
+
+They are the one that the trace names as the highest, and the next one, which finds what the first has left.
+"""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+
+from sft_play.plan import Plan
+from sft_play.sizing.phase_meter import PhaseMeter
+
+STEPS = 2
+BESIDES = "besides"  # between steps: a checkpoint is saved, for example
+
+
+class MeteredSteps(TrainerCallback):
+    """Meters the steps with the highest peak; as the first callback, so that no timer counts its work."""
+
+    def __init__(self, plan: Plan, trainer: Any) -> None:
+        self.trainer, self.begins_at = trainer, _highest_step(plan, trainer.args.eval_steps)
+        self.phases: dict[
+            str, int
+        ] = {}  # peaks in bytes; {} if the steps were not run, or not by this process
+        self._meter: PhaseMeter | None = None
+
+    @property
+    def name(self) -> str:
+        """Which steps they are, for people."""
+        first = (self.begins_at or 0) + 1
+        return f"steps {first} and {first + 1}"
+
+    def begin(self, phase: str) -> None:
+        """Attributes memory to a phase from here on."""
+        if self._meter:
+            self._meter.begin(phase)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Begins with the first of the steps, and ends before the step after the last."""
+        if self._meter and self.begins_at is not None and state.global_step >= self.begins_at + STEPS:
+            self._end()
+        if state.global_step == self.begins_at:
+            self._meter = PhaseMeter(args.device, self.trainer.model)
+            self._meter.__enter__()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The update begins."""
+        if self._meter:
+            self._meter.anchor()
+        self.begin("optimizer")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What follows belongs to no phase of a step."""
+        self.begin(BESIDES)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As after a step."""
+        self.begin(BESIDES)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first step may have been the last one."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._meter:
+            self._meter.__exit__()
+            self.phases = {name: peak for name, peak in (self._meter.peaks or {}).items() if name != BESIDES}
+            self._meter = None
+
+
+def _highest_step(plan: Plan, eval_steps: int) -> int | None:
+    """The step with the highest predicted peak, counted from 0; None if it is unknown.
+
+    If the peak is in an evaluation, the first step that one follows.
+    """
+    highest = plan.memory.highest if plan.memory else None
+    if plan.memory is None or highest is None:
+        return None
+    if plan.memory.peak_phase == "evaluation":
+        return eval_steps - 1
+    return highest.train // (plan.gradient_accumulation_steps * plan.data_ranks)

@@ -1,0 +1,42 @@
+"""What a run takes is measured in the run, beside the prediction for it, and the next prediction is as good."""
+
+import pytest
+
+from sft_play.train.run import train
+from tests.conftest import token_rows
+from tests.integration.jobs import make_job
+from tests.integration.test_probe import ROWS, sized
+
+KINDS = {
+    "lora": {"mode": "lora"},
+    "qlora": {"mode": "qlora"},
+    "full": {"mode": "full", "gradient_checkpointing": True, "mixed_precision": "bf16"},
+    "packed": {"mode": "lora", "packing": True, "effective_batch_size": 8 * 64},
+    "padded": {"mode": "full", "padding_free": False, "batch_size": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_record_of_another_test(tmp_path, make_cache, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(make_cache(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_prediction_is_as_good_as_the_first(tiny_model, tmp_path, kind):
+    """With a probe before each run, whose micro-batch is not the one with the most tokens."""
+    rows = [*ROWS, *token_rows(4, seed=3, longest=64)]
+    for row in rows[-4:]:
+        row["labels"] = row["input_ids"]  # all tokens count
+    found = []
+    for number in range(2):
+        job = sized(
+            make_job(tiny_model, tmp_path, f"{number}", rows=rows, probe=True, max_steps=8, **KINDS[kind])
+        )
+        found.append((job.plan.memory, train(job)))
+    (first, once), (second, _) = found
+    assert first.phases == second.phases and second.origin == "trace"
+    assert once["measured_memory_origin"].startswith("steps ")
+
+    assert once["measured_peak_bytes"] == pytest.approx(
+        first.peak_bytes, rel=0.005 if kind == "padded" else 0.0005
+    )
