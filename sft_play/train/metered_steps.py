@@ -18,7 +18,7 @@ class MeteredSteps(TrainerCallback):
     """Meters the steps with the highest peak; as the first callback, so that no timer counts its work."""
 
     def __init__(self, plan: Plan, trainer: Any) -> None:
-        self.trainer, self.begins_at = trainer, _highest_step(plan, trainer.args.eval_steps)
+        self.trainer, self.first = trainer, _highest_step(plan, trainer.args.eval_steps)
         self.phases: dict[
             str, int
         ] = {}  # peaks in bytes; {} if the steps were not run, or not by this process
@@ -27,21 +27,28 @@ class MeteredSteps(TrainerCallback):
     @property
     def name(self) -> str:
         """Which steps they are, for people."""
-        first = (self.begins_at or 0) + 1
+        first = (self.first or 0) + 1
         return f"steps {first} and {first + 1}"
 
     def begin(self, phase: str) -> None:
         """Attributes memory to a phase from here on."""
-        if self._meter:
-            self._meter.begin(phase)
+        if self._meter and self.first is not None:
+            counts = self.trainer.state.global_step >= self.first
+            self._meter.begin(phase if counts else BESIDES)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Begins if no step comes before the first of them."""
+        if state.global_step == self.first:
+            self._start(args.device)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Begins with the first of the steps, and ends before the step after the last."""
-        if self._meter and self.begins_at is not None and state.global_step >= self.begins_at + STEPS:
+        """Begins a step early, so as to see the batches of the first allocated; ends after the last."""
+        if self.first is None:
+            return
+        if self._meter and state.global_step >= self.first + STEPS:
             self._end()
-        if state.global_step == self.begins_at:
-            self._meter = PhaseMeter(args.device, self.trainer.model)
-            self._meter.__enter__()
+        if state.global_step == self.first - 1:
+            self._start(args.device)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The update begins."""
@@ -60,6 +67,10 @@ class MeteredSteps(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first step may have been the last one."""
         self._end()
+
+    def _start(self, device: Any) -> None:
+        self._meter = PhaseMeter(device, self.trainer.model)
+        self._meter.__enter__()
 
     def _end(self) -> None:
         if self._meter:
