@@ -160,6 +160,23 @@ def test_two_processes_go_on_as_one_would(request, engine, kind):
     )
 
 
+@pytest.mark.parametrize(("engine", "kind"), RUNS)
+def test_two_processes_save_the_tensors_that_one_does(request, engine, kind):
+    """So tied weights once."""
+    folder = request.getfixturevalue(engine)
+    ours, alone = (shapes_of_saved(folder / f"{which}-{kind}") for which in (engine, "one"))
+    assert ours == alone
+
+
+def shapes_of_saved(run: Path) -> dict[str, dict[str, torch.Size]]:
+    """Shapes by name, of each file of weights in a run's folder."""
+    files = {path.relative_to(run): load_file(path) for path in run.rglob("*model*.safetensors")}
+    assert files
+    return {
+        str(path): {name: weight.shape for name, weight in weights.items()} for path, weights in files.items()
+    }
+
+
 def test_processes_that_find_other_singular_vectors_train_those_of_the_first(ddp):
     assert_same_curve(ddp / "signs", ddp / "one-pissa", CLOSE)
     found, expected = (
