@@ -30,12 +30,14 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from benchmarks.faults import RESULTS, ROOT, descendants
+import psutil
+
 from benchmarks.forked import Operation, exit_codes, killed, ranks_of, recorded, run_command, within
-from benchmarks.measurement_log import MeasurementLog
+from benchmarks.measurement_log import RESULTS, MeasurementLog
 from sft_play.manifest import find_damage
 from sft_play.runlog import console
 
+ROOT = Path(__file__).resolve().parents[1]
 STEPS = 5
 LOOK_AGAIN_S = 0.0005
 LIMIT_S = 1200
@@ -275,9 +277,9 @@ def killed_in_a_save(argv: list[str], folder: Path, save: int, delay_s: float) -
     time.sleep(delay_s)
     if process.poll() is not None:
         return False
-    for member in [*descendants(process.pid), process.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member, signal.SIGKILL)
+    for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
     return process.wait() == -signal.SIGKILL
 
 

@@ -30,7 +30,7 @@ from benchmarks.memory_tables import (
     reserved_open,
 )
 from sft_play.cli import INTERRUPTED_BY_USER
-from sft_play.config.schema import TrainConfig
+from sft_play.config.train import TrainConfig
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate

@@ -22,7 +22,7 @@ from benchmarks.evidence import flat, fused
 from benchmarks.evidence.runs import Head, Run
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
-from sft_play.model import attention
+from sft_play.model import attention, four_bit
 from sft_play.model.attention import type_name
 from sft_play.sizing import fake
 from sft_play.sizing.kernels import SymbolicRecorder, patched, simulate_cuda
@@ -135,10 +135,10 @@ def _single_quantized(module: Linear4bit) -> list[tuple[torch.Tensor, bool]]:
     """Packs a weight of [rows, columns] as `four_bit_tensors` does, but with scales in fp32 that stay."""
     rows, columns = module.weight.shape
     state = QuantState(
-        absmax=torch.empty(-(-rows * columns // fake.NF4_BLOCK)),
+        absmax=torch.empty(-(-rows * columns // four_bit.NF4_BLOCK)),
         shape=torch.Size((rows, columns)),
         code=torch.empty(16),
-        blocksize=fake.NF4_BLOCK,
+        blocksize=four_bit.NF4_BLOCK,
         quant_type="nf4",
         dtype=module.compute_dtype,
     )

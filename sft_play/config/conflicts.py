@@ -1,14 +1,11 @@
 """Settings of different sections that exclude each other."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sft_play.config.schema import RunConfig
+from sft_play.config.parallel import ParallelConfig
+from sft_play.config.train import TrainConfig
 
 
-def compiler_problem(config: "RunConfig") -> str | None:
+def compiler_problem(mode: str, use_dora: bool, train: TrainConfig, parallel: ParallelConfig) -> str | None:
     """Why layers cannot be compiled, or not multiply in float8; None if they can, or nobody asks for it."""
-    mode, train = config.tuning.mode, config.train
     if train.float8 and mode != "full":
         return (
             f"train.float8=true does not work with tuning.mode={mode}, whose frozen weights need no float8 "
@@ -19,7 +16,7 @@ def compiler_problem(config: "RunConfig") -> str | None:
             "train.float8=true needs compiled layers: without, it writes copies in fp32 of all inputs and "
             "weights; set train.compile=true, or train.float8=false"
         )
-    if train.compile and (found := _not_compiled(config)):
+    if train.compile and (found := _not_compiled(mode, use_dora, train, parallel)):
         return (
             f"train.compile=true does not work with {found}: layers are compiled for full fine-tuning "
             "and LoRA (not DoRA), with train.kernels=own, activations kept or recomputed, in one process "
@@ -28,12 +25,11 @@ def compiler_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _not_compiled(config: "RunConfig") -> str | None:
+def _not_compiled(mode: str, use_dora: bool, train: TrainConfig, parallel: ParallelConfig) -> str | None:
     """The setting with which layers cannot be compiled; None if there is none."""
-    tuning, train, parallel = config.tuning, config.train, config.parallel
     settings = {
-        "tuning.mode=qlora": tuning.mode == "qlora",
-        "tuning.lora.use_dora=true": tuning.lora.use_dora,
+        "tuning.mode=qlora": mode == "qlora",
+        "tuning.lora.use_dora=true": use_dora,
         f"train.kernels={train.kernels}": train.layer_kernels != "own",
         "train.activations=offload": train.activations == "offload",
         f"train.mlp_tiles={train.mlp_tiles}": train.mlp_tiles not in ("auto", 1),
@@ -44,9 +40,8 @@ def _not_compiled(config: "RunConfig") -> str | None:
     return next((setting for setting, excluded in settings.items() if excluded), None)
 
 
-def not_gathered(config: "RunConfig") -> str | None:
+def not_gathered(parallel: ParallelConfig) -> str | None:
     """A setting of how FSDP2 gathers weights, with another engine; None if there is none."""
-    parallel = config.parallel
     settings = {
         f"parallel.{name}={str(value).lower()}": value != "auto"
         for name in ("reshard_after_forward", "defer_exchange")
@@ -59,9 +54,8 @@ def not_gathered(config: "RunConfig") -> str | None:
     return next((setting for setting, is_set in settings.items() if is_set), None)
 
 
-def needs_whole_rows(config: "RunConfig") -> str | None:
+def needs_whole_rows(train: TrainConfig) -> str | None:
     """What a process cannot do with a part of a row; None if nothing."""
-    train = config.train
     if train.neftune_noise_alpha is not None:
         return f"the noise of train.neftune_noise_alpha={train.neftune_noise_alpha:g} needs all of them"
     if train.router_aux_loss_coef:

@@ -2,24 +2,22 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FiniteFloat, field_validator, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from sft_play.config.conflicts import compiler_problem, needs_whole_rows, not_gathered
 from sft_play.config.data import DataConfig
 from sft_play.config.methods import SCHEDULE_FREE, initialization_problem
+from sft_play.config.parallel import ParallelConfig
 from sft_play.config.section import Section
+from sft_play.config.train import TrainConfig
 from sft_play.config.values import (
-    Auto,
-    AutoOrAmount,
     AutoOrCount,
-    AutoOrTiles,
     Count,
     Expression,
     Fraction,
     ModuleName,
     PathText,
     PositiveFloat,
-    Precision,
     Words,
 )  # fmt: skip
 
@@ -124,194 +122,6 @@ class TuningConfig(Section):
     lora: LoraSettings = LoraSettings()
 
 
-class TrainConfig(Section):
-    """Optimization, evaluation, checkpoints and logging."""
-
-    epochs: PositiveFloat = 1.0
-    """Passes over the training rows; ignored if max_steps is set."""
-    max_steps: Count | None = None
-    """Number of optimizer steps; overrides epochs."""
-    learning_rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 2e-4
-    """Peak learning rate. Adapters typically need about ten times that of full fine-tuning."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate schedule after warmup."""
-    warmup_ratio: Fraction = 0.03
-    """Share of the steps used for linear warmup from 0; at most all but the last."""
-    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How to scale learning_rate with the effective batch size, relative to reference_batch_size."""
-    reference_batch_size: Count | None = None
-    """The effective batch size for which learning_rate was tuned; required by lr_scaling."""
-    effective_batch_size: Count | None = None
-    """Sequences (packed: tokens) per optimizer step over all devices. Default: 16 sequences (packed: 16 x
-    max_seq_len tokens)."""
-    batch_size: AutoOrCount = "auto"
-    """Micro-batch size per device in sequences (packed: tokens). auto: chosen by the planner."""
-    grad_accum: AutoOrCount = "auto"
-    """Gradient accumulation: micro-batches per device and optimizer step. auto: chosen by the planner."""
-    packing: bool = False
-    """Join rows into full sequences of max_seq_len tokens; attention stays inside each row."""
-    padding_free: bool | Auto = "auto"
-    """Join the rows of a micro-batch end to end instead of padding them; attention does not cross row
-    boundaries. auto: if the layers of the model can keep joined rows apart."""
-    gradient_checkpointing: bool | Auto = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more compute. auto: chosen by
-    the planner. The same as activations=recompute, or keep."""
-    activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
-    """What becomes of what the backward pass needs. keep: it stays in memory. recompute: each decoder layer
-    keeps its input alone. offload: that input is in RAM, which a CPU has nothing else than. auto: chosen by
-    the planner, which may recompute some of the layers only, and offloads if nothing else fits."""
-    mlp_tiles: AutoOrTiles = "auto"
-    """In how many tiles of its tokens, one after the other, the MLP of each decoder layer computes the
-    largest micro-batch, so that its intermediates never exist whole (tiled MLP of ALST, arXiv 2506.13996).
-    Layers are recomputed then, and their MLPs once more; mixtures of experts stay whole. auto: up to 8 for
-    rows of 4,096 tokens and more, if nothing else fits."""
-    mixed_precision: Precision = "auto"
-    """Autocast data type. auto: bf16 if the device supports it, else fp16, and no on the CPU."""
-    optimizer: Literal[
-        "adamw", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor",
-        "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "schedule_free_adamw",
-    ] = "adamw"  # fmt: skip
-    """adamw: AdamW (fused if the device supports it). Those with _8bit or _32bit are from bitsandbytes; a
-    paged_ one moves its states to RAM while the GPU is full. lion: one state instead of two; needs a lower
-    learning rate. adafactor: for each matrix, a row and a column instead of two states. schedule_free_adamw
-    (arXiv 2405.15682): averages the weights instead of lowering the rate."""
-    kernels: Literal["auto", "own", "liger"] = "auto"
-    """What computes norms, rotary embeddings and gated layers. own: passes of this project. liger: the Triton
-    kernels of liger-kernel, on GPUs. auto: own, until `make gpu-proof` has seen Liger's win on a GPU."""
-    compile: bool = False
-    """Compile the decoder layers with torch.compile, for LoRA and full fine-tuning in one process or with
-    DDP; the first step takes longer. Off until `make gpu-proof` has seen it win on a GPU."""
-    float8: bool = False
-    """Let linear layers of compiled decoder layers multiply in float8 (torchao) in place of bf16, for full
-    fine-tuning on Ada, Hopper and B200: rounds more. Off until `make gpu-proof` has seen it win on a GPU."""
-    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-    neftune_noise_alpha: PositiveFloat | None = None
-    """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5."""
-    router_aux_loss_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed for each
-    micro-batch by itself, and no reported loss contains it."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Maximum gradient norm; larger gradients are clipped."""
-    max_skipped_steps: Count = 3
-    """End the run after this many steps in a row whose loss or gradients are NaN or infinite. Such a step
-    updates nothing."""
-    eval_steps: Count | None = None
-    """Optimizer steps between evaluations. Default: at most ten evaluations per run, fewer if they would take
-    more than a tenth of the time; the model is always evaluated at the start and at the end."""
-    save_steps: Count | None = None
-    """Optimizer steps between checkpoints. Default: at each evaluation."""
-    logging_steps: Count = 10
-    """Optimizer steps between log lines."""
-    keep_checkpoints: Count = 2
-    """Number of the newest checkpoints to keep, at least two in case the newest is damaged. The best one is
-    kept too."""
-    early_stopping_patience: Count | None = None
-    """Stop after this many evaluations without a lower validation loss."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of data order, held-out splits, adapter initialization and dropout."""
-    probe: bool | Literal["search"] = True
-    """Before training, run two steps and an evaluation on the largest batch and compare measured with
-    predicted memory; if the run is long enough for it to pay off, also time plans that may be faster. search:
-    time all alternatives of the plan for up to a minute and use the fastest."""
-    resume: PathText = "never"
-    """never: start from scratch (an earlier run with this name is moved aside). auto: resume from the latest
-    complete checkpoint, if any. Or the path of a checkpoint."""
-    allow_changed: list[str] = []
-    """Settings that may differ from those of the checkpoint that is resumed, e.g. [train.learning_rate]."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
-    """Experiment trackers; metrics.jsonl is always written. All but tensorboard need their package, e.g.
-    wandb. A resumed run continues the curves that it began there."""
-
-    @property
-    def layer_kernels(self) -> str:
-        """What `kernels` stands for: auto is own, since no proof on a GPU has seen another one win."""
-        return "own" if self.kernels == "auto" else self.kernels
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
-        if self.lr_scaling != "none" and self.reference_batch_size is None:
-            raise ValueError(
-                f"lr_scaling={self.lr_scaling} needs reference_batch_size, the effective batch size "
-                "for which learning_rate was tuned"
-            )
-        if self.lr_scaling == "none" and self.reference_batch_size is not None:
-            raise ValueError(
-                "reference_batch_size has no effect with lr_scaling=none; set lr_scaling to sqrt or linear"
-            )
-        asked, way = self.gradient_checkpointing, self.activations
-        if "auto" not in (asked, way) and asked != (way != "keep"):
-            raise ValueError(
-                f"train.gradient_checkpointing={str(asked).lower()} contradicts train.activations={way}; "
-                "set one of them to auto"
-            )
-        if self.mlp_tiles != "auto" and self.mlp_tiles > 1 and self.asked_activations == "keep":
-            key = "activations=keep" if way == "keep" else "gradient_checkpointing=false"
-            raise ValueError(
-                f"train.mlp_tiles={self.mlp_tiles} computes the MLPs of recomputed layers in parts, but "
-                f"train.{key} recomputes none; set one of them to auto"
-            )
-        return self
-
-    @property
-    def asked_activations(self) -> Literal["auto", "keep", "recompute", "offload"]:
-        """What is to become of activations, by either setting."""
-        if self.activations != "auto" or self.gradient_checkpointing == "auto":
-            return self.activations
-        return "recompute" if self.gradient_checkpointing else "keep"
-
-
-class ParallelConfig(Section):
-    """How processes work together; their number is set at launch (NGPU=)."""
-
-    engine: Literal["auto", "ddp", "deepspeed_z2", "fsdp2", "deepspeed_z3"] = "auto"
-    """auto: DDP, or ZeRO-2 or FSDP2 if the memory that it saves makes the run fit or train faster.
-    deepspeed_z3 is never chosen, only asked for."""
-    offload: Literal["auto", "none", "ram"] = "auto"
-    """ram: weights, gradients and the optimizer's states are in RAM, the GPU holds a layer at a time, and the
-    CPU updates the weights; also on a single GPU. auto: only if nothing else fits."""
-    reshard_after_forward: bool | Auto = "auto"
-    """With FSDP2, true frees a layer's gathered weights after its forward pass and gathers them again for the
-    backward pass; false keeps them, which sends less and takes memory for all weights. auto: false if that
-    fits and is predicted to be faster."""
-    defer_exchange: bool | Auto = "auto"
-    """With FSDP2, true leaves gradients whole until the last micro-batch of a step and reduces them once;
-    false, and offload=ram, reduce those of each. auto: true if that fits and is predicted to be faster. Sums
-    are rounded otherwise, so a resumed run goes on as it began."""
-    prefetch_layers: Annotated[int, Field(ge=1, le=8)] = 1
-    """How many layers ahead FSDP2 gathers weights, in both passes. PyTorch's own way is 1. Each more takes
-    memory for a layer, and may help where the network is uneven or the CPU slow; nothing predicts how much,
-    so no plan chooses it."""
-    nvme_path: PathText | None = None
-    """With offload=ram, a folder on a fast local disk for AdamW's moments, and with deepspeed_z3 for weights:
-    not in RAM, but in files that each step reads and writes."""
-    sequence_parallel_size: AutoOrCount = "auto"
-    """Processes that divide the tokens of each micro-batch among them, and for attention its heads (Ulysses,
-    arXiv 2309.14509), for rows that are too long for one GPU. It divides the processes of a machine and the
-    attention heads of the model. auto: if nothing else fits, or if MLPs in tiles or RAM would take longer,
-    the size that is predicted to be fastest; train.grad_accum has to be auto, too."""
-    memory_gib: AutoOrAmount = "auto"
-    """Memory limit per process in GiB: GPU memory including the CUDA context, or RAM without GPUs. auto: what
-    is free."""
-    timeout_s: Count = 600
-    """Timeout for collectives in seconds; a run that exceeds it is terminated."""
-
-    @property
-    def sequence_ranks(self) -> int:
-        """Processes that are to divide the tokens of a micro-batch; 1 if the plan decides it."""
-        return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
-
-    @field_validator("offload", mode="before")
-    @classmethod
-    def _not_to_disk(cls, place: Any) -> Any:
-        if place in ("nvme", "disk"):
-            raise ValueError(
-                f"{place} is no place for all of it; set offload=ram, and for the optimizer's states "
-                "nvme_path=<folder on the disk>"
-            )
-        return place
-
-
 class EvalConfig(Section):
     """Evaluation after training and by `make eval`."""
 
@@ -378,14 +188,15 @@ class RunConfig(Section):
                 f"train.optimizer={optimizer} keeps the learning rate after the warmup; set "
                 "train.lr_schedule=constant"
             )
-        if problem := compiler_problem(self):
+        problem = compiler_problem(self.tuning.mode, lora.use_dora, self.train, self.parallel)
+        if problem:
             raise ValueError(problem)
-        if setting := not_gathered(self):
+        if setting := not_gathered(self.parallel):
             raise ValueError(
                 f"{setting} does not work with parallel.engine={self.parallel.engine}, only with fsdp2 or "
                 "auto; leave it out, or set parallel.engine=fsdp2"
             )
-        if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self)):
+        if self.parallel.sequence_ranks > 1 and (problem := needs_whole_rows(self.train)):
             raise ValueError(
                 f"parallel.sequence_parallel_size={self.parallel.sequence_ranks} divides the tokens "
                 f"of a row, but {problem}; remove one of the two"

@@ -24,7 +24,7 @@ class Sharded(Engine):
     file_of_rank = SHARD
 
     def torch_half(self) -> ModuleType:
-        """A module with `save_parts`, `set_parts`, `set_weight` and `gathered_weights` for its parts."""
+        """A module with `save_parts`, `set_parts`, `set_weight` and `gathered` for its parts."""
         raise NotImplementedError
 
     def state_files(self, checkpoint: Path) -> list[Path]:
@@ -59,8 +59,25 @@ class Sharded(Engine):
         return True
 
     def full_weights(self, model: Any) -> dict[str, Any] | None:
-        """Gathered tensor by tensor, into the memory of the first process's machine."""
-        return self.torch_half().gathered_weights(model)  # type: ignore[no-any-return]
+        """Gathered tensor by tensor, into the memory of the first process's machine; others get nothing.
+
+        Only what is trained, if there is an adapter around the model. Tied weights are one tensor, by which
+        transformers knows that it shall save them once.
+        """
+        from torch import distributed
+
+        is_first = distributed.get_rank() == 0
+        only_trained = hasattr(model, "get_base_model")
+        found: dict[str, Any] = {}
+        copies: dict[Any, Any] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if only_trained and not value.requires_grad:
+                continue
+            if value not in copies:
+                with self.torch_half().gathered(value) as whole:
+                    copies[value] = whole.to("cpu", copy=True) if is_first else None
+            found[name] = copies[value]
+        return found if is_first else {}
 
     def update_share(self, world_size: int) -> float:
         """A process updates its part."""

@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, distributed
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -136,18 +135,15 @@ def _take_from_first(parameter: Tensor, device: str) -> None:
     parameter.data.copy_(sent)
 
 
-def gathered_weights(model: Any) -> dict[str, Tensor]:
-    """Weights of a sharded model by name, whole and on the CPU, tensor by tensor; all processes call it.
-
-    Only what is trained, if there is an adapter around the model.
-
-    Returns:
-        On other processes than the first, nothing.
-    """
-    options = StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(model, "get_base_model")
-    )
-    return get_model_state_dict(model, options=options)  # type: ignore[return-value]
+@contextmanager
+def gathered(value: Tensor) -> Iterator[Tensor]:
+    """In the block, a weight whole on the device; all processes enter it. What is not divided as it is."""
+    if isinstance(value, DTensor):
+        # torch gathers where the mesh is, which is not where offloaded parts are
+        there: Any = value.detach().to(value.device_mesh.device_type)
+        yield there.full_tensor()
+    else:
+        yield value.detach()
 
 
 def save_parts(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:

@@ -183,26 +183,11 @@ def forget(model: torch.nn.Module) -> None:
     getclosurevars(released).nonlocals["func"].cache_clear()  # which would keep the model alive
 
 
-def gathered_weights(model: Any) -> dict[str, Tensor]:
-    """Weights of a divided model by name, whole and on the CPU, tensor by tensor; all processes call it.
-
-    Only what is trained, if there is an adapter around the model.
-
-    Returns:
-        On other processes than the first, nothing.
-    """
-    only_trained = hasattr(model, "get_base_model")
-    found: dict[str, Tensor] = {}
-    copies: dict[Tensor, Tensor] = {}
-    is_first = distributed.get_rank() == 0
-    for name, value in model.state_dict(keep_vars=True).items():
-        if only_trained and not value.requires_grad:
-            continue
-        if value not in copies:
-            with GatheredParameters([value] if hasattr(value, "ds_id") else []):
-                copies[value] = value.detach().cpu().clone() if is_first else value
-        found[name] = copies[value]
-    return found if is_first else {}
+@contextmanager
+def gathered(value: Any) -> Iterator[Tensor]:
+    """In the block, a weight whole on the device; all processes enter it. What is not divided as it is."""
+    with GatheredParameters([value] if hasattr(value, "ds_id") else []):
+        yield value.detach()
 
 
 def save_parts(optimizer: Any, names: Mapping[Tensor, str], folder: Path) -> None:

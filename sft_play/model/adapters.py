@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSettings
-from sft_play.errors import CheckpointError, ConfigError, first_line
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.model import adapter_forward
 from sft_play.model.architecture import require_quick_patterns, without_weights
 from sft_play.model.decomposition import take_out_start
@@ -31,6 +31,8 @@ from sft_play.units import listed
 
 SHOWN = 3  # names in a message
 PEFTS_OWN = re.compile(r"\.lora_|\.base_layer$")  # layers within a layer with an adapter
+OF_TARGETS = re.compile(r"(?i)target|module '")  # in the messages of PEFT's errors about target_modules
+LAYERS_WITHIN = re.compile(r"\(\n.*\n\)", re.DOTALL)  # of a module that they show, line by line
 # What PEFT and safetensors raise for a broken one.
 NOT_AN_ADAPTER = (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError)
 
@@ -144,7 +146,10 @@ def attach_adapter(
     try:
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:
-        raise _no_target(model, f"={lora.target_modules}: {first_line(error)}") from error
+        said = LAYERS_WITHIN.sub("", str(error))
+        if not OF_TARGETS.search(said):
+            raise
+        raise _no_target(model, f"={lora.target_modules}: {said}") from error
     require_matches(adapted, lora)
     if lora.init != "default":
         take_out_start(adapted, lora)

@@ -7,6 +7,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
+NF4_BLOCK, NF4_SUPERBLOCK = 64, 256  # weights per scale, scales per scale of the scales
+
 
 def nf4(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """QLoRA's 4-bit base (Dettmers et al. 2023, arXiv 2305.14314): NF4 with quantized block constants."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft_play.config.schema import TrainConfig
+from sft_play.config.train import TrainConfig
 from sft_play.data.batching import pack
 from sft_play.errors import ConfigError
 from sft_play.plan import Plan

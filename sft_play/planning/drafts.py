@@ -5,7 +5,8 @@ from itertools import product
 from typing import Any
 
 from sft_play.config.methods import PAGED
-from sft_play.config.schema import RunConfig, TrainConfig
+from sft_play.config.schema import RunConfig
+from sft_play.config.train import TrainConfig
 from sft_play.engines.base import Engine
 from sft_play.engines.registry import engine_of, engines_for, offload_problem
 from sft_play.errors import ConfigError

@@ -7,7 +7,8 @@ than what attention needs beside them, so more would save little, and each has t
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sft_play.config.schema import RunConfig, TrainConfig
+from sft_play.config.schema import RunConfig
+from sft_play.config.train import TrainConfig
 from sft_play.plan import Plan
 from sft_play.reasons import Tiles
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sft_play.sizing.fake import NF4_BLOCK
+from sft_play.model.four_bit import NF4_BLOCK
 from sft_play.sizing.recorder import counted
 from sft_play.work import PRODUCT, UNPACK
 

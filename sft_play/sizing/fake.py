@@ -5,10 +5,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from peft.tuners.lora import dora
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from sft_play.config.schema import LoraSettings
@@ -18,7 +20,8 @@ from sft_play.model.architecture import decoder_layers, empty_model, setting, wi
 from sft_play.model.attention_choice import calls_ours
 from sft_play.model.build import freeze_what_gets_no_gradient
 from sft_play.model.cpu import keep_differentiable
-from sft_play.model.four_bit import nf4
+from sft_play.model.four_bit import NF4_BLOCK, NF4_SUPERBLOCK, nf4
+from sft_play.sizing.kernels import patched
 from sft_play.sizing.layers import choose_layers, with_kept
 from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import StepSpec
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-NF4_BLOCK, NF4_SUPERBLOCK = 64, 256  # weights per scale, scales per scale of the scales
 PLAIN_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")  # of a module, with no number of a layer
 BESIDE_BASE = re.compile(r"\.lora_|\.trainable_tokens_|\.modules_to_save\.")  # in the names of PEFT's modules
 MAX_LAYER_KINDS = 4  # with more kinds than this, layers are distinguished only by their parameters
@@ -140,7 +142,7 @@ def attach(model: "PreTrainedModel", spec: StepSpec) -> "PreTrainedModel | PeftM
     embedding: Any = model.get_input_embeddings()
     rows = len(embedding.weight)
     new_ids = range(rows - spec.new_tokens, rows)  # which rows they are does not matter
-    with without_weights():
+    with without_weights(), unpacking_for_dora():
         adapted = attach_adapter(model, spec.lora, autocast=spec.mixed_precision != "no", new_ids=new_ids)
     if spec.cast_adapters:
         for parameter in adapted.parameters():
@@ -233,6 +235,24 @@ def plain_tensors(module: torch.nn.Module, made: dict[int, torch.nn.Parameter]) 
             made_buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
             module._buffers[name] = made_buffer
             yield made_buffer
+
+
+def unpacking_for_dora() -> AbstractContextManager[None]:
+    """In the block, DoRA reads the weight of a Linear4bit, [rows, columns], also where it is not packed yet.
+
+    PEFT unpacks only a Params4bit, which cannot hold a fake tensor, and has no values on the meta device.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    def unpacked(layer: Any) -> torch.Tensor:
+        if not isinstance(layer, Linear4bit):
+            return layer.weight  # type: ignore[no-any-return]
+        if layer.weight.device.type == "meta":
+            return layer.weight.new_empty(layer.weight.shape, dtype=layer.compute_dtype)
+        return dequantize_4bit(layer.weight.data, layer.quant_state)
+
+    return patched(dora, "dequantize_module_weight", unpacked)
 
 
 def four_bit_tensors(module: Any) -> list[tuple[torch.Tensor, bool]]:

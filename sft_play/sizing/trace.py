@@ -21,7 +21,14 @@ from sft_play.model.recomputation import recompute
 from sft_play.model.sequence_parallel import KEY, part_of_group
 from sft_play.model.tiled_mlp import tile_mlps
 from sft_play.sizing.attention_kernels import depends_on_lengths, varlen_attention
-from sft_play.sizing.fake import attach, layer_of_modules, layers_told_apart, materialise, skeleton
+from sft_play.sizing.fake import (
+    attach,
+    layer_of_modules,
+    layers_told_apart,
+    materialise,
+    skeleton,
+    unpacking_for_dora,
+)
 from sft_play.sizing.head_tiles import few_tiles
 from sft_play.sizing.kernels import (
     SymbolicRecorder,
@@ -78,7 +85,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
         freeze_what_gets_no_gradient(base)
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
-    with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec):
+    with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec), unpacking_for_dora():
         run = _run_shards if spec.divided else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)

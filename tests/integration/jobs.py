@@ -150,5 +150,8 @@ def tied_copy(model: Path, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(model, folder)
-    AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True).save_pretrained(folder)
+    tied = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True)
+    # transformers leaves them apart where a file has both and they differ
+    tied.get_output_embeddings().weight = tied.get_input_embeddings().weight
+    tied.save_pretrained(folder)
     return folder

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from sft_play.errors import CheckpointError
 from sft_play.manifest import MANIFEST
 from sft_play.runlog import RunDir, read_metrics
 from sft_play.train.run import train
 from tests.conftest import token_rows
-from tests.integration.jobs import SEQ, make_job, seal
+from tests.integration.jobs import SEQ, make_job, seal, tied_copy
 from tests.integration.processes import assert_same_curve, launch_jobs
 from tests.rounding import summed
 from tests.unit.test_manifest import flip_bit
@@ -63,6 +64,7 @@ STOPPING = {
     "early_stopping_patience": 1, "eval_steps": 1, "save_steps": 1,
 }  # fmt: skip
 CLIPPED = {**KINDS["lora-padded"], "max_grad_norm": 0.1}  # every step is: norms are 0.2 to 0.35
+TIED = {"mode": "full", "max_steps": 2, "save_steps": 2, "eval_steps": 2}
 MIXED = {"gradient_checkpointing": True, "kept_layers": 1}  # one of the two layers is recomputed
 TILED = {"gradient_checkpointing": True, "mlp_tiles": 3}
 EPOCH_ROWS = 31  # no batch divides them
@@ -90,6 +92,11 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("processes")
 
 
+@pytest.fixture(scope="module")
+def tied_model(tiny_model, folder) -> Path:
+    return tied_copy(tiny_model, folder / "tied-model")
+
+
 def saved_by(folder: Path, name: str) -> str:
     return str(folder / name / "checkpoints" / f"checkpoint-{SAVED}")
 
@@ -101,7 +108,7 @@ def launch(tiny_model, folder):
     def run(engine: str, processes: int, jobs: dict[str, dict]) -> None:
         specs = [
             {
-                "model": str(tiny_model),
+                "model": str(settings.pop("model", tiny_model)),
                 "name": name,
                 "only_look": settings.pop("only_look", False),
                 "settings": {**COMMON, **settings},
@@ -123,11 +130,14 @@ def one(tiny_model, folder):
 
 
 @pytest.fixture(scope="module")
-def zero2(one, launch, folder):
+def zero2(one, launch, tied_model, folder):
     """ZeRO-2 on two processes, what resumes from one process and, in the same launch, ZeRO-3."""
     jobs = kinds_of("zero2", always=True) | resumed(folder, "one", "zero2", "lora-padded")
     jobs["best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
-    others = kinds_of("zero3", always=True) | {"zero3-clipped": CLIPPED}
+    others = kinds_of("zero3", always=True) | {
+        "zero3-clipped": CLIPPED,
+        "zero3-tied": TIED | {"model": tied_model},
+    }
     launch("deepspeed_z2", 2, jobs | with_engine("deepspeed_z3", others))
     return folder
 
@@ -181,14 +191,14 @@ def ddp_more(ddp, zero2_more, fsdp2_more, launch, folder):
 
 
 @pytest.fixture(scope="module")
-def fsdp2(zero2, launch, folder):
+def fsdp2(zero2, launch, tied_model, folder):
     """FSDP2 on two processes, in other ways too, what resumes from ZeRO-2 and, in the same launch, DDP."""
     jobs = kinds_of("fsdp2", always=True) | resumed(folder, "zero2", "fsdp2", "lora-padded")
     jobs["fsdp2-tiled-full-padded"] = {**KINDS["full-padded"], **TILED}
     jobs["fsdp2-deferring-full-padded"] = {**KINDS["full-padded"], "defers_exchange": True}
     jobs["fsdp2-gathered-full-padded"] = {**KINDS["full-padded"], "reshard_after_forward": False}
     jobs["fsdp2-ahead-full-padded"] = {**KINDS["full-padded"], "prefetch_layers": 2}
-    jobs |= {"fsdp2-stopping": STOPPING, "fsdp2-clipped": CLIPPED}
+    jobs |= {"fsdp2-stopping": STOPPING, "fsdp2-clipped": CLIPPED, "fsdp2-tied": TIED | {"model": tied_model}}
     jobs["fsdp2-best-before"] = {"mode": "lora", "resume": str(checkpoint_that_stays_best(folder))}
     launch("fsdp2", 2, jobs | with_engine("ddp", jobs_of_ddp(folder)))
     return folder
@@ -453,6 +463,23 @@ def test_gradients_of_divided_weights_are_clipped_by_the_norm_of_all(request, en
     assert_same_as_one(folder, f"{engine}-clipped", "clipped")
     with pytest.raises(AssertionError):
         assert_same_as_one(folder, f"{engine}-clipped", "lora-padded")  # which is not clipped
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_tied_weights_that_were_divided_are_saved_once_and_load_in_transformers(request, tied_model, engine):
+    run = request.getfixturevalue(engine) / f"{engine}-tied"
+    expected = load_file(tied_model / "model.safetensors")
+    saved, kept = (
+        load_file(folder / "model.safetensors")
+        for folder in (run / "model", run / "checkpoints" / "checkpoint-2")
+    )
+    assert "lm_head.weight" not in expected
+    assert saved.keys() == kept.keys() == expected.keys()
+    assert all(torch.equal(saved[name], kept[name]) for name in saved)
+    loaded = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, saved[name]) and not torch.equal(weight, expected[name]), name
 
 
 @pytest.mark.parametrize(

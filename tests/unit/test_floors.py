@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.check_style import find_cycles, imported_names, read_modules
+
 PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
+FOLDERS = ("sft_play", "benchmarks", "scripts", "tests")
 
 # The ground floor first. A package is named whole, or module by module where it spans two floors.
 FLOORS = [
@@ -135,11 +138,38 @@ def test_a_plan_imports_heavy_libraries_only_where_it_needs_them():
     assert path_to_heavy("commands.plan", {"commands.plan"}) == []
 
 
+def imports_of_all() -> dict[str, set[str]]:
+    """Module -> modules of these folders that it imports, also within functions and under TYPE_CHECKING."""
+    found = {
+        f"{folder}.{module.name}".rstrip("."): {
+            f"{other}.{name}" for other in FOLDERS for name in imported_names(module, other)
+        }
+        for folder in FOLDERS
+        for module in read_modules(PACKAGE.parent / folder)
+    }
+    return {name: (imported & found.keys()) - {name} for name, imported in found.items()}
+
+
+def folders_of(modules: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Folder -> folders that its modules import; within the package, its packages."""
+
+    def folder(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(parts[:2] if parts[0] == PACKAGE.name else parts[:1])
+
+    graph: dict[str, set[str]] = {}
+    for name, imported in modules.items():
+        graph.setdefault(folder(name), set()).update(map(folder, imported))
+    return graph
+
+
 def test_neither_modules_nor_packages_import_each_other_in_a_circle():
     """Nor within functions or under TYPE_CHECKING, where Python would not mind."""
-
-
-TORCH_LINE = "engines.stored"
+    modules = imports_of_all()
+    assert {name.partition(".")[0] for name in modules} == set(FOLDERS)
+    assert "benchmarks.small_models" in modules["tests.unit.sizing.test_trace"]  # a look across folders
+    circles = find_cycles(modules) + find_cycles(folders_of(modules))
+    assert not circles, "\n".join(", ".join(sorted(circle)) for circle in circles)
 
 
 def test_packages_do_nothing_when_they_are_imported():

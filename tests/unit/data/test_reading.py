@@ -198,4 +198,6 @@ def test_paths_that_are_not_here_are_found_without_reading(path):
 
 @pytest.mark.parametrize("path", ["org/name", "org/name:main:train", "builtin:demo", "builtin:none"])
 def test_hub_datasets_and_built_in_rows_are_not_asked_for_yet(path):
-    require_here([DataInput("data.train_path", "train", path, "auto")])
+    inputs = [("data.train_path", "train", path), ("data.val_path", "val", "none.jsonl")]
+    with pytest.raises(DataError, match="'none.jsonl' does not exist"):  # the first one that is refused
+        require_here(DataInput(*each, "auto") for each in inputs)

@@ -105,8 +105,11 @@ def test_machines_that_come_in_any_order_agree_on_what_the_first_one_decides(lin
 
 @pytest.mark.parametrize("address", ["::1", "localhost"])
 def test_they_meet_at_an_ipv6_address_and_at_a_host_name(pool, port, address):
-    links = [pool.submit(joined, rank, port, 2, address) for rank in range(2)]
-    close(*(link.result(20) for link in links))
+    joining = [pool.submit(joined, rank, port, 2, address) for rank in range(2)]
+    links = [link.result(20) for link in joining]
+    answers = [pool.submit(link.agree, {}, lambda offers: {"machines": len(offers)}) for link in links]
+    assert [answer.result(20) for answer in answers] == [{"machines": 2}] * 2
+    close(*links)
 
 
 def test_a_failure_is_known_to_all_with_its_code_and_the_first_one_counts(links):

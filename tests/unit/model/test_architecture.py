@@ -56,6 +56,8 @@ def test_what_is_no_decoder_is_refused_with_what_can_be_trained(config, said):
 def test_decoders_pass():
     require_decoder(LlamaConfig())
     require_decoder(BertConfig(is_decoder=True))
+    with pytest.raises(ConfigError, match="both directions"):
+        require_decoder(BertConfig(is_decoder=False))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "mistral3"])
@@ -148,7 +150,8 @@ def test_a_config_that_is_no_object_is_one_sentence(tmp_path, text):
 )
 def test_architectures_with_other_sizes_are_accepted(tiny_model, tmp_path, change):
     tree = json.loads((tiny_model / "config.json").read_text())
-    load_model_config(write(tmp_path, tree | change))
+    found = load_model_config(write(tmp_path, tree | change)).to_dict()
+    assert {name: found[name] for name in change} == change
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -71,7 +71,10 @@ def test_a_model_of_the_hub_and_a_run_of_an_earlier_version_are_not_compared(mod
     keep_base_files(ModelConfig(name="org/name"), run)
     require_same_base(model, run)
     keep_base_files(model, run)
+    flip_bit(weights(model)[0], -3)
     require_same_base(ModelConfig(name="org/name"), run)
+    with pytest.raises(ConfigError, match="is not the one that run was"):
+        require_same_base(model, run)
 
 
 def test_a_file_is_hashed_once_and_again_when_somebody_wrote_to_it(model, run, monkeypatch):

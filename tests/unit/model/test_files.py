@@ -95,3 +95,5 @@ def test_a_model_that_is_nowhere_is_named_without_asking_the_hub(name):
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "01-ai/Yi_6B.v1", "builtin:tiny", "."])
 def test_a_model_that_may_be_somewhere_is_not_refused(name):
     require_possible(ModelConfig(name=name))
+    with pytest.raises(ConfigError, match="neither a folder here nor"):
+        require_possible(ModelConfig.model_construct(name=f"./{name}/nowhere"))

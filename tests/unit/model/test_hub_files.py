@@ -96,10 +96,12 @@ def test_a_damaged_file_in_a_folder_that_was_downloaded_is_named(cached, tmp_pat
 
 def test_what_has_no_published_hash_is_not_checked(cached):
     weights = cached / "model.safetensors"
+    flip_bit(weights, -1)
+    with pytest.raises(ConfigError, match=r"model.safetensors of 'org/tiny' is damaged"):
+        hub_files.require_as_published(MODEL)
     blob = weights.resolve()
     weights.unlink()
     blob.rename(weights)  # a cache without links, as on Windows
-    flip_bit(weights, -1)
     hub_files.require_as_published(MODEL)
     hub_files.require_as_published(ModelConfig(name="org/other"))
 

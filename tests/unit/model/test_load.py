@@ -14,13 +14,17 @@ from transformers import (
 )
 
 from benchmarks.miniatures import miniature
+from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import ConfigError
 from sft_play.model import attention
 from sft_play.model.adapters import attach_adapter
+from sft_play.model.architecture import without_weights
 from sft_play.model.build import freeze_what_gets_no_gradient, load_base
 from sft_play.model.cpu import keep_differentiable
 from sft_play.model.load import hub_arguments, load_model_config, load_tokenizer, not_loadable
+from sft_play.sizing.fake import skeleton
+from sft_play.sizing.step import StepSpec
 from tests.rounding import assert_same_tensor, step_terms, summed
 
 CPU = torch.device("cpu")
@@ -123,11 +127,12 @@ def test_a_four_bit_model_has_the_same_gradients_after_an_evaluation(tiny_model)
     assert_same_tensor(gradient(), before, summed(step_terms(base(tiny_model), tokens=6)))
 
 
+@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize(
     ("setting", "kind"), [("use_dora", "lora_magnitude_vector"), ("use_rslora", "lora_A")]
 )
-def test_variants_of_lora_attach(tiny_model, setting, kind):
-    model = attach_adapter(base(tiny_model), LoraSettings(r=4, alpha=8, **{setting: True}))
+def test_variants_of_lora_attach(tiny_model, setting, kind, quantize):
+    model = attach_adapter(base(tiny_model, quantize), LoraSettings(r=4, alpha=8, **{setting: True}))
     assert any(kind in name for name in trainable(model))
     layer = next(module for module in model.modules() if isinstance(getattr(module, "scaling", None), dict))
     assert layer.scaling["default"] == pytest.approx(8 / 4**0.5 if setting == "use_rslora" else 8 / 4)
@@ -136,6 +141,19 @@ def test_variants_of_lora_attach(tiny_model, setting, kind):
 def test_target_modules_that_match_nothing_list_those_that_exist(tiny_model):
     with pytest.raises(ConfigError, match=r"(?s)nonsense.*down_proj, gate_proj, k_proj"):
         attach_adapter(base(tiny_model), LoraSettings(target_modules=["nonsense"]))
+
+
+def test_a_target_that_cannot_be_adapted_is_named(tiny_model):
+    with pytest.raises(ConfigError, match=r"(?s)target_modules=.*LlamaMLP.*not supported.*: down_proj, gate"):
+        attach_adapter(base(tiny_model), LoraSettings(target_modules=["mlp"]))
+
+
+def test_an_error_of_a_library_that_is_not_about_targets_stays_what_it_is():
+    """DoRA reads the weights, which a 4-bit layer without any does not have."""
+    spec = StepSpec(mode="qlora")
+    empty, _ = skeleton(small_config("llama", WIDE), spec, all_layers=True)
+    with pytest.raises(ValueError, match="^dequantize_4bit requires"), without_weights():
+        attach_adapter(empty, LoraSettings(use_dora=True))
 
 
 @pytest.mark.parametrize("asked", [["q_proj", "nope"], ["self_attn.q_proj", "v_proj", "layers.7.v_proj"]])

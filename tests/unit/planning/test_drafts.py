@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play.config.schema import ParallelConfig, RunConfig
+from sft_play.config.parallel import ParallelConfig
+from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.plan import Device, Plan
 from sft_play.planning.batch import batch_choices, count_steps, scaled_learning_rate

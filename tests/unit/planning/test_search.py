@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play.config.schema import ParallelConfig, RunConfig
+from sft_play.config.parallel import ParallelConfig
+from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFitError, UntraceableModel
 from sft_play.plan import Device, HostMemory, Memory, Plan
 from sft_play.planning.drafts import draft_plans

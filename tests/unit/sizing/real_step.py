@@ -19,7 +19,7 @@ def require_predicted(config: PretrainedConfig, spec: StepSpec) -> None:
         dtype="float32",
         attn_implementation=attention.NAME,
         device=torch.device("cpu"),
-        quantize=False,
+        quantize=spec.mode == "qlora",
     )
     measured = measure_step(attach_adapter(model, spec.lora) if spec.mode != "full" else model, spec)
     predicted = Traces(config).step(spec).peaks()

@@ -11,7 +11,8 @@ from benchmarks.cpu_meter import measure_step
 from benchmarks.random_models import random_model
 from benchmarks.small_models import TALL, WIDE, small_config
 from sft_play.config.methods import SCHEDULE_FREE
-from sft_play.config.schema import LoraSettings, TrainConfig, TuningConfig
+from sft_play.config.schema import LoraSettings, TuningConfig
+from sft_play.config.train import TrainConfig
 from sft_play.extras import install_command
 from sft_play.model.noise import add_noise
 from sft_play.sizing.optimizers import PAGED_FROM, make_optimizer, optimizer_state

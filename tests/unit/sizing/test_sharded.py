@@ -312,20 +312,20 @@ def test_what_is_trained_of_a_layer_must_have_one_type():
         trace_step(LLAMA, spec(lora=beside_adapters, **sixteen))
 
 
-def norm_of_parts() -> None:
-    """Of tensors that are divided among two processes."""
+def norm_of_parts() -> float:
+    """Of two tensors of which each of two processes has a 1; nothing is sent, so it is that of one process."""
     mesh = init_device_mesh("cpu", (2,))
     parts = [distribute_tensor(torch.ones(2), mesh, [Shard(0)]) for _ in range(2)]
-    torch.nn.utils.get_total_norm(parts).full_tensor()
+    return torch.nn.utils.get_total_norm(parts).full_tensor().item()
 
 
 def test_torch_forgets_the_groups_of_a_trace():
     """A rank of torchrun plans itself, and torch remembers by the size of a mesh how its groups are called."""
     with silent_group(2):
-        norm_of_parts()
+        assert norm_of_parts() == pytest.approx(2**0.5)
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        norm_of_parts()
+        assert norm_of_parts() == pytest.approx(2**0.5)
     finally:
         distributed.destroy_process_group()
 

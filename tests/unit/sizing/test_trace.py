@@ -24,6 +24,7 @@ from sft_play.sizing.recorder import AllocationRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from tests.rounding import assert_same_tensor, summed
+from tests.unit.sizing.real_step import require_predicted
 
 CPU = torch.device("cpu")
 LORA = LoraSettings(r=4)
@@ -140,6 +141,13 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
         assert in_layers[phase].bytes - measured.weights == pytest.approx(
             size - measured.weights, rel=1e-3
         ), phase
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_the_real_step_with_dora_allocates_what_the_trace_says(mode):
+    lora = LoraSettings(r=4, use_dora=True)
+    spec = StepSpec(mode=mode, lora=lora, activations="recompute", batch=PaddedRows(3, 64), longest=64)
+    require_predicted(small_config("qwen3", TALL | {"layers": 4}), spec)
 
 
 @pytest.mark.parametrize("family", ["afmoe", "deepseek_v3"])  # a window of the longest sequence; MLA

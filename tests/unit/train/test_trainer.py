@@ -212,9 +212,11 @@ def test_weights_are_averaged_where_they_are_used_and_not_where_they_are_trained
     torch.testing.assert_close(weight.detach(), trained)
 
 
-def test_before_there_is_an_optimizer_nothing_is_averaged():
-    with averaged(None):
-        pass
+def test_before_there_is_an_optimizer_nothing_is_averaged(trainer_of):
+    trainer = trainer_of(optimizer="adamw")
+    before = [weight.detach().clone() for weight in trainer.model.parameters()]
+    assert trainer.evaluate()["eval_loss"] > 0 and trainer.optimizer is None
+    assert all(map(torch.equal, before, trainer.model.parameters()))
 
 
 def test_a_checkpoint_is_published_whole_without_card_and_the_best_one_is_loaded(trainer_of, capsys):
