@@ -323,7 +323,9 @@ def test_args_are_words_that_nobody_runs(words_of, tmp_path):
     args = parse(words[2:])
     assert list(args.overrides[:2]) == ["a.b=c d", f"e.f=$(touch {file})"] and not file.exists()
     bench = words_of("bench-faults", ARGS=f"--only $(touch {file}) 'x'")
-    assert bench == ["-m", "benchmarks.faults", "--only", "$(touch", f"{file})", "'x'"] and not file.exists()
+    assert (
+        bench == ["-m", "tests.stress.faults", "--only", "$(touch", f"{file})", "'x'"] and not file.exists()
+    )
     runs = words_of("compare", RUNS=f"one $(touch {file}) `touch {file}` $(shell touch {file})")
     assert runs[3:6] == ["one", "$(touch", f"{file})"] and not file.exists()
 
