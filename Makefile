@@ -308,6 +308,10 @@ push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
 test: $(READY) ## Run the default test suite; ARGS="-k planning"
 	$(PYTEST) $(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+.PHONY: test-changed
+test-changed: $(READY) ## Run unit tests near to what was changed; AGAINST=main
+	$(PYTEST) $(PY) -m scripts.changed_tests $(call flag,--against,$(AGAINST))
+
 .PHONY: test-floor
 test-floor: $(FLOOR)/.ready ## Run the unit tests with the lowest allowed versions
 	$(PYTEST) "$(FLOOR)/bin/python" -m pytest tests/unit --deselect $(RECORDED)
