@@ -308,6 +308,10 @@ push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
 test: $(READY) ## Run the default test suite; ARGS="-k planning"
 	$(PYTEST) $(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+.PHONY: test-changed
+test-changed: $(READY) ## Run unit tests near to what was changed; AGAINST=main
+	$(PYTEST) $(PY) -m scripts.changed_tests $(call flag,--against,$(AGAINST))
+
 .PHONY: test-floor
 test-floor: $(FLOOR)/.ready ## Run the unit tests with the lowest allowed versions
 	$(PYTEST) "$(FLOOR)/bin/python" -m pytest tests/unit --deselect $(RECORDED)
@@ -359,12 +363,12 @@ site: $(READY) $(VENV)/.ready-site ## Build the documentation as a website, in b
 
 .PHONY: report-image
 report-image: $(READY) ## Draw the README's picture of RUN=name in Chromium
-	$(PY) -m benchmarks.report_image $(call quote,$(RUNS)/$(if $(RUN),$(RUN),demo))
+	$(PY) -m scripts.docs.report_image $(call quote,$(RUNS)/$(if $(RUN),$(RUN),demo))
 
 .PHONY: cookbook
 cookbook: $(READY) ## Plan the cookbook's tables; WHAT=fewest|longest
-	$(if $(filter longest,$(WHAT)),,$(PY) -m benchmarks.cookbook $(if $(filter fewest,$(WHAT)),--fewest))
-	$(if $(filter fewest,$(WHAT)),,$(PY) -m benchmarks.longest_rows)
+	$(if $(filter longest,$(WHAT)),,$(PY) -m scripts.docs.cookbook $(if $(filter fewest,$(WHAT)),--fewest))
+	$(if $(filter fewest,$(WHAT)),,$(PY) -m scripts.docs.longest_rows)
 
 .PHONY: lock
 lock: $(TOOLS)/.ready ## Renew the locks from pyproject.toml; ARGS=--upgrade
@@ -452,15 +456,15 @@ bench-peers: $(READY) ## Compare speed with other toolkits on the CPU; hours
 
 .PHONY: bench-faults
 bench-faults: $(READY) ## Measure how fast a run ends after each kind of fault
-	$(PY) -m benchmarks.faults $(WORDS)
+	$(PY) -m tests.stress.faults $(WORDS)
 
 .PHONY: soak
 soak: $(READY) ## Train under random faults for MINUTES=60
-	$(PY) -m benchmarks.soak $(call flag,--minutes,$(MINUTES)) $(WORDS)
+	$(PY) -m tests.stress.soak $(call flag,--minutes,$(MINUTES)) $(WORDS)
 
 .PHONY: fuzz
 fuzz: $(READY) ## Check that 10,000 broken inputs end in one error each
-	$(PY) -m benchmarks.fuzz $(WORDS)
+	$(PY) -m tests.stress.fuzz $(WORDS)
 
 # A target that does not exist.
 .DEFAULT:

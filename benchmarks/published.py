@@ -26,7 +26,7 @@ from benchmarks.geometries import (
     QWEN3_8B,
     QWEN3_600M,
 )
-from benchmarks.markdown import GB, in_unit
+from benchmarks.markdown import GB, RESULTS, in_unit
 from benchmarks.published_sharded import KINDS, SPEED, planned_steps
 from benchmarks.random_models import stock_forwards
 from sft_play.config.schema import LoraSettings
@@ -37,8 +37,6 @@ from sft_play.sizing.kernels import SymbolicRecorder
 from sft_play.sizing.step import JoinedRows, PaddedRows, StepSpec
 from sft_play.sizing.trace import trace_step
 from sft_play.units import GIB, MIB
-
-RESULTS = Path(__file__).parent / "results"
 
 TRL_SFT = "https://github.com/huggingface/trl/pull/6859"
 TRL_LOSS = "https://github.com/huggingface/trl/pull/6858"

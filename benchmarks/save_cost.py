@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.markdown import RESULTS
 from sft_play.files import flush_to_disk
 from sft_play.fingerprints import installed_versions
 from sft_play.manifest import files_in, hash_files, write_manifest
 from sft_play.runlog import console
 
-RESULTS = Path(__file__).parent / "results"
 TENSORS = 24
 
 

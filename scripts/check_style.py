@@ -269,7 +269,7 @@ def import_graph(modules: list[Module], package: str) -> dict[str, set[str]]:
 
 
 def imported_names(module: Module, package: str) -> set[str]:
-    """What a module's imports name within the package; attributes are still among them.
+    """What a module's imports name within the package ("": anywhere); attributes are still among them.
 
     `from package.data import chat, LIMIT` gives data.chat and data.LIMIT, and data for the latter alone.
     """
@@ -281,7 +281,7 @@ def imported_names(module: Module, package: str) -> set[str]:
             base = absolute_base(node, module, package)
             names.add(base)
             names.update(f"{base}.{alias.name}" for alias in node.names)
-    prefix = f"{package}."
+    prefix = f"{package}." if package else ""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
@@ -289,7 +289,7 @@ def absolute_base(statement: ast.ImportFrom, module: Module, package: str) -> st
     """The dotted name after `from`, with leading dots resolved."""
     if not statement.level:
         return statement.module or ""
-    here = [package, *filter(None, module.name.split("."))]
+    here = [*filter(None, [package, *module.name.split(".")])]
     up = statement.level - module.is_package
     parts = here[: len(here) - up]
     return ".".join([*parts, *filter(None, [statement.module])])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.faults import under_launcher, under_torchrun
+from tests.stress.faults import under_launcher, under_torchrun
 
 pytestmark = pytest.mark.integration
 

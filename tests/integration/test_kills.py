@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 def trials(results, **counts: int) -> tuple[dict, list[str]]:
     """The counts that the program writes, and a line for each trial that it ran of these kinds."""
     flags = [word for kind, count in counts.items() for word in (f"--{kind}", str(count))]
-    command = [sys.executable, "-m", "benchmarks.kills", *counts, *flags, "--results", results]
+    command = [sys.executable, "-m", "tests.stress.kills", *counts, *flags, "--results", results]
     done = subprocess.run(
         command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=500
     )

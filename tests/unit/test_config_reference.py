@@ -2,7 +2,7 @@
 
 from typing import get_origin
 
-from scripts.config_reference import reference
+from scripts.docs.config_reference import reference
 from sft_play.config.load import section_of
 from sft_play.config.schema import RunConfig
 

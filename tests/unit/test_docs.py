@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import MARKED, TABLES, filled
-from scripts.docs import pages
+from scripts.docs.__main__ import pages
+from scripts.docs.tables import MARKED, TABLES, filled
 from sft_play.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,10 +14,10 @@ MEASURED = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_tex
 
 
 def names_of_tests() -> set[str]:
-    """The names of all tests, and of the programs in benchmarks/."""
+    """The names of all tests, and of the programs in tests/stress/."""
     files = (ROOT / "tests").rglob("test_*.py")
     found = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
-    return found | {f"benchmarks/{file.name}" for file in (ROOT / "benchmarks").glob("*.py")}
+    return found | {f"tests/stress/{file.name}" for file in (ROOT / "tests" / "stress").glob("*.py")}
 
 
 def numbers_of(ids: str) -> list[str]:

@@ -172,6 +172,19 @@ def test_neither_modules_nor_packages_import_each_other_in_a_circle():
     assert not circles, "\n".join(", ".join(sorted(circle)) for circle in circles)
 
 
+def test_folders_beside_the_package_import_only_those_before_them():
+    """Also within functions: sft_play runs from a wheel, which has no other folder."""
+    folders = ["sft_play", "benchmarks", "scripts", "tests"]
+    wrong = []
+    for number, folder in enumerate(folders):
+        for path in (PACKAGE.parent / folder).rglob("*.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+            names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+            wrong += [f"{path}: {name}" for name in names if name.split(".")[0] in folders[number + 1 :]]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_packages_do_nothing_when_they_are_imported():
     assert [
         path for path in MODULES if path.parent != PACKAGE and path.name == "__init__.py" and path.read_text()

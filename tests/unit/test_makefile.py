@@ -32,7 +32,7 @@ WANTED = [
     "help", "install", "train", "train-distributed", "train-deepspeed", "train-tb", "train-distributed-tb",
     "train-deepspeed-tb", "train-fsdp", "train-fsdp-tb", "train-multinode", "train-slurm", "resume", "tensorboard", "tb-stop", "studio",
     "setup-accelerate", "gpu-info", "memory-check", "check", "prepare", "process", "style", "render", "plan",
-    "probe", "eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-gpu", "test-cluster", "test-faults",
+    "probe", "eval", "eval-lm", "infer", "infer-batch", "merge", "merge-test", "report", "compare", "export", "push", "test", "test-changed", "test-gpu", "test-cluster", "test-faults",
     "check-code", "check-style", "lock", "audit", "bench-sizing", "bench-context", "bench-random", "bench-sizing-gpu", "bench-evidence", "bench-gpu", "gpu-proof", "bench-scaling",
     "bench-faults", "clean", "clean-all",
 ]  # fmt: skip
@@ -323,7 +323,9 @@ def test_args_are_words_that_nobody_runs(words_of, tmp_path):
     args = parse(words[2:])
     assert list(args.overrides[:2]) == ["a.b=c d", f"e.f=$(touch {file})"] and not file.exists()
     bench = words_of("bench-faults", ARGS=f"--only $(touch {file}) 'x'")
-    assert bench == ["-m", "benchmarks.faults", "--only", "$(touch", f"{file})", "'x'"] and not file.exists()
+    assert (
+        bench == ["-m", "tests.stress.faults", "--only", "$(touch", f"{file})", "'x'"] and not file.exists()
+    )
     runs = words_of("compare", RUNS=f"one $(touch {file}) `touch {file}` $(shell touch {file})")
     assert runs[3:6] == ["one", "$(touch", f"{file})"] and not file.exists()
 
@@ -508,9 +510,8 @@ def test_every_range_ends_and_holds_what_the_locks_have():
 
 DEVELOPER_SCRIPTS = {
     "audit.py",
+    "changed_tests.py",
     "check_style.py",
-    "config_reference.py",
-    "docs.py",
     "floor_requirements.py",
     "pip_install.py",
     "requirements_of.py",

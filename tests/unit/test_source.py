@@ -5,7 +5,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
-    path for folder in ("sft_play", "scripts", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+    path
+    for folder in ("sft_play", "scripts", "benchmarks", "tests/stress")
+    for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
 

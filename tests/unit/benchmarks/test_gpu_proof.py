@@ -8,9 +8,9 @@ import torch
 
 from benchmarks import gpu_proof
 from benchmarks.gpu_proof import PARTS, Slice, all_cases_done, all_turns_done, gathered, outcome, page
-from benchmarks.memory_tables import gpu_proofs
 from benchmarks.throughput import COURSES, ROUNDS
 from benchmarks.throughput_sides import sides
+from scripts.docs.memory_tables import gpu_proofs
 
 
 @pytest.fixture

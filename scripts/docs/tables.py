@@ -1,7 +1,7 @@
 """The tables and figures of the documentation, made from benchmarks/results, the cookbook and the planner.
 
 A page holds each of them between two comments, `<!-- make docs: NAME -->` and `<!-- end -->`, where NAME is a
-key of TABLES. The pages are written by scripts/docs.py.
+key of TABLES. The pages are written by scripts/docs/__main__.py.
 """
 
 import re
@@ -11,9 +11,9 @@ from typing import Literal
 
 import yaml
 
-from benchmarks.data_formats import examples
 from benchmarks.markdown import RESULTS, ROOT, results, signed, table
-from benchmarks.memory_tables import (
+from scripts.docs.data_formats import examples
+from scripts.docs.memory_tables import (
     compilations,
     compiled_on_a_cpu,
     divided_on_a_cpu,

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 SCHEMES = {"report.png": 1, "report-dark.png": 0}  # Chromium's numbers of the preferred colour scheme
 SIZE = "1180,1620"  # pixels: header, curves and the first answer
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import fuzz, fuzz_runs
-from benchmarks.fuzz_cases import KINDS, PROCESS, make_case
-from benchmarks.mutations import Case
 from sft_play.errors import DataError
+from tests.stress import fuzz, fuzz_runs
+from tests.stress.fuzz_cases import KINDS, PROCESS, make_case
+from tests.stress.mutations import Case
 
 SEED, CASES = 1, 200
 

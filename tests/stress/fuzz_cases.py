@@ -6,8 +6,8 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import mutations
-from benchmarks.mutations import NASTY, ROWS, Case
+from tests.stress import mutations
+from tests.stress.mutations import NASTY, ROWS, Case
 
 
 def split(line: str) -> list[str]:

@@ -18,10 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-# before anything reads them: a library with several threads could not be forked
-os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-
 CHANGING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # audit events of Python
 
 

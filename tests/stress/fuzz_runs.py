@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz_cases import REFUSED, SWITCHES
-from benchmarks.mutations import ROWS, Case
+from benchmarks.markdown import ROOT
 from sft_play import cli
 from sft_play.commands.answers import require_answers, score_answers
 from sft_play.config.load import load_config
@@ -28,8 +27,9 @@ from sft_play.data.chat import Chat
 from sft_play.data.prepare import prepare
 from sft_play.machine.gpus import Machine
 from sft_play.runlog import set_console
+from tests.stress.fuzz_cases import REFUSED, SWITCHES
+from tests.stress.mutations import ROWS, Case
 
-ROOT = Path(__file__).resolve().parent.parent
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 YES, NO = {"1", "yes", "true"}, {"0", "no", "false"}  # written down again: they are what is promised
 NOT_INHERITED = {"PUBLIC", "FORCE", "CONFIRM"}

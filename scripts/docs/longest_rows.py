@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from benchmarks.cookbook import PAGE, line
-from benchmarks.tables import LONGEST
+from scripts.docs.cookbook import line
+from scripts.docs.tables import COOKBOOK, LONGEST
 from sft_play.cache import cache_dir, recall, remember
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
@@ -141,9 +141,9 @@ def main() -> None:
     """Writes the section at the end of the page."""
     with quiet_libraries(cache_dir() / "cookbook.log"):
         section = long_section()
-    page = PAGE.read_text(encoding="utf-8").partition(LONGEST)[0].rstrip("\n")
-    PAGE.write_text(f"{page}\n\n{section}", encoding="utf-8")
-    console().print(f"wrote {PAGE}", soft_wrap=True)
+    page = COOKBOOK.read_text(encoding="utf-8").partition(LONGEST)[0].rstrip("\n")
+    COOKBOOK.write_text(f"{page}\n\n{section}", encoding="utf-8")
+    console().print(f"wrote {COOKBOOK}", soft_wrap=True)
 
 
 if __name__ == "__main__":

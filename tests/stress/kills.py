@@ -30,14 +30,19 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 
-import psutil
+# before anything reads them: a library with several threads could not be forked
+os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-from benchmarks.forked import Operation, exit_codes, killed, ranks_of, recorded, run_command, within
-from benchmarks.measurement_log import RESULTS, MeasurementLog
+import torch
+
+from benchmarks.markdown import RESULTS, ROOT
+from benchmarks.measurement_log import MeasurementLog
 from sft_play.manifest import find_damage
 from sft_play.runlog import console
+from tests.stress.forked import Operation, exit_codes, killed, ranks_of, recorded, run_command, within
+from tests.stress.runs import descendants, small_run
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 5
 LOOK_AGAIN_S = 0.0005
 LIMIT_S = 1200
@@ -110,12 +115,7 @@ class Reference:
 def settings(folder: Path, processes: int, *, resume: bool = False) -> list[str]:
     """Config and overrides of a small run that saves after each step."""
     return [
-        "--config",
-        str(ROOT / "configs" / "demo.yaml"),
-        "model.name=builtin:tiny",
-        "eval.generate=false",
-        f"output.dir={folder}",
-        f"output.name={RUN}",
+        *small_run(folder, RUN),
         f"train.max_steps={STEPS}",
         "train.save_steps=1",
         "train.eval_steps=1",
@@ -261,10 +261,8 @@ def half_written(folder: Path) -> str:
 
 def start(argv: list[str], folder: Path) -> subprocess.Popen:
     """Starts a command of two processes."""
-    extra = {"SFT_PLAY_CACHE": str(folder.parent / "cache")}
-    command = [sys.executable, "-m", "sft_play", *argv]
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, env={**os.environ, **extra}, stdout=quiet, stderr=quiet)
+    env, quiet = {**os.environ, "SFT_PLAY_CACHE": str(folder.parent / "cache")}, subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, "-m", "sft_play", *argv], env=env, stdout=quiet, stderr=quiet)
 
 
 def killed_in_a_save(argv: list[str], folder: Path, save: int, delay_s: float) -> bool:
@@ -305,9 +303,7 @@ def weights_of_two(kind: str, folder: Path) -> str:
         RuntimeError: it fails.
     """
     if start(launched(folder, ENGINES[kind]), folder).wait(LIMIT_S) != 0:
-        raise RuntimeError(
-            f"the {kind} run that is not killed fails: {(folder / RUN / 'log.txt').read_text()}"
-        )
+        raise RuntimeError(f"the undisturbed {kind} run fails: {(folder / RUN / 'log.txt').read_text()}")
     return digest_of(folder / ADAPTER)
 
 
@@ -370,8 +366,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if unknown := set(args.kinds) - set(TRIALS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(TRIALS)}")
-    import torch  # only now: `forked` sets what it reads
-
     log = MeasurementLog(args.results / "kills.lines.jsonl", torch.device("cpu"))
     if args.fresh:
         log.path.unlink(missing_ok=True)

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faulty_rank import FAULTS
+from benchmarks.markdown import RESULTS, ROOT
 from sft_play.launch.accelerate import launch_command, run_launcher
 from sft_play.runlog import RunDir, console, read_metrics
+from tests.stress.faulty_rank import FAULTS
+from tests.stress.runs import descendants, small_run
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
 MESSAGE_LINES = 6  # lines of a run's message in the results
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 LIMIT_S = 10  # parallel.timeout_s of these runs
@@ -54,12 +54,7 @@ class Outcome:
 def settings(folder: Path, limit_s: int = LIMIT_S) -> list[str]:
     """Config and overrides of a small run that never ends by itself."""
     return [
-        "--config",
-        str(ROOT / "configs" / "demo.yaml"),
-        "model.name=builtin:tiny",
-        "eval.generate=false",
-        f"output.dir={folder}",
-        "output.name=faulty",
+        *small_run(folder, "faulty"),
         f"parallel.timeout_s={limit_s}",
         "train.batch_size=4",
         "train.effective_batch_size=8",
@@ -137,11 +132,6 @@ def kill_from_outside(target: str, folder: Path) -> Outcome:
     return Outcome(f"kill -9 of the {target}", seconds, command.returncode, message, left)
 
 
-def descendants(pid: int | None = None) -> set[int]:
-    """All child processes of a process (default: this one), at any depth."""
-    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
-
-
 def _alive(pid: int) -> bool:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -169,7 +159,7 @@ def measure(name: str) -> Outcome:
 def main() -> None:
     """Measures the faults that the command line names."""
     if sys.argv[1:2] == ["saves"]:
-        from benchmarks import kills
+        from tests.stress import kills  # which sets the environment of what it forks
 
         kills.main(sys.argv[2:])
         return

@@ -30,10 +30,11 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.faults import RESULTS, ROOT
+from benchmarks.markdown import RESULTS
 from benchmarks.measurement_log import made_on, versions
 from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.runlog import RunDir, console, read_metrics
+from tests.stress.runs import small_run
 
 ENGINES = (ALONE.name, *(engine.name for engine in distributed_engines()))
 STEPS, SAVED_EVERY = 60, 5
@@ -130,14 +131,11 @@ FAULTS = (kill_one, kill_all, ask_to_end, slow_rank, full_disk)
 def start(folder: Path, name: str, engine: str) -> subprocess.Popen:
     """Starts the run, or goes on with it."""
     two = engine != ALONE.name
-    command = [sys.executable, "-m", "sft_play", "train", "--config", str(ROOT / "configs" / "demo.yaml")]
+    command = [sys.executable, "-m", "sft_play", "train", *small_run(folder, name)]
     command += ["--processes", "2", "--engine", engine] if two else []
     # of two runs, a plan may find another way to be the faster one
     command += ["parallel.defer_exchange=true"] if engine == "fsdp2" else []
     command += [
-        "model.name=builtin:tiny",
-        f"output.dir={folder}",
-        f"output.name={name}",
         "train.resume=auto",
         f"train.max_steps={STEPS}",
         f"train.save_steps={SAVED_EVERY}",
@@ -146,7 +144,6 @@ def start(folder: Path, name: str, engine: str) -> subprocess.Popen:
         "train.batch_size=2",
         "train.grad_accum=auto",
         "train.effective_batch_size=8",
-        "eval.generate=false",
     ]
     environment = {**os.environ, "SFT_PLAY_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     quiet = subprocess.DEVNULL

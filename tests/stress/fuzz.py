@@ -1,6 +1,6 @@
 """Broken inputs through the code of the commands: each must end in a result or one error.
 
-    make fuzz                                   # 10,000 cases; results/fuzz.json
+    make fuzz                                   # 10,000 cases; benchmarks/results/fuzz.json
     make fuzz ARGS="--seed 7 --cases 500"
     make fuzz ARGS="--seed 7 --case 123"        # one case again, with its input
 
@@ -31,9 +31,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 
-from benchmarks.fuzz_cases import KINDS, PROCESS, make_case
-from benchmarks.fuzz_runs import CHATML, RUNNERS, Setting
-from benchmarks.mutations import ROWS, Case
+from benchmarks.markdown import RESULTS
 from sft_play.commands.check import ERROR, OK, WARNING, check
 from sft_play.config.schema import DataConfig, ModelConfig
 from sft_play.data import limits
@@ -45,9 +43,12 @@ from sft_play.data.workers import EncodingTask, encode_chunk
 from sft_play.errors import SftPlayError
 from sft_play.fingerprints import installed_versions
 from sft_play.machine.gpus import detect
+from tests.stress.fuzz_cases import KINDS, PROCESS, make_case
+from tests.stress.fuzz_runs import CHATML, RUNNERS, Setting
+from tests.stress.mutations import ROWS, Case
 
 CASES = 10_000
-RESULT = Path(__file__).parent / "results" / "fuzz.json"
+RESULT = RESULTS / "fuzz.json"
 CPU_SECONDS = 5.0
 # Each pattern may take 2 s, and processes import libraries or train.
 SECONDS_OF = {"pattern": 20.0, "console": 60.0, PROCESS: 180.0}

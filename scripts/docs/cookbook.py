@@ -2,12 +2,11 @@
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from benchmarks.tables import FEWEST, LONGEST
+from scripts.docs.tables import COOKBOOK, FEWEST, LONGEST
 from sft_play.cache import cache_dir
 from sft_play.config.methods import METHODS
 from sft_play.config.schema import RunConfig
@@ -20,7 +19,6 @@ from sft_play.planning.other_machines import MODES, plans_by_mode
 from sft_play.runlog import console, quiet_libraries
 from sft_play.units import GIB
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "cookbook.md"
 # Names in configs/hardware.yaml, and how many
 MACHINES = (
     ("RTX 3070 Ti", 1),
@@ -181,11 +179,11 @@ def main() -> None:
         for model in LARGE:
             console().print(f"planning {model} on as few GPUs as are enough")
             fewest += fewest_rows(model)
-    known = PAGE.read_text(encoding="utf-8")
+    known = COOKBOOK.read_text(encoding="utf-8")
     before = known.partition(FEWEST)[0] if asked.fewest else f"{page(rows)}\n"
     after = "\n".join(["", *known.partition(LONGEST)[1:]]) if LONGEST in known else ""  # of `longest_rows`
-    PAGE.write_text(before + fewest_section(fewest) + after, encoding="utf-8")
-    console().print(f"wrote {PAGE}", soft_wrap=True)
+    COOKBOOK.write_text(before + fewest_section(fewest) + after, encoding="utf-8")
+    console().print(f"wrote {COOKBOOK}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 from benchmarks.architectures import GUIDE, guide, read_outcomes
-from benchmarks.tables import MARKED, filled
-from scripts.config_reference import reference
+from benchmarks.markdown import ROOT
+from scripts.docs.config_reference import reference
+from scripts.docs.tables import MARKED, filled
 from sft_play.config.load import json_schema
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def pages() -> dict[Path, str]:
