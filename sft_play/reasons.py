@@ -218,6 +218,12 @@ class ProfileSource(Reason):
     source: str
 
 
+class OnlyWhileBusy(Reason):
+    """The device was measured, but other programs used the machine meanwhile."""
+
+    device: str
+
+
 class SecondsOfEarlierRun(Reason):
     """An earlier run measured the seconds of such steps."""
 

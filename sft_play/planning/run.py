@@ -19,7 +19,14 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.reach import within_reach
 from sft_play.planning.search import choose_plan
 from sft_play.planning.sequence import require_divisible
-from sft_play.planning.speed import collectives_of, host_link, links_of, profile_of
+from sft_play.planning.speed import (
+    collectives_of,
+    device_name,
+    host_link,
+    links_of,
+    only_while_busy,
+    profile_of,
+)
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons import (
     AssumedRows,
@@ -28,6 +35,7 @@ from sft_play.reasons import (
     LayerKernels,
     LoraPlus,
     Noise,
+    OnlyWhileBusy,
     OptimizerStates,
     ProfileSource,
     Ranks,
@@ -331,11 +339,11 @@ def profile_reasons(
 ) -> list[Reason]:
     """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
     profile = profile_of(machine, processes)
+    found: list[Reason] = [OnlyWhileBusy(device_name(machine))] if only_while_busy(machine, processes) else []
     if profile is None:
-        return []
-    found: list[Reason] = [ProfileSource(profile.device, profile.source)]
-    if origin == EARLIER:
-        found = [SecondsOfEarlierRun()]
+        return found
+    source = ProfileSource(profile.device, profile.source)
+    found = [SecondsOfEarlierRun() if origin == EARLIER else source, *found]
     if processes > 1:
         collectives = collectives_of(machine, processes, replicas)
         measured = collectives is not None and collectives.measured
