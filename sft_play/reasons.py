@@ -225,7 +225,7 @@ class OnlyWhileBusy(Reason):
 
 
 class SecondsOfEarlierRun(Reason):
-    """An earlier run measured the seconds of such steps."""
+    """An earlier run measured seconds, in proportion to which those of this plan are."""
 
 
 class Communication(Reason):

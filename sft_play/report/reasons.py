@@ -17,7 +17,7 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.UnknownCapability: "compute capability unknown: kernels of {assumed[0]}.{assumed[1]} assumed",
     reasons.ProfileSource: "seconds from the profile of {device}, {source}",
     reasons.OnlyWhileBusy: "{device} was busy when measured: that does not count, and is repeated once idle",
-    reasons.SecondsOfEarlierRun: "seconds as an earlier run of this kind measured them, not predicted",
+    reasons.SecondsOfEarlierRun: "seconds in proportion to those that an earlier run measured, not predicted",
     reasons.AssumedRows: (
         "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
     ),
