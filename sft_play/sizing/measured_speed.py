@@ -25,7 +25,7 @@ ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
 HALF_LIFE_S = 7 * 24 * 3600.0  # a comparison of plans then counts half, and they may be timed again
 # What a plan chooses, besides the micro-batch; the speeds of all its choices are kept together.
 CHOICES: dict[str, Any] = {
-    "engine": "none", "replicas": 1, "offload": "none", "defers_exchange": False, "sequence_ranks": 1,
+    "engine": "", "replicas": 1, "offload": "none", "defers_exchange": False, "sequence_ranks": 1,
     "reshard_after_forward": True, "activations": "keep", "kept_layers": 0, "mlp_tiles": 1,
 }  # fmt: skip
 
