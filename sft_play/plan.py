@@ -144,6 +144,7 @@ class Plan:
     compute_capability: tuple[int, int] | None = None  # of the GPU; None if unknown, and for a CPU
     step_seconds: float | None = None  # predicted, of an optimizer step of average size
     step_seconds_origin: str = PROFILED  # the profile alone, or EARLIER
+    profile_seconds: float | None = None  # as the device profile alone predicts them
     memory: Memory | None = None
     why: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()

@@ -218,8 +218,14 @@ class ProfileSource(Reason):
     source: str
 
 
+class OnlyWhileBusy(Reason):
+    """The device was measured, but other programs used the machine meanwhile."""
+
+    device: str
+
+
 class SecondsOfEarlierRun(Reason):
-    """An earlier run measured the seconds of such steps."""
+    """An earlier run measured seconds, in proportion to which those of this plan are."""
 
 
 class Communication(Reason):

@@ -355,11 +355,17 @@ def push(args: Arguments) -> int:
 def report(args: Arguments) -> int:
     """Write the report of a run, even of an unfinished one, as one HTML file."""
     from sft_play.cache import cache_dir
-    from sft_play.commands.report import write_report
+    from sft_play.commands.report import lacks_scaling, write_report
     from sft_play.report.record import find_run
+    from sft_play.runlog import RunDir
 
     with quiet_libraries(cache_dir() / "report.log"):
-        path = write_report(find_run(args.name, args.runs))
+        run = find_run(args.name, args.runs)
+        if lacks_scaling(RunDir(run)):
+            with importing():
+                from sft_play.commands.scaling import add_scaling
+            add_scaling(RunDir(run))
+        path = write_report(run)
         console().print(f"wrote {path}", markup=False, soft_wrap=True)
     return 0
 

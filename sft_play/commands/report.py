@@ -9,6 +9,7 @@ from rich.markup import escape
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
 from sft_play.libraries import library_failure
+from sft_play.report.record import activity_of
 from sft_play.runlog import RunDir, console, read_json, update_summary
 from sft_play.spelling import as_typed
 
@@ -27,6 +28,13 @@ def write_report(path: Path) -> Path:
     target = RunDir(path).report
     write_page(run_page(read_run(path)), target)
     return target
+
+
+def lacks_scaling(run: RunDir) -> bool:
+    """Whether a run is done, and its latest plan not yet made for other numbers of processes."""
+    plan, scaling = _version(run.plan), _version(run.scaling)
+    older = plan and (scaling is None or scaling[1] < plan[1])
+    return bool(older) and read_json(run.summary).get("status") == "done" and not activity_of(run)
 
 
 def try_report(run: RunDir) -> dict[str, Path]:

@@ -26,13 +26,9 @@ from sft_play.machine.gpus import detect
 from sft_play.machine.host import missing
 from sft_play.machine.process import ended_by_signals, importing_torch
 from sft_play.multinode import agree_on_plan, connected_machines
-from sft_play.planning.drafts import with_offload
-from sft_play.planning.facts import DataFacts
-from sft_play.planning.other_machines import scaling
 from sft_play.report.card import write_card
 from sft_play.report.layout import make_command
 from sft_play.report.plan import plan_summary
-from sft_play.report.progress import PLANNING, spinner
 from sft_play.report.record import other_runs
 from sft_play.report.tables import closing_screen
 from sft_play.runlog import RunDir, console, hold_run, open_run, quiet_libraries, read_json, update_summary
@@ -248,19 +244,11 @@ def compare(job: Job) -> dict[str, Any] | None:
 
 
 def close(job: Job, summary: dict[str, Any], comparison: dict[str, Any] | None = None) -> None:
-    """Ends a run that is done: model card, plans for other numbers of processes, report, closing screen."""
+    """Ends a run that is done: model card, report, closing screen."""
     run, config = job.run, job.resolved.path
     whole = job.config.tuning.mode == "full"
     weights = run.model if whole else run.adapter
     write_card(job.config, run, weights)
-    try:
-        with spinner(PLANNING):
-            facts = DataFacts.of(job.data, job.config)
-            rows = scaling(with_offload(job.config, job.plan.offload), job.architecture, facts, job.machine)
-        run.write_json(run.scaling, {"scaling": rows})
-    except Exception as error:  # noqa: BLE001 - the run is done, and its report does without
-        reason = escape(f"no plans for other numbers of processes: {error}")
-        console().print(f"  [yellow]{reason}[/]")
     places = {"weights": weights, "numbers": run.metrics, "summary": run.summary, "log": run.log}
     if "override" in job.resolved.origins.values():
         config = run.config  # which has the overrides

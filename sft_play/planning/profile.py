@@ -160,6 +160,11 @@ class DeviceProfile:
     step_s: float = 0.0  # of the trainer per optimizer step
     busy: float = 0.0  # share of the CPU that other programs used during the measurement
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs used so much of the CPU that no plan may count on these figures."""
+        return self.busy >= BUSY
+
     def seconds(self, work: Work, batch: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of dispatch and of execution, both [operations] in the order of `work.order`."""
         kinds, sizes = work.kinds, work.sizes

@@ -16,10 +16,18 @@ from sft_play.planning.compiled import compiled_reasons, require_compilable, req
 from sft_play.planning.devices import machines_of, memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import choose_precision, draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.profile import DeviceProfile
 from sft_play.planning.reach import within_reach
 from sft_play.planning.search import choose_plan
 from sft_play.planning.sequence import require_divisible
-from sft_play.planning.speed import collectives_of, host_link, links_of, profile_of
+from sft_play.planning.speed import (
+    collectives_of,
+    device_name,
+    host_link,
+    links_of,
+    only_while_busy,
+    profile_of,
+)
 from sft_play.planning.tiles import may_tile, with_tiles
 from sft_play.reasons import (
     AssumedRows,
@@ -28,6 +36,7 @@ from sft_play.reasons import (
     LayerKernels,
     LoraPlus,
     Noise,
+    OnlyWhileBusy,
     OptimizerStates,
     ProfileSource,
     Ranks,
@@ -43,12 +52,13 @@ from sft_play.sizing import questions
 from sft_play.sizing.architecture import AnyArchitecture, Architecture
 from sft_play.sizing.corrections import (
     Record,
-    corrected_clock,
+    RecordOf,
     corrected_estimator,
     reasons_of,
     records_of,
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
+from sft_play.sizing.measured_speed import SpeedOf, corrected_clock, speeds_of
 from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
 
@@ -92,7 +102,7 @@ def plan_run(
     if not (drafts := [draft for draft in allowed if accept(draft)]):
         raise DoesNotFitError("the config allows no other plan")
     besides = [*_trained_besides(config, architecture), *about_rows, *_assumed(facts)]
-    record_of = records_of(architecture.text, device.name)
+    record_of, speed_of = _earlier_runs(architecture, device, profile_of(machine, processes))
     if (budget := memory_device(config, machine, processes, budget_bytes)) is None:
         plan, why = choose_plan(config, drafts, None, None)
         found: list[Reason] = [UnknownFreeMemory(device.name)]
@@ -102,17 +112,25 @@ def plan_run(
         seconds = plan_clock(architecture, facts, machine, processes)
         predict = _described(estimator(architecture, budget, batches_of(architecture, facts)), device)
         memory_of = corrected_estimator(predict, record_of)
-        time_of = corrected_clock(seconds, record_of, facts.tokens_per_process)
+        time_of = corrected_clock(seconds, speed_of, facts.tokens_per_process)
         try:
             plan, why = choose_plan(config, drafts, memory_of, time_of, explain=explain, layers=layers)
             record, sized = record_of(config, plan), predict if explain else None
-            plan = replace(plan, step_seconds_origin=record.speed.origin_of(plan, seconds(config, plan)))
+            plan = speed_of(config, plan).labelled(plan, seconds(config, plan))
             besides += profile_reasons(machine, processes, plan.step_seconds_origin, plan.replicas)
             found = _about_the_step(config, plan, architecture, facts, record, budget.threads, sized)
         except UntraceableModel as error:
             plan, why = choose_plan(config, drafts, None, None)
             found = [Untraceable(str(error).splitlines()[0])]
     return replace(plan, why=sentences([*why, *draft_reasons(config, device, plan), *found, *besides]))
+
+
+def _earlier_runs(
+    architecture: Architecture, device: Device, profile: DeviceProfile | None
+) -> tuple[RecordOf, SpeedOf]:
+    """What they have shown of the memory and of the seconds of steps."""
+    about = architecture.text, device.name
+    return records_of(*about), speeds_of(*about, profile)
 
 
 def estimator_of_run(
@@ -331,11 +349,11 @@ def profile_reasons(
 ) -> list[Reason]:
     """Where the seconds of a plan come from; `origin` is that of a step: the profile or an earlier run."""
     profile = profile_of(machine, processes)
+    found: list[Reason] = [OnlyWhileBusy(device_name(machine))] if only_while_busy(machine, processes) else []
     if profile is None:
-        return []
-    found: list[Reason] = [ProfileSource(profile.device, profile.source)]
-    if origin == EARLIER:
-        found = [SecondsOfEarlierRun()]
+        return found
+    source = ProfileSource(profile.device, profile.source)
+    found = [SecondsOfEarlierRun() if origin == EARLIER else source, *found]
     if processes > 1:
         collectives = collectives_of(machine, processes, replicas)
         measured = collectives is not None and collectives.measured

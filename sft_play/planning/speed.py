@@ -106,9 +106,15 @@ def profile_path(device: str, threads: int | None) -> Path:
 
 
 def read_profile(device: str, threads: int | None) -> DeviceProfile | None:
-    """The measured profile of a device; None if there is none."""
+    """The profile of a device as it was measured, also while the machine was busy; None if there is none."""
     content = read_bytes(profile_path(device, threads))
     return None if content is None else DeviceProfile.from_json(content.decode())
+
+
+def _undisturbed(device: str, threads: int | None) -> DeviceProfile | None:
+    """The measured profile of a device, if plans may count on it."""
+    found = read_profile(device, threads)
+    return None if found is None or found.disturbed else found
 
 
 def write_profile(device: str, threads: int | None, profile: DeviceProfile) -> None:
@@ -122,16 +128,18 @@ def saved_profile(
     """The profile of this machine's device, measured now unless it has been measured before.
 
     The processes that will train share a CPU's cores. What was measured on a busy machine is measured again
-    once it is idle. `again` measures in any case, and forgets what communication costs. Without `sixteen_bit`
-    products, a CPU is measured sooner.
+    once it is idle; no plan counts on it before. `again` measures in any case, and forgets what communication
+    costs. Without `sixteen_bit` products, a CPU is measured sooner.
 
     Raises:
         LaunchError: the measurement failed.
     """
     name, threads = device_name(machine), training_threads(machine, processes)
     found = None if again else read_profile(name, threads)
-    if found is not None and found.busy >= BUSY and psutil.cpu_percent(interval=0.2) < 100 * BUSY:
-        found = None  # other programs leave the CPU alone now
+    if found is not None and found.disturbed:
+        if psutil.cpu_percent(interval=0.2) >= 100 * BUSY:
+            return found  # it cannot be measured better now
+        found = None
     if found is not None and (BF16 in found.products or not sixteen_bit):
         return found
     with importing_torch():
@@ -168,21 +176,29 @@ def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
 def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:
     """The profile of each process's device, as measured before or from its data sheet; None if not even that.
 
-    What was measured for one process on a CPU is shared by several, as far as these were not measured.
-    Processes that have less than a core each are slower by as much.
+    What was measured while the machine was busy does not count. What was measured for one process on a CPU is
+    shared by several, as far as these were not measured. Processes that have less than a core each are slower
+    by as much.
     """
     name, threads = device_name(machine), training_threads(machine, processes)
-    found, cores = read_profile(name, threads), machine.host.cpu_cores or 1
+    found, cores = _undisturbed(name, threads), machine.host.cpu_cores or 1
     if found and threads and processes * min(threads, cores) > cores:
         found = found.slowed(processes * min(threads, cores) / cores)
     if processes > 1 and not machine.gpus and (found is None or BF16 not in found.products):
-        whole = read_profile(name, training_threads(machine, 1))
+        whole = _undisturbed(name, training_threads(machine, 1))
         shared = whole.shared_by(processes) if whole else None
         if found and shared:
             found = replace(found, products={**shared.products, **found.products})
         else:
             found = found or shared
     return found or derived_profile(machine, processes)
+
+
+def only_while_busy(machine: Machine, processes: int) -> bool:
+    """Whether the device was measured for these processes, but never without other programs beside it."""
+    name, profile = device_name(machine), profile_of(machine, processes)
+    measured = [read_profile(name, training_threads(machine, count)) for count in {1, processes}]
+    return not (profile and profile.measured) and any(one and one.disturbed for one in measured)
 
 
 @dataclass(frozen=True)

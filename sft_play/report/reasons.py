@@ -16,7 +16,8 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     reasons.GuardKept: "guard {bytes}: {why}",
     reasons.UnknownCapability: "compute capability unknown: kernels of {assumed[0]}.{assumed[1]} assumed",
     reasons.ProfileSource: "seconds from the profile of {device}, {source}",
-    reasons.SecondsOfEarlierRun: "seconds as an earlier run of this kind measured them, not predicted",
+    reasons.OnlyWhileBusy: "{device} was busy when measured: that does not count, and is repeated once idle",
+    reasons.SecondsOfEarlierRun: "seconds in proportion to those that an earlier run measured, not predicted",
     reasons.AssumedRows: (
         "no training rows found: planned for {rows:,} rows of {tokens:,} tokens, with loss on every token"
     ),
@@ -33,9 +34,7 @@ FROM_FACTS: dict[type[reasons.Reason], str] = {
     ),
     reasons.Unproven: "{label} is off, since no proof on a GPU has seen it win yet; {setting} takes it",
     reasons.Noise: "NEFTune: noise within {alpha:g} / sqrt(tokens of a row x hidden size) on the embeddings",
-    reasons.Corrected: (
-        "corrected by an earlier probe of this kind of step: memory above the weights x {ratio:.3f}"
-    ),
+    reasons.Corrected: "corrected by an earlier probe of such a step: memory above the weights x {ratio:.3f}",
     reasons.FourBitBase: (
         "{share:.0%} of the weights of the base are 4-bit ({bytes} in all, {sixteen_bit_bytes} in 16 bit)"
     ),

@@ -1,5 +1,6 @@
 """Two sections of a report: the memory of a process, and the same run on other numbers of GPUs."""
 
+import shlex
 from collections.abc import Iterator
 
 from sft_play.engines.registry import label_of
@@ -8,6 +9,7 @@ from sft_play.report.plan import communication, process_unit, scaling_problems, 
 from sft_play.report.plots import BUDGET_SHOWN_FROM, PhaseMemory, memory_bars
 from sft_play.report.record import RunRecord, Tree
 from sft_play.report.tables import MISSING, SPEED_UP, formatted, memory_facts, said_of
+from sft_play.spelling import as_typed
 from sft_play.timeline import TERMS
 from sft_play.units import format_bytes, plural
 
@@ -98,8 +100,14 @@ def _term_table(by_phase: Tree, said: str) -> Table:
 
 
 def scaling_blocks(run: RunRecord) -> Iterator[Block]:
-    """A row for each number of processes, and what the columns assume; nothing if nothing was recorded."""
+    """A row for each number of processes, and what the columns assume; nothing if nothing was recorded.
+
+    Of a run that is done and not planned for others yet: what does that.
+    """
     planned = [row for row in run.scaling if "problem" not in row]
+    if not run.scaling and run.summary.get("status") == "done" and not run.activity:
+        asked, unit = f"make report RUN={shlex.quote(run.name)}", process_unit(run.chosen["device"])
+        yield Text([as_typed(f"`{asked}` plans the same run on other numbers of {plural(unit)}.")])
     if not planned:
         return
     unit = process_unit(run.chosen["device"])

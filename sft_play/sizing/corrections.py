@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from sft_play.cache import entry, read_value, update_value
 from sft_play.config.schema import RunConfig
 from sft_play.fingerprints import installed_versions
-from sft_play.plan import EARLIER, PROFILED, Clock, Estimator, Memory, Plan
+from sft_play.plan import EARLIER, PROFILED, Estimator, Memory, Plan
 from sft_play.reasons import Corrected, RanOutBefore, Reason
 from sft_play.sizing.step import step_code
 from sft_play.units import KIB
@@ -20,7 +20,6 @@ from sft_play.units import KIB
 CORRECTED_FROM, NOISE_BYTES = 0.005, 64 * KIB
 LOAD = "load"
 RESERVED = "reserved"  # by the allocator; corrected as phases are
-ALIKE = 0.02  # micro-batches whose tokens differ by less count as equally fast
 # After memory ran out, the same is tried again once the budget is larger by this factor: the free memory of a
 # machine is never quite the same twice.
 CLEARLY_MORE = 1.1
@@ -86,7 +85,8 @@ def record_path(architecture: str, device: str, config: RunConfig, plan: Plan) -
         plan, kept_layers=min(plan.kept_layers, 1),
         micro_batch_size=0, micro_batch_tokens=0, micro_batch_supervised=0,
         gradient_accumulation_steps=0, effective_batch_size=0, learning_rate=0.0, steps_per_epoch=0,
-        total_steps=0, step_seconds=None, step_seconds_origin=PROFILED, memory=None, why=(), alternatives=(),
+        total_steps=0, step_seconds=None, step_seconds_origin=PROFILED, profile_seconds=None, memory=None,
+        why=(), alternatives=(),
     )  # fmt: skip
     tuning, tokens = config.tuning.model_dump_json(), len(config.model.new_tokens)
     train = config.train
@@ -111,61 +111,11 @@ class RanOut:
 
 
 @dataclass(frozen=True)
-class MeasuredSpeed:
-    """How fast steps of one kind were."""
-
-    seconds_per_token: dict[str, float] = field(default_factory=dict)  # by tokens of the micro-batch
-    ratio: float | None = None
-    """Measured / predicted time of a step, for micro-batches that were not measured; None if no step was
-    predicted, so that a measured one cannot be compared with them."""
-
-    def of(self, plan: Plan) -> float | None:
-        """Measured seconds per token at about the plan's micro-batch; None if there are none."""
-
-        def distance(tokens: str) -> int:
-            return abs(int(tokens) - plan.micro_batch_tokens)
-
-        nearest = min(self.seconds_per_token, key=distance, default=None)
-        if nearest is None or distance(nearest) > ALIKE * plan.micro_batch_tokens:
-            return None
-        return self.seconds_per_token[nearest]
-
-    def seconds(self, plan: Plan, tokens: float, predict: Callable[[], float | None]) -> float | None:
-        """Seconds of an average step of the plan, of so many tokens a process."""
-        measured = self.of(plan)
-        if measured is not None and self.ratio is not None:
-            return measured * tokens
-        predicted = predict()
-        if predicted is None:
-            return None if measured is None else measured * tokens
-        return predicted * (self.ratio or 1.0)
-
-    def origin_of(self, plan: Plan, predicted: float | None) -> str:
-        """Where the seconds of a step of the plan come from; `predicted` are those of the profile."""
-        unpredicted = predicted is None and self.of(plan) is not None
-        return EARLIER if self.ratio is not None or unpredicted else PROFILED
-
-    def measured_again(
-        self, plan: Plan, step_seconds: float | None, seconds_per_token: float
-    ) -> "MeasuredSpeed":
-        """The speed with another measurement of an average step added."""
-        size, ratio, earlier = str(plan.micro_batch_tokens), self.ratio, self.of(plan)
-        if earlier is None or ratio is None:
-            compared = ratio is not None or plan.step_seconds_origin == PROFILED
-            if plan.step_seconds and step_seconds and compared:
-                ratio = (ratio or 1.0) * step_seconds / plan.step_seconds
-        elif list(self.seconds_per_token) == [size]:  # the ratio is from this size alone
-            ratio *= seconds_per_token / earlier
-        return MeasuredSpeed({**self.seconds_per_token, size: seconds_per_token}, ratio)
-
-
-@dataclass(frozen=True)
 class Record:
     """What earlier runs and their probes have shown of a kind of step."""
 
     ratios: Ratios = field(default_factory=dict)
     ran_out: RanOut | None = None
-    speed: MeasuredSpeed = MeasuredSpeed()
 
 
 RecordOf = Callable[[RunConfig, Plan], Record]  # of a plan's kind of step
@@ -205,25 +155,10 @@ def write_ran_out(path: Path, plan: Plan, used_bytes: int = 0) -> None:
 
 
 def write_record(path: Path, plan: Plan, result: ProbeResult) -> None:
-    """Keeps what a probe of the plan measured in the file that `record_path` names."""
+    """Keeps what a probe of the plan measured of its memory in the file that `record_path` names."""
     if plan.memory is not None and result.phases:
         ratios = ratios_of(plan.memory, result, read_record(path).ratios)
         update_value(path, lambda record: record | {"ratios": ratios})
-    if result.seconds_per_token is not None:
-        write_speed(path, plan, result.step_seconds, result.seconds_per_token)
-
-
-def write_speed(path: Path, plan: Plan, step_seconds: float | None, seconds_per_token: float) -> None:
-    """Keeps how fast an average step of a run was, which counts more than the probe's single step.
-
-    Seconds per token are those of a process, padding not counted.
-    """
-
-    def with_speed(record: dict[str, Any]) -> dict[str, Any]:
-        earlier = MeasuredSpeed(**record.get("speed", {}))
-        return record | {"speed": asdict(earlier.measured_again(plan, step_seconds, seconds_per_token))}
-
-    update_value(path, with_speed)
 
 
 def write_run_memory(path: Path, plan: Plan, run: ProbeResult) -> None:
@@ -340,16 +275,6 @@ def corrected_estimator(estimate: Estimator, record_of: RecordOf) -> Estimator:
         return replace(memory, ran_out=ran_out)
 
     return estimate_corrected
-
-
-def corrected_clock(clock: Clock, record_of: RecordOf, tokens_of: Callable[[Plan], float]) -> Clock:
-    """The clock, corrected by earlier runs; `tokens_of` a plan's average step, for each process."""
-
-    def seconds(config: RunConfig, plan: Plan) -> float | None:
-        speed = record_of(config, plan).speed
-        return speed.seconds(plan, tokens_of(plan), lambda: clock(config, plan))
-
-    return seconds
 
 
 def reasons_of(record: Record, plan: Plan, memory: Memory) -> list[Reason]:

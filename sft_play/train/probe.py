@@ -219,10 +219,9 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     trainer.begin_phase = clock.meter.begin
     trainer.skipped = SkippedSteps(STEPS + 1)
     trainer.train()
-    if trainer.eval_dataset is not None:
-        trainer.evaluate(
-            trainer.eval_dataset.select([_evaluated(trainer.eval_dataset, plan)] * plan.world_size)
-        )
+    batches: Any = trainer.eval_dataset
+    if batches is not None:
+        trainer.evaluate(batches.select([_evaluated(batches, plan)] * plan.world_size))
 
 
 def _evaluated(batches: Dataset, plan: Plan) -> int:

@@ -21,7 +21,8 @@ from sft_play.manifest import CARD, replacing
 from sft_play.model.architecture import class_to_name
 from sft_play.model.decomposition import save_trained
 from sft_play.runlog import RunDir, read_metrics, update_summary
-from sft_play.sizing.corrections import ProbeResult, write_run_memory, write_speed
+from sft_play.sizing.corrections import ProbeResult, write_run_memory
+from sft_play.sizing.measured_speed import Timing
 from sft_play.train.answers import answers_of, hand_over
 from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of
@@ -35,7 +36,7 @@ from sft_play.train.ranks import from_all
 from sft_play.train.recovery import StopOnSignal, ended_at_once, memory_errors_explained, remembered
 from sft_play.train.resume import checkpoint_to_resume, clear_way
 from sft_play.train.session import Session, prepare_session
-from sft_play.train.settle import settle_plan
+from sft_play.train.settle import keep_times, settle_plan
 
 TIMED_STEPS = 5  # from which on their average says more than the probe's single step
 
@@ -124,9 +125,9 @@ def remember_speed(session: Session) -> None:
     """Stores how fast the steps were, for the next plan, if there were enough of them."""
     job, reporter = session.job, session.reporter
     speed, seconds = reporter.tokens_per_second, reporter.step_seconds
-    if job.ranks.is_main and reporter.timed_steps >= TIMED_STEPS:
+    if reporter.timed_steps >= TIMED_STEPS:
         assert speed and seconds
-        write_speed(correction_path(job, job.plan), job.plan, seconds, job.plan.world_size / speed)
+        keep_times(job, Timing.of(job.plan, seconds, job.plan.world_size / speed))
 
 
 def remember_memory(session: Session, run: ProbeResult) -> None:

@@ -1,19 +1,25 @@
 """Settles the plan by probing: it is kept, or all ranks switch together to another one that was measured."""
 
+import math
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 from rich.padding import Padding
 
 from sft_play.errors import DoesNotFitError
 from sft_play.job import Job, find_plan, takes_less
 from sft_play.plan import Plan
+from sft_play.planning.devices import training_device
+from sft_play.planning.speed import profile_of
 from sft_play.report.probe import probe_line
 from sft_play.report.reasons import ACTIVATIONS
 from sft_play.runlog import console
-from sft_play.sizing.corrections import ProbeResult, read_record
-from sft_play.train.probe import correction_path, memory_advice, probe
+from sft_play.sizing.architecture import text_of
+from sft_play.sizing.corrections import ProbeResult
+from sft_play.sizing.measured_speed import Timing, read_speed, speed_path, write_times
+from sft_play.train.probe import memory_advice, probe
 from sft_play.train.ranks import all_agree, from_main
 from sft_play.train.session import Session, close_session, prepare_session
 from sft_play.units import format_bytes, format_duration
@@ -46,10 +52,35 @@ def settle_plan(session: Session) -> tuple[Session, ProbeResult | None]:
         if not result.fits(session.job.plan):
             plan = session.job.plan
             raise DoesNotFitError(f"{_too_much(plan, result)}\n{memory_advice(plan)}")
+        _keep_results(session.job, (session.job.plan, result))
         return session, result
     worth_spending = WORTH_SPENDING * (result.step_seconds or 0.0) * session.job.plan.total_steps
     allowance = SEARCH_SECONDS if setting == "search" else worth_spending
     return _fastest_by_measurement(session, result, allowance, cost=time.monotonic() - began)
+
+
+def keep_times(job: Job, *timed: Timing) -> None:
+    """Keeps what plans took that were timed in turn, on the main rank; the first of them is trained."""
+    if job.ranks.is_main and timed:
+        write_times(speed_file(job), timed)
+
+
+def speed_file(job: Job) -> Path:
+    """Where the speeds of the plans that a job may have are kept."""
+    profile = profile_of(job.machine, job.plan.world_size)
+    return speed_path(
+        text_of(job.architecture), training_device(job.machine).name, job.config, job.plan, profile
+    )
+
+
+def _keep_results(job: Job, *probed: tuple[Plan, ProbeResult]) -> None:
+    """As `keep_times`, of probes, as far as they came to an end."""
+    times = [
+        Timing.of(plan, result.step_seconds, result.seconds_per_token)
+        for plan, result in probed
+        if result.seconds_per_token is not None
+    ]
+    keep_times(job, *times)
 
 
 def _probe_and_print(session: Session) -> ProbeResult:
@@ -88,7 +119,7 @@ def _fastest_by_measurement(
     plan is not cut short.
     """
     job, began, spent = session.job, time.monotonic(), 0.0
-    best = job.plan, result
+    timed = [(job.plan, result)]
     worth_it = all_agree(result.step_seconds is not None and cost <= allowance)
     rivals = from_main(lambda: _plans_to_time(job)) if worth_it else []
     for number, other in enumerate(rivals):
@@ -103,21 +134,23 @@ def _fastest_by_measurement(
         activations = "partly kept" if other.kept_layers else ACTIVATIONS[other.activations]
         tried = f"micro-batch {other.micro_batch_size}, activations {activations}"
         console().print(f"  [dim]tried {tried}: {said}[/]")
-        if seconds is not None and (best[1].step_seconds is None or seconds < best[1].step_seconds):
-            best = other, found
+        if seconds is not None:
+            timed.append((other, found))
         spent = time.monotonic() - began
-    plan, result = best
+    timed.sort(key=lambda each: each[1].step_seconds or math.inf)
+    _keep_results(job, *timed)
+    plan, result = timed[0]
     if session.job.plan != plan:
         session = prepare_session(close_session(session, plan), announce=False)
     return session, result
 
 
 def _plans_to_time(job: Job) -> list[Plan]:
-    """Plans of this engine that fit, should be about as fast and have not been measured yet; best first."""
-    found = []
+    """Plans of this engine that fit, should be about as fast and were not timed lately; best first."""
+    found, now, speed = [], time.time(), read_speed(speed_file(job))
     for split in _worth_timing(job):
         plan = find_plan(job, partial(_is_split, split))  # as the probe may have corrected it
-        if plan is not None and read_record(correction_path(job, plan)).speed.of(plan) is None:
+        if plan is not None and not speed.timed_lately(plan, now):
             found.append(plan)
     return found
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,12 +21,12 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.runlog import read_json
 from sft_play.sizing.budget import LEAST_BYTES
-from sft_play.sizing.corrections import read_record
+from sft_play.sizing.measured_speed import Timing, read_speed
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
 from sft_play.train.run import train
 from sft_play.train.session import ordered_rows, prepare_session
-from sft_play.train.settle import settle_plan
+from sft_play.train.settle import settle_plan, speed_file
 from sft_play.units import GIB, KIB
 from tests.conftest import token_rows
 from tests.integration.cli import make_workspace, sft
@@ -139,8 +140,11 @@ def test_search_times_the_alternatives_takes_the_fastest_and_remembers(tiny_mode
     assert 1 <= tried <= len(job.plan.alternatives)
     assert session.job.plan.effective_batch_size == job.plan.effective_batch_size
     assert result.step_seconds > 0
-    measured = read_record(correction_path(job, session.job.plan)).speed
-    assert measured.of(session.job.plan) is not None  # the next plan knows how fast it was
+    speed = read_speed(speed_file(session.job))
+    assert speed.timed_lately(job.plan, time.time()) and len(speed.rivals) == 1 + tried
+    fastest = min(speed.rivals, key=lambda rival: rival.seconds_per_token)
+    assert speed.rival(session.job.plan) == fastest  # the next plan knows how fast it was
+    assert speed.latest.is_like(fastest) and speed.latest.ratio == pytest.approx(fastest.ratio)
 
 
 def test_a_run_of_some_steps_remembers_how_fast_it_was(tiny_model, tmp_path):
@@ -148,8 +152,9 @@ def test_a_run_of_some_steps_remembers_how_fast_it_was(tiny_model, tmp_path):
     for steps in (3, 8):
         job = make_job(tiny_model, tmp_path, f"{steps}-steps", rows=ROWS, max_steps=steps)
         summary = train(job)
-        speeds.append(read_record(correction_path(job, job.plan)).speed.of(job.plan))
-    assert speeds == [None, pytest.approx(1 / summary["tokens_per_second"])]
+        speeds.append(read_speed(speed_file(job)).latest)
+    assert speeds[0] is None and speeds[1].is_like(Timing.of(job.plan, None, 1.0))
+    assert speeds[1].seconds_per_token == pytest.approx(1 / summary["tokens_per_second"])
 
 
 def test_a_short_run_times_no_other_plans(tiny_model, tmp_path, capsys):

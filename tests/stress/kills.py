@@ -275,9 +275,9 @@ def killed_in_a_save(argv: list[str], folder: Path, save: int, delay_s: float) -
     time.sleep(delay_s)
     if process.poll() is not None:
         return False
-    for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
+    for member in [*descendants(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
 
 

@@ -1,11 +1,17 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from sft_play.commands.train import compare, opened_job
+from sft_play import cli
+from sft_play.commands import scaling
+from sft_play.commands.train import close, compare, opened_job
 from sft_play.config.load import ResolvedConfig
 from sft_play.errors import ConfigError
+from sft_play.job import begin_run
+from sft_play.machine.gpus import detect
+from sft_play.runlog import update_summary
 from tests.unit.finished_run import make_config
 
 
@@ -38,3 +44,31 @@ def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved,
         pass
     assert compare(job) is None
     assert "no answers are compared: the model does not fit on one device" in capsys.readouterr().out
+
+
+def test_a_run_of_several_processes_ends_without_plans_for_others_which_its_report_makes(
+    resolved, monkeypatch, capfd
+):
+    made = []
+    monkeypatch.setattr("sft_play.planning.run.describe", made.append)
+    with opened_job(resolved(generate=False), 2) as job:
+        begin_run(job)
+        job.run.adapter.mkdir()
+        made.clear()
+        close(job, update_summary(job.run, status="done", world_size=2))
+    said = capfd.readouterr().out
+    assert not made and "other numbers" not in said and not job.run.scaling.exists()
+    assert "plans the same run on other numbers of processes" in job.run.report.read_text()
+    report = ["report", job.run.path.name, "--runs", str(job.run.path.parent)]
+    there = replace(detect(), host=replace(detect().host, cpu_model="another"))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(scaling, "detect", lambda: there)
+        assert cli.main(report) == 0 and not made
+    assert "this machine has another" in " ".join(capfd.readouterr().out.split())
+    assert cli.main(report) == 0 and made
+    page = job.run.report.read_text()
+    assert (
+        "2\u00a0(this\u00a0run)" in page and "The same run on other numbers of processes, predicted" in page
+    )
+    written = job.run.scaling.stat().st_mtime_ns
+    assert cli.main(report) == 0 and job.run.scaling.stat().st_mtime_ns == written

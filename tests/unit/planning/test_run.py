@@ -21,11 +21,13 @@ from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
 from sft_play.planning.other_machines import scaling
 from sft_play.planning.run import plan_run
+from sft_play.planning.speed import profile_of
 from sft_play.report.plan import plan_report
 from sft_play.sizing import memory
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.budget import guard
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
+from sft_play.sizing.measured_speed import Timing, speed_path, write_times
 from sft_play.sizing.step import Batch, JoinedRows, PaddedRows, StepSpec
 from sft_play.units import GIB, MIB
 from tests.unit.report.test_plan import screen
@@ -373,13 +375,12 @@ def test_what_an_earlier_run_measured_is_not_called_a_prediction(tmp_path, monke
     path = record_path(text_of(MODEL), "the CPU", config, before)
     assert (before.memory.origin, before.step_seconds_origin) == ("trace", "profile")
     phases = {phase: round(1.01 * size) + 2**17 for phase, size in before.memory.phases.items()}
-    write_record(
-        path,
-        before,
-        ProbeResult(phases=phases, expected=before.memory.phases, step_seconds=1.0, seconds_per_token=0.01),
-    )
+    write_record(path, before, ProbeResult(phases=phases, expected=before.memory.phases))
+    speeds = speed_path(text_of(MODEL), "the CPU", config, before, profile_of(CPU, 1))
+    write_times(speeds, [Timing.of(before, 1.0, 0.01)])
     after = plan_run(config, MODEL, FACTS, CPU, 1)
     assert (after.memory.origin, after.step_seconds_origin) == ("earlier run", "earlier run")
+    assert after.step_seconds == pytest.approx(1.0) and after.profile_seconds == before.step_seconds
     assert record_path(text_of(MODEL), "the CPU", config, after) == path
     assert not any("seconds from the profile" in reason for reason in after.why)
     again = Plan.from_json(json.loads(json.dumps(after.to_json())))

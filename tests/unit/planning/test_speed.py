@@ -15,9 +15,10 @@ from rich.console import Console
 from sft_play.config.schema import RunConfig
 from sft_play.machine.gpus import Machine, what_if
 from sft_play.machine.host import Host
+from sft_play.plan import EARLIER
 from sft_play.planning import measurement, run, speed
 from sft_play.planning.profile import Curve, derived_from_data_sheet
-from sft_play.reasons import Communication
+from sft_play.reasons import Communication, OnlyWhileBusy, ProfileSource, SecondsOfEarlierRun
 
 HOST = Host(
     cpu_model="Some CPU @ 2 GHz", cpu_cores=2, cpu_bf16=None, ram_total_bytes=None, ram_free_bytes=None, ram_limited=False
@@ -50,16 +51,33 @@ def test_the_second_time_the_cache_answers(monkeypatch):
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize(("percent", "measurements"), [(60.0, 1), (2.0, 2)])
-def test_what_was_measured_on_a_busy_machine_is_measured_again_once_it_is_idle(
-    monkeypatch, percent, measurements
+def test_what_was_measured_on_a_busy_machine_counts_in_no_plan_and_is_measured_again_once_it_is_idle(
+    monkeypatch,
 ):
-    shares = iter([0.4, 0.0])
+    shares, percent = iter([0.4, 0.0]), 60.0
     monkeypatch.setattr(measurement, "measure", lambda *args, **_: replace(made(*args), busy=next(shares)))
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
-    for _ in range(3):
-        found = speed.saved_profile(CPU, 1)
-    assert found.busy == (0.4 if measurements == 1 else 0.0)
+    assumed, busy = speed.derived_profile(CPU, 1), OnlyWhileBusy("Some CPU @ 2 GHz")
+    for _ in range(2):  # the second time it is still busy
+        assert speed.saved_profile(CPU, 1).busy == 0.4
+        assert speed.profile_of(CPU, 1) == assumed
+        assert speed.profile_of(CPU, 2) == speed.derived_profile(CPU, 2)  # nor is it shared by processes
+        assert run.profile_reasons(CPU, 1) == [ProfileSource(busy.device, "assumed, not measured"), busy]
+        assert run.profile_reasons(CPU, 1, EARLIER) == [SecondsOfEarlierRun(), busy]
+        assert busy in run.profile_reasons(CPU, 2)
+    percent = 2.0
+    assert speed.saved_profile(CPU, 1).busy == 0.0
+    assert speed.profile_of(CPU, 1) == speed.read_profile("Some CPU @ 2 GHz", 2) != assumed
+    assert run.profile_reasons(CPU, 1) == [ProfileSource(busy.device, "measured")]
+    assert busy not in run.profile_reasons(CPU, 2)
+
+
+def test_a_gpu_of_unknown_speed_that_was_measured_while_busy_has_no_seconds_and_the_plan_says_why():
+    unknown = replace(H100S, gpus=(replace(H100S.gpus[0], tflops=None),))
+    name = speed.device_name(unknown)
+    speed.write_profile(name, None, replace(made(name), busy=0.4))
+    assert speed.profile_of(unknown, 1) is None
+    assert run.profile_reasons(unknown, 1) == [OnlyWhileBusy(name)]
 
 
 def test_a_program_beside_the_measurement_is_noticed():
@@ -80,7 +98,8 @@ def without_sixteen_bit(profile):
     return replace(profile, products={"float32": profile.products["float32"]})
 
 
-def test_products_of_16_bit_numbers_are_measured_for_the_first_run_that_computes_in_them(monkeypatch):
+@pytest.mark.parametrize("busy", [0.0, 0.5])
+def test_products_of_16_bit_numbers_are_measured_for_the_first_run_that_computes_in_them(monkeypatch, busy):
     grid = made("").products["bfloat16"]
 
     def measure(*args, sixteen_bit):
@@ -99,9 +118,12 @@ def test_products_of_16_bit_numbers_are_measured_for_the_first_run_that_computes
     monkeypatch.setattr(measurement, "POOL_BYTES", {"cpu": 1 << 20})
     speed.ensure_profile(run("auto"), CPU, 1)
     first = speed.profile_of(CPU, 1)
+    monkeypatch.setattr(measurement, "used_by_others", lambda began: busy)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval=None: 100 * busy)
     speed.ensure_profile(run("bf16"), CPU, 1)
+    whole = replace(first, products={**first.products, "bfloat16": grid})
     assert set(first.products) == {"float32"}
-    assert speed.profile_of(CPU, 1) == replace(first, products={**first.products, "bfloat16": grid})
+    assert speed.profile_of(CPU, 1) == (speed.derived_profile(CPU, 1) if busy else whole)
 
 
 def test_what_was_not_measured_for_several_processes_comes_from_one():
@@ -196,7 +218,7 @@ def test_this_cpu_is_measured(monkeypatch):
     monkeypatch.setattr(measurement, "used_by_others", lambda began: 0.43)
     found = measurement.measure("this one", 1)
     assert found.measured and found.threads == 1
-    assert found.source == "measured while busy" and found.busy == 0.43
+    assert found.source == "measured while busy, so no plan counts on it" and found.busy == 0.43
     assert found.call_forward_s > 0 and found.update_element_s > 0 and found.unpack_s > 0
     assert set(found.products) == {"float32", "bfloat16"}
     from sft_play.report.profile import profile_report

@@ -24,6 +24,7 @@ from sft_play.reasons import (
     MemoryLimit,
     MicroBatch,
     NewTokens,
+    OnlyWhileBusy,
     OptimizerStates,
     OtherKind,
     Padded,
@@ -161,10 +162,8 @@ SENTENCES = [
         OptimizerStates("paged_lion_32bit", MIB, 0),
         "paged_lion_32bit: 1.00 MiB of optimizer states, none of them paged: only those of large weights are",
     ),
-    (
-        Corrected(1.1),
-        "corrected by an earlier probe of this kind of step: memory above the weights x 1.100",
-    ),
+    (Corrected(1.1), "corrected by an earlier probe of such a step: memory above the weights x 1.100"),
+    (OnlyWhileBusy("EPYC"), "EPYC was busy when measured: that does not count, and is repeated once idle"),
     (
         RanOutBefore(800, "more_free"),
         "in an earlier run of this kind, memory ran out with 800 tokens in a micro-batch, when less of it was "

@@ -118,6 +118,7 @@ def test_what_an_earlier_run_measured_is_nowhere_called_a_prediction(tmp_path):
     )
     run.scaling.unlink()  # plans for other numbers of processes are predictions
     text = page_of(run)
+    assert "make report RUN=" in section(text, "scaling") and "plans the same run on other" in text
     assert "predict" not in text
     assert "Memory by phase, from an earlier run and measured" in text
     assert "from an earlier run: 500 ms" in text

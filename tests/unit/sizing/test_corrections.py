@@ -7,12 +7,10 @@ from sft_play.plan import Memory
 from sft_play.reasons import Corrected, RanOutBefore
 from sft_play.sizing import corrections, step
 from sft_play.sizing.corrections import (
-    MeasuredSpeed,
     ProbeResult,
     RanOut,
     Record,
     corrected,
-    corrected_clock,
     corrected_estimator,
     ratios_of,
     read_overhead,
@@ -24,7 +22,6 @@ from sft_play.sizing.corrections import (
     write_overhead,
     write_ran_out,
     write_record,
-    write_speed,
 )
 from tests.unit.train.plans import PLAN
 
@@ -152,77 +149,8 @@ def test_without_a_prediction_or_a_measurement_no_ratio_is_kept(tmp_path):
     assert read_record(tmp_path / "a.json") == read_record(tmp_path / "b.json") == Record()
 
 
-def timed(tokens: int, predicted: float | None = None):
-    return replace(PLAN, micro_batch_tokens=tokens, step_seconds=predicted, memory=MEMORY)
-
-
-def test_a_plan_that_was_timed_is_as_fast_as_it_was_and_the_others_are_scaled_by_the_ratio(
-    tmp_path, monkeypatch
-):
-    path = tmp_path / "r.json"
-    result = replace(PROBED, step_seconds=3.0, seconds_per_token=0.01)
-    assert read_record(path).speed.origin_of(timed(1000), 2.0) == "profile"
-    write_record(path, timed(1000, predicted=2.0), result)
-    speed = read_record(path).speed
-    assert {speed.origin_of(timed(tokens), 2.0) for tokens in (1000, 4000)} == {"earlier run"}
-    monkeypatch.setattr(corrections, "record_path", lambda *of: path)
-    clock = corrected_clock(lambda config, plan: 8.0, records_of("{}", "card"), lambda plan: 500.0)
-    assert clock(CONFIG, timed(1010)) == pytest.approx(5.0)  # within 2%: 500 tokens at 0.01 s
-    assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)
-    again = ProbeResult(step_seconds=6.0, seconds_per_token=0.02)
-    write_record(path, timed(1000, predicted=3.0), again)
-    assert clock(CONFIG, timed(4000)) == pytest.approx(8.0 * 1.5)  # a clock keeps what it has read
-    assert read_record(path).speed == MeasuredSpeed({"1000": 0.02}, ratio=3.0)
-    assert read_record(path).ratios  # timing a plan leaves what is known of its memory
-
-
-def test_the_steps_of_a_run_count_instead_of_the_step_of_its_probe(tmp_path):
-    path = tmp_path / "r.json"
-    result = replace(PROBED, step_seconds=3.0, seconds_per_token=0.01)
-    write_record(path, timed(1000, predicted=2.0), result)
-    write_speed(path, timed(1000, predicted=2.0), step_seconds=2.4, seconds_per_token=0.008)
-    assert read_record(path).speed == MeasuredSpeed({"1000": 0.008}, ratio=pytest.approx(1.2))
-    assert read_record(path).ratios
-    write_speed(path, timed(500, predicted=1.2), step_seconds=1.8, seconds_per_token=0.012)
-    both = MeasuredSpeed({"1000": 0.008, "500": 0.012}, ratio=pytest.approx(1.8))
-    assert read_record(path).speed == both
-    write_speed(path, timed(500), step_seconds=1.5, seconds_per_token=0.01)
-    assert read_record(path).speed.ratio == both.ratio  # it is from two sizes
-
-
-def test_a_step_that_was_not_predicted_does_not_correct_others(tmp_path, monkeypatch):
-    """The first run of several processes: communication is measured after its plan was made.
-
-    Its probe took longer than its steps, which says nothing of other micro-batches.
-    """
-    path = tmp_path / "r.json"
-    write_speed(path, timed(1000), step_seconds=6.0, seconds_per_token=0.02)
-    write_speed(path, timed(1000), step_seconds=3.0, seconds_per_token=0.01)
-    speed = read_record(path).speed
-    assert speed == MeasuredSpeed({"1000": 0.01}, ratio=None)
-    monkeypatch.setattr(corrections, "record_path", lambda *of: path)
-    known = corrected_clock(lambda config, plan: 8.0, records_of("{}", "card"), lambda plan: 500.0)
-    assert known(CONFIG, timed(1000)) == known(CONFIG, timed(500)) == 8.0  # now all are predicted
-    assert speed.origin_of(timed(1000), 8.0) == "profile"
-    unknown = corrected_clock(lambda config, plan: None, records_of("{}", "card"), lambda plan: 500.0)
-    assert unknown(CONFIG, timed(1000)) == pytest.approx(5.0)
-    assert unknown(CONFIG, timed(500)) is None
-    assert speed.origin_of(timed(1000), None) == "earlier run"
-    # as long as nothing is predicted, a measured step is compared with a measured one
-    write_speed(path, replace(timed(1000, predicted=5.0), step_seconds_origin="earlier run"), 4.0, 0.008)
-    assert read_record(path).speed.ratio is None
-    write_speed(path, timed(1000, predicted=8.0), step_seconds=4.0, seconds_per_token=0.008)
-    assert read_record(path).speed == MeasuredSpeed({"1000": 0.008}, ratio=0.5)
-
-
-def test_the_speed_of_a_run_without_a_probe_is_kept_too(tmp_path):
-    write_speed(tmp_path / "r.json", timed(1000, predicted=2.0), step_seconds=3.0, seconds_per_token=0.01)
-    assert read_record(tmp_path / "r.json").speed == MeasuredSpeed({"1000": 0.01}, ratio=1.5)
-
-
-def test_a_clock_without_records_says_what_is_predicted():
-    clock = corrected_clock(lambda config, plan: None, records_of("{}", "card"), lambda plan: 1.0)
-    assert clock(CONFIG, timed(10)) is None
+def of_tokens(tokens: int):
+    return replace(PLAN, micro_batch_tokens=tokens, memory=MEMORY)
 
 
 @pytest.mark.parametrize(
@@ -276,34 +204,34 @@ def with_budget(size: int):
 
 def test_memory_that_ran_out_is_a_verdict_on_such_plans_and_adds_nothing_to_what_they_need(tmp_path):
     path = tmp_path / "r.json"
-    plan = timed(1000)
+    plan = of_tokens(1000)
     write_ran_out(path, plan)
     record = read_record(path)
     ask = corrected_estimator(lambda run, p, complete=False: MEMORY, lambda run, p: record)
-    assert ask(CONFIG, plan) == ask(CONFIG, timed(2000)) == replace(MEMORY, ran_out=True)
+    assert ask(CONFIG, plan) == ask(CONFIG, of_tokens(2000)) == replace(MEMORY, ran_out=True)
     assert MEMORY.fits and not ask(CONFIG, plan).fits and ask(CONFIG, plan).within_budget
-    assert ask(CONFIG, timed(999)) == MEMORY
-    write_record(path, timed(500), PROBED)
+    assert ask(CONFIG, of_tokens(999)) == MEMORY
+    write_record(path, of_tokens(500), PROBED)
     assert read_record(path).ran_out == RanOut(1000, 1000) and read_record(path).ratios
 
 
 @pytest.mark.parametrize(("budget", "applies"), [(500, True), (1000, True), (1050, True), (1200, False)])
 def test_the_verdict_holds_until_clearly_more_memory_is_free(budget, applies):
-    assert RanOut(1000, 1000).applies_to(timed(1000), with_budget(budget)) == applies
+    assert RanOut(1000, 1000).applies_to(of_tokens(1000), with_budget(budget)) == applies
 
 
 def test_the_smallest_micro_batch_that_ran_out_counts(tmp_path):
     path = tmp_path / "r.json"
-    write_record(path, timed(500), PROBED)
+    write_record(path, of_tokens(500), PROBED)
     for tokens, used in ((1000, 0), (800, 1500), (900, 0)):
-        write_ran_out(path, timed(tokens), used)
+        write_ran_out(path, of_tokens(tokens), used)
     assert read_record(path).ran_out == RanOut(800, 1500) and read_record(path).ratios
 
 
 def test_what_ran_out_with_clearly_more_memory_is_news_also_of_a_larger_micro_batch(tmp_path):
     path = tmp_path / "r.json"
     for tokens, budget in ((800, 1000), (900, 5000)):
-        write_ran_out(path, replace(timed(tokens), memory=with_budget(budget)))
+        write_ran_out(path, replace(of_tokens(tokens), memory=with_budget(budget)))
     assert read_record(path).ran_out == RanOut(900, 5000)
 
 
@@ -317,12 +245,12 @@ def test_what_ran_out_with_clearly_more_memory_is_news_also_of_a_larger_micro_ba
 )
 def test_a_plan_says_what_it_makes_of_memory_that_ran_out(tokens, memory, outcome):
     record = Record(ran_out=RanOut(800, 1000))
-    assert reasons_of(record, timed(tokens), memory) == [RanOutBefore(800, outcome)]
-    assert reasons_of(Record(), timed(tokens), memory) == []
+    assert reasons_of(record, of_tokens(tokens), memory) == [RanOutBefore(800, outcome)]
+    assert reasons_of(Record(), of_tokens(tokens), memory) == []
 
 
 def test_without_a_budget_nothing_is_known_of_what_ran_out(tmp_path):
-    write_ran_out(tmp_path / "r.json", replace(timed(1000), memory=None))
+    write_ran_out(tmp_path / "r.json", replace(of_tokens(1000), memory=None))
     assert read_record(tmp_path / "r.json").ran_out is None
 
 

@@ -1,0 +1,44 @@
+"""A run on other numbers of processes: planned when its report is asked for, since training must not wait."""
+
+from rich.markup import escape
+
+from sft_play.builtin.demo import materialise
+from sft_play.config.load import load_config
+from sft_play.errors import ConfigError
+from sft_play.machine.gpus import Machine, detect
+from sft_play.plan import Plan
+from sft_play.planning.drafts import with_groups, with_offload
+from sft_play.planning.facts import DataFacts, row_sizes
+from sft_play.planning.other_machines import scaling
+from sft_play.report.progress import PLANNING, spinner
+from sft_play.runlog import RunDir, console, read_json
+from sft_play.sizing.architecture import planning_architecture
+
+
+def add_scaling(run: RunDir) -> None:
+    """Writes scaling.json into the directory of a finished run.
+
+    Whatever fails here is said in one line: its report does without.
+    """
+    try:
+        machine = detect()
+        _require_its_machine(run, machine)
+        plan, config = Plan.from_json(read_json(run.plan)), materialise(load_config(run.config)).config
+        architecture, _ = planning_architecture(config.model)
+        with spinner(PLANNING):
+            facts = DataFacts.of_sizes(row_sizes(config, architecture, progress=False), config)
+            planned = with_groups(with_offload(config, plan.offload), plan.sequence_ranks)
+            rows = scaling(planned, architecture, facts, machine)
+        run.write_json(run.scaling, {"scaling": rows})
+    except Exception as error:  # noqa: BLE001 - see above
+        console().print(f"  [yellow]{escape(f'no plans for other numbers of processes: {error}')}[/]")
+
+
+def _require_its_machine(run: RunDir, machine: Machine) -> None:
+    """Raises ConfigError on a machine with other devices than those that the run was trained on."""
+    recorded = read_json(run.environment)
+    trained_on = {gpu["name"] for gpu in recorded.get("gpus") or ()} or {recorded.get("cpu")}
+    here: set[str | None] = {gpu.name for gpu in machine.gpus} or {machine.host.cpu_model}
+    if here != trained_on:
+        there, found = (", ".join(sorted(map(str, names))) for names in (trained_on, here))
+        raise ConfigError(f"the run was trained on {there}; this machine has {found}")
