@@ -80,6 +80,11 @@ class RandomRun:
         return 1 if self.engine == "none" else 2
 
     @property
+    def probes(self) -> bool:
+        """Whether its batches are probed before: every second one."""
+        return self.number % 2 == 1
+
+    @property
     def key(self) -> str:
         """All of it, as text."""
         return json.dumps(asdict(self))

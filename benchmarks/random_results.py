@@ -10,7 +10,7 @@ from benchmarks.random_cases import RandomRun
 from sft_play.timeline import PHASES
 
 TARGET = 0.001
-SCRATCH = "with_scratch"
+TENSORS = "tensors"  # without what oneDNN takes
 
 
 def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
     if failed is not None:
         return row | {name: failed[name] for name in ("refused", "crashed") if name in failed}
     predicted, measured = found[0]["predicted"], [each["measured"] for each in found]
-    phases = [name for name in measured[0] if name != SCRATCH]
+    phases = [name for name in measured[0] if name != TENSORS]
     highest = {name: max(each[name] for each in measured) for name in phases}
     peak = max(highest.values())
     return row | {
@@ -28,7 +28,8 @@ def row_of(run: RandomRun, found: list[dict[str, Any]]) -> dict[str, Any]:
         "predicted": {name: predicted[name] for name in phases},
         "measured": highest,
         "error": max(predicted[name] for name in phases) / peak - 1,
-        "scratch": round(max(each[SCRATCH] for each in measured) / peak - 1, 6),
+        "scratch": round(peak / max(each[TENSORS] for each in measured) - 1, 6),
+        "probed": found[0].get("probed", False),
         "errors": {name: round(predicted[name] / highest[name] - 1, 6) for name in phases},
     }
 
@@ -38,14 +39,15 @@ def found_of(row: dict[str, Any]) -> dict[str, Any]:
     if "measured" not in row:
         return {name: row[name] for name in ("refused", "crashed") if name in row}
     peak = max(row["measured"].values())
-    measured = row["measured"] | {SCRATCH: round((1 + row["scratch"]) * peak)}
-    return {"predicted": row["predicted"], "measured": measured, "plan": row.get("plan")}
+    measured = row["measured"] | {TENSORS: round(peak / (1 + row["scratch"]))}
+    found = {"predicted": row["predicted"], "measured": measured, "plan": row.get("plan")}
+    return found | {"probed": row.get("probed", False)}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Errors of the peaks, in all, by type and by engine, and of each phase."""
     trained = [row for row in rows if "error" in row]
-    groups = {"all": trained}
+    groups = {"all": trained, "after a probe": [row for row in trained if row["probed"]]}
     for name in ("precision", "engine"):
         for kind in dict.fromkeys(row[name] for row in trained):
             groups[f"{name} {kind}"] = [row for row in trained if row[name] == kind]

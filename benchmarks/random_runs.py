@@ -7,10 +7,10 @@
     make bench-random ARGS="--sequence --runs 20 --out benchmarks/results/random_sequence.json"
 
 Each run has another architecture, other settings and rows of very different lengths, all drawn from a seed;
-three of five are on two processes. Its plan predicts the peak of each phase. Then the run's own trainer goes
-through its micro-batches twice; in the second pass, when optimizer states exist, the bytes that PyTorch's
-allocator holds are counted in all threads of each process (heap_meter.c). The highest process counts. What
-oneDNN takes there for products of 16 bits is no tensor and not predicted: it is measured apart. Joined rows
+three of five are on two processes. Its plan predicts the peak of each phase. Every second run is probed as
+training does it. Then the run's own trainer goes through its micro-batches twice; in the second pass, when
+optimizer states exist, the bytes that PyTorch's allocator holds are counted in all threads of each process
+(heap_meter.c), with what oneDNN takes there for products of 16 bits. The highest process counts. Joined rows
 and loaded weights lie in other memory; here they are copied into PyTorch's, to be counted. Runs are measured
 in the order of their numbers, BLOCK after BLOCK, and the result is of the first ones: none is picked. What is
 measured is kept beside the result with its plan: a benchmark that was interrupted goes on where it was, and
@@ -57,7 +57,7 @@ from benchmarks.random_cases import (
     save_model,
     without_memory,
 )
-from benchmarks.random_results import SCRATCH, describe, found_of, row_of, summary, table
+from benchmarks.random_results import TENSORS, describe, found_of, row_of, summary, table
 from sft_play.engines.registry import engine_of
 from sft_play.errors import SftPlayError
 from sft_play.job import Job
@@ -67,6 +67,7 @@ from sft_play.model.weights import release_memory
 from sft_play.runlog import console, quiet_libraries
 from sft_play.sizing.cpu_meter import storage_bytes
 from sft_play.sizing.step import step_code
+from sft_play.train.probe import probe
 from sft_play.train.ranks import from_main
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import NoiseOfStep, forget_embeddings
@@ -82,13 +83,14 @@ class Marks(TrainerCallback):
 
     def __init__(self, meter: ctypes.CDLL, trainer: Any, pass_steps: int, before: int) -> None:
         self.meter, self.trainer, self.pass_steps, self.before = meter, trainer, pass_steps, before
-        self.phase, self.with_scratch = "load", 0
+        self.phase, self.tensors = "load", 0
         self.peaks: dict[str, int] = {}
 
     def begin(self, phase: str) -> None:
         """Ends one phase and begins another one."""
-        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.meter.meter_peak() - self.before)
-        self.with_scratch = max(self.with_scratch, self.meter.meter_peak_with_scratch() - self.before)
+        peak = self.meter.meter_peak_with_scratch() - self.before
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), peak)
+        self.tensors = max(self.tensors, self.meter.meter_peak() - self.before)
         self.meter.meter_reset()
         self.phase = phase
 
@@ -96,7 +98,7 @@ class Marks(TrainerCallback):
         """Forgets the first pass."""
         if state.global_step == self.pass_steps:
             self.begin("forward")
-            self.peaks, self.with_scratch = {}, 0
+            self.peaks, self.tensors = {}, 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The update begins."""
@@ -125,11 +127,13 @@ class Marks(TrainerCallback):
         engine.step = marked
 
 
-def measure(job: Job, meter: ctypes.CDLL) -> dict[str, int]:
-    """The highest bytes of this process in each phase but loading; with oneDNN's by the name SCRATCH."""
+def measure(job: Job, meter: ctypes.CDLL, *, probes: bool) -> dict[str, int]:
+    """The highest bytes of this process in each phase but loading; without oneDNN's by the name TENSORS."""
     session = prepare_session(job, announce=False)
     trainer: Any = session.trainer
     _take_over(trainer.model)
+    if probes:
+        probe(session)
     release_memory()
     before = meter.meter_live() - storage_bytes(trainer.model)
     steps, args = job.plan.total_steps, trainer.args
@@ -148,9 +152,7 @@ def measure(job: Job, meter: ctypes.CDLL) -> dict[str, int]:
     marks.begin("load")
     trainer.accelerator.free_memory()
     forget_embeddings(args)
-    return {name: peak for name, peak in marks.peaks.items() if name != "load"} | {
-        SCRATCH: marks.with_scratch
-    }
+    return {name: peak for name, peak in marks.peaks.items() if name != "load"} | {TENSORS: marks.tensors}
 
 
 def _take_over(model: torch.nn.Module) -> None:
@@ -184,7 +186,7 @@ def outcome(run: RandomRun, folder: Path, ranks: RankEnvironment, meter: ctypes.
         found |= {"plan": without_memory(job.plan), "code": step_code()}
         found["predicted"] = job.plan.memory.phases
         with quiet_libraries(folder / "log.txt"):
-            found["measured"] = measure(job, meter)
+            found |= {"probed": run.probes, "measured": measure(job, meter, probes=run.probes)}
     except (SftPlayError, ValueError) as error:
         return {"refused": " ".join(str(error).split())[:300]}
     except Exception as error:  # what the walk is there to find
@@ -288,7 +290,8 @@ def take_over(path: Path, log: MeasurementLog) -> None:
     known = {run_of(line["run"]).key for line in log.read()}
     for row in result["rows"]:
         tree = {name: row[name] for name in RandomRun.__dataclass_fields__}
-        if run_of(tree).key not in known:
+        alike = row.get("probed", False) == run_of(tree).probes and not row.get("scratch")
+        if run_of(tree).key not in known and alike:
             log.add({"run": tree, "found": [found_of(row)]})
 
 

@@ -176,6 +176,13 @@ class Untraceable(Reason):
     message: str
 
 
+class ScratchOffRule(Reason):
+    """What a CPU's products in a type take beside operands and results follows no rule; the worst error."""
+
+    dtype: str
+    worst: float
+
+
 class MemoryLimit(Reason):
     """parallel.memory_gib, and the bytes that are free if they are fewer."""
 

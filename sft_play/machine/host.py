@@ -46,7 +46,7 @@ def detect_host(root: Path = Path("/")) -> Host:
     limits = list(_memory_limits(root))
     for limit, left in limits:
         total, free = min(total, limit), min(free, left)
-    model, flags = _cpu_info(root)
+    model, flags = cpu_info(root)
     return Host(
         cpu_model=model,
         cpu_cores=usable_cores(root),
@@ -75,7 +75,8 @@ def _counter(path: Path, name: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _cpu_info(root: Path) -> tuple[str | None, set[str]]:
+def cpu_info(root: Path = Path("/")) -> tuple[str | None, set[str]]:
+    """The model of the CPU, None if unknown, and what it can do, by the names of /proc/cpuinfo."""
     text = _read(root / "proc/cpuinfo") or ""
     model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)

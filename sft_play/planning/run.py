@@ -16,6 +16,7 @@ from sft_play.planning.compiled import compiled_reasons, require_compilable, req
 from sft_play.planning.devices import machines_of, memory_device, memory_reasons, training_device
 from sft_play.planning.drafts import choose_precision, draft_plans, draft_reasons
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.measured_speed import SpeedOf, corrected_clock, speeds_of
 from sft_play.planning.profile import DeviceProfile
 from sft_play.planning.reach import within_reach
 from sft_play.planning.search import choose_plan
@@ -41,6 +42,7 @@ from sft_play.reasons import (
     ProfileSource,
     Ranks,
     Reason,
+    ScratchOffRule,
     SecondsOfEarlierRun,
     UnknownFreeMemory,
     Unproven,
@@ -58,7 +60,6 @@ from sft_play.sizing.corrections import (
     records_of,
 )
 from sft_play.sizing.estimator import estimator, work_of_plans
-from sft_play.sizing.measured_speed import SpeedOf, corrected_clock, speeds_of
 from sft_play.sizing.step import StepSpec
 from sft_play.units import AUTOCAST
 
@@ -180,12 +181,22 @@ def _about_the_step(
 
     return [
         *([kernel] if kernel else []),
+        *scratch_reasons(config, plan, threads),
         *attention_reasons(config, plan, architecture),
         *(layer_kernels(config, plan, architecture, estimate) if estimate else []),
         *compiled_reasons(config, plan, architecture),
         *method_reasons(config, plan, trained_elements),
         *reasons_of(record, plan, plan.memory),
     ]
+
+
+def scratch_reasons(config: RunConfig, plan: Plan, threads: int) -> list[Reason]:
+    """On a CPU, that no rule describes what products take there, if none does."""
+    if plan.device != "cpu":
+        return []
+    spec = StepSpec.of(config, plan).on_this_cpu(threads)
+    worst = max((rule.worst for _, rule in spec.scratch if not rule.holds), default=None)
+    return [] if worst is None else [ScratchOffRule(spec.computed_in, worst)]
 
 
 def _require_kernels(config: RunConfig, architecture: Architecture, device: Device, *, here: bool) -> None:

@@ -1,7 +1,7 @@
 """What a CPU's kernels allocate inside that no operation returns: casts, unpacked weights, blocks of scores.
 
-A GPU's kernels read each operand in its own type. Scratch memory of oneDNN's products is not known here: it
-depends on the processor and on the number of threads.
+A GPU's kernels read each operand in its own type. What products take depends on the processor
+(sizing/product_scratch.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from sft_play.model.attention import type_name
 from sft_play.model.four_bit import NF4_BLOCK
+from sft_play.sizing.product_scratch import Product, Rules, ScratchRule
 from sft_play.sizing.recorder import counted
+from sft_play.units import SIXTEEN_BIT
 from sft_play.work import PRODUCT, UNPACK
 
 MIXING = frozenset(
@@ -86,7 +89,17 @@ def masked_rows(scores: torch.Tensor, dim: int, *_: Any) -> list[torch.Tensor]:
     return [masked, masked.all(dim, keepdim=True), torch.empty((), dtype=scores.dtype)]
 
 
-def inside_kernels(threads: int) -> dict[Any, Callable[..., list[torch.Tensor]]]:
+def scratch_of_products(rule: ScratchRule, *args: Any) -> list[torch.Tensor]:
+    """What products of 16-bit numbers take; the last two arguments are [..., m, k] and [..., k, n]."""
+    first, second = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+    if type_name(first.dtype) not in SIXTEEN_BIT:
+        return []
+    batch = first.shape[0] if first.dim() == 3 else 1
+    sizes = Product(first.shape[-2], first.shape[-1], second.shape[-1], batch)
+    return [torch.empty(rule.bytes(sizes), dtype=torch.uint8)]
+
+
+def inside_kernels(threads: int, scratch: Rules = ()) -> dict[Any, Callable[..., list[torch.Tensor]]]:
     """What operations allocate on a CPU's threads while they run, as functions of their arguments."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -95,11 +108,15 @@ def inside_kernels(threads: int) -> dict[Any, Callable[..., list[torch.Tensor]]]
         torch.ops.aten._safe_softmax.default: masked_rows,
         attention: partial(attention_blocks, threads),
         backward: partial(attention_gradient_blocks, threads),
+        **{
+            getattr(torch.ops.aten, name).default: partial(scratch_of_products, rule)
+            for name, rule in scratch
+        },
     }
 
 
 def four_bit_product(
-    a: torch.Tensor, shape: Sequence[int], *, nested: bool, autocast: torch.dtype | None
+    a: torch.Tensor, shape: Sequence[int], *, nested: bool, autocast: torch.dtype | None, scratch: Rules
 ) -> torch.Tensor:
     """The product of bitsandbytes on a CPU, which unpacks all scales, then the weight, and multiplies.
 
@@ -108,6 +125,7 @@ def four_bit_product(
         shape: (out_features, in_features) of the unpacked weight.
         nested: whether the scales are quantized themselves.
         autocast: the type of the autocast around it, which casts the operands of the product inside.
+        scratch: what products take.
 
     Returns:
         [..., out_features].
@@ -123,4 +141,8 @@ def four_bit_product(
     dtype = autocast or a.dtype
     if dtype != a.dtype:
         kept += [torch.empty(tuple(shape), dtype=dtype), torch.empty(a.shape, dtype=dtype)]
+    rule = dict(scratch).get("mm")
+    if rule and type_name(dtype) in SIXTEEN_BIT:
+        sizes = Product(a.numel() // a.shape[-1], a.shape[-1], shape[0])
+        kept.append(torch.empty(rule.bytes(sizes), dtype=torch.uint8))
     return a.new_empty((*a.shape[:-1], shape[0]), dtype=dtype)

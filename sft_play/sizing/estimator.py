@@ -190,7 +190,7 @@ class Traces:
         return self._derived(alike, evaluated, stand_ins) or self._stood(spec, stand_ins)
 
     def _on_device(self, spec: StepSpec) -> StepSpec:
-        return replace(spec, threads=self._threads) if spec.device == "cpu" else spec
+        return spec.on_this_cpu(self._threads) if spec.device == "cpu" else spec
 
     def _step(self, spec: StepSpec, stand_ins: StandIns) -> Step:
         known = self._known(spec)

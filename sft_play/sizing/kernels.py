@@ -30,6 +30,7 @@ from sft_play.sizing import liger_kernels
 from sft_play.sizing.attention_kernels import cuda_attention, safe_softmax, softmax_backward
 from sft_play.sizing.cpu_kernels import four_bit_product, inside_kernels
 from sft_play.sizing.operations import nbytes
+from sft_play.sizing.product_scratch import Rules
 from sft_play.sizing.recorder import AllocationRecorder, counted
 from sft_play.units import SIXTEEN_BIT
 from sft_play.work import ELEMENTWISE, IN_PLACE, PRODUCT, UNPACK
@@ -56,10 +57,12 @@ class SymbolicRecorder(AllocationRecorder):
         eval_supervised: int,
         autocast: str | None = None,
         threads: int = 1,
+        scratch: Rules = (),
     ) -> None:
         """Models a GPU's kernels or those of a CPU's threads, for so many tokens with a loss in each phase.
 
-        `autocast` is the type around the step, by its name in torch, which operations cannot see.
+        `autocast` is the type around the step, by its name in torch, which operations cannot see, `scratch`
+        what a CPU's products take.
         """
         from bitsandbytes.backends.cpu import ops as cpu_kernels
 
@@ -80,7 +83,8 @@ class SymbolicRecorder(AllocationRecorder):
             # on a CPU a function in Python, on a GPU one kernel
             update = _noop if cuda else getattr(cpu_kernels, f"_{name}_cpu")
             self.kernel_models[getattr(four_bit, name).default] = update
-        self._inside = {} if cuda else inside_kernels(threads)
+        self._scratch = scratch
+        self._inside = {} if cuda else inside_kernels(threads, scratch)
         if cuda:
             self.kernel_models |= {
                 ops._softmax_backward_data.default: softmax_backward,
@@ -126,7 +130,7 @@ class SymbolicRecorder(AllocationRecorder):
         """
         if not self.cuda:
             nested = kwargs.get("absmax_8bit", (*args, *(None,) * 4)[3]) is not None
-            return four_bit_product(a, shape, nested=nested, autocast=self._autocast)
+            return four_bit_product(a, shape, nested=nested, autocast=self._autocast, scratch=self._scratch)
         scales = kwargs.get("absmax_8bit")
         if scales is not None:
             plain = torch.empty(scales.shape, dtype=torch.float32)

@@ -11,6 +11,7 @@ from sft_play.engines.registry import engine_of
 from sft_play.fingerprints import PACKAGE, installed_versions, sources_digest
 from sft_play.model.attention_table import same_kernels
 from sft_play.plan import Plan
+from sft_play.sizing.product_scratch import Rules, product_scratch
 from sft_play.units import AUTOCAST, BYTES_PER_ELEMENT
 
 # Tokens of a tile of the output head: TOKEN_CHUNK_SIZE of trl.kernels.chunked_logprob, TILE of model/cpu.py
@@ -161,6 +162,7 @@ class StepSpec:
     device: str = "cpu"  # the device whose memory is predicted, not the one that predicts
     compute_capability: tuple[int, int] = ASSUMED_CAPABILITY  # of that device, if it is a GPU: its kernels
     threads: int = 1  # of a process, if it is a CPU: its kernels
+    scratch: Rules = ()  # and what its products take, by operation (sizing/product_scratch.py)
     optimizer: str = "adamw"
     kernels: str = "own"  # of norms, rotary embeddings and gated layers, or "liger"
     neftune: bool = False  # noise on the embeddings
@@ -186,6 +188,11 @@ class StepSpec:
     def joined(self) -> bool:
         """Whether rows are joined without padding."""
         return isinstance(self.batch, JoinedRows)
+
+    @property
+    def computed_in(self) -> str:
+        """The type of products, by its name in torch."""
+        return AUTOCAST.get(self.mixed_precision, self.dtype)
 
     @property
     def divided(self) -> bool:
@@ -270,6 +277,10 @@ class StepSpec:
             return max(1, round((self.supervised_share if share is None else share) * row_tokens))
         tokens, share = rows * row_tokens, self.supervised_share if share is None else share
         return max(1, min(round(share * tokens), tokens - rows))
+
+    def on_this_cpu(self, threads: int) -> "StepSpec":
+        """The step on so many threads of this machine's CPU."""
+        return replace(self, threads=threads, scratch=product_scratch(self.computed_in, threads))
 
     def without_lengths(self) -> "StepSpec":
         """The step in which few sequences stand for those that are joined."""

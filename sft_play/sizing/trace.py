@@ -168,6 +168,7 @@ def _settings(spec: StepSpec) -> dict[str, Any]:
         eval_supervised=spec.eval_supervised,
         autocast=AUTOCAST.get(spec.mixed_precision),
         threads=spec.threads,
+        scratch=spec.scratch,
     )
 
 

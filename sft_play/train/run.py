@@ -20,9 +20,9 @@ from sft_play.job import Job, begin_run
 from sft_play.manifest import CARD, replacing
 from sft_play.model.architecture import class_to_name
 from sft_play.model.decomposition import save_trained
+from sft_play.planning.measured_speed import Timing
 from sft_play.runlog import RunDir, read_metrics, update_summary
 from sft_play.sizing.corrections import ProbeResult, write_run_memory
-from sft_play.sizing.measured_speed import Timing
 from sft_play.train.answers import answers_of, hand_over
 from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of

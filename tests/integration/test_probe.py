@@ -18,10 +18,10 @@ from sft_play.job import prepare_job
 from sft_play.machine.gpus import detect
 from sft_play.model.load import load_model_config
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.measured_speed import Timing, read_speed
 from sft_play.planning.run import plan_run
 from sft_play.runlog import read_json
 from sft_play.sizing.budget import LEAST_BYTES
-from sft_play.sizing.measured_speed import Timing, read_speed
 from sft_play.train import probe as probing
 from sft_play.train.probe import correction_path, largest_micro_batch
 from sft_play.train.run import train

@@ -25,7 +25,7 @@ FLOORS = [
     ["data", "model.published"],
     ["data.prepare", "report"],
     ["data.show"],
-    ["sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
+    ["sizing.product_scratch", "sizing.step", "sizing.allocator", "sizing.budget", "sizing.memory"],
     ["planning.batch", "planning.savings", "planning.spare", "planning.drafts", "planning.mixes", "planning.search", "planning.profile", "planning.tiles"],
     ["launch"],
     ["studio"],

@@ -19,6 +19,7 @@ from sft_play.planning.batch import BatchSplit
 from sft_play.planning.devices import memory_device, memory_of_a_process, training_device
 from sft_play.planning.drafts import with_groups
 from sft_play.planning.facts import DataFacts
+from sft_play.planning.measured_speed import Timing, speed_path, write_times
 from sft_play.planning.other_machines import scaling
 from sft_play.planning.run import plan_run
 from sft_play.planning.speed import profile_of
@@ -27,7 +28,6 @@ from sft_play.sizing import memory
 from sft_play.sizing.architecture import text_of
 from sft_play.sizing.budget import guard
 from sft_play.sizing.corrections import ProbeResult, record_path, write_overhead, write_ran_out, write_record
-from sft_play.sizing.measured_speed import Timing, speed_path, write_times
 from sft_play.sizing.step import Batch, JoinedRows, PaddedRows, StepSpec
 from sft_play.units import GIB, MIB
 from tests.unit.report.test_plan import screen

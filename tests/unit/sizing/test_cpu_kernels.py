@@ -12,10 +12,10 @@ from sft_play.sizing.kernels import SymbolicRecorder
 ROWS, WIDTH, OUT = 96, 256, 640
 
 
-def recorded(compute, *, autocast=None, tensors=(), threads=1) -> list[int]:
+def recorded(compute, *, autocast=None, tensors=(), threads=1, scratch=()) -> list[int]:
     """The events of the recorder for a computation on fake copies of tensors: sizes, negative when freed."""
     recorder = SymbolicRecorder(
-        cuda=False, supervised=1, eval_supervised=1, autocast=autocast, threads=threads
+        cuda=False, supervised=1, eval_supervised=1, autocast=autocast, threads=threads, scratch=scratch
     )
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in tensors]

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.planning.profile import derived_from_data_sheet
-from sft_play.sizing.measured_speed import (
+from sft_play.planning.measured_speed import (
     HALF_LIFE_S,
     MeasuredSpeed,
     Timing,
@@ -16,6 +15,7 @@ from sft_play.sizing.measured_speed import (
     speeds_of,
     write_times,
 )
+from sft_play.planning.profile import derived_from_data_sheet
 from tests.unit.train.plans import PLAN
 
 CONFIG = RunConfig.model_validate({"model": {"name": "m"}, "data": {"train_path": "t"}})
