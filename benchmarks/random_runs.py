@@ -291,7 +291,7 @@ def take_over(path: Path, log: MeasurementLog) -> None:
     for row in result["rows"]:
         tree = {name: row[name] for name in RandomRun.__dataclass_fields__}
         alike = row.get("probed", False) == run_of(tree).probes and not row.get("scratch")
-        if run_of(tree).key not in known and alike:
+        if run_of(tree).key not in known and (alike or "measured" not in row):
             log.add({"run": tree, "found": [found_of(row)]})
 
 
