@@ -10,8 +10,8 @@ from sft_play.engines.base import Engine
 from sft_play.engines.ddp import with_place
 from sft_play.plan import Plan
 
-# What DeepSpeed's engine and optimizers leave on parameters when they are destroyed, some of it themselves.
-LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "_hp_mapping", "grad_accum")
+# What DeepSpeed's optimizers leave on parameters when they are destroyed, themselves among it.
+LEFT_ON_PARAMETERS = ("_zero_optimizer", "_z3_optimizer", "grad_accum")
 
 
 class Zero(Engine):

@@ -127,7 +127,10 @@ def _events(roots: list[Any]) -> list[Event]:
             found.append(Event(node.start_time_ns, node.name))
     found.sort(key=lambda event: (event.time, event.name == MEMORY))  # marks first
     before = next((event.live - event.size for event in found if event.name == MEMORY), 0)
-    return [event._replace(live=event.live - before) if event.name == MEMORY else event for event in found]
+    return [
+        Event(time, name, size, live - before) if name == MEMORY else Event(time, name)
+        for time, name, size, live in found
+    ]
 
 
 def peaks_by_mark(events: list[Event]) -> dict[str, int]:

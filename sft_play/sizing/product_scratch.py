@@ -25,7 +25,7 @@ from sft_play.units import SIXTEEN_BIT
 
 OPERATIONS = ("mm", "addmm", "bmm")  # of torch.ops.aten
 ELEMENTS = (0, 2, 4)  # bytes that a rule may count for an element: nothing, a 16-bit copy, an fp32 one
-RESULT_BYTES, BATCH = 2, 3  # of an element; products of a measured bmm
+RESULT_BYTES = 2  # of an element
 HOLDS_WITHIN, SLACK_BYTES = 0.01, 512  # of what was measured: paddings differ by a few cache lines
 
 
@@ -49,6 +49,7 @@ MEASURED = (
     Product(300, 64, 96), Product(64, 300, 96), Product(300, 64, 1000), Product(96, 300, 64),
     Product(33, 65, 70), Product(257, 128, 514),
 )  # fmt: skip
+BATCHES = tuple(Product(m, k, n, 3) for m, k, n, _ in MEASURED)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _measured(dtype: str, threads: int) -> Iterator[tuple[str, list[tuple[Produc
         calls = [
             (name, sizes, call)
             for name in OPERATIONS
-            for sizes in (each._replace(batch=BATCH) if name == "bmm" else each for each in MEASURED)
+            for sizes in (BATCHES if name == "bmm" else MEASURED)
             for call in _calls(name, sizes, getattr(torch, dtype))
         ]
         for _, _, call in calls:

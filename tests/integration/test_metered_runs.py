@@ -21,7 +21,9 @@ def _no_record_of_another_test(tmp_path, make_cache, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(make_cache(tmp_path / "cache")))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "full" else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS]
+)
 def test_the_second_prediction_is_as_good_as_the_first(tiny_model, tmp_path, kind):
     """With a probe before each run, whose micro-batch is not the one with the most tokens."""
     rows = [*ROWS, *token_rows(4, seed=3, longest=64)]

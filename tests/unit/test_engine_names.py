@@ -6,7 +6,7 @@ from pathlib import Path
 from sft_play.engines.registry import ALONE, ENGINES
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sft_play"
-AT_HOME = ("engines/", "config/schema.py", "config/conflicts.py")
+AT_HOME = ("engines/", "config/parallel.py", "config/schema.py", "config/conflicts.py")
 NAMES = {engine.name for engine in ENGINES} - {ALONE.name}  # that one's is also a word for other things
 
 

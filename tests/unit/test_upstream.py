@@ -53,6 +53,7 @@ CALLED = {
     "torch:_foreach_sqrt": "",
     "torch:ops.aten._index_put_impl_.default": "",
     "torch:ops.bitsandbytes.gemm_4bit.default": "",
+    "torch._C._profiler:_EventType": "",
     "torch._C._profiler:_ExperimentalConfig": "",
     "torch._subclasses.fake_tensor:FakeTensorMode": "allow_non_fake_inputs",
     "torch.autograd:Variable._execution_engine.run_backward": "",
@@ -107,8 +108,21 @@ ZERO2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module"
 ZERO = "deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer"
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 WRITTEN = [
     ("_z3_optimizer", ZERO3, "p._z3_optimizer = self"),
+    ("_zero_optimizer", ZERO2, "lp._zero_optimizer = self"),
+    ("grad_accum", ZERO2, "param.grad_accum = None"),
+    (
+        "module_forward_pre_hook",
+        ENGINE,
+        "self.module_forward_pre_hook = self._create_module_forward_pre_hook()",
+    ),
+    (
+        "module_forward_post_hook",
+        ENGINE,
+        "self.module_forward_post_hook = self._create_module_forward_post_hook()",
+    ),
     ("z3_leaf_parameter", ZERO3, "if z3_leaf_parameter(param):"),
     ("fp16_groups", ZERO3, "self.fp16_groups.append("),
     ("fp32_partitioned_groups_flat", ZERO3, "self.fp32_partitioned_groups_flat.append("),

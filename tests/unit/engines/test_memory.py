@@ -16,7 +16,7 @@ from sft_play.engines.zero2_division import parts_of
 from sft_play.engines.zero3 import sub_groups
 from sft_play.sizing.allocator import as_changes, first_steps
 from sft_play.sizing.budget import device_budget
-from sft_play.sizing.memory import estimate
+from sft_play.sizing.memory import SizedStep, estimate
 from sft_play.sizing.optimizers import state_bytes
 from sft_play.sizing.step import StepSpec
 from sft_play.sizing.trace import update_bytes
@@ -308,7 +308,11 @@ def test_an_engines_buffers_are_in_the_replay_of_the_allocator(engine):
     freed = {number for number, size in changes if number and not size}
     assert freed <= allocated
     estimated = estimate(
-        [trained_step(16 * MIB)], device_budget("cuda", 80 * GIB), engine, division(), complete=True
+        [SizedStep(trained_step(16 * MIB))],
+        device_budget("cuda", 80 * GIB),
+        engine,
+        division(),
+        complete=True,
     )
     assert estimated.reserved_bytes >= estimated.peak_bytes
 

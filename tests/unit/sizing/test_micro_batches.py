@@ -94,8 +94,8 @@ def test_no_micro_batch_of_the_run_has_a_higher_peak(family, mode):
     )
     batches = drawn(7, seed=3)
     most = 900
-    steps, _ = steps_of(Traces(config), run, PLAN, RunBatches(tuple(batches), (batches[0],), most))
-    found = highest({phase: peak.bytes for phase, peak in step.peaks().items()} for step in steps)
+    steps = steps_of(Traces(config), run, PLAN, RunBatches(tuple(batches), (batches[0],), most))
+    found = highest({phase: peak.bytes for phase, peak in each.step.peaks().items()} for each in steps)
     expected = highest(
         with_waiting(
             trace_step(config, StepSpec.of(run, PLAN, each, batches[0])), each, most, batches[0].held
