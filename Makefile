@@ -304,9 +304,19 @@ push: $(READY) ## Upload to REPO=user/name, private; WHAT=merged PUBLIC=1
 
 # In the order of folders, so that the long tests of tests/integration come early; xdist would begin with the files that
 # have the most tests, and end with minutes of one long test while the other workers have nothing to do.
+SIDE_BY_SIDE = --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+WHOLE = not cluster and not faults and not slow and not browser
 .PHONY: test
-test: $(READY) ## Run the default test suite; ARGS="-k planning"
-	$(PYTEST) $(PY) -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+test: $(READY) ## Run the tests of every day; ARGS="-k planning"
+	$(PYTEST) $(PY) -m pytest $(SIDE_BY_SIDE)
+
+.PHONY: test-all
+test-all: $(READY) ## Run these and the thorough ones
+	$(PYTEST) $(PY) -m pytest -m '$(WHOLE)' $(SIDE_BY_SIDE)
+
+.PHONY: test-thorough
+test-thorough: $(READY) ## Run what test-all has besides those of make test
+	$(PYTEST) $(PY) -m pytest -m 'thorough and $(WHOLE)' $(SIDE_BY_SIDE)
 
 .PHONY: test-changed
 test-changed: $(READY) ## Run unit tests near to what was changed; AGAINST=main

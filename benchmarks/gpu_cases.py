@@ -79,7 +79,7 @@ def spec_from_json(tree: dict[str, Any]) -> StepSpec:
     changes = {"lora": LoraSettings(**tree["lora"]), "compute_capability": tuple(tree["compute_capability"])}
     batches = {name: _batch(tree[name]) for name in ("batch", "eval_batch") if tree[name]}
     lengths = {name: tuple(tree.get(name, ())) for name in ("lengths", "eval_lengths")}
-    return StepSpec(**tree | changes | batches | lengths)
+    return StepSpec(**tree | changes | batches | lengths | {"scratch": ()})  # of a CPU
 
 
 def _batch(tree: dict[str, int]) -> Batch:

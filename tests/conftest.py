@@ -4,8 +4,10 @@ import gc
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,28 +37,23 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
+FOUND, KEPT_S = REPOSITORY / ".cache" / "tests", 2 * 24 * 3600.0
 VOCABULARY = 256
 _modules = len(sys.modules)  # whose objects the garbage collector no longer looks at
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory) -> Path:
-    """A folder of all workers of this call of pytest."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+def make_cache() -> Callable[[Path], Path]:
+    """Makes a folder a cache in which nothing was measured, but all that tests have ever traced or asked is known.
 
-
-@pytest.fixture(scope="session")
-def make_cache(shared_folder) -> Callable[[Path], Path]:
-    """Makes a folder a cache in which nothing was measured, but all that any test has traced or asked is known.
-
-    A trace takes seconds, and is the same whoever makes it; a measurement changes what later plans predict.
+    A trace takes seconds, and is the same whoever makes it: its key holds our sources and the versions of all
+    libraries. A measurement changes what later plans predict.
     """
 
     def make(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for kind in ("answers", "traces"):
-            found = shared_folder / "found" / kind
+            found = FOUND / kind
             found.mkdir(parents=True, exist_ok=True)
             if not (folder / kind).is_symlink():
                 (folder / kind).symlink_to(found)
@@ -65,14 +62,20 @@ def make_cache(shared_folder) -> Callable[[Path], Path]:
     return make
 
 
-@pytest.fixture(scope="session")
-def _cache_of_worker(make_cache, tmp_path_factory) -> Path:
-    return make_cache(tmp_path_factory.getbasetemp() / "cache")
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_worker(make_cache, tmp_path_factory) -> Iterator[None]:
+    """For fixtures of modules, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFT_PLAY_CACHE", str(make_cache(tmp_path_factory.getbasetemp() / "cache")))
+        yield
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(_cache_of_worker, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(_cache_of_worker))
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Forgets what was found before the sources were changed, days ago."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for path in FOUND.glob("*/*"):
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.fixture(autouse=True)

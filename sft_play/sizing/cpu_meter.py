@@ -161,11 +161,14 @@ class CpuMeter:
     """The peak of each phase, with all that was there before.
 
     Events tell what is allocated and freed; what is alive has to be looked at once, while Python can see it:
-    when gradients exist, which may lie in buffers of DDP, and the graph of the forward pass does not.
+    when gradients exist, which may lie in buffers of DDP, and the graph of the forward pass does not. What is
+    there besides the model when the meter is made does not count.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        gc.collect()
         self.model, self.alive = model, 0
+        self.beside = alive_bytes(model) - storage_bytes(model)
         self.begin = mark
 
     def start(self) -> None:
@@ -175,7 +178,7 @@ class CpuMeter:
 
     def anchor(self) -> None:
         """Looks at what is alive: between the backward pass and the update."""
-        self.alive = alive_bytes(self.model)
+        self.alive = alive_bytes(self.model) - self.beside
         mark(ANCHOR)
 
     def stop(self) -> tuple[dict[str, int] | None, None, int]:

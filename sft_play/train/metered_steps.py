@@ -22,6 +22,7 @@ class MeteredSteps(TrainerCallback):
         self.phases: dict[
             str, int
         ] = {}  # peaks in bytes; {} if the steps were not run, or not by this process
+        self._made = PhaseMeter(trainer.args.device, trainer.model)  # before there is more than the model
         self._meter: PhaseMeter | None = None
 
     @property
@@ -39,7 +40,7 @@ class MeteredSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins if no step comes before the first of them."""
         if state.global_step == self.first:
-            self._start(args.device)
+            self._start()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins a step early, so as to see the batches of the first allocated; ends after the last."""
@@ -48,7 +49,7 @@ class MeteredSteps(TrainerCallback):
         if self._meter and state.global_step >= self.first + STEPS:
             self._end()
         if state.global_step == self.first - 1:
-            self._start(args.device)
+            self._start()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The update begins."""
@@ -68,9 +69,8 @@ class MeteredSteps(TrainerCallback):
         """The first step may have been the last one."""
         self._end()
 
-    def _start(self, device: Any) -> None:
-        self._meter = PhaseMeter(device, self.trainer.model)
-        self._meter.__enter__()
+    def _start(self) -> None:
+        self._meter = self._made.__enter__()
 
     def _end(self) -> None:
         if self._meter:

@@ -35,6 +35,7 @@ def gradients(device, offload):
     return [layer.weight.grad for layer in layers], held
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_without_copies(device):
     (here, _), (in_ram, _) = (gradients(device, offload) for offload in (False, True))
     assert all(torch.equal(one, other) for one, other in zip(here, in_ram, strict=True))

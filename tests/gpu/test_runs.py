@@ -45,6 +45,7 @@ def assert_trains_as_predicted(device, config, mode):
     assert found["measured_peak_bytes"] == pytest.approx(found["predicted_peak_bytes"], rel=0.03)
 
 
+@pytest.mark.thorough
 def test_a_run_has_the_memory_that_was_predicted(device, config):
     assert_trains_as_predicted(device, config, "lora")
 
@@ -77,6 +78,7 @@ def test_a_merged_model_answers_as_its_adapter_does_on_a_gpu(only_gpu, config):
         assert done.code == 0, done.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", range(4))
 def test_a_measured_step_has_the_predicted_peaks(device, place):
     target = local_target(device)

@@ -19,6 +19,7 @@ def specs_of(model):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", [engine.name for engine in ENGINES if engine.distributes])
 @pytest.mark.timeout(600)
 def test_a_probe_leaves_nothing_alive(tiny_model, tmp_path, engine):

@@ -141,6 +141,7 @@ def test_more_memory_than_the_device_has_is_refused(refuses):
     )
 
 
+@pytest.mark.thorough
 def test_less_memory_than_a_run_needs_is_a_misfit_with_a_command_that_fits(finished):
     asked = ["train.batch_size=8", "train.gradient_checkpointing=false", "parallel.memory_gib=0.2515"]
     done = sft("plan", "--config", finished.config, *asked)
@@ -499,6 +500,7 @@ def test_a_split_without_rows_cannot_be_judged(refuses):
     refuses(["eval", "--split", "test", "data.test_path=null"], 2, "SPLIT=test", "SPLIT=val")
 
 
+@pytest.mark.thorough
 def test_a_new_run_that_failed_before_training_is_started_again_in_place(finished, tmp_path):
     """Nothing is set aside for it: there was nothing."""
     runs = [f"output.dir={tmp_path / 'runs'}", "eval.generate=false", "train.max_steps=1"]

@@ -119,6 +119,7 @@ def test_the_console_shows_banner_and_closing_screen_and_libraries_are_in_the_lo
     assert "Loading weights" in log and "step 8/8" not in log
 
 
+@pytest.mark.thorough
 def test_training_again_moves_the_earlier_run_aside_whole(finished, workspace):
     config, run = workspace
     shutil.copytree(finished.run.path, run.path)
@@ -296,6 +297,7 @@ def test_the_three_steps_of_the_data_can_be_looked_at(workspace):
     assert len(rendered) == TRAINED and "w5 w6" in rendered[0]
 
 
+@pytest.mark.thorough
 def test_a_resolved_config_trains_the_same_run_again(finished, tmp_path):
     """Also from within the run directory that is set aside."""
     folder = tmp_path / "runs" / "one"

@@ -82,6 +82,7 @@ def test_a_disk_that_becomes_read_only_while_training_is_one_sentence(
             train(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["eval", "infer", "merge"])
 def test_a_finished_run_on_a_read_only_disk_is_one_sentence(finished, tmp_path, command):
     with small_disk(tmp_path / "disk") as disk:

@@ -134,6 +134,7 @@ def test_two_processes_with_compiled_layers_learn_what_one_does_without(config, 
     assert_same_result(RunDir(config.parent / "runs" / "compiled"), alone("lora"))
 
 
+@pytest.mark.thorough
 def test_a_deepspeed_file_that_contradicts_the_run_is_refused_before_anything_is_launched(
     config, monkeypatch, tmp_path
 ):

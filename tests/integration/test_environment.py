@@ -31,6 +31,7 @@ def losses(run: RunDir) -> list[float]:
     return [line["train/loss"] for line in read_metrics(run) if "train/loss" in line]
 
 
+@pytest.mark.thorough
 def test_the_environment_changes_nothing_of_a_run_and_the_banner_names_what_is_ignored(finished, tmp_path):
     words = ("--config", finished.config, "eval.generate=false", f"output.dir={tmp_path}")
     done = finish(start("train", *words, COLUMNS="200", **CHANGES))

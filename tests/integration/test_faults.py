@@ -9,6 +9,7 @@ pytestmark = pytest.mark.integration
 LIMIT_S = 4  # parallel.timeout_s
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "seconds", "code", "words"),
     [

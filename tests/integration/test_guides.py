@@ -162,6 +162,7 @@ def on_the_cpu(text: str, config: Path) -> str:
     return text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [pytest.param(text, marks=pytest.mark.slow) if text.startswith(RARELY) else text for text in EXECUTED],

@@ -115,6 +115,7 @@ def test_a_rank_that_is_killed_is_named(start, tmp_path):
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_us_reaches_the_ranks_and_all_may_save(start, number):
     result, _ = start("wait", "wait", lambda notes: os.kill(os.getpid(), number))
@@ -191,6 +192,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_the_process_group_of_one_machine_listens_on_loopback_only(tmp_path):
     (tmp_path / "listeners.py").write_text(LISTENERS)
     command = launch_command(

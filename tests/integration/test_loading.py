@@ -62,6 +62,7 @@ def whole(request, model, runs):
     return kind, build_model(job.config, replace(job.plan, dtype=KINDS[kind]))
 
 
+@pytest.mark.thorough
 def test_processes_have_the_parts_of_the_weights_that_one_process_has(whole, runs):
     kind, model = whole
     parts = [load_file(runs / kind / f"parts.{rank}.safetensors") for rank in range(RANKS)]

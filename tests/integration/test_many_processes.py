@@ -301,10 +301,15 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def always_run(engine: str, kind: str):
+    """A case of `make test` with DDP, of `make test-all` with the others."""
+    return pytest.param(engine, engine, kind, marks=() if engine == "ddp" else pytest.mark.thorough)
+
+
 @pytest.mark.parametrize(
     ("launched", "engine", "kind"),
     [
-        (engine, engine, kind) if kind in always else slow(f"{engine}_more", engine, kind)
+        always_run(engine, kind) if kind in always else slow(f"{engine}_more", engine, kind)
         for engine, always in ALWAYS.items()
         for kind in KINDS
     ],

@@ -15,6 +15,8 @@ KINDS = {
     "padded": {"mode": "full", "padding_free": False, "batch_size": 4},
 }
 
+MARKS = {"full": pytest.mark.thorough, "lora": pytest.mark.thorough}
+
 
 @pytest.fixture(autouse=True)
 def _no_record_of_another_test(tmp_path, make_cache, monkeypatch):
@@ -22,7 +24,7 @@ def _no_record_of_another_test(tmp_path, make_cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "full" else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.slow)) for kind in KINDS]
 )
 def test_the_second_prediction_is_as_good_as_the_first(tiny_model, tmp_path, kind):
     """With a probe before each run, whose micro-batch is not the one with the most tokens."""
@@ -38,7 +40,6 @@ def test_the_second_prediction_is_as_good_as_the_first(tiny_model, tmp_path, kin
     (first, once), (second, _) = found
     assert first.phases == second.phases and second.origin == "trace"
     assert once["measured_memory_origin"].startswith("steps ")
-
     assert once["measured_peak_bytes"] == pytest.approx(
         first.peak_bytes, rel=0.005 if kind == "padded" else 0.0005
     )

@@ -27,6 +27,7 @@ def executed(cell: str, names: dict) -> object:
     return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if shows else None
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs_and_shows_what_it_promises(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}

@@ -74,6 +74,7 @@ def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
     assert_same_values(losses(resumed)[0], losses(job)[0][2:], summed(16 * 64))
 
 
+@pytest.mark.thorough
 def test_one_process_trains_with_zero3_and_leaves_nothing_behind(tiny_model, tmp_path):
     """Weights and AdamW's states are in RAM by DeepSpeed's account; other runs follow in the same process."""
     settings = dict(mode="full", learning_rate=1e-3, max_steps=4, save_steps=2, eval_steps=2)
@@ -120,6 +121,7 @@ def mapped_states(optimizer: torch.optim.Optimizer) -> set[bool]:
     return moments | mapped(vectors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed_z3"])
 def test_states_on_a_disk_change_nothing(tiny_model, tmp_path, engine):
     """In one process, resumed or not; their files have no names."""
@@ -144,8 +146,15 @@ def test_states_on_a_disk_change_nothing(tiny_model, tmp_path, engine):
     assert found == {"ram": {False}, "files": {True}, "resumed": {True}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("full", "float32"), ("full", "bfloat16"), ("lora", "auto"), ("qlora", "auto")]
+    ("mode", "dtype"),
+    [
+        ("full", "float32"),
+        ("full", "bfloat16"),
+        pytest.param("lora", "auto", marks=pytest.mark.slow),
+        pytest.param("qlora", "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_zero3_reads_weights_from_a_disk(tiny_model, tmp_path, mode, dtype):
     """Whenever a module is called, and learns the same."""

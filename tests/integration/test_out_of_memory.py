@@ -74,6 +74,7 @@ def goes_on_as_if_nothing_had_happened(model: Path, folder: Path, fail, **settin
     return summary["out_of_memory"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("where", "settings"),
     [
@@ -95,6 +96,7 @@ def test_a_smaller_plan_goes_on_from_the_last_checkpoint(
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.thorough
 def test_without_a_checkpoint_it_begins_at_the_start(tiny_model, tmp_path, fault):
     [said] = goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, lambda: fault("backward", 4 + 1))
     assert "after 1 step, " in said and "going on from the beginning, without a checkpoint" in said
@@ -129,6 +131,7 @@ def test_memory_may_run_out_again_and_each_plan_is_smaller(tiny_model, tmp_path,
     assert len(sizes) == 3 and sizes == sorted(set(sizes), reverse=True)
 
 
+@pytest.mark.thorough
 def test_it_does_not_begin_again_for_ever(tiny_model, tmp_path, fault):
     fault("forward", *range(1000))
     job = make_job(tiny_model, tmp_path, "one", **KEPT | {"batch_size": 16})

@@ -61,7 +61,11 @@ def sized(job, **changes):
     [
         pytest.param({"mode": "lora"}, id="lora", marks=pytest.mark.slow),
         pytest.param({"mode": "full", "gradient_checkpointing": True, "mixed_precision": "bf16"}, id="full"),
-        pytest.param({"mode": "qlora", "packing": True, "effective_batch_size": 8 * 64}, id="packed"),
+        pytest.param(
+            {"mode": "qlora", "packing": True, "effective_batch_size": 8 * 64},
+            id="packed",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             {"mode": "lora", "padding_free": False, "batch_size": 4}, id="padded", marks=pytest.mark.slow
         ),
@@ -82,6 +86,7 @@ def test_the_probe_measures_what_was_predicted(tiny_model, tmp_path, settings):
     assert result.step_seconds > 0 and result.seconds_per_token > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings", [{"mode": "full"}, {"mode": "lora", "mixed_precision": "bf16"}], ids=["full", "bf16"]
 )
@@ -109,6 +114,7 @@ def overconfident(job, share: float):
     return sized(job, budget_bytes=int(share * whole.plan.memory.peak_bytes)), whole
 
 
+@pytest.mark.thorough
 def test_over_budget_a_smaller_plan_trains_the_same_effective_batch(tiny_model, tmp_path, capsys):
     settings = dict(rows=ROWS, probe=True, gradient_checkpointing=False)
     job, whole = overconfident(make_job(tiny_model, tmp_path, "wrong", **settings), 0.6)
@@ -132,6 +138,7 @@ def test_where_the_config_leaves_nothing_smaller_the_run_ends_before_it_begins(t
     assert not job.run.plan.exists()
 
 
+@pytest.mark.thorough
 def test_search_times_the_alternatives_takes_the_fastest_and_remembers(tiny_model, tmp_path, capsys):
     job = sized(make_job(tiny_model, tmp_path, "search", rows=ROWS, probe="search"))
     assert job.plan.alternatives
@@ -147,6 +154,7 @@ def test_search_times_the_alternatives_takes_the_fastest_and_remembers(tiny_mode
     assert speed.latest.is_like(fastest) and speed.latest.ratio == pytest.approx(fastest.ratio)
 
 
+@pytest.mark.thorough
 def test_a_run_of_some_steps_remembers_how_fast_it_was(tiny_model, tmp_path):
     speeds = []
     for steps in (3, 8):

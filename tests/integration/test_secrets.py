@@ -32,6 +32,7 @@ def talkative_library(monkeypatch):
     monkeypatch.setattr(transformers.Trainer, "create_optimizer", create_optimizer)
 
 
+@pytest.mark.thorough
 def test_no_file_of_a_run_has_a_token_or_can_be_read_by_others(
     finished, one_thread, talkative_library, tmp_path, monkeypatch
 ):

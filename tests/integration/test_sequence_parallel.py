@@ -129,6 +129,7 @@ def assert_curve_of_one(folder: Path, name: str, after: int = 0) -> None:
     assert_same_curve(folder / name, folder / f"one-{name.split('-', 1)[1]}", CLOSE, after)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ddp2-lora-joined", "ddp2-full-packed", "ddp2-lora-sinks"])
 def test_two_processes_have_the_curve_of_one(ddp, name):
     assert_curve_of_one(ddp, name)

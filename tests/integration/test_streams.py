@@ -36,6 +36,7 @@ def config(tiny_model, tmp_path_factory):
     return make_workspace(tmp_path_factory.mktemp("streams") / "work", tiny_model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("console", "processes"),
     [
@@ -58,6 +59,7 @@ def test_a_run_whose_output_cannot_be_written_goes_on_and_its_log_keeps_the_outp
         assert "step 2/2" in run.log.read_text()
 
 
+@pytest.mark.thorough
 def test_a_chat_without_standard_streams_ends(finished):
     assert code_of("nothing", "infer", f"--config={finished.config}") == 0
 

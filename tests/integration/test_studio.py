@@ -42,6 +42,7 @@ def studio(tmp_path):
     process.communicate()
 
 
+@pytest.mark.thorough
 def test_a_run_is_seen_while_it_trains_and_when_it_has_ended(studio, tmp_path, tiny_model):
     process, address = studio
     assert "make train" in fetch(f"{address}/")  # before the first run

@@ -21,6 +21,7 @@ from tests.integration.toy_engine import BUFFER, with_toy
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
 
+@pytest.mark.thorough
 def test_a_toy_engine_is_planned(tiny_model, tmp_path, monkeypatch):
     alone = make_job(tiny_model, tmp_path, "alone")
     monkeypatch.setattr(registry, "ENGINES", with_toy())

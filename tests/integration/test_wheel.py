@@ -70,6 +70,7 @@ def typed(installed, empty):
     return run
 
 
+@pytest.mark.thorough
 def test_a_plan_for_a_gpu_that_is_not_here(typed):
     plan = json.loads(
         typed("plan", "--model", "qwen3-8b", "--gpu", "RTX 4090", "--json", "tuning.mode=lora").stdout
@@ -95,6 +96,7 @@ def test_init_writes_a_config_once_that_editors_and_the_tool_understand(typed, e
     assert "data/train.jsonl" in missing and "make" not in missing
 
 
+@pytest.mark.thorough
 def test_the_demo_runs_and_what_it_made_can_be_loaded(typed, installed):
     said = typed("demo", *SHORT).stdout
     assert "sft-play infer --config runs/demo/config.resolved.yaml" in said and "make " not in said

@@ -12,6 +12,7 @@ def rows_of(table):
     return [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")][2:]
 
 
+@pytest.mark.thorough
 def test_the_page_is_what_is_planned_now():
     tables = dict(table.split(" (", 1) for table in COOKBOOK.read_text().split(FEWEST)[0].split("\n## ")[1:])
     machines = (("RTX 4090", 1), ("RTX 4090", 2))

@@ -123,6 +123,7 @@ def test_what_the_server_sends_in_time_arrives(serve):
     assert not constants.HF_HUB_OFFLINE
 
 
+@pytest.mark.thorough
 def test_what_is_cached_is_used_and_what_is_not_is_one_sentence(serve, tmp_path):
     serve(lambda connection: silent())
     snapshot = tmp_path / "cache" / "models--org--cached" / "snapshots" / "abc"

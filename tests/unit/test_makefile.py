@@ -413,7 +413,7 @@ def test_ci_calls_the_targets_that_a_person_types():
     ci = ROOT / ".ci" / "run"
     assert os.access(ci, os.X_OK)
     called = re.findall(r"^make (\S+)", ci.read_text(), re.MULTILINE)
-    assert called == ["check-code", "test", "test-cluster"] and set(called) <= set(TARGETS)
+    assert called == ["check-code", "test", "test-thorough", "test-cluster"] and set(called) <= set(TARGETS)
 
 
 def lock(name: str = "requirements.lock") -> dict[str, list[Requirement]]:

@@ -111,6 +111,7 @@ def test_steps_with_fused_kernels_and_the_loss_of_liger_are_exact():
     assert max(abs(row["errors"]["allocated"]) for row in committed()[FUSED]) < EXACT
 
 
+@pytest.mark.thorough
 def test_rows_of_half_the_length_are_a_little_faster():
     """Attention takes a tenth of the time."""
     row = SOURCES[FMS].rows[0]
@@ -173,6 +174,7 @@ def test_we_predict_better_than_the_publishers():
             assert theirs is None or ours[kind] is None or ours[kind]["median"] < theirs["median"], name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "place"),
     [
@@ -188,6 +190,7 @@ def test_rows_are_predicted_again_as_committed(name, place):
     assert {key: found[key] for key in known} == pytest.approx(known, rel=1e-5), row.name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "measured"), [(1, 988.0), (10, 9660.0)])
 def test_loading_reserves_what_an_rtx_4080_showed(place, measured):
     """0.5B has tied embeddings, 7B has not; measured after the adapters were attached, in the same files."""

@@ -72,6 +72,7 @@ def watched(code: str, folder: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in folder.glob("*.json")]
 
 
+@pytest.mark.thorough
 def test_the_stop_watch_counts_what_training_is_fed_and_nothing_else(tmp_path):
     (record,) = watched(LOOP, tmp_path)
     assert [step["optimizer"] for step in record["steps"]] == [0, 1, 1, 1]

@@ -56,6 +56,7 @@ def test_a_spec_survives_json():
         assert spec_from_json(json.loads(json.dumps(spec_to_json(case.spec)))) == case.spec
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_a_random_model_is_the_predicted_one(mode):
     spec = small_spec(mode=mode)

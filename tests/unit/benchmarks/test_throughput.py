@@ -18,6 +18,7 @@ def test_rows_are_the_same_each_time_and_within_the_length_that_is_asked_for():
     assert len(set(rows["length"])) > 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "side", (*SIDES, *(pytest.param(side, marks=pytest.mark.slow) for side in ("adamw_8bit", "compiled")))
 )

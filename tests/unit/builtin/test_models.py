@@ -21,6 +21,7 @@ def demo(tmp_path_factory):
     return folder, facts, sum(read), pages
 
 
+@pytest.mark.thorough
 def test_reading_the_diary_teaches_it(demo):
     folder, facts, read, pages = demo
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -86,6 +86,7 @@ def test_an_empty_answer_scores_nothing():
     assert (score.exact_match, score.rouge_l, score.chrf) == (False, 0.0, 0.0)
 
 
+@pytest.mark.thorough
 def test_a_pattern_that_takes_all_memory_is_refused_on_a_reference_and_no_match_in_an_answer(capsys):
     endless = "ok$|(?=b)(?R)"
     with pytest.raises(ConfigError, match="or too much memory, on a reference; .* without recursion"):

@@ -60,6 +60,7 @@ def errors(findings, level=ERROR) -> str:
     return "\n".join(f"{f.topic}: {f.what} -> {f.fix}" for f in findings if f.level == level)
 
 
+@pytest.mark.thorough
 def test_a_run_that_can_start_has_no_errors(config, tiny_model):
     findings = check.check(config(model__name=str(tiny_model)), machine=CPU_ONLY)
     assert errors(findings) == "" and exit_code(findings) == 0
@@ -70,6 +71,7 @@ def test_a_run_that_can_start_has_no_errors(config, tiny_model):
     assert planned.level == OK and planned.what.startswith("fits 1 process: predicted ")
 
 
+@pytest.mark.thorough
 def test_a_run_that_does_not_fit_is_an_error_with_what_would_help(config, tiny_model, tmp_path):
     """Its weights alone take 15 TB."""
     folder = tmp_path / "large"

@@ -198,6 +198,7 @@ def test_base_adapter_and_merged_model_are_compared_and_the_base_is_loaded_once(
     assert line["base"] != line["generated"] == line["merged"] == line["reference"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -264,6 +265,7 @@ def test_answers_before_and_after_training_differ_as_the_training_did(finished):
         assert sample["before"] != row["answer"]
 
 
+@pytest.mark.thorough
 def test_before_full_fine_tuning_means_the_untouched_base(finished, finished_full):
     lora, full = compare(finished), compare(finished_full)
     assert [sample["before"] for sample in full["samples"][:2]] == [
@@ -272,6 +274,7 @@ def test_before_full_fine_tuning_means_the_untouched_base(finished, finished_ful
     assert full["after"]["exact_match"] == 1.0
 
 
+@pytest.mark.thorough
 def test_memory_is_given_back_and_two_full_models_are_never_held_at_once(finished_full, monkeypatch):
     alive = weakref.WeakSet()
     counts = []

@@ -63,6 +63,7 @@ def test_rows_longer_than_the_model_supports_are_not_sized(machine):
         plan("--model", "tiny-1", *machine, "model.max_seq_len=10000000")
 
 
+@pytest.mark.thorough
 def test_without_a_gpu_there_is_a_row_for_each_of_twelve_cards():
     tree, report = plan("--model", "tiny-1", "tuning.mode=lora")
     assert [row["gpu"] for row in tree["cards"]] == list(COMMON_GPUS) and len(COMMON_GPUS) == 12
@@ -75,6 +76,7 @@ def test_without_a_gpu_there_is_a_row_for_each_of_twelve_cards():
     assert speed["H100 80GB"] > speed["L4"] > 0
 
 
+@pytest.mark.thorough
 def test_each_tuning_mode_is_planned_unless_one_is_asked_for(monkeypatch):
     monkeypatch.setattr(other_machines, "COMMON_GPUS", ("A100 80GB",))
     tree, _ = plan("--model", "tiny-1")
@@ -203,6 +205,7 @@ def test_nothing_to_plan_says_what_to_type():
         plan()
 
 
+@pytest.mark.thorough
 def test_another_model_can_be_planned_with_a_config_and_overrides():
     config = str(REPOSITORY / "configs" / "run_distributed.yaml")
     overrides = ["model.max_seq_len=128", "train.effective_batch_size=8"]
@@ -212,6 +215,7 @@ def test_another_model_can_be_planned_with_a_config_and_overrides():
     assert any("org/Tiny-1" in reason for reason in tree["why"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "command"),
     [

@@ -27,6 +27,7 @@ def many_positions(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_each_method_has_a_longest_row_and_the_model_may_be_the_limit():
     tree, report = plan(*CARD, "--context", "max")
     assert [row["mode"] for row in tree["rows"]] == ["full", "lora", "qlora"]
@@ -130,6 +131,7 @@ def test_the_table_has_the_groups_that_reach_a_length():
     assert "on 512 GPUs in groups of 128 16,777,216 tokens" in problem_of(tree)
 
 
+@pytest.mark.thorough
 def test_rows_that_are_described_have_steps_hours_and_a_price():
     described = ("--rows", "5000", "--tokens", "100", "--gpu-hour", "2.5")
     tree, report = plan(*CARD, "tuning.mode=lora", *described)
@@ -142,6 +144,7 @@ def test_rows_that_are_described_have_steps_hours_and_a_price():
     assert any("5,000 are assumed" in reason for reason in tree["why"])
 
 
+@pytest.mark.thorough
 def test_rows_above_the_limit_are_counted():
     described = ("--rows", "5000", "--lengths", "lognormal:400:600")
     tree, _ = plan(*CARD, "tuning.mode=lora", *described, "data.overlong=truncate")

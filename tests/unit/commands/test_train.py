@@ -24,6 +24,7 @@ def resolved(tiny_model, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 def test_an_answer_pattern_that_no_reference_holds_is_said_before_training(resolved):
     with pytest.raises(ConfigError, match="'####' matches none of the 24 references"):
         with opened_job(resolved(answer_pattern="####"), 1):
@@ -46,6 +47,7 @@ def test_a_model_that_is_too_large_to_answer_on_one_device_ends_no_run(resolved,
     assert "no answers are compared: the model does not fit on one device" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_run_of_several_processes_ends_without_plans_for_others_which_its_report_makes(
     resolved, monkeypatch, capfd
 ):

@@ -122,6 +122,7 @@ def test_a_template_that_does_not_end_is_stopped(make_tokenizer, monkeypatch, te
     assert "ran for more than 0.5 s" in problem(make_tokenizer(template))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("bomb", "said"),
     [

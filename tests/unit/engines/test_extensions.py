@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from sft_play.engines import deepspeed
@@ -53,6 +54,7 @@ PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&tiny); }
 """
 
 
+@pytest.mark.thorough
 def test_an_extension_that_is_compiled_is_told_of_and_a_compiled_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(Tiny, "folder", tmp_path, raising=False)

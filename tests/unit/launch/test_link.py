@@ -140,6 +140,7 @@ def test_the_reason_reaches_all_even_if_the_first_machine_ends_at_once(links, po
             future.result(5)
 
 
+@pytest.mark.thorough
 def test_a_machine_that_goes_without_a_word_is_named(start, pool, impatient):
     """The first one or the other, killed or stopped; all at the same time, since each waits for seconds."""
 

@@ -89,6 +89,7 @@ def without_code(monkeypatch):
     compilation._compiled.cache_clear()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("without_code")
 def test_losses_are_those_of_layers_that_are_not_compiled_and_one_compilation_serves_all_lengths(folder):
     assert tried(folder, "full", "some") == 4  # before attention, after it, and the two parts around both

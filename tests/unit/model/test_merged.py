@@ -135,6 +135,7 @@ def content(folder):
     return tensors, (index, json.loads((folder / "config.json").read_text()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "published", "asked"), MERGED)
 def test_the_weights_are_those_of_pefts_merged_model(base_of, tmp_path, name, published, asked):
     architecture, lora, model = CASES[name]

@@ -98,6 +98,7 @@ def test_a_token_that_exists_is_refused(models, texts, found):
             read(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("whole", [(), ("norm",)])
@@ -180,6 +181,7 @@ def test_whole_embedding_and_head_stay_tied_if_they_were(models, tmp_path, tied,
     assert alone.config.tie_word_embeddings == tied
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "new_ids", "found"),
     [

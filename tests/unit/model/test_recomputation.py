@@ -42,6 +42,7 @@ def gradients(name, spec, **how):
     return {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("batch", [PaddedRows(2, 48), JoinedRows(96)])

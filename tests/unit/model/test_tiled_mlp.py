@@ -81,6 +81,7 @@ def test_a_tile_is_computed_three_times_and_the_last_one_twice(monkeypatch):
     assert asked.count(tile) == 3 * 2 * layers
 
 
+@pytest.mark.thorough
 def test_gradients_of_tiles_are_added_in_the_type_of_the_weight(monkeypatch):
     """Under autocast, where the sum of a shared cast would be rounded to 16 bits after each tile."""
     spec = StepSpec(

@@ -42,6 +42,7 @@ def request(limit_gib: float, mode: str = "lora", gpus: int = 1, **train) -> Req
     return Request(RunConfig.model_validate(tree), MODEL, FULL, what_if("T4", gpus), gpus)
 
 
+@pytest.mark.thorough
 def test_each_change_is_a_run_that_fits_with_the_figures_that_it_has():
     asked = request(1.0, batch_size=16, gradient_checkpointing=False)
     with pytest.raises(DoesNotFitError):
@@ -78,6 +79,7 @@ def test_rows_that_are_too_long_are_left_out_or_cut():
     assert len(cut.facts.lengths) == len(LENGTHS) and cut.facts.longest_row == 768
 
 
+@pytest.mark.thorough
 def test_a_hopeless_run_says_so(monkeypatch):
     with pytest.raises(DoesNotFitError, match="largest parts: .*\nno setting makes it fit"):
         plan_or_advise(request(0.26, "qlora", engine_only(monkeypatch)), lambda change: "")
@@ -143,6 +145,7 @@ def test_more_gpus_than_experts_may_need_more_memory_than_fewer(monkeypatch):
     assert found == [4, None]
 
 
+@pytest.mark.thorough
 def test_more_gpus_come_with_the_batch_that_they_need():
     asked = request(0.42, "full", effective_batch_size=1, gradient_checkpointing=True, optimizer="adamw_8bit")
     more = [change for change in changes_that_fit(asked) if change.plan.world_size > 1]

@@ -43,6 +43,7 @@ def test_a_tiny_batch_is_held_up_by_calls_and_weights():
     assert sum(step(tokens=1)) == pytest.approx(sum(step(tokens=16)), rel=0.05)
 
 
+@pytest.mark.thorough
 def test_more_work_takes_longer():
     assert 1.25 < sum(step(activations="recompute")) / sum(step()) < 1.6
     assert step(mode="full").backward > step().backward and step(mode="full").update > 10 * step().update

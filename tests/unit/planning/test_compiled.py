@@ -138,6 +138,7 @@ def test_other_types_and_layers_without_fitting_sizes_are_refused_float8():
         plan(gpu="A100 80GB")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("gpu", "mode", "compiled", "takes"),
     [
@@ -167,6 +168,7 @@ def test_a_plan_with_float8_is_that_without_and_says_so():
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes):
     machine = what_if("RTX 4090", processes)

@@ -91,6 +91,7 @@ def test_there_is_no_length_where_the_shortest_row_does_not_fit(most, use):
     assert longest_multiple(use, most) is None
 
 
+@pytest.mark.thorough
 def test_the_longest_row_fits_and_the_next_multiple_does_not():
     """By the plans that a run of such rows gets."""
     machine, run = what_if("RTX 4090"), config(batch_size=1, gradient_checkpointing=True)

@@ -33,6 +33,7 @@ def drafts(config: RunConfig):
     return leanest(allowed_plans(config, MODEL, FACTS, training_device(MACHINE), 16, machines=2)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_what_is_left_out_would_not_have_fit(mode):
     """Also not by one byte: what counts for a plan is never more than the weights that it holds throughout."""

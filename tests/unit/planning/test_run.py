@@ -261,6 +261,7 @@ def test_numbers_of_processes_that_cannot_be_say_why():
     assert "fewer than the 8 processes; set it to 8 or more" in rows[3]["problem"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "capability", "kernels"),
     [
@@ -277,6 +278,7 @@ def test_a_plan_is_priced_with_the_kernels_of_its_gpu(name, capability, kernels)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+@pytest.mark.thorough
 def test_the_plan_says_what_is_trained_beside_the_adapters_and_needs_memory_for_it():
     tree = run(**DECIDED).model_dump()
     tree["model"]["new_tokens"] = ["<a>", "<b>"]
@@ -351,6 +353,7 @@ def test_a_plan_for_a_gpu_says_what_the_process_takes_and_what_is_known_of_error
     assert any("no measurements on compute capability 8.6" in reason for reason in unmeasured.why)
 
 
+@pytest.mark.thorough
 def test_fragmentation_decides_in_the_end(monkeypatch):
     """A plan that the search takes for roomy is dropped if its replay shows that it does not fit."""
     budget = 4 * GIB

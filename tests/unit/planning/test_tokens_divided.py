@@ -51,6 +51,7 @@ def _no_more_gpus(monkeypatch):
     monkeypatch.setattr(advice, "_more_gpus", lambda request: [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("limit", "ranks"),
     [(FOUR, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((WHOLE, 1), (TWO, 2)))],
@@ -71,6 +72,7 @@ def test_tokens_are_divided_only_if_nothing_else_fits_and_among_as_few_as_are_en
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "batch",
     [{}, {"batch_size": 1, "grad_accum": 4}, pytest.param({"grad_accum": 4}, marks=pytest.mark.slow)],
@@ -89,6 +91,7 @@ def test_what_the_config_has_decided_is_advised_with_the_effective_batch_that_it
     assert plan.memory.fits and changed(asked, divided(found)[0]).plan(explain=False) == plan
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("train", "gpus", "model"),
     [

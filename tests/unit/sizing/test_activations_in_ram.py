@@ -39,6 +39,7 @@ def test_each_input_is_copied_there_and_back_once():
     assert work.exchanged(TRANSFER) == {2 * INPUT: 12}  # read and written
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     [

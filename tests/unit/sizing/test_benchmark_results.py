@@ -104,6 +104,7 @@ def test_planned_runs_of_a_gpu_did_not_run_out_of_memory_and_used_the_budget():
     assert tree["least_used_of_budget"] >= 0.9
 
 
+@pytest.mark.thorough
 def test_published_figures_are_predicted_as_committed():
     known = {figure["what"]: figure["predicted"] for figure in results_of("sizing_published.json")["figures"]}
     found = {

@@ -108,6 +108,7 @@ def _is_computing(trace, segment) -> bool:
     return any(event < 0 for event in trace.events[segment.start : segment.stop])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("g", GEOMETRIES)
 @pytest.mark.parametrize(("name", "spec", "per_token", "constant"), SAVED)
 def test_a_layer_saves_what_the_closed_form_says(name, spec, per_token, constant, g):

@@ -1,4 +1,3 @@
-import gc
 import threading
 
 import torch
@@ -10,16 +9,15 @@ from benchmarks.small_models import WIDE, small_config
 from sft_play.config.schema import TuningConfig
 from sft_play.engines.shards import shard
 from sft_play.model.architecture import units_of
-from sft_play.sizing.cpu_meter import alive_bytes, storage_bytes
+from sft_play.sizing.cpu_meter import storage_bytes
 from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 
 
 def test_each_phase_has_the_peak_of_its_own_time():
     model = torch.nn.Linear(100, 10)
-    gc.collect()
-    before, weights = alive_bytes(model), storage_bytes(model)
-    assert weights == 4 * 1010
+    before = storage_bytes(model)
+    assert before == 4 * 1010
     with PhaseMeter(torch.device("cpu"), model) as meter:
         meter.begin("forward")
         kept = torch.empty(1_000_000)
@@ -36,11 +34,11 @@ def test_each_phase_has_the_peak_of_its_own_time():
 
 def test_what_other_threads_allocate_and_free_counts():
     """As gloo's do; what was there before and is freed meanwhile is in the peak that came before."""
-    gc.collect()
+    other = torch.empty(10_000)  # not counted: it is there before the meter
     model, held = torch.nn.Linear(10, 10), []
-    before = alive_bytes(model)
+    before, made = storage_bytes(model), PhaseMeter(torch.device("cpu"), model)
     held.append(torch.empty(250_000))
-    with PhaseMeter(torch.device("cpu"), model) as meter:
+    with made as meter:
         meter.begin("forward")
         in_thread(lambda: held.append(torch.empty(1_000_000)))
         torch.empty(1)  # an event of this thread
@@ -48,6 +46,7 @@ def test_what_other_threads_allocate_and_free_counts():
         meter.begin("backward")
         in_thread(held.clear)
         torch.empty(1)
+    del other
     assert meter.peaks["forward"] == before + 5_000_000 + 4
     assert meter.peaks["backward"] == before + 1_000_000 + 4  # a block from before: nobody sees it freed
 

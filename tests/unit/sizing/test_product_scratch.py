@@ -30,9 +30,8 @@ def test_accumulators_in_fp32_are_found():
         assert abs(rule.bytes(sizes) - size) <= 128
 
 
-@pytest.mark.parametrize("seed", [random.randrange(10**6)])
-def test_any_mixture_of_copies_is_found_and_noise_of_cache_lines_is_no_matter(seed):
-    pick = random.Random(seed)
+def test_any_mixture_of_copies_is_found_and_noise_of_cache_lines_is_no_matter():
+    pick = random.Random(seed := random.randrange(10**6))
     for weights in ((0, 0, 0), (4, 0, 0), (0, 2, 2), (4, 2, 0), (2, 0, 4)):
         true = ScratchRule(*weights, constant=pick.choice((0, 128, 4096)))
         measured = [(sizes, true.bytes(sizes) + 64 * pick.randrange(3)) for sizes in MEASURED]

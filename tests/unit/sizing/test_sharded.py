@@ -39,6 +39,7 @@ def spec(**changes) -> StepSpec:
 ON_GPU = dict(device="cuda", dtype="bfloat16", mixed_precision="bf16")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -63,6 +64,7 @@ def test_few_layers_represent_all_of_a_divided_model_to_the_byte(name, changes):
     assert few == full
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ahead", "name", "changes"),
     [
@@ -81,6 +83,7 @@ def test_few_layers_represent_all_whose_weights_are_gathered_further_ahead(ahead
     assert few == full
 
 
+@pytest.mark.thorough
 def test_a_layer_more_is_held_for_each_that_is_gathered_further_ahead():
     """Its matrices, norms, and adapters of rank 4, in fp32."""
     config = small_config("llama", SMALL | {"layers": 11})

@@ -82,6 +82,7 @@ def test_an_mlp_is_computed_once_more_but_for_its_last_tile():
     assert tokens[1] == up_and_gate * layers * (2 * 256 + 192)
 
 
+@pytest.mark.thorough
 def test_steps_with_as_many_tiles_follow_from_two_traces():
     """To the byte, as if each were traced; one with another number of tiles is traced itself."""
     traces = Traces(LLAMA)

@@ -64,6 +64,7 @@ def assert_alike(few, full):
 ALWAYS = ("gpt2", "gpt_neox")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
@@ -75,6 +76,7 @@ def test_every_architecture_traces_and_three_layers_represent_all(name):
     assert_alike(few, full)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -143,6 +145,7 @@ def test_the_real_step_on_the_cpu_allocates_what_the_trace_says(
         ), phase
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 def test_the_real_step_with_dora_allocates_what_the_trace_says(mode):
     lora = LoraSettings(r=4, use_dora=True)
@@ -224,6 +227,7 @@ def test_a_gradient_that_somebody_holds_is_not_overwritten(monkeypatch, kept, te
     assert recorder.peak - before == pytest.approx(tensors * 40_000, rel=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "told_apart"),
     [
@@ -325,6 +329,7 @@ def test_an_architecture_whose_step_depends_on_the_data_is_left_to_the_probe(fam
         trace_step(miniature(family), on_gpu(mode="lora", attention="sdpa"))
 
 
+@pytest.mark.thorough
 def test_few_traces_give_every_micro_batch():
     traces = Traces(small_config("llama", SMALL))
     for rows in (2, 3, 4, 8, 16, 200, 300, 400):
@@ -336,6 +341,7 @@ def test_few_traces_give_every_micro_batch():
         assert predicted.rounded(512).peaks() == traced.rounded(512).peaks()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "device"),
     [

@@ -22,6 +22,7 @@ def setting(tmp_path, monkeypatch):
     return fuzz.make_setting(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != PROCESS])
 def test_broken_input_ends_in_a_result_or_one_error(setting, kind):
     outcomes = [

@@ -28,6 +28,7 @@ for mib in (32, 160):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_the_meter_counts_from_its_start_and_keeps_the_peak():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
