@@ -40,6 +40,7 @@ from sft_play.train.session import Session
 from sft_play.train.trainer import PlannedTrainer
 
 STEPS = 2  # the second already has optimizer states, and the higher peak
+WARM_UP = "warm-up"  # phase of the first
 # What accelerate.prepare leaves on a model.
 WRAPPING = ("forward", "_original_forward", "_is_accelerate_prepared")
 
@@ -131,14 +132,20 @@ def _fits_alone(session: Session, rows: Dataset) -> bool:
 
 
 class _Clock(TrainerCallback):
-    """Marks the optimizer phase and times the last step, and its first micro-batch if it has another one."""
+    """Marks the phases of the last step and times it, and its first micro-batch if it has another one."""
 
     def __init__(self, meter: PhaseMeter, device: torch.device) -> None:
         self.meter, self.device = meter, device
+        self.steps = 0
         self.seconds: float | None = None
         self.first: float | None = None
 
+    def begin(self, phase: str) -> None:
+        """The first step has no optimizer states yet, and libraries set themselves up in it."""
+        self.meter.begin(phase if self.steps == STEPS else WARM_UP)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
         self.began = now(self.device)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,7 +153,7 @@ class _Clock(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.anchor()
-        self.meter.begin("optimizer")
+        self.begin("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds = now(self.device) - self.began
@@ -174,7 +181,9 @@ def _measure(session: Session, rows: Dataset) -> ProbeResult:
             _let_go(trainer, engine_of(plan.engine))
     step = None if clock.seconds is None else _average_step(session, clock, rows["tokens"])
     return ProbeResult(
-        phases={} if ran_out else meter.peaks or {},
+        phases={}
+        if ran_out
+        else {name: peak for name, peak in (meter.peaks or {}).items() if name != WARM_UP},
         expected=expected_phases(plan, rows["tokens"]),
         reserved_bytes=meter.reserved_bytes,
         overhead_bytes=overhead,
@@ -216,7 +225,7 @@ def _run(session: Session, rows: Dataset, clock: _Clock) -> None:
     beats = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Heartbeat)]
     callbacks = [DefaultFlowCallback, clock, *beats]
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
-    trainer.begin_phase = clock.meter.begin
+    trainer.begin_phase = clock.begin
     trainer.skipped = SkippedSteps(STEPS + 1)
     trainer.train()
     batches: Any = trainer.eval_dataset

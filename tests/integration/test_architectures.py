@@ -8,6 +8,7 @@ SAMPLE = ("falcon", "gpt_oss", "phimoe", "jetmoe", "bert")  # docs/decisions/001
 WAYS = ("lora", "packed")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_architecture_of_its_own_kind_trains_or_is_refused_in_words(name):
     lora, packed = walk([name], WAYS, measure=False)

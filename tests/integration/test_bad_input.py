@@ -53,6 +53,7 @@ def refuses(finished):
 # ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -215,6 +216,7 @@ importlib.machinery.PathFinder.find_spec = classmethod(without)
 """
 
 
+@pytest.mark.thorough
 def test_qlora_without_bitsandbytes_is_refused(finished, tmp_path):
     """A process in which Python does not find the package, as where it is not installed."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_BITSANDBYTES)
@@ -436,6 +438,7 @@ def test_a_run_that_does_not_exist_or_has_not_begun_is_not_resumed(refuses, fini
         shutil.rmtree(begun)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_is_typed_beside_resume_is_not_ignored(refuses):
     refuses(["train", "--resume", "train.resume=none/checkpoint-3"], 8, "none/checkpoint-3")
     refuses(["train", "--resume", "train.resume=never"], 2, "train.resume=never contradicts `make resume`")

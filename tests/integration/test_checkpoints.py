@@ -85,6 +85,7 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_noticed(whole, tmp_path):
     assert find_problem(checkpoint) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt"])
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_been(
     again, whole, name, capsys
@@ -113,6 +114,7 @@ def test_with_all_checkpoints_damaged_no_model_is_loaded(again, monkeypatch):
         assert error.value.exit_code == 8
 
 
+@pytest.mark.thorough
 def test_a_payload_in_a_checkpoint_does_not_run_and_the_one_before_is_taken(again, whole, tmp_path):
     job, canary = again(), tmp_path / "canary"
     checkpoint = job.run.checkpoints / "checkpoint-6"
@@ -155,6 +157,7 @@ def test_a_base_that_has_changed_since_the_run_began_is_refused(again, whole, ti
         train(replace(job, resolved=replace(job.resolved, config=config)))
 
 
+@pytest.mark.thorough
 def test_another_learning_rate_is_refused_and_if_allowed_it_counts(again, tiny_model, tmp_path):
     job = again(learning_rate=1e-3)
     shutil.rmtree(job.run.checkpoints / "checkpoint-6")
@@ -197,6 +200,7 @@ def test_a_damaged_best_checkpoint_is_not_published(again, whole, capsys, monkey
     assert all(torch.equal(tensor, last[name]) for name, tensor in weights(job).items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

@@ -211,6 +211,7 @@ def test_a_run_that_is_stopped_twice_ends_as_one_that_was_not(workspace):
 # ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_eval_gives_the_loss_that_training_ended_with(finished):
     done = sft("eval", "--config", finished.config, "--split", "val", "--limit", "3", "--json")
     assert done.code == 0, done.err

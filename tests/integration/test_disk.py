@@ -48,6 +48,7 @@ def at_step(number, action, monkeypatch):
 
 # The weights of the tiny model are 430 kB, its optimizer state twice that: safetensors' error, then
 # torch.save's.
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", [200_000, 600_000], ids=["weights", "optimizer"])
 def test_a_full_disk_is_told_in_words_and_the_run_can_go_on(tiny_model, tmp_path, limit):
     settings = dict(mode="full", batch_size=16, save_steps=2, eval_steps=2, max_steps=4)
@@ -64,6 +65,7 @@ def test_a_full_disk_is_told_in_words_and_the_run_can_go_on(tiny_model, tmp_path
     assert losses(resumed) == losses(whole)
 
 
+@pytest.mark.thorough
 def test_a_run_directory_that_is_removed_while_training_is_one_sentence(tiny_model, tmp_path, monkeypatch):
     job = make_job(tiny_model, tmp_path, "gone")
     at_step(2, lambda: shutil.rmtree(job.run.path), monkeypatch)
@@ -71,6 +73,7 @@ def test_a_run_directory_that_is_removed_while_training_is_one_sentence(tiny_mod
         train(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [{}, {"logging_steps": 100, "eval_steps": 3, "save_steps": 3}])
 def test_a_disk_that_becomes_read_only_while_training_is_one_sentence(
     tiny_model, tmp_path, monkeypatch, settings
@@ -93,6 +96,7 @@ def test_a_finished_run_on_a_read_only_disk_is_one_sentence(finished, tmp_path, 
     assert "cannot write" in done.err and "log.txt: Read-only file system" in done.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [100, 400, 424, 440])
 def test_a_merge_onto_a_full_disk_leaves_nothing(finished, tmp_path, monkeypatch, size):
     """Also if the disk fills up only after its free space was looked at."""

@@ -92,6 +92,7 @@ def ranks_up(folder: Path, count: int = 2, timeout_s: float = 40) -> list[dict]:
     raise AssertionError(f"{count} ranks were expected, found {notes}")
 
 
+@pytest.mark.thorough
 def test_two_ranks_come_up_and_end(start, tmp_path):
     result, _ = start("end", "end")
     assert result.code == 0
@@ -99,6 +100,7 @@ def test_two_ranks_come_up_and_end(start, tmp_path):
     assert len({note["parent"] for note in ranks_up(tmp_path)}) == 1
 
 
+@pytest.mark.thorough
 def test_the_rank_that_failed_gives_its_exit_code_and_its_words_and_ends_the_others(start, tmp_path):
     result, seconds = start("wait", "fail")
     assert (result.rank, result.code, result.message) == (
@@ -109,6 +111,7 @@ def test_the_rank_that_failed_gives_its_exit_code_and_its_words_and_ends_the_oth
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0) and seconds < 20
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_is_named(start, tmp_path):
     result, _ = start("wait", "vanish")
     assert result.code == LaunchError.exit_code and "rank 1 died without reporting an error" in result.message
@@ -123,6 +126,7 @@ def test_a_signal_to_us_reaches_the_ranks_and_all_may_save(start, number):
     assert (result.code, result.message) == (Interrupted.exit_code, received.name)
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_ends_everything_at_once(start, tmp_path):
     def twice(notes):
         for note in notes:  # they cannot act on the first one
@@ -142,6 +146,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(start, tmp_path):
     assert gone([note["pid"] for note in ranks_up(tmp_path)], 0)
 
 
+@pytest.mark.thorough
 def test_no_process_outlives_the_command_that_is_killed(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     script = f"""
@@ -163,6 +168,7 @@ run_launcher(command, RunDir(Path({str(tmp_path)!r})))
         command.kill()
 
 
+@pytest.mark.thorough
 def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(start, tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text(
@@ -250,6 +256,7 @@ def test_accelerate_reads_every_shipped_config_as_it_is_meant():
         assert config.use_cpu == ("cpu" in path.stem)
 
 
+@pytest.mark.thorough
 def test_tensorboard_serves_loopback_and_ends_with_the_training(tmp_path, capsys):
     with tensorboard.while_training(tmp_path):
         server = tensorboard.running(tmp_path)

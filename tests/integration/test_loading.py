@@ -72,6 +72,7 @@ def test_processes_have_the_parts_of_the_weights_that_one_process_has(whole, run
         assert joined.dtype == expected.dtype and torch.equal(joined, expected), name
 
 
+@pytest.mark.thorough
 def test_a_process_holds_no_more_than_its_part_and_a_layer(whole, runs):
     kind, model = whole
     parameters = sum(parameter.nbytes for parameter in model.parameters())

@@ -358,6 +358,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name,
     assert_same_as_one(request.getfixturevalue(launched), f"{name}-{kind}", kind, after=SAVED)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launched", "engine", "kind"),
     [
@@ -504,6 +505,7 @@ def test_the_best_checkpoint_may_be_from_before_the_move(request, engine, name):
     assert any(not torch.equal(best[name], later[name]) for name in best)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("damage", "said"),
     [("remove", "1 of 2 optimizer state files"), ("cut", "optim_states.pt cannot be read")],

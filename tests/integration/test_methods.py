@@ -62,6 +62,7 @@ def loss_of(model, rows) -> float:
     return TokenScore.of(total).loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [

@@ -49,6 +49,7 @@ def adapter(job) -> dict[str, torch.Tensor]:
     return load_file(job.run.adapter / "adapter_model.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [{"batch_size": 16}, {"batch_size": 4}], ids=["16x1", "4x4"])
 def test_a_row_with_an_infinite_loss_costs_its_step_and_is_named(broken_model, tmp_path, capsys, change):
     rows = rows_without(BROKEN)
@@ -68,6 +69,7 @@ def test_a_row_with_an_infinite_loss_costs_its_step_and_is_named(broken_model, t
     assert len(losses(job)[0]) == 5 and all(map(math.isfinite, losses(job)[0]))
 
 
+@pytest.mark.thorough
 def test_the_logged_loss_is_the_mean_of_the_other_steps(broken_model, tmp_path):
     rows = rows_without(BROKEN)
     settings = dict(val=rows[:21], max_steps=6, learning_rate=1e-9, batch_size=16)
@@ -80,6 +82,7 @@ def test_the_logged_loss_is_the_mean_of_the_other_steps(broken_model, tmp_path):
     assert losses(all_six)[0] == pytest.approx([sum(losses(each)[0]) / 5], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_three_steps_in_a_row_end_the_run_and_nothing_is_saved(broken_model, tmp_path):
     rows = with_token(rows_without(BROKEN), set(range(100)))
     job = make_job(broken_model, tmp_path, "many", rows=rows, val=rows_without(BROKEN)[:21])
@@ -88,6 +91,7 @@ def test_three_steps_in_a_row_end_the_run_and_nothing_is_saved(broken_model, tmp
     assert not job.run.adapter.exists() and not list(job.run.checkpoints.glob("checkpoint-*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_a_single_gradient_that_is_infinite_costs_its_step(tiny_model, tmp_path, mode):
     job = make_job(tiny_model, tmp_path, mode, mode=mode)
@@ -146,6 +150,7 @@ def test_two_processes_skip_the_same_step(broken_model, tmp_path, capfd, engine,
     assert len(found) == 5
 
 
+@pytest.mark.thorough
 def test_an_infinite_validation_loss_is_told_and_is_neither_best_nor_impatient(
     broken_model, tmp_path, capsys
 ):

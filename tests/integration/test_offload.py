@@ -50,6 +50,7 @@ def watching_steps(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[No
     handle.remove()
 
 
+@pytest.mark.thorough
 def test_one_process_trains_a_divided_model(tiny_model, tmp_path):
     """Its parameters are DTensors with the policy of offloading, and its checkpoint goes on without it."""
     settings = dict(mode="full", learning_rate=1e-3, max_steps=4, save_steps=2, eval_steps=2)

@@ -147,6 +147,7 @@ def test_it_does_not_begin_again_for_ever(tiny_model, tmp_path, fault):
     assert tokens == sorted(set(tokens), reverse=True)
 
 
+@pytest.mark.thorough
 def test_a_single_row_that_does_not_fit_ends_the_run(tiny_model, tmp_path, fault):
     fault("forward", 16 + 2)  # the third row of step 2
     job = make_job(tiny_model, tmp_path, "one", batch_size=1, gradient_checkpointing=True)

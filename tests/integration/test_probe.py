@@ -74,7 +74,7 @@ def sized(job, **changes):
 def test_the_probe_measures_what_was_predicted(tiny_model, tmp_path, settings):
     """With the real trainer, against the prediction for the very batches that are probed.
 
-    A few kilobytes are no tensor of the step: the state of the random numbers, and batches in NumPy's memory.
+    A batch of the evaluation, in NumPy's memory, is not seen by the allocator.
     """
     job = sized(make_job(tiny_model, tmp_path, "probe", rows=ROWS, probe=True, **settings))
     session, result = proven(job)
@@ -82,7 +82,7 @@ def test_the_probe_measures_what_was_predicted(tiny_model, tmp_path, settings):
     rows = probing.step_of_highest(session.rows.dataset, job.plan)
     expected = probing.expected_phases(job.plan, rows["tokens"])
     for phase in ("forward", "backward", "optimizer", "evaluation"):
-        assert result.phases[phase] == pytest.approx(expected[phase], abs=8 * KIB), phase
+        assert result.phases[phase] == pytest.approx(expected[phase], abs=16 * KIB), phase
     assert result.step_seconds > 0 and result.seconds_per_token > 0
 
 
@@ -130,6 +130,7 @@ def test_over_budget_a_smaller_plan_trains_the_same_effective_batch(tiny_model, 
     assert losses(job) == losses(plain)
 
 
+@pytest.mark.thorough
 def test_where_the_config_leaves_nothing_smaller_the_run_ends_before_it_begins(tiny_model, tmp_path):
     settings = dict(rows=ROWS, probe=True, gradient_checkpointing=False, batch_size=16)
     job, _ = overconfident(make_job(tiny_model, tmp_path, "fixed", **settings), 0.6)
@@ -165,6 +166,7 @@ def test_a_run_of_some_steps_remembers_how_fast_it_was(tiny_model, tmp_path):
     assert speeds[1].seconds_per_token == pytest.approx(1 / summary["tokens_per_second"])
 
 
+@pytest.mark.thorough
 def test_a_short_run_times_no_other_plans(tiny_model, tmp_path, capsys):
     proven(sized(make_job(tiny_model, tmp_path, "short", rows=ROWS, probe=True)))
     assert "tried" not in capsys.readouterr().out
@@ -236,6 +238,7 @@ class DropsAnInterrupt:
             pass
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_in_a_probe_ends_the_run_before_it_begins(tiny_model, tmp_path, monkeypatch):
     job = make_job(tiny_model, tmp_path, "one", probe=True)

@@ -46,6 +46,7 @@ CHANGES = {
 ALWAYS = {("lora", "1x16"), ("full", "1x16"), ("qlora", "ckpt 4x4"), ("full", "tiles 4x4")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "change"),
     [
@@ -63,6 +64,7 @@ def test_accumulation_checkpointing_and_tiles_do_not_change_the_loss_curve(
         assert_same_values(ours, theirs, close)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_what_becomes_of_activations_changes_no_weight(tiny_model, tmp_path, mode):
     """Some layers recomputed, all, or from inputs in RAM: bit for bit the weights of a run that keeps all."""
@@ -87,6 +89,7 @@ def test_what_becomes_of_activations_changes_no_weight(tiny_model, tmp_path, mod
         assert all(torch.equal(tensor, found["keep"][1][key]) for key, tensor in weights.items()), name
 
 
+@pytest.mark.thorough
 def test_evaluation_changes_nothing_and_every_step_is_trained_with_dropout(tiny_model, tmp_path, reference):
     curves = []
     for steps in (1, 100):
@@ -99,6 +102,7 @@ def test_evaluation_changes_nothing_and_every_step_is_trained_with_dropout(tiny_
     assert all(abs(a - b) > 1e-4 for a, b in zip(once[2:], without[2:], strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_padding_does_not_change_the_loss_curve(tiny_model, tmp_path, reference, mode):
     job = make_job(tiny_model, tmp_path, "padded", mode=mode, padding_free=False, batch_size=4)
@@ -116,6 +120,7 @@ def test_compiled_layers_do_not_change_the_loss_curve(tiny_model, tmp_path, refe
         assert_same_values(ours, theirs, CLOSE)
 
 
+@pytest.mark.thorough
 def test_packed_rows_give_the_loss_of_the_same_rows_unpacked(tiny_model, tmp_path):
     """One step holds all rows, so both runs learn from the same set in each step."""
     rows = token_rows(32)
@@ -137,6 +142,7 @@ def test_packed_rows_give_the_loss_of_the_same_rows_unpacked(tiny_model, tmp_pat
         assert_same_values(ours, theirs, summed(32 * 60))
 
 
+@pytest.mark.thorough
 def test_tokens_without_supervision_have_no_influence_through_the_loss(tiny_model, tmp_path):
     """What an unsupervised token *predicts* must not count: the tail after the last answer differs."""
     rng = random.Random(3)

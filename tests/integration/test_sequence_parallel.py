@@ -135,6 +135,7 @@ def test_two_processes_have_the_curve_of_one(ddp, name):
     assert_curve_of_one(ddp, name)
 
 
+@pytest.mark.thorough
 def test_the_curve_is_another_if_boundaries_of_joined_rows_are_lost(ddp):
     with pytest.raises(AssertionError):
         assert_curve_of_one(ddp, "lost-lora-joined")

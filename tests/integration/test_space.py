@@ -40,6 +40,7 @@ def saved_steps(job) -> set:
     return {step_of(path) for path in by_step(job.run)}
 
 
+@pytest.mark.thorough
 def test_a_save_for_which_there_is_no_room_is_left_out_and_the_run_goes_on(
     tiny_model, tmp_path, disk_is_full, capsys
 ):
@@ -88,6 +89,7 @@ def test_the_size_of_the_first_checkpoint_is_known_before_it_is_written(tiny_mod
     assert expected < found < disk.MARGIN * expected + 200_000  # tokenizer, state of the trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("failing", "saved"),
     [([3], {1, 2, 4, 5, 6}), pytest.param([3, 4], {1, 2}, marks=pytest.mark.faults)],

@@ -11,6 +11,7 @@ from sft_play.train.session import flops_share
 from tests.integration.jobs import make_job
 
 
+@pytest.mark.thorough
 def test_a_run_says_how_long_it_waited_for_data_and_no_mfu_without_a_known_peak(tiny_model, tmp_path):
     job = make_job(tiny_model, tmp_path, "numbers", batch_size=4)
     summary = train(job)

@@ -79,6 +79,7 @@ def test_a_plan_for_a_gpu_that_is_not_here(typed):
     assert plan["command"].startswith("sft-play train --config configs/run_lora.yaml ")
 
 
+@pytest.mark.thorough
 def test_init_writes_a_config_once_that_editors_and_the_tool_understand(typed, empty):
     said = typed("init", "first.yaml").stdout
     assert "next        sft-play prepare --show 3 --config first.yaml" in said
@@ -109,6 +110,7 @@ def test_ranks_of_several_processes_are_started_from_the_package(typed):
     typed("train", "--config", "configs/demo.yaml", "--processes", "2", *SHORT, "output.name=two")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -91,6 +91,7 @@ def test_distances_are_counted_along_the_shortest_way_and_circles_end():
     assert distances(graph, {"d"}) == {"d": 0, "b": 1, "c": 1, "a": 2}
 
 
+@pytest.mark.thorough
 def test_the_command_runs_what_git_calls_changed_and_says_what_it_left_out(tree):
     def call(*words: str) -> subprocess.CompletedProcess:
         who = {

@@ -104,6 +104,7 @@ def test_a_wrong_flag_is_one_sentence(capsys):
     assert caught.value.code == 2 and "sft-play eval: error: Invalid value for '--split'" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("variable", "said"),
     [

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 TESTS = """
@@ -14,6 +16,7 @@ def test_a(found):
 """
 
 
+@pytest.mark.thorough
 def test_the_three_lowest_margins_are_printed(tmp_path):
     file = tmp_path / "test_one.py"
     file.write_text(TESTS)

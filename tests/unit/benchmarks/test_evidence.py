@@ -323,6 +323,7 @@ def small_peaks(**changes):
     return {phase: peak.bytes for phase, peak in peaks.items()}
 
 
+@pytest.mark.thorough
 def test_outputs_that_a_trainer_frees_are_not_there_in_the_backward_pass():
     freed, kept = small_peaks(), small_peaks(outputs_kept_until="step")
     logits = 4 * math.prod(ROWS_TOKENS) * VOCABULARY
@@ -384,6 +385,7 @@ def test_steps_that_fsdp1_divided_are_predicted(mode):
     assert predict(row)["allocated"] == pytest.approx(row.measured["allocated"], rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_fsdp1_divides_weights_states_and_gradients():
     one, four = (small_peaks(mode="full", processes=each)["optimizer"] for each in (1, 4))
     assert four == pytest.approx(one / 4, rel=0.05)

@@ -29,6 +29,7 @@ def test_reading_the_diary_teaches_it(demo):
     assert facts["loss"] < 0.7 * torch.log(torch.tensor(float(len(tokenizer))))
 
 
+@pytest.mark.thorough
 def test_a_model_folder_loads_as_any_other_and_gives_the_same_logits_twice(demo):
     folder, facts, _, _ = demo
     one, two = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))

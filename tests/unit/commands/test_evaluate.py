@@ -230,6 +230,7 @@ def test_full_fine_tuning_is_compared_with_its_base(finished_full):
     assert result["loss"] == result["models"]["result"]["loss"] < result["models"]["base"]["loss"]
 
 
+@pytest.mark.thorough
 def test_model_cards_get_the_scores_unless_somebody_edited_them(copied):
     merge(copied.config, copied.run)
     write_card(copied.config, copied.run, copied.run.adapter)

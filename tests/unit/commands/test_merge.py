@@ -268,6 +268,7 @@ def test_after_full_fine_tuning_there_is_nothing_to_merge(tiny_model, tmp_path):
         merge(config, RunDir(tmp_path))
 
 
+@pytest.mark.thorough
 def test_after_qlora_the_adapter_goes_into_the_unquantized_base(tiny_model, tmp_path):
     pytest.importorskip("bitsandbytes")
     finished = train_by_heart(make_config(tiny_model, tmp_path, "qlora"))

@@ -257,6 +257,7 @@ def test_the_plan_of_a_model_and_several_sources_says_what_to_type_too(tmp_path)
     assert [source.path for source in typed.data.sources] == [str(rows)]
 
 
+@pytest.mark.thorough
 def test_the_plan_of_a_config_is_trained_with_what_was_typed():
     config = str(REPOSITORY / "configs" / "run_distributed.yaml")
     tree, _ = plan(

@@ -53,6 +53,7 @@ def test_memory_may_be_the_limit_and_an_asked_length_fits_or_does_not(many_posit
         plan(*words, "--context", str(longest + 1024))
 
 
+@pytest.mark.thorough
 def test_without_a_number_of_gpus_there_is_one_and_a_machine_of_eight():
     tree, _ = plan("--gpu", "RTX 4090", "--context", "max", "tuning.mode=lora")
     assert [row["processes"] for row in tree["rows"]] == [1, 8]

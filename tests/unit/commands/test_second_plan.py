@@ -41,6 +41,7 @@ def words(tiny_model, tmp_path, monkeypatch) -> list[str]:
     return ["plan", "--config", str(tmp_path / "run.yaml"), "--json"]
 
 
+@pytest.mark.thorough
 def test_a_second_plan_imports_neither_torch_nor_transformers(words):
     first, _ = plan_command(parse(words))
     script = SECOND.format(words=words, heavy=HEAVY)

@@ -31,6 +31,7 @@ def test_an_answer_pattern_that_no_reference_holds_is_said_before_training(resol
             pass
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_without_answers_does_not_look_for_the_pattern(resolved):
     with opened_job(resolved(answer_pattern="####", generate=False), 1) as job:
         assert job.plan.world_size == 1

@@ -163,6 +163,7 @@ def test_a_machine_that_goes_without_a_word_is_named(start, pool, impatient):
         waiting.result()
 
 
+@pytest.mark.thorough
 def test_a_machine_that_is_done_is_not_lost(links, impatient):
     links[2].close()
     time.sleep(1.5 * link_module.LOST_S)
@@ -195,6 +196,7 @@ def test_one_of_two_machines_with_the_same_rank_is_told_so_and_the_others_go_on(
     close(*(future.result(20) for future in links))
 
 
+@pytest.mark.thorough
 def test_a_machine_that_leaves_while_it_waits_may_come_again(pool, port, start, capsys):
     main = pool.submit(joined, 0, port)
     first = start(1, 3, port)
@@ -208,6 +210,7 @@ def test_a_machine_that_leaves_while_it_waits_may_come_again(pool, port, start, 
     close(*(future.result(20) for future in links))
 
 
+@pytest.mark.thorough
 def test_who_comes_when_the_run_has_begun_is_told_so(links, port):
     with pytest.raises(LaunchError, match="already begun"):
         joined(1, port)

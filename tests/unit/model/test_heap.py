@@ -4,6 +4,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 BLOCKS, MICRO_BATCHES = 60, 3
 CODE = f"""
 import resource, torch
@@ -19,6 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_finds_the_memory_of_the_one_before():
     """Without the setting, a third of the pages is cleared again, or none: that depends on what else lies there."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

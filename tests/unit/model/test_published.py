@@ -28,6 +28,7 @@ def parameters_of(config) -> int:
     return sum(parameter.numel() for parameter in empty_model(config).parameters())
 
 
+@pytest.mark.thorough
 def test_each_model_has_the_published_number_of_parameters(no_network):
     wrong = []
     for name, entry in ENTRIES.items():

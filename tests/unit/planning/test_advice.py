@@ -56,6 +56,7 @@ def test_each_change_is_a_run_that_fits_with_the_figures_that_it_has():
             assert again.plan(explain=False) == change.plan and change.plan.memory.fits
 
 
+@pytest.mark.thorough
 def test_what_saves_too_little_is_not_offered():
     offered = changes_that_fit(request(1.0, batch_size=16, gradient_checkpointing=False))
     assert all("train.optimizer" not in change.settings for change in offered)

@@ -40,6 +40,7 @@ def freely():
     return plan_run(config(), LLAMA, FACTS, MACHINE, 2)
 
 
+@pytest.mark.thorough
 def test_the_micro_batch_and_the_ways_to_send_less_are_those_of_the_earlier_plan(freely):
     began = plan_run(config(batch_size=2), LLAMA, FACTS, MACHINE, 2)
     began = replace(began, defers_exchange=not began.defers_exchange)

@@ -156,6 +156,7 @@ def test_a_gpu_that_could_multiply_in_float8_is_told_that_it_is_off(gpu, mode, c
     assert said == ([f"float8 is off, since no proof on a GPU has seen it win yet; {takes}"] if takes else [])
 
 
+@pytest.mark.thorough
 def test_a_plan_with_float8_is_that_without_and_says_so():
     plans = [
         plan_run(config_of(tuning=FULL, float8=on), small_config("llama", WIDE), ROWS, what_if("H100", 2), 2)
@@ -185,6 +186,7 @@ def test_the_plan_is_that_of_layers_that_are_not_compiled_and_says_so(processes)
     assert plans[0].memory == plans[1].memory and plans[0].step_seconds == plans[1].step_seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("gpu", "model", "said"), [("H100", {}, True), ("A100 80GB", {}, False),
                                                    ("H100", {"attention": "varlen_sdpa"}, False)])  # fmt: skip
 def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_says_why(gpu, model, said):
@@ -194,6 +196,7 @@ def test_attention_of_a_package_is_off_on_gpus_that_it_is_made_for_and_the_plan_
     assert (why in plan.why) is said
 
 
+@pytest.mark.thorough
 def test_no_plan_with_compiled_layers_divides_weights_or_offloads():
     machine = what_if("RTX 4090", 2)
     plan = plan_run(config_of(tuning={"mode": "full"}), small_config("llama", WIDE), ROWS, machine, 2)

@@ -115,6 +115,7 @@ def test_a_model_that_is_too_large_without_any_row_is_traced_once():
     assert traces.count == 1
 
 
+@pytest.mark.thorough
 def test_positions_are_the_limit_and_an_asked_length_has_its_own_speed():
     found = longest_row(config(), architecture(4096), what_if("RTX 4090"), 1, 1000)
     assert (found["longest"], found["limit"]) == (4096, "positions")

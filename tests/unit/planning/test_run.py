@@ -198,6 +198,7 @@ def test_only_a_mixture_has_experts_to_balance():
         plan_run(run(router_aux_loss_coef=0.01), MODEL, FACTS, CPU, 1)
 
 
+@pytest.mark.thorough
 def test_the_limit_is_the_budget_and_both_are_in_the_reasons():
     machine = what_if("RTX 4090")
     budget = memory_device(run(memory_gib=2), machine, 1)
@@ -213,6 +214,7 @@ def test_a_limit_above_what_is_free_says_what_is_free():
     assert "each process may use 20 GiB (parallel.memory_gib), but only 16.00 GiB are free" in plan.why
 
 
+@pytest.mark.thorough
 def test_more_processes_keep_the_effective_batch_and_the_rate_unless_told_otherwise():
     rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("H100"))
     assert [row["world_size"] for row in rows] == [1, 2, 4, 8]
@@ -241,6 +243,7 @@ def test_a_fixed_micro_batch_grows_the_effective_one_and_the_rates_follow_by_the
     assert all(row["learning_rate"] == pytest.approx(row["learning_rates"]["linear"]) for row in scaled)
 
 
+@pytest.mark.thorough
 def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
     rows = scaling(run(effective_batch_size=16), MODEL, FACTS, what_if("A10"))
     assert rows[0]["speed_up"] == 1
@@ -248,6 +251,7 @@ def test_without_a_known_link_the_speed_up_has_an_upper_bound_only():
     assert all(row["speed_up"] is None and row["speed_up_at_most"] > 0.99 for row in rows[1:])
 
 
+@pytest.mark.thorough
 def test_what_a_step_sends_for_divided_tokens_does_not_depend_on_the_split():
     sent = []
     for rows, accumulation in ((1, 8), (8, 1)):
@@ -297,6 +301,7 @@ def test_the_plan_says_what_is_trained_beside_the_adapters_and_needs_memory_for_
     assert modules.memory.peak_bytes - plain.memory.peak_bytes > 4 * 4 * 4000 * 256
 
 
+@pytest.mark.thorough
 def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_assumed():
     both = what_if("A100", 2)
     mixed = replace(both, gpus=(both.gpus[0], what_if("T4").gpus[0]))
@@ -307,6 +312,7 @@ def test_of_different_gpus_the_oldest_decides_and_an_unknown_one_is_said_to_be_a
     assert StepSpec.of(run(), plan).compute_capability == (8, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "mode", "said"),
     [
@@ -342,6 +348,7 @@ def test_the_allocator_is_the_one_that_the_environment_asks_for(environment, exp
     assert memory_device(run(), what_if("T4"), 1).expandable == expandable
 
 
+@pytest.mark.thorough
 def test_a_plan_for_a_gpu_says_what_the_process_takes_and_what_is_known_of_errors():
     plan = plan_run(run(memory_gib=4), MODEL, FACTS, what_if("T4"), 1)
     tree = plan.to_json()["memory"]

@@ -116,6 +116,7 @@ def test_a_mixture_of_experts_is_refused_only_if_tiles_are_asked_for():
         allowed_plans(config(mlp_tiles=4), mixture, facts, device, 1)
 
 
+@pytest.mark.thorough
 def test_a_run_gets_tiles_where_the_traced_steps_fit_with_them_alone():
     """Rows of 8,192 tokens on a GPU whose budget is between what they take with tiles and without."""
     wide = Architecture.of(

@@ -196,6 +196,7 @@ def test_the_fastest_groups_are_taken_and_no_more_are_planned_than_may_be_faster
     assert max(planned) <= max(chosen, 4)
 
 
+@pytest.mark.thorough
 def test_groups_of_a_plan_stay_when_it_is_planned_again(monkeypatch):
     """As after memory ran out: with a smaller micro-batch, and nothing that the config leaves open."""
     asked = request(3)

@@ -59,6 +59,7 @@ def test_few_layers_represent_all_of_them_in_both_places(changes):
         assert ours == theirs
 
 
+@pytest.mark.thorough
 def test_memory_of_other_sizes_follows_from_the_same_traces():
     traces = Traces(LLAMA)
     for rows in (2, 3, 7):

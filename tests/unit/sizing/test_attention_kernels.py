@@ -160,6 +160,7 @@ def largest_block(capability, **changes):
     return trace.sizes[inside].max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("joined", [False, True])
 def test_our_step_never_writes_scores_also_where_no_kernel_takes_groups(joined):
     shape = dict(batch=JoinedRows(1024)) if joined else {}

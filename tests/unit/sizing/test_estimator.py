@@ -65,6 +65,7 @@ def estimate(fresh):
     return fresh()
 
 
+@pytest.mark.thorough
 def test_what_was_traced_is_read_the_second_time_for_any_budget(fresh, monkeypatch):
     joined = replace(PLAN, padding_free=True, micro_batch_supervised=200)
     others = [

@@ -43,6 +43,7 @@ def test_one_trace_gives_every_number_of_kept_layers_with_the_same_kinds(kinds):
     assert {fewest_kept_alike([0] * 9, kept) for kept in range(1, 9)} == {1, 2, 7, 8}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kept", "name", "changes"),
     [
@@ -74,6 +75,7 @@ def test_few_layers_represent_all_of_a_mix_to_the_byte(name, changes, kept):
     assert few == full
 
 
+@pytest.mark.thorough
 def test_memory_of_any_number_of_kept_layers_follows_from_three_traces():
     """Of 2 to 6 kept layers, and other sizes of the micro-batch; to the byte, as if each were traced."""
     traces = Traces(LLAMA)
@@ -84,6 +86,7 @@ def test_memory_of_any_number_of_kept_layers_follows_from_three_traces():
     assert traces.count <= 3
 
 
+@pytest.mark.thorough
 def test_each_layer_that_keeps_its_activations_takes_memory_but_the_last_one():
     """Which is whole when the backward pass begins, even if it is recomputed for that."""
     traces = Traces(LLAMA)
@@ -102,6 +105,7 @@ def test_layers_that_cannot_be_told_apart_are_not_mixed():
         Traces(LLAMA).step(replace(SPEC, mode="lora", lora=named, kept_layers=4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kept", "mode"),
     [
@@ -117,6 +121,7 @@ def test_the_real_step_allocates_what_the_trace_of_a_mix_says(mode, kept, name):
     require_predicted(config, spec)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kept", "shards"),
     [(5, 1), (1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (5, 2)))],

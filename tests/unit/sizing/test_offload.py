@@ -79,6 +79,7 @@ def test_a_trace_on_disk_knows_what_is_in_ram(trace, tmp_path):
     assert load_trace(tmp_path / "trace").in_ram == trace.in_ram != ()
 
 
+@pytest.mark.thorough
 def test_on_a_cpu_all_is_in_ram_already():
     offloaded, plain = (
         trace_step(LLAMA, spec(device="cpu", shards=2, offload=away)) for away in (True, False)

@@ -17,6 +17,7 @@ LORA = LoraSettings(r=4)
 SMALL = WIDE | {"layers": 5, "vocabulary": 300}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "activations", "lora", "found"),
     [

@@ -1,5 +1,6 @@
 import threading
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,7 @@ from sft_play.sizing.phase_meter import PhaseMeter
 from sft_play.sizing.step import StepSpec
 
 
+@pytest.mark.thorough
 def test_each_phase_has_the_peak_of_its_own_time():
     model = torch.nn.Linear(100, 10)
     before = storage_bytes(model)
@@ -32,6 +34,7 @@ def test_each_phase_has_the_peak_of_its_own_time():
     assert (meter.reserved_bytes, meter.retries) == (None, 0)
 
 
+@pytest.mark.thorough
 def test_what_other_threads_allocate_and_free_counts():
     """As gloo's do; what was there before and is freed meanwhile is in the peak that came before."""
     other = torch.empty(10_000)  # not counted: it is there before the meter

@@ -96,12 +96,14 @@ def test_a_layer_more_is_held_for_each_that_is_gathered_further_ahead():
     assert held[1] - held[0] == layer
 
 
+@pytest.mark.thorough
 def test_layers_of_several_shapes_are_all_traced():
     """A layer's weights are gathered while its neighbor runs, so what stands for it must be as large."""
     config = small_config("qwen3_moe", SMALL, mlp_only_layers=[1])
     assert not trace_step(config, spec(mode="lora")).stand_ins
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shards", [1, 2])
 def test_optimizer_states_outlive_the_step(shards):
     """What frees them at the end of a trace must not be in it: a replay of the allocator would reuse them."""
@@ -111,6 +113,7 @@ def test_optimizer_states_outlive_the_step(shards):
     assert states.sum() == 3 * 42 and not states[freed].any()
 
 
+@pytest.mark.thorough
 def test_replicas_hold_what_one_holds_and_reduce_the_gradients_of_their_part():
     """As many all-reduces as reduce-scatters, each of what a process keeps of the sum."""
     one, two = (trace_step(LLAMA, spec(replicated=replicated)) for replicated in (False, True))
@@ -127,6 +130,7 @@ def steps():
     return {shards: trace_step(LLAMA, spec(shards=shards)) for shards in (2, 512)}
 
 
+@pytest.mark.thorough
 def test_a_trace_does_not_grow_with_the_number_of_processes(steps):
     assert len(steps[2].events) == len(steps[512].events)
     assert steps[2].same_structure(steps[512])
@@ -144,6 +148,7 @@ def test_what_a_process_holds_is_its_share_of_all_and_one_layer(steps):
     assert many["load"].bytes < few["load"].bytes
 
 
+@pytest.mark.thorough
 def test_a_gpu_gets_one_whole_layer_at_a_time_while_it_loads():
     base = LLAMA.vocab_size * LLAMA.hidden_size * 2
     peaks = trace_step(LLAMA, spec(mode="lora", **ON_GPU)).step.peaks()
@@ -177,6 +182,7 @@ def test_weights_that_stay_gathered_are_gathered_once_until_the_backward_pass_is
     assert more["forward"].terms["engine"] > everything > less["forward"].terms["engine"]
 
 
+@pytest.mark.thorough
 def test_what_fully_shard_allocates_on_other_streams_is_not_for_computation():
     """By source, on a GPU: buffers to gather in, and gradients that are reduced, for which nothing is freed."""
     trace = trace_step(LLAMA, spec(mixed_precision="bf16", device="cuda"))
@@ -210,6 +216,7 @@ def test_zero3_gathers_what_belongs_to_no_layer_once_more(steps):
     assert {message.kind for message in messages} == {"all_gather", "reduce_scatter"}
 
 
+@pytest.mark.thorough
 def test_zero3_keeps_gathered_weights_of_which_the_backward_pass_needs_a_view():
     """PEFT computes with views of the adapters of four experts; those of a layer's 3 predecessors are there."""
     config = small_config("mixtral", SMALL)
@@ -222,6 +229,7 @@ def test_zero3_keeps_gathered_weights_of_which_the_backward_pass_needs_a_view():
     assert kept["engine"] - recomputed["engine"] == 3 * adapters
 
 
+@pytest.mark.thorough
 def test_weights_that_autocast_would_cast_are_gathered_in_16_bits():
     config = small_config("llama", SMALL | {"layers": 3})
     whole, half = (
@@ -242,6 +250,7 @@ def test_gradients_of_earlier_micro_batches_are_shards(steps):
     assert again["optimizer"].bytes == alone["optimizer"].bytes
 
 
+@pytest.mark.thorough
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole(steps):
     """There are as many bytes of them as of weights, until the backward pass reduces them layer by layer."""
     waiting = trace_step(LLAMA, spec(accumulates=True, defers_exchange=True)).step.peaks()
@@ -252,6 +261,7 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_whole(steps):
     assert half.step.peaks()["forward"].terms["gradients"] == pytest.approx(4 * elements, rel=0.001)
 
 
+@pytest.mark.thorough
 def test_gradients_that_wait_are_whole_until_the_end_of_a_micro_batch_that_is_not_the_last(steps):
     """The last one reduces them layer by layer; after another one, nothing is updated."""
     few = dict(accumulates=False, defers_exchange=True, batch=PaddedRows(2, 4))
@@ -266,6 +276,7 @@ def test_gradients_that_wait_are_whole_until_the_end_of_a_micro_batch_that_is_no
     assert first["optimizer"].bytes < last["optimizer"].bytes
 
 
+@pytest.mark.thorough
 def test_replicas_keep_their_own_sum_of_gradients_until_the_last_micro_batch(steps):
     """It is as large as the shards of all processes' gradients would be."""
     one, more = (trace_step(LLAMA, spec(accumulates=True, replicated=many)) for many in (False, True))
@@ -274,6 +285,7 @@ def test_replicas_keep_their_own_sum_of_gradients_until_the_last_micro_batch(ste
     assert peaks[0].terms["gradients"] == pytest.approx(peaks[1].terms["gradients"], rel=0.001)
 
 
+@pytest.mark.thorough
 def test_four_bit_weights_are_divided_and_their_scales_are_not():
     peaks = [
         trace_step(LLAMA, spec(mode="qlora", shards=count, **ON_GPU))
@@ -361,6 +373,7 @@ def test_an_engine_that_divides_weights_keeps_no_whole_gradients(engine, accumul
     assert (found.shards, found.accumulates) == (shards, accumulates)
 
 
+@pytest.mark.thorough
 def test_rows_that_no_number_of_processes_divides_are_padded():
     """160 rows among 3: each process holds 54, and sends and gets as many."""
     config = small_config("llama", TALL | {"layers": 3})

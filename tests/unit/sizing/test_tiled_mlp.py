@@ -25,6 +25,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -46,6 +47,7 @@ def test_few_layers_represent_all_to_the_byte(name, changes):
         assert ours == theirs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "mode"), [("llama", "lora"), ("gpt2", "full"), slow("llama", "full"), slow("gpt2", "lora")]
 )
@@ -55,6 +57,7 @@ def test_the_real_step_allocates_what_the_trace_says(mode, name):
     require_predicted(config, spec)
 
 
+@pytest.mark.thorough
 def test_tiles_take_less_forward_backward_and_in_evaluation():
     """Of a wide MLP, a tile exists at a time; the last one of a step is as it was."""
     wide = small_config("llama", SMALL | {"inner": 2048, "layers": 3})

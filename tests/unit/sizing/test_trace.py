@@ -166,6 +166,7 @@ def test_joined_sequences_cost_by_their_own_lengths(family):
     assert trace_step(config, spec).step.peaks()["forward"].bytes == pytest.approx(measured.peak, abs=500)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tied", "new_tokens", "whole"),
     [
@@ -274,6 +275,7 @@ def test_eight_bit_states_are_a_quarter_of_those_in_fp32():
     assert eight.terms["optimizer"] == pytest.approx(plain.terms["optimizer"] / 4, rel=0.02)
 
 
+@pytest.mark.thorough
 def test_more_supervised_tokens_cost_more_on_a_gpu_and_nothing_on_the_cpu():
     config = small_config("llama", SMALL)
 
@@ -363,6 +365,7 @@ def test_three_traces_give_every_micro_batch_with_any_supervised_share(device, m
     assert traces.count == 3
 
 
+@pytest.mark.thorough
 def test_under_the_autocast_of_a_cpu_a_step_with_many_tiles_is_traced_itself():
     traces = Traces(small_config("llama", SMALL))
     kind = replace(on_gpu(mode="full"), device="cpu", longest=100)
@@ -373,6 +376,7 @@ def test_under_the_autocast_of_a_cpu_a_step_with_many_tiles_is_traced_itself():
     assert traces.count == 2
 
 
+@pytest.mark.thorough
 def test_the_work_of_a_step_with_two_tiles_of_the_loss_needs_no_trace_of_another_kind():
     """A step with half as many rows more has three tiles; one a little smaller has two."""
     traces = Traces(small_config("llama", SMALL))

@@ -79,6 +79,7 @@ def test_what_is_not_an_error_for_the_user_fails(setting, monkeypatch):
         assert fuzz.judge(0, case, setting).problem, error
 
 
+@pytest.mark.thorough
 def test_a_worker_that_dies_or_hangs_is_reported_and_replaced(monkeypatch):
     monkeypatch.setattr(fuzz, "work", dies_at_three)
     monkeypatch.setattr(fuzz, "CLOCK_SECONDS", 30.0)

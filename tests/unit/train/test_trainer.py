@@ -166,6 +166,7 @@ def test_lora_plus_gives_the_b_matrices_a_rate_of_their_own_and_nothing_else(tra
     assert trainer.create_optimizer() is optimizer  # not divided again
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 def test_what_is_trained_whole_has_the_type_of_the_model_or_under_autocast_fp32(trainer_of, mode, precision):
