@@ -51,7 +51,7 @@ KINDS = {
     "full-padded": {"mode": "full", "learning_rate": 1e-3, "padding_free": False},
     "full-packed": {"mode": "full", "learning_rate": 1e-3, "probe": True, **PACKED},
 }
-# Of the engines' kinds, those of `make test`; the others, and more of what resumes, are of `make test-faults`.
+# Of the engines' kinds, those of `make test-all`; the others, and more of what resumes, are of `make test-faults`.
 ALWAYS = {
     "zero2": ("lora-padded",),
     "ddp": ("lora-padded",),
@@ -301,15 +301,19 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def always_run(engine: str, kind: str):
-    """A case of `make test` with DDP, of `make test-all` with the others."""
-    return pytest.param(engine, engine, kind, marks=() if engine == "ddp" else pytest.mark.thorough)
+def test_ddp_learns_what_one_process_does(tiny_model, tmp_path):
+    """The case of `make test`; those below need launches of all engines."""
+    settings = {**COMMON, "mode": "lora", "max_steps": SAVED}
+    train(make_job(tiny_model, tmp_path, "one", **settings))
+    launch_jobs(tmp_path, "ddp", 2, [{"model": str(tiny_model), "name": "two", "settings": settings}])
+    assert_same_curve(tmp_path / "two", tmp_path / "one", CLOSE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launched", "engine", "kind"),
     [
-        always_run(engine, kind) if kind in always else slow(f"{engine}_more", engine, kind)
+        (engine, engine, kind) if kind in always else slow(f"{engine}_more", engine, kind)
         for engine, always in ALWAYS.items()
         for kind in KINDS
     ],
