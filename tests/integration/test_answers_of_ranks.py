@@ -9,7 +9,7 @@ from tests.conftest import REPOSITORY
 from tests.integration.cli import make_workspace, sft
 from tests.integration.test_kills import launching
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.integration, pytest.mark.thorough, pytest.mark.usefixtures("one_thread")]
 WORDS = ["parallel.engine=fsdp2", "train.probe=false", "train.report_to=[]", "train.max_steps=4"]
 WORDS += ["parallel.timeout_s=60", "eval.samples=4", "eval.max_new_tokens=12"]
 RESHARDS = {

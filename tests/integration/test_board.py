@@ -15,7 +15,7 @@ from sft_play.runlog import read_metrics
 from sft_play.train.run import train
 from sft_play.train.trackers import _literal, show_answers
 from tests.conftest import token_rows
-from tests.integration.jobs import make_job
+from tests.jobs import make_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 

@@ -17,7 +17,7 @@ from sft_play.runlog import read_json
 from sft_play.train import run as run_module
 from sft_play.train.checkpoints import find_problem
 from sft_play.train.run import train
-from tests.integration.jobs import losses, make_job, seal
+from tests.jobs import losses, make_job, seal
 from tests.unit.test_manifest import flip_bit
 from tests.unit.train.test_checkpoints import Payload
 

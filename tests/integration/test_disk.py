@@ -12,7 +12,7 @@ from sft_play.train.callbacks import Reporter
 from sft_play.train.run import train
 from tests.conftest import file_size_limit
 from tests.integration.cli import sft
-from tests.integration.jobs import losses, make_job
+from tests.jobs import losses, make_job
 
 pytestmark = pytest.mark.integration
 Usage = namedtuple("Usage", "total used free")

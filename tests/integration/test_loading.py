@@ -12,9 +12,9 @@ from sft_play.model.build import build_model
 from sft_play.sizing.cpu_meter import storage_bytes
 from sft_play.units import MIB
 from tests.conftest import VOCABULARY
-from tests.integration.jobs import make_job
 from tests.integration.loading import weights_of
 from tests.integration.processes import launch_jobs
+from tests.jobs import make_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 

@@ -1,7 +1,7 @@
 """One process and all engines give the same curve and resume from each other's checkpoints.
 
 fp32, no dropout, effective batch 12: 2 x 6, 2 x 3 x 2, 2 x 2 x 3 or 1 x 3 x 4. Launches on two processes, then on
-three and four, which resume from what the others saved.
+three and four, which resume from what the others saved. Of these, test_two_processes.py has one launch.
 """
 
 import json
@@ -20,25 +20,12 @@ from sft_play.manifest import MANIFEST
 from sft_play.runlog import RunDir, read_metrics
 from sft_play.train.run import train
 from tests.conftest import token_rows
-from tests.integration.jobs import SEQ, make_job, seal, tied_copy
-from tests.integration.processes import assert_same_curve, launch_jobs
-from tests.rounding import summed
+from tests.integration.processes import CLOSE, assert_same_curve, launch_jobs
+from tests.jobs import SEQ, make_job, seal, tied_copy
 from tests.unit.test_manifest import flip_bit
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.integration, pytest.mark.thorough, pytest.mark.usefixtures("one_thread")]
 
-# Relative. The sums that another number of processes orders otherwise are those over the tokens of a step, of the
-# loss and of each gradient; a padded step has 12 rows of up to 60 tokens, a packed one 12 of 64. Largest
-# differences seen in 20 curves: loss 1.7e-7, evaluation 4e-8, gradient norm 1.2e-7. Without one of Adam's two
-# moments, or with a wrong count of steps, they are 2e-5 or more.
-NEAR = summed(12 * SEQ)
-CLOSE = {
-    "train/loss": NEAR,
-    "eval/loss": NEAR,
-    "eval/token_accuracy": 1e-6,  # a quotient of counts
-    "train/grad_norm": NEAR,
-    "train/learning_rate": 0,
-}
 STEPS, SAVED = 6, 3
 COMMON = {
     "max_steps": STEPS, "save_steps": SAVED, "eval_steps": SAVED, "effective_batch_size": 12, "batch_size": 2,
@@ -165,7 +152,7 @@ def checkpoint_that_stays_best(folder: Path) -> Path:
 
 
 def jobs_of_ddp(folder: Path) -> dict[str, dict]:
-    """Those of `make test`: some resume from the others, and one has the rows of each rank."""
+    """Some resume from the others, and one has the rows of each rank."""
     jobs = kinds_of("ddp", always=True) | resumed(folder, "fsdp2", "ddp", "full-padded")
     jobs["ddp-tiled-lora-packed"] = {**KINDS["lora-packed"], **TILED}
     jobs["looked"] = {"only_look": True, "rows": token_rows(EPOCH_ROWS, seed=5), "max_steps": 3}
@@ -301,15 +288,6 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def test_ddp_learns_what_one_process_does(tiny_model, tmp_path):
-    """The case of `make test`; those below need launches of all engines."""
-    settings = {**COMMON, "mode": "lora", "max_steps": SAVED}
-    train(make_job(tiny_model, tmp_path, "one", **settings))
-    launch_jobs(tmp_path, "ddp", 2, [{"model": str(tiny_model), "name": "two", "settings": settings}])
-    assert_same_curve(tmp_path / "two", tmp_path / "one", CLOSE)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launched", "engine", "kind"),
     [
@@ -362,7 +340,6 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_changed(request, launched, name,
     assert_same_as_one(request.getfixturevalue(launched), f"{name}-{kind}", kind, after=SAVED)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launched", "engine", "kind"),
     [
@@ -509,7 +486,6 @@ def test_the_best_checkpoint_may_be_from_before_the_move(request, engine, name):
     assert any(not torch.equal(best[name], later[name]) for name in best)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("damage", "said"),
     [("remove", "1 of 2 optimizer state files"), ("cut", "optim_states.pt cannot be read")],

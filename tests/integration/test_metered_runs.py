@@ -4,8 +4,8 @@ import pytest
 
 from sft_play.train.run import train
 from tests.conftest import token_rows
-from tests.integration.jobs import make_job
 from tests.integration.test_probe import ROWS, sized
+from tests.jobs import make_job
 
 KINDS = {
     "lora": {"mode": "lora"},

@@ -14,7 +14,7 @@ from sft_play.runlog import read_json
 from sft_play.train.run import train
 from sft_play.train.session import prepare_session
 from tests.integration.cli import finish, make_workspace, sft, start
-from tests.integration.jobs import NEW_TOKENS, losses, make_job, new_token_rows, tied_copy
+from tests.jobs import NEW_TOKENS, losses, make_job, new_token_rows, tied_copy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MANY = {"mode": "lora", "lora": {"init": "pissa", "plus_ratio": 4, "rank_pattern": {"q_proj": 4}}}

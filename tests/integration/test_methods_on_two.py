@@ -14,8 +14,8 @@ from sft_play.config.methods import SCHEDULE_FREE
 from sft_play.engines.zero2 import Zero2
 from sft_play.train.run import train
 from tests.conftest import token_rows
-from tests.integration.jobs import NEW_TOKENS, SEQ, make_job, new_token_rows, tied_copy
 from tests.integration.processes import assert_same_curve, launch_jobs
+from tests.jobs import NEW_TOKENS, SEQ, make_job, new_token_rows, tied_copy
 from tests.rounding import summed
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -16,7 +16,7 @@ from sft_play.model.build import build_model
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.train.run import train
 from tests.conftest import token_rows
-from tests.integration.jobs import losses, make_job
+from tests.jobs import losses, make_job
 from tests.rounding import assert_same_values, summed
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]

@@ -23,8 +23,8 @@ from sft_play.train.ranks import process_group
 from sft_play.train.run import train
 from sft_play.train.session import prepare_session
 from sft_play.units import MIB
-from tests.integration.jobs import losses, make_job
 from tests.integration.processes import launch_jobs
+from tests.jobs import losses, make_job
 from tests.rounding import assert_same_values, summed
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]

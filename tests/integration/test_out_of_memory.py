@@ -18,8 +18,8 @@ from sft_play.train.checkpoints import by_step
 from sft_play.train.rows import validation_rows
 from sft_play.train.run import train
 from tests.integration.cli import make_workspace, sft
-from tests.integration.jobs import losses, make_job
 from tests.integration.memory_faults import failing, failing_optimizer
+from tests.jobs import losses, make_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 PACKED = {"mode": "lora", "packing": True, "effective_batch_size": 8 * 64, "batch_size": 2 * 64}

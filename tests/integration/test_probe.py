@@ -30,7 +30,7 @@ from sft_play.train.settle import settle_plan, speed_file
 from sft_play.units import GIB, KIB
 from tests.conftest import token_rows
 from tests.integration.cli import make_workspace, sft
-from tests.integration.jobs import losses, make_job
+from tests.jobs import losses, make_job
 
 ROWS = token_rows(96, longest=64)
 # a record of corrections that are too low

@@ -13,7 +13,7 @@ from sft_play.data.batching import pack
 from sft_play.model import compilation
 from sft_play.train.run import train
 from tests.conftest import VOCABULARY, token_rows
-from tests.integration.jobs import SEQ, losses, make_job
+from tests.jobs import SEQ, losses, make_job
 from tests.packages import needs_torchao
 from tests.rounding import assert_same_values, summed
 

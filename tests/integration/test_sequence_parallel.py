@@ -11,20 +11,11 @@ import torch
 
 from sft_play.train.run import train
 from tests.conftest import VOCABULARY
-from tests.integration.jobs import SEQ, make_job
-from tests.integration.processes import assert_same_curve, launch_jobs
-from tests.rounding import summed
+from tests.integration.processes import CLOSE, assert_same_curve, launch_jobs
+from tests.jobs import SEQ, make_job
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.integration, pytest.mark.thorough, pytest.mark.usefixtures("one_thread")]
 
-NEAR = summed(12 * SEQ)  # as in test_many_processes.py
-CLOSE = {
-    "train/loss": NEAR,
-    "eval/loss": NEAR,
-    "eval/token_accuracy": 1e-6,
-    "train/grad_norm": NEAR,
-    "train/learning_rate": 0,
-}
 STEPS, SAVED = 4, 2
 COMMON = {
     "max_steps": STEPS, "save_steps": SAVED, "eval_steps": SAVED, "effective_batch_size": 12, "batch_size": 3,
@@ -129,13 +120,11 @@ def assert_curve_of_one(folder: Path, name: str, after: int = 0) -> None:
     assert_same_curve(folder / name, folder / f"one-{name.split('-', 1)[1]}", CLOSE, after)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ddp2-lora-joined", "ddp2-full-packed", "ddp2-lora-sinks"])
 def test_two_processes_have_the_curve_of_one(ddp, name):
     assert_curve_of_one(ddp, name)
 
 
-@pytest.mark.thorough
 def test_the_curve_is_another_if_boundaries_of_joined_rows_are_lost(ddp):
     with pytest.raises(AssertionError):
         assert_curve_of_one(ddp, "lost-lora-joined")

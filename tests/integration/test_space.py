@@ -14,7 +14,7 @@ from sft_play.train.run import train
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import PlannedTrainer
 from tests.conftest import file_size_limit
-from tests.integration.jobs import losses, make_job
+from tests.jobs import losses, make_job
 
 pytestmark = pytest.mark.integration
 SAVING = dict(mode="full", batch_size=16, save_steps=1, eval_steps=1, max_steps=6, keep_checkpoints=6)

@@ -8,7 +8,7 @@ from sft_play.machine.gpus import what_if
 from sft_play.runlog import read_metrics
 from sft_play.train.run import train
 from sft_play.train.session import flops_share
-from tests.integration.jobs import make_job
+from tests.jobs import make_job
 
 
 @pytest.mark.thorough

@@ -14,9 +14,9 @@ from sft_play.planning.facts import DataFacts
 from sft_play.planning.run import plan_run
 from sft_play.runlog import RunDir
 from sft_play.train.run import train
-from tests.integration.jobs import make_job
 from tests.integration.processes import assert_same_curve
 from tests.integration.toy_engine import BUFFER, with_toy
+from tests.jobs import make_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 

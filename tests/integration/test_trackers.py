@@ -7,7 +7,7 @@ from sft_play.runlog import RunDir, read_json
 from sft_play.train.run import train
 from sft_play.train.trackers import grouped, keep_id, kept_id
 from tests.conftest import token_rows
-from tests.integration.jobs import make_job
+from tests.jobs import make_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 

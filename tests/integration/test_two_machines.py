@@ -7,9 +7,9 @@ import pytest
 from safetensors import safe_open
 
 from sft_play.train.run import train
-from tests.integration.jobs import make_job
 from tests.integration.processes import assert_same_curve, launch_jobs
 from tests.integration.test_many_processes import CLOSE, COMMON, KINDS, SAVED, saved_by
+from tests.jobs import make_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

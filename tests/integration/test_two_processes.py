@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.train.run import train
-from tests.integration.jobs import make_job
 from tests.integration.processes import CLOSE, assert_same_curve, launch_jobs
+from tests.jobs import make_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
@@ -47,8 +47,6 @@ def test_two_processes_learn_what_one_does(runs, name, reference):
     assert_same_curve(runs / name, runs / reference, CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"), [("fsdp2-to-ddp", "one-full"), ("one-to-fsdp2", "one-lora")]
-)
+@pytest.mark.parametrize(("name", "reference"), [("fsdp2-to-ddp", "one-full"), ("one-to-fsdp2", "one-lora")])
 def test_a_checkpoint_goes_on_with_another_engine(runs, name, reference):
     assert_same_curve(runs / name, runs / reference, CLOSE, after=SAVED)

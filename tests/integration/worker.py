@@ -25,9 +25,9 @@ with importing_torch():  # as a rank does
     from sft_play.train.ranks import process_group
     from sft_play.train.run import train
     from sft_play.train.session import prepare_session
-    from tests.integration.jobs import make_job
     from tests.integration.loading import load
     from tests.integration.remains import remains_of_probes
+    from tests.jobs import make_job
 
 
 def job_of(spec: dict[str, Any], ranks: RankEnvironment) -> Job:

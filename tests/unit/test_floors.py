@@ -151,11 +151,11 @@ def imports_of_all() -> dict[str, set[str]]:
 
 
 def folders_of(modules: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Folder -> folders that its modules import; within the package, its packages."""
+    """Folder -> folders that its modules import; within the package and the tests, their own folders."""
 
     def folder(name: str) -> str:
         parts = name.split(".")
-        return ".".join(parts[:2] if parts[0] == PACKAGE.name else parts[:1])
+        return ".".join(parts[:2] if parts[0] in (PACKAGE.name, "tests") else parts[:1])
 
     graph: dict[str, set[str]] = {}
     for name, imported in modules.items():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 from sft_play.engines.stored import put_to_use
 from sft_play.model.build import build_model
 from tests.conftest import VOCABULARY
-from tests.integration.jobs import make_job
+from tests.jobs import make_job
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from sft_play.model.build import build_model
 from sft_play.sizing import liger_kernels, questions
 from sft_play.sizing.kernels import patched
 from sft_play.sizing.recorder import AllocationRecorder
-from tests.integration.jobs import make_job
+from tests.jobs import make_job
 from tests.triton import interpreted, needs_triton
 
 TOKENS, HEADS, GROUPS = 5, 4, 2

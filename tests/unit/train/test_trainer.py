@@ -18,7 +18,7 @@ from sft_play.sizing.optimizers import EIGHT_BIT_FROM
 from sft_play.train.session import prepare_session
 from sft_play.train.trainer import HALVINGS, PlannedTrainer, averaged, forget_embeddings
 from tests.conftest import VOCABULARY
-from tests.integration.jobs import make_job
+from tests.jobs import make_job
 from tests.rounding import assert_same_values
 from tests.unit.test_manifest import flip_bit
 
