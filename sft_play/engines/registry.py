@@ -75,7 +75,7 @@ def offload_problem(config: RunConfig, device: str, precision: str) -> str | Non
             f"parallel.offload={place} does not work with parallel.engine={asked}, only with "
             f"{' or '.join(able)}; set parallel.engine={able[0]}, or parallel.offload=none"
         )
-    if problem := next(filter(None, (engine_of(name).problem(config) for name in able)), None):
+    if problem := engine_of(able[0] if asked == "auto" else asked).problem(config):
         return f"parallel.offload={place}: {problem}"
     if config.parallel.defer_exchange is True:
         return (

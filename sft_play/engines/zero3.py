@@ -32,6 +32,15 @@ class Zero3(Sharded, Zero):
     offloads = ("ram",)
     distributed_type_alone = Zero.distributed_type
 
+    def problem(self, config: RunConfig) -> str | None:
+        """PEFT's DoRA puts a new weight in the place of one in 4 bits, which DeepSpeed does not know."""
+        if config.tuning.mode == "qlora" and config.tuning.lora.use_dora:
+            return (
+                f"tuning.lora.use_dora=true with tuning.mode=qlora does not work with parallel.engine={self.name}; "
+                "use parallel.engine=fsdp2 or deepspeed_z2"
+            )
+        return super().problem(config)
+
     def divide(self, units: Sequence[Any], config: RunConfig, plan: Plan) -> None:
         """Each process keeps its part of each parameter."""
         from sft_play.engines.zero3_parts import partition

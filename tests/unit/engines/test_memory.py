@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from sft_play.config.schema import RunConfig
 from sft_play.engines.base import Division
 from sft_play.engines.deepspeed import config_file, read_config
-from sft_play.engines.registry import ALONE, ENGINES, engine_of
+from sft_play.engines.registry import ALONE, ENGINES, engine_of, offload_problem
 from sft_play.engines.zero2 import Buckets
 from sft_play.engines.zero2_division import parts_of
 from sft_play.engines.zero3 import sub_groups
@@ -361,11 +361,23 @@ def test_the_shipped_deepspeed_config_gives_the_buckets():
     assert Buckets.shipped().elements < 500_000_000
 
 
-def config(**train) -> RunConfig:
-    return RunConfig.model_validate({"model": {"name": "a/b"}, "data": {"train_path": "x"}, "train": train})
+def config(tuning=None, **train) -> RunConfig:
+    tree = {"model": {"name": "a/b"}, "data": {"train_path": "x"}, "tuning": tuning or {}, "train": train}
+    return RunConfig.model_validate(tree)
 
 
 def test_an_optimizer_that_zero2_cannot_divide_is_a_problem_of_it_alone():
     assert [engine.problem(config()) for engine in ENGINES] == [None] * len(ENGINES)
     problems = [engine.problem(config(optimizer="adafactor")) for engine in ENGINES]
     assert problems[:2] == [None, None] and "or parallel.engine=ddp" in problems[2]
+
+
+def test_only_zero3_does_not_divide_weights_in_4_bits_that_dora_unpacks():
+    dora = config({"mode": "qlora", "lora": {"use_dora": True}})
+    problems = {engine.name: engine.problem(dora) for engine in ENGINES}
+    assert [name for name, problem in problems.items() if problem] == ["deepspeed_z3"]
+    assert "use parallel.engine=fsdp2 or deepspeed_z2" in problems["deepspeed_z3"]
+    assert engine_of("deepspeed_z3").problem(config({"mode": "lora", "lora": {"use_dora": True}})) is None
+    for name, refused in (("fsdp2", False), ("deepspeed_z3", True)):
+        parallel = dora.parallel.model_copy(update={"engine": name, "offload": "ram"})
+        assert bool(offload_problem(dora.model_copy(update={"parallel": parallel}), "cpu", "no")) is refused
