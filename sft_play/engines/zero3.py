@@ -36,8 +36,8 @@ class Zero3(Sharded, Zero):
         """PEFT's DoRA puts a new weight in the place of one in 4 bits, which DeepSpeed does not know."""
         if config.tuning.mode == "qlora" and config.tuning.lora.use_dora:
             return (
-                f"tuning.lora.use_dora=true with tuning.mode=qlora does not work with parallel.engine={self.name}; "
-                "use parallel.engine=fsdp2 or deepspeed_z2"
+                "tuning.lora.use_dora=true with tuning.mode=qlora does not work with parallel.engine="
+                f"{self.name}; use parallel.engine=fsdp2 or deepspeed_z2"
             )
         return super().problem(config)
 

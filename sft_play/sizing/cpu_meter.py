@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 MARK, MEMORY = "sft-play ", "[memory]"
 ANCHOR = "anchor"
+BEFORE_ANCHOR = ("forward", "backward")  # phases of a step
 # Lets threads that are not profiled count, too (c10/core/CPUAllocator.cpp).
 ALLOCATOR, COUNT_EVERYWHERE = "libc10.so", "FLAGS_caffe2_report_cpu_memory_usage"
 
@@ -139,22 +140,42 @@ def peaks_by_mark(events: list[Event]) -> dict[str, int]:
     phase = None
     for event in events:
         if event.name != MEMORY:
-            name = event.name.removeprefix(MARK)
-            phase = phase if name == ANCHOR else name
+            phase = event.name.removeprefix(MARK)
         elif phase is not None:
             peaks[phase] = max(event.live, peaks.get(phase, event.live))
     return peaks
 
 
-def _held_at_anchor(events: list[Event]) -> int | None:
-    """What the last event before the last anchor says; None without an anchor."""
-    held, found = 0, None
+def _held_at_anchors(events: list[Event]) -> list[int]:
+    """What the last event before each anchor says."""
+    held, found = 0, []
     for event in events:
         if event.name == MEMORY:
             held = event.live
         elif event.name == MARK + ANCHOR:
-            found = held
+            found.append(held)
     return found
+
+
+def peaks_with_anchors(events: list[Event], alive: list[int]) -> dict[str, int]:
+    """The peak of each phase with all that was there before, by what was alive at the anchor of its step.
+
+    Events do not tell everything: batches lie in memory of NumPy, and what was allocated before the first
+    event is freed unseen. Batches stay for a step, so that its own anchor knows of them.
+    """
+    offsets = [whole - held for whole, held in zip(alive, _held_at_anchors(events), strict=True)]
+    peaks: dict[str, int] = {}
+    phase, passed = None, 0
+    for event in events:
+        if event.name == MARK + ANCHOR:
+            passed += 1
+        elif event.name != MEMORY:
+            phase = event.name.removeprefix(MARK)
+        elif phase is not None:
+            own = passed if phase in BEFORE_ANCHOR else passed - 1
+            peak = event.live + offsets[min(max(own, 0), len(offsets) - 1)]
+            peaks[phase] = max(peak, peaks.get(phase, peak))
+    return peaks
 
 
 class CpuMeter:
@@ -167,24 +188,23 @@ class CpuMeter:
 
     def __init__(self, model: torch.nn.Module) -> None:
         gc.collect()
-        self.model, self.alive = model, 0
+        self.model = model
+        self.alive: list[int] = []  # bytes at each anchor
         self.beside = alive_bytes(model) - storage_bytes(model)
         self.begin = mark
 
     def start(self) -> None:
         """Begins to collect events."""
+        self.alive = []
         self.block = allocator_events()
         self.events = self.block.__enter__()
 
     def anchor(self) -> None:
         """Looks at what is alive: between the backward pass and the update."""
-        self.alive = alive_bytes(self.model) - self.beside
+        self.alive.append(alive_bytes(self.model) - self.beside)
         mark(ANCHOR)
 
     def stop(self) -> tuple[dict[str, int] | None, None, int]:
         """Peaks by phase, None if there was no anchor; nothing is reserved or freed again."""
         self.block.__exit__(None, None, None)
-        held = _held_at_anchor(self.events)
-        if held is None:
-            return None, None, 0
-        return {name: self.alive + peak - held for name, peak in peaks_by_mark(self.events).items()}, None, 0
+        return (peaks_with_anchors(self.events, self.alive) if self.alive else None), None, 0

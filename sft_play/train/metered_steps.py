@@ -17,23 +17,20 @@ BESIDES = "besides"  # between steps: a checkpoint is saved, for example
 class MeteredSteps(TrainerCallback):
     """Meters the steps with the highest peak; as the first callback, so that no timer counts its work."""
 
-    def __init__(self, plan: Plan, trainer: Any) -> None:
-        self.trainer, self.first = trainer, _highest_step(plan, trainer.args.eval_steps)
-        self.phases: dict[
-            str, int
-        ] = {}  # peaks in bytes; {} if the steps were not run, or not by this process
+    def __init__(self, first: int, trainer: Any) -> None:
+        self.first, self.trainer = first, trainer
+        self.phases: dict[str, int] = {}  # peaks in bytes; {} if these steps were not run
         self._made = PhaseMeter(trainer.args.device, trainer.model)  # before there is more than the model
         self._meter: PhaseMeter | None = None
 
     @property
     def name(self) -> str:
         """Which steps they are, for people."""
-        first = (self.first or 0) + 1
-        return f"steps {first} and {first + 1}"
+        return f"steps {self.first + 1} and {self.first + 2}"
 
     def begin(self, phase: str) -> None:
         """Attributes memory to a phase from here on."""
-        if self._meter and self.first is not None:
+        if self._meter:
             counts = self.trainer.state.global_step >= self.first
             self._meter.begin(phase if counts else BESIDES)
 
@@ -44,8 +41,6 @@ class MeteredSteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins a step early, so as to see the batches of the first allocated; ends after the last."""
-        if self.first is None:
-            return
         if self._meter and state.global_step >= self.first + STEPS:
             self._end()
         if state.global_step == self.first - 1:
@@ -79,7 +74,7 @@ class MeteredSteps(TrainerCallback):
             self._meter = None
 
 
-def _highest_step(plan: Plan, eval_steps: int) -> int | None:
+def highest_step(plan: Plan, args: Any) -> int | None:
     """The step with the highest predicted peak, counted from 0; None if it is unknown.
 
     If the peak is in an evaluation, the first step that one follows.
@@ -88,5 +83,5 @@ def _highest_step(plan: Plan, eval_steps: int) -> int | None:
     if plan.memory is None or highest is None:
         return None
     if plan.memory.peak_phase == "evaluation":
-        return eval_steps - 1
+        return int(args.eval_steps) - 1
     return highest.train // (plan.gradient_accumulation_steps * plan.data_ranks)

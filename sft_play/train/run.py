@@ -28,7 +28,7 @@ from sft_play.train.callbacks import RamWatch
 from sft_play.train.checkpoints import BestOfThisRun, step_of
 from sft_play.train.disk import SpaceForSaves, disk_errors_explained, require_space
 from sft_play.train.memory_meter import measured_memory, of_run, predicted_memory
-from sft_play.train.metered_steps import MeteredSteps
+from sft_play.train.metered_steps import MeteredSteps, highest_step
 from sft_play.train.nonfinite import check_weights
 from sft_play.train.pickles import only_tensors
 from sft_play.train.probe import correction_path
@@ -93,9 +93,9 @@ def run_steps(session: Session, checkpoint: Path | None) -> tuple[bool, MeteredS
         trainer.args.eval_on_start = False
         trainer.add_callback(BestOfThisRun(checkpoint))
     trainer.begin_phase = session.reporter.show_phase
-    metered = None
-    if trainer.args.device.type == "cpu":
-        metered = MeteredSteps(session.job.plan, trainer)
+    metered, first = None, highest_step(session.job.plan, trainer.args)
+    if trainer.args.device.type == "cpu" and first is not None:
+        metered = MeteredSteps(first, trainer)
         trainer.callback_handler.callbacks.insert(0, metered)
         trainer.begin_phase = both(metered.begin, trainer.begin_phase)
     stop = StopOnSignal()
