@@ -44,6 +44,7 @@ FP32_INPUT = frozenset([
     "l1_loss",
 ])  # fmt: skip
 FP32_RESULT = frozenset(["softmax", "log_softmax", "sum", "cumsum", "prod", "cumprod"])
+CHANGED = FP32_INPUT | FP32_RESULT | {"dropout", "dropout_", "backward"}  # what `CudaAutocast` looks at
 
 
 class SymbolicRecorder(AllocationRecorder):
@@ -209,6 +210,8 @@ class CudaAutocast(TorchFunctionMode):
     ) -> Any:
         """Casts what CUDA would cast; dropout keeps a mask of one byte per element, as on CUDA."""
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in CHANGED:  # most are looks at a property
+            return func(*args, **kwargs)
         if func is torch.Tensor.backward:
             # The mode is off within its own handler, but must be on while checkpointed layers are recomputed.
             with self:

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from sft_play.sizing.fake_results import KeepingFakeMode, without_function_modes
 from sft_play.sizing.operations import DTYPE_INDEX, Description, asks, layers_in_order, rule_of
 from sft_play.timeline import TERMS, WHOLE_MODEL, Segment, StepTrace
 from sft_play.work import FREE, IN_RAM, TRANSFER, Work
@@ -50,6 +51,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.segments: list[Segment] = []
         self.live = self.peak = 0  # bytes
         self.term = "temporaries"  # of what operations allocate
+        self.is_silent = False  # whether results are left unrecorded: for a pass that does not count
         self.in_ram: set[int] = set()  # blocks that a GPU does not hold
         self._into_ram = False  # whether such a block is allocated now
         self._copies = False  # whether what is copied now goes over the link of a GPU
@@ -58,6 +60,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.operations: list[tuple[float, ...]] = []
         self.times = 1.0  # how many equal operations each one stands for
         self._rules: dict[Any, Any] = {}
+        self._fake: KeepingFakeMode | None = None  # the mode that makes fake results, within it
         self._stops: list[int] = []  # operations recorded by the end of each segment
         self._open: dict[int, tuple[int, weakref.ref]] = {}
         self._asked: set[int] = set()  # storages whose device was asked for since the last operation
@@ -65,6 +68,17 @@ class AllocationRecorder(TorchDispatchMode):
         self.phase, self._layer = "load", WHOLE_MODEL  # that events are attributed to
         self._left_layer = False
         self._marked = False  # whether the first gradient of the backward pass is
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leaves the handler unwrapped: nothing is compiled here, and each call of a wrapper takes time."""
+        return False
+
+    def __enter__(self) -> Self:
+        """Looks for the mode that makes fake results."""
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        self._fake = mode if isinstance(mode, KeepingFakeMode) else None
+        return super().__enter__()
 
     def begin(self, phase: str, layer: int = WHOLE_MODEL) -> None:
         """Attributes the events that follow to this phase and layer."""
@@ -192,14 +206,22 @@ class AllocationRecorder(TorchDispatchMode):
         """Runs the operation and records its results."""
         self._sum = None
         if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # two of three calls, slow if passed on
-            self._asked.add(args[0].untyped_storage()._cdata)
+            if self.phase == "backward":
+                with without_function_modes():
+                    self._asked.add(args[0].untyped_storage()._cdata)
             return args[0].fake_device
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = rule_of(func)
-        out = func(*args, **(kwargs or {}))
-        if rule is asks:
+        run = self._fake.run if self._fake else _call
+        out = run(func, args, kwargs or {})
+        if rule is asks or self.is_silent:
             return out
+        with without_function_modes():  # else a mode on functions would see every look at a size
+            self._record_operation(rule, func, args, out)
+        return out
+
+    def _record_operation(self, rule: Any, func: Any, args: Sequence[Any], out: Any) -> None:
         blocks, peak = len(self.sizes), self.peak
         self.record(out)
         self.count(rule(args, out), sum(self.sizes[blocks:]))
@@ -208,7 +230,6 @@ class AllocationRecorder(TorchDispatchMode):
             self._sum = GradientSum(term, out.untyped_storage()._cdata, peak)
         else:
             self._asked.clear()
-        return out
 
     def _adds_gradients(self, term: Any, other: Any, *_: Any) -> bool:
         """Whether autograd itself adds these two, of any shape, and could leave the sum in the first one.
@@ -255,6 +276,8 @@ class AllocationRecorder(TorchDispatchMode):
         A list with one tensor for each trained parameter (a fused optimizer creates such lists) is attributed
         to the layers of those parameters.
         """
+        if self.is_silent:
+            return
         if isinstance(out, torch.Tensor):
             self.add(out, self.term)
         elif isinstance(out, (tuple, list)):
@@ -307,6 +330,10 @@ class AllocationRecorder(TorchDispatchMode):
                 stretch = list(consecutive)
                 ordered += sorted(stretch, reverse=True) if frees else stretch
         return ordered
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class ShardRecorder(SymbolicRecorder):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and records its results, once they are those of shards."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then calls the operation for its shard
         if self._computes_shapes:
             return func(*args, **(kwargs or {}))

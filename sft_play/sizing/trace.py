@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sft_play.errors import ConfigError, UntraceableModel
 from sft_play.machine.process import collector_off
@@ -29,6 +29,7 @@ from sft_play.sizing.fake import (
     skeleton,
     unpacking_for_dora,
 )
+from sft_play.sizing.fake_results import KeepingFakeMode
 from sft_play.sizing.head_tiles import few_tiles
 from sft_play.sizing.kernels import (
     SymbolicRecorder,
@@ -85,7 +86,7 @@ def _trace(config: "PretrainedConfig", spec: StepSpec, all_layers: bool) -> Step
         freeze_what_gets_no_gradient(base)
     layers = layers_told_apart(base, stand_ins)
     spec = replace(spec, cut_at_longest=spec.joined and depends_on_lengths(config, spec))
-    with FakeTensorMode(allow_non_fake_inputs=True), _target_device(spec), unpacking_for_dora():
+    with KeepingFakeMode(allow_non_fake_inputs=True), _target_device(spec), unpacking_for_dora():
         run = _run_shards if spec.divided else _run_whole
         recorder, _optimizer = run(model, layers, spec)  # whose states live as long as the trace
         return recorder.trace(stand_ins)
@@ -129,6 +130,7 @@ def _run_shards(model: Any, layers: torch.nn.ModuleList, spec: StepSpec) -> tupl
     )
 
     recorder, before = ShardRecorder(**_settings(spec)), ShardRecorder(**_settings(spec))
+    before.is_silent = not offloads(spec)  # else it has to know which tensors are in RAM
     replicas = 2 if spec.replicated else 1
     with silent_group(spec.shards, replicas), few_tiles(recorder), attributed_loss(recorder):
         load_shards(model, layers, spec, recorder)
@@ -246,7 +248,7 @@ def _optimizer_with_states(
 
 def update_bytes(spec: StepSpec, elements: int) -> int:
     """Bytes that the optimizer allocates, and frees, while it updates so many elements in one fp32 vector."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with KeepingFakeMode(allow_non_fake_inputs=True):
         vector = torch.nn.Parameter(torch.empty(elements))
         vector.grad = torch.empty(elements)
         with unset_fake_temporarily():
