@@ -27,7 +27,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=CASES)
+DAILY = ("joined", "divided", "cpu")
+
+
+@pytest.fixture(params=[pytest.param(n, marks=() if n in DAILY else pytest.mark.thorough) for n in CASES])
 def traced(request):
     """`traced()`: the trace of a case."""
     name, changes = CASES[request.param]
