@@ -10,25 +10,42 @@ from tests.integration.processes import launch_jobs
 SCALARS = 64  # bytes of counters that a training leaves on the trainer
 
 
-def specs_of(model):
+# Engines whose ranks start in the same way share a launch, which costs more than what they do.
+LAUNCHES = {
+    kind: [engine.name for engine in ENGINES if engine.distributes and engine.distributed_type == kind]
+    for kind in ("MULTI_GPU", "DEEPSPEED")
+}
+
+
+def test_each_engine_is_in_a_launch():
+    assert sum(map(len, LAUNCHES.values())) == sum(engine.distributes for engine in ENGINES)
+
+
+def specs_of(model, engines):
     """Full fine-tuning and LoRA under bf16: casts, flat weights and copies in fp32 are then all there."""
     settings = {"mixed_precision": "bf16", "probe": True, "max_steps": 2}
     return [
-        {"model": str(model), "name": mode, "settings": {"mode": mode, **settings}, "only_probe": True}
+        {
+            "model": str(model),
+            "name": f"{engine}-{mode}",
+            "settings": {"engine": engine, "mode": mode, **settings},
+            "only_probe": True,
+        }
+        for engine in engines
         for mode in ("full", "lora")
     ]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("engine", [engine.name for engine in ENGINES if engine.distributes])
+@pytest.mark.parametrize("kind", LAUNCHES)
 @pytest.mark.timeout(600)
-def test_a_probe_leaves_nothing_alive(tiny_model, tmp_path, engine):
-    launch_jobs(tmp_path, engine, 2, specs_of(tiny_model))
-    for spec in specs_of(tiny_model):
+def test_a_probe_leaves_nothing_alive(tiny_model, tmp_path, kind):
+    launch_jobs(tmp_path, LAUNCHES[kind][0], 2, specs_of(tiny_model, LAUNCHES[kind]))
+    for spec in specs_of(tiny_model, LAUNCHES[kind]):
         for rank in range(2):
             found = json.loads((tmp_path / spec["name"] / f"remains.{rank}.json").read_text())
-            assert {"optimizer", "AdamW"} <= set(found["parts"])
-            assert found["alive"] == [[], []]  # of the first plan, and of the one after it
-            assert found["model_given_up_lives"] is False
+            assert {"optimizer", "AdamW"} <= set(found["parts"]), spec["name"]
+            assert found["alive"] == [[], []], spec["name"]  # of the first plan, and of the one after it
+            assert found["model_given_up_lives"] is False, spec["name"]
             for before, after in found["bytes"]:
-                assert after <= before + SCALARS
+                assert after <= before + SCALARS, spec["name"]
