@@ -194,7 +194,10 @@ def memory_on_a_cpu() -> str:
 def random_on_a_cpu(file: str = "random") -> str:
     """Errors of predicted peaks of random runs with uneven rows: in all, by type, engine and phase."""
     rows = []
-    for name, found in results(file)["errors"].items():
+    errors = results(file)["errors"]
+    if errors.get("after a probe") == errors["all"]:
+        del errors["after a probe"]
+    for name, found in errors.items():
         worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
         share = f"{found['within_target']} of {found['runs']}"
         name = name.replace("engine none", "one process").removeprefix("precision ")

@@ -347,6 +347,7 @@ TABLES = {
     "inputs-in-ram": partial(divided_on_a_cpu, "sharding_in_ram"),
     "several-processes": several_processes,
     "random-on-a-cpu": random_on_a_cpu,
+    "random-after-a-probe": partial(random_on_a_cpu, "random_probed"),
     "compiled-on-a-cpu": compiled_on_a_cpu,
     "compilations": compilations,
     "random-divided-tokens": partial(random_on_a_cpu, "random_sequence"),
