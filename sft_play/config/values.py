@@ -5,20 +5,30 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat
 
-Auto = Literal["auto"]
-Count = Annotated[int, Field(gt=0, lt=2**31)]
 LONGEST_NAME = 255  # bytes of the name of a file
 SHOWN = 60  # characters of a word in a message
-Tiles = Annotated[int, Field(gt=0, le=64)]  # each is traced
-Workers = Annotated[int, Field(gt=0, le=1024)]
-PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
-Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
 
 def _reject_bool(value: object) -> object:
     if isinstance(value, bool):
+        raise ValueError("expected a number, not true/false")
+    return value
+
+
+def _reject_bool_or_auto(value: object) -> object:
+    if isinstance(value, bool):
         raise ValueError("expected a number or 'auto', not true/false")
     return value
+
+
+Auto = Literal["auto"]
+Whole = Annotated[int, BeforeValidator(_reject_bool)]  # of which all settings with whole numbers are made
+Real = Annotated[FiniteFloat, BeforeValidator(_reject_bool)]  # and these of all others
+Count = Annotated[Whole, Field(gt=0, lt=2**31)]
+Tiles = Annotated[Whole, Field(gt=0, le=64)]  # each is traced
+Workers = Annotated[Whole, Field(gt=0, le=1024)]
+PositiveFloat = Annotated[Real, Field(gt=0)]
+Fraction = Annotated[Real, Field(ge=0, lt=1)]
 
 
 def _positive(value: object) -> object:
@@ -70,8 +80,10 @@ PathText = Annotated[str, AfterValidator(_usable_path)]
 Expression = Annotated[str, AfterValidator(_regular_expression)]
 ModuleName = Annotated[str, AfterValidator(_module_name)]
 Words = Annotated[tuple[str, ...], AfterValidator(_distinct_words)]
-AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool)]
-AutoOrAmount = Annotated[PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool)]
-AutoOrTiles = Annotated[Tiles | Auto, BeforeValidator(_reject_bool)]
-AutoOrWorkers = Annotated[Workers | Auto, BeforeValidator(_reject_bool)]
+AutoOrCount = Annotated[Count | Auto, BeforeValidator(_reject_bool_or_auto)]
+AutoOrAmount = Annotated[
+    PositiveFloat | Auto, BeforeValidator(_positive), BeforeValidator(_reject_bool_or_auto)
+]
+AutoOrTiles = Annotated[Tiles | Auto, BeforeValidator(_reject_bool_or_auto)]
+AutoOrWorkers = Annotated[Workers | Auto, BeforeValidator(_reject_bool_or_auto)]
 Precision = Annotated[Literal["auto", "bf16", "fp16", "no"], BeforeValidator(_yes_or_no)]

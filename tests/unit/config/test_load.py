@@ -1,4 +1,5 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -166,11 +167,46 @@ def test_numbers_that_no_run_can_mean_are_refused(tmp_path, key):
         "model.max_seq_len=-1",
         "tuning.lora.r=0",
         "train.warmup_ratio=1e999",
+        "model.rope_scaling={rope_type: yarn, factor: 1e300}",
     ],
 )
 def test_numbers_outside_their_range_are_refused(tmp_path, override):
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         load_config(write(tmp_path, MINIMAL), [override])
+
+
+def numeric_settings(schema: dict, node: dict, name: str = "") -> Iterator[str]:
+    """Dotted names of the settings that take a number."""
+    kinds = [each for kind in (node, *node.get("anyOf", ())) for each in (kind, referred(schema, kind))]
+    types = {each.get("type") for each in kinds}
+    if types & {"number", "integer"} and "boolean" not in types:
+        yield name
+    for kind in kinds:
+        for key, each in kind.get("properties", {}).items():
+            yield from numeric_settings(schema, each, f"{name}.{key}".lstrip("."))
+
+
+def referred(schema: dict, node: dict) -> dict:
+    return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
+
+
+def test_true_is_no_number(tmp_path):
+    path, names = write(tmp_path, MINIMAL), list(numeric_settings(json_schema(), json_schema()))
+    assert len(names) > 35 and "model.rope_scaling.factor" in names
+    for name in names:
+        for value in ("true", "false"):
+            with pytest.raises(ConfigError, match=f"{name}: expected a number.*, not true/false"):
+                load_config(path, [f"{name}={value}"])
+    sources = "data.train_path=[{path: a.jsonl, weight: true}]"
+    with pytest.raises(ConfigError, match="weight"):
+        load_config(path, [sources])
+    with pytest.raises(ConfigError, match="rank_pattern: expected a number, not true/false"):
+        load_config(path, ["tuning.lora.rank_pattern={q_proj: true}"])
+
+
+def test_an_empty_folder_for_weights_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="parallel.nvme_path"):
+        load_config(write(tmp_path, MINIMAL), ["parallel.nvme_path=''"])
 
 
 def test_a_file_that_is_no_config_is_refused_by_its_size(tmp_path):
