@@ -12,6 +12,7 @@ Importing this module imports neither torch nor transformers.
 import html
 import io
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from rich.console import RenderableType
 from sft_play.commands import handlers
 from sft_play.commands.command_line import arguments, importing
 from sft_play.config.load import load_config
+from sft_play.errors import ConfigError
 from sft_play.launch.environment import set_environment
 from sft_play.runlog import RunDir, read_json, read_metrics
 from sft_play.screen import Screen
@@ -171,6 +173,24 @@ def load(run: str | Path, *, runs: str | Path = "runs") -> Run:
 
 
 def _overrides(settings: Settings | None) -> list[str]:
-    """Settings as they are typed: `{"train.epochs": 2}` is "train.epochs=2"."""
-    pairs = (settings or {}).items()
-    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in pairs]
+    """Settings as they are typed: `{"train.epochs": 2}` is "train.epochs=2".
+
+    Raises:
+        ConfigError: they are no mapping, or a value is not one that a YAML file could have.
+    """
+    if not isinstance(settings or {}, Mapping):
+        raise ConfigError(
+            f"settings: expected a dict by dotted name, such as {{'train.epochs': 2}} "
+            f"(found a {type(settings).__name__})"
+        )
+    return [f"{name}={_typed(name, value)}" for name, value in (settings or {}).items()]
+
+
+def _typed(name: object, value: object) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"settings: {name} is of type {type(value).__name__}; expected a number, a string, a path, "
+            "a bool, None, or a list or dict of these"
+        ) from None
