@@ -246,14 +246,10 @@ def encode_all(task: EncodingTask, rows: Iterable[Row], workers: int) -> Iterato
         LaunchError: a worker process was killed.
     """
     chunks = _chunks(iter(rows))
-    gc.freeze()  # the collector reads all that is there already, and in a worker writes to, and so copies it
-    try:
-        if workers == 1:
-            yield from (encode_chunk(task, chunk) for chunk in chunks)
-        else:
-            yield from _encode_in_workers(task, chunks, workers)
-    finally:
-        gc.unfreeze()
+    if workers == 1:
+        yield from (encode_chunk(task, chunk) for chunk in chunks)
+    else:
+        yield from _encode_in_workers(task, chunks, workers)
 
 
 def _encode_in_workers(task: EncodingTask, chunks: Iterator[list[Row]], workers: int) -> Iterator[Chunk]:
@@ -285,6 +281,7 @@ _task: EncodingTask | None = None
 def _start_worker(task: EncodingTask, parent: int) -> None:
     global _task
     _task = task
+    gc.freeze()  # the collector would write to, and so copy, all that is shared with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parent's threads do not survive the fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent shuts the pool down
     die_with_parent(parent)
