@@ -82,7 +82,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def _libraries_are_not_collected():
     """As in a run: what is imported stays, and each full collection would look at all of it, for 0.2 s."""
     global _modules
-    if len(sys.modules) > _modules + 100 or not gc.get_freeze_count():  # a test may have undone it
+    if len(sys.modules) > _modules + 100:
         gc.collect()
         gc.freeze()
         _modules = len(sys.modules)

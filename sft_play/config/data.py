@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from sft_play.config.section import Section
-from sft_play.config.values import Auto, AutoOrWorkers, Count, Fraction, PathText, Real
+from sft_play.config.values import NUMBER, Auto, AutoOrWorkers, Count, Fraction, PathText
 
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "system_user_assistant",
@@ -21,7 +21,7 @@ class SourceConfig(Section):
 
     path: PathText = Field(min_length=1)
     """As data.train_path."""
-    weight: Annotated[Real, Field(ge=0, le=1000)] = 1.0
+    weight: Annotated[FiniteFloat, Field(ge=0, le=1000), NUMBER] = 1.0
     """How often each of its rows is seen per epoch. 2: twice. 0.5: half of the rows, the other half in the
     next epoch. 0: the source is left out. With train.packing, it counts packed sequences, not rows."""
     format: RowFormat | None = None

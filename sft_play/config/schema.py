@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from sft_play.config.conflicts import compiler_problem, needs_whole_rows, not_gathered
 from sft_play.config.data import DataConfig
@@ -11,6 +11,7 @@ from sft_play.config.parallel import ParallelConfig
 from sft_play.config.section import Section
 from sft_play.config.train import TrainConfig
 from sft_play.config.values import (
+    NUMBER,
     AutoOrCount,
     Count,
     Expression,
@@ -18,8 +19,6 @@ from sft_play.config.values import (
     ModuleName,
     PathText,
     PositiveFloat,
-    Real,
-    Whole,
     Words,
 )  # fmt: skip
 
@@ -32,7 +31,7 @@ class RopeScaling(Section):
     rope_type: RopeType
     """yarn (arXiv 2309.00071): slow frequencies are stretched, fast ones kept. linear (arXiv 2306.15595): all
     are stretched. llama3: only for models that have it. One that has a type already keeps it."""
-    factor: Annotated[Real, Field(gt=1, le=1024)]
+    factor: Annotated[FiniteFloat, Field(gt=1, le=1024), NUMBER]
     """How many times the original positions; of a model that is scaled already, in place of its own
     factor."""
     original_max_position_embeddings: Count | None = None
@@ -108,7 +107,7 @@ class LoraSettings(Section):
     """What adapters start from. default: zero. pissa: the principal singular vectors of each weight (arXiv
     2404.02948). olora: its QR decomposition (arXiv 2406.01775). Both are taken out of the base while
     training; the saved adapter has twice the rank and fits the original base."""
-    plus_ratio: Annotated[Real, Field(ge=1)] | None = None
+    plus_ratio: Annotated[FiniteFloat, Field(ge=1), NUMBER] | None = None
     """LoRA+ (arXiv 2402.12354): how many times train.learning_rate the B matrices get, e.g. 16."""
     modules_to_save: Words = ()
     """Names of modules that are trained whole, without an adapter, and saved with the adapters, e.g.
@@ -138,7 +137,7 @@ class EvalConfig(Section):
     Default: compare whole answers, with whitespace normalized."""
     generate: bool = True
     """Generate answers before and after training at the end of the run."""
-    samples: Annotated[Whole, Field(ge=0, le=20)] = 3
+    samples: Annotated[int, Field(ge=0, le=20), NUMBER] = 3
     """Number of sample answers in the final report."""
 
     @property

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from sft_play.config.section import Section
 from sft_play.config.values import (
+    NUMBER,
     Auto,
     AutoOrCount,
     AutoOrTiles,
@@ -14,8 +15,6 @@ from sft_play.config.values import (
     PathText,
     PositiveFloat,
     Precision,
-    Real,
-    Whole,
 )
 
 
@@ -26,7 +25,7 @@ class TrainConfig(Section):
     """Passes over the training rows; ignored if max_steps is set."""
     max_steps: Count | None = None
     """Number of optimizer steps; overrides epochs."""
-    learning_rate: Annotated[Real, Field(gt=0, le=1)] = 2e-4
+    learning_rate: Annotated[FiniteFloat, Field(gt=0, le=1), NUMBER] = 2e-4
     """Peak learning rate. Adapters typically need about ten times that of full fine-tuning."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate schedule after warmup."""
@@ -79,11 +78,11 @@ class TrainConfig(Section):
     float8: bool = False
     """Let linear layers of compiled decoder layers multiply in float8 (torchao) in place of bf16, for full
     fine-tuning on Ada, Hopper and B200: rounds more. Off until `make gpu-proof` has seen it win on a GPU."""
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    weight_decay: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Decoupled weight decay."""
     neftune_noise_alpha: PositiveFloat | None = None
     """NEFTune (arXiv 2310.05914): noise on the embeddings of the training rows, e.g. 5."""
-    router_aux_loss_coef: Annotated[Real, Field(ge=0)] = 0.0
+    router_aux_loss_coef: Annotated[FiniteFloat, Field(ge=0), NUMBER] = 0.0
     """Weight of the loss that balances the experts of a mixture, e.g. 0.001; it is computed for each
     micro-batch by itself, and no reported loss contains it."""
     max_grad_norm: PositiveFloat = 1.0
@@ -103,7 +102,7 @@ class TrainConfig(Section):
     kept too."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without a lower validation loss."""
-    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), NUMBER] = 0
     """Seed of data order, held-out splits, adapter initialization and dropout."""
     probe: bool | Literal["search"] = True
     """Before training, run two steps and an evaluation on the largest batch and compare measured with

@@ -22,13 +22,13 @@ def _reject_bool_or_auto(value: object) -> object:
 
 
 Auto = Literal["auto"]
-Whole = Annotated[int, BeforeValidator(_reject_bool)]  # of which all settings with whole numbers are made
-Real = Annotated[FiniteFloat, BeforeValidator(_reject_bool)]  # and these of all others
-Count = Annotated[Whole, Field(gt=0, lt=2**31)]
-Tiles = Annotated[Whole, Field(gt=0, le=64)]  # each is traced
-Workers = Annotated[Whole, Field(gt=0, le=1024)]
-PositiveFloat = Annotated[Real, Field(gt=0)]
-Fraction = Annotated[Real, Field(ge=0, lt=1)]
+# Of every setting that is a number; after its limits, which the JSON schema would not have otherwise.
+NUMBER = BeforeValidator(_reject_bool)
+Count = Annotated[int, Field(gt=0, lt=2**31), NUMBER]
+Tiles = Annotated[int, Field(gt=0, le=64), NUMBER]  # each is traced
+Workers = Annotated[int, Field(gt=0, le=1024), NUMBER]
+PositiveFloat = Annotated[FiniteFloat, Field(gt=0), NUMBER]
+Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1), NUMBER]
 
 
 def _positive(value: object) -> object:

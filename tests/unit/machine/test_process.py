@@ -25,9 +25,11 @@ module = torch.compile(torch.nn.Identity())
 
 
 @pytest.fixture(autouse=True)
-def _thawed():
+def _frozen_again():
+    """Else each full collection of the tests that follow would look at all libraries."""
     yield
-    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("context", [collector_off, importing_libraries, importing_torch])
