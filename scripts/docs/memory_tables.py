@@ -196,7 +196,7 @@ def random_on_a_cpu(file: str = "random") -> str:
     rows = []
     errors = results(file)["errors"]
     if errors.get("after a probe") == errors["all"]:
-        del errors["after a probe"]
+        del errors["after a probe"]  # all were probed
     for name, found in errors.items():
         worst = (signed(found["worst_high"], 3), signed(found["worst_low"], 3))
         share = f"{found['within_target']} of {found['runs']}"

@@ -5,7 +5,7 @@ An event of this thread tells how much all threads hold: gloo's threads, too, fr
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -134,18 +134,6 @@ def _events(roots: list[Any]) -> list[Event]:
     ]
 
 
-def peaks_by_mark(events: list[Event]) -> dict[str, int]:
-    """The peak between each mark and the next one, by the name of the mark, beyond what the start held."""
-    peaks: dict[str, int] = {}
-    phase = None
-    for event in events:
-        if event.name != MEMORY:
-            phase = event.name.removeprefix(MARK)
-        elif phase is not None:
-            peaks[phase] = max(event.live, peaks.get(phase, event.live))
-    return peaks
-
-
 def _held_at_anchors(events: list[Event]) -> list[int]:
     """What the last event before each anchor says."""
     held, found = 0, []
@@ -157,13 +145,14 @@ def _held_at_anchors(events: list[Event]) -> list[int]:
     return found
 
 
-def peaks_with_anchors(events: list[Event], alive: list[int]) -> dict[str, int]:
-    """The peak of each phase with all that was there before, by what was alive at the anchor of its step.
+def peaks_by_mark(events: list[Event], alive: Sequence[int] = ()) -> dict[str, int]:
+    """The peak between each mark and the next one, by the name of the mark, beyond what the start held.
 
-    Events do not tell everything: batches lie in memory of NumPy, and what was allocated before the first
-    event is freed unseen. Batches stay for a step, so that its own anchor knows of them.
+    With the bytes that were `alive` at each anchor, it is the peak of all that was there, and each step is
+    measured by its own anchor. Events do not tell everything: batches lie in memory of NumPy, and what was
+    allocated before the first event is freed unseen. Batches stay for a step, so that its anchor knows them.
     """
-    offsets = [whole - held for whole, held in zip(alive, _held_at_anchors(events), strict=True)]
+    offsets = [whole - held for whole, held in zip(alive, _held_at_anchors(events), strict=True)] or [0]
     peaks: dict[str, int] = {}
     phase, passed = None, 0
     for event in events:
@@ -207,4 +196,4 @@ class CpuMeter:
     def stop(self) -> tuple[dict[str, int] | None, None, int]:
         """Peaks by phase, None if there was no anchor; nothing is reserved or freed again."""
         self.block.__exit__(None, None, None)
-        return (peaks_with_anchors(self.events, self.alive) if self.alive else None), None, 0
+        return (peaks_by_mark(self.events, self.alive) if self.alive else None), None, 0

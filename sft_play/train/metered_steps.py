@@ -40,7 +40,7 @@ class MeteredSteps(TrainerCallback):
             self._start()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Begins a step early, so as to see the batches of the first allocated; ends after the last."""
+        """Begins a step early, to see what that step leaves to be freed in the first; ends after the last."""
         if self._meter and state.global_step >= self.first + STEPS:
             self._end()
         if state.global_step == self.first - 1:

@@ -278,7 +278,7 @@ def test_rows_are_read_only_a_little_ahead_of_the_workers(make_tokenizer):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_libraries_that_the_garbage_collector_leaves_alone_stay_so(make_tokenizer, processes):
-    """Else each full collection of the run that follows looks at all of them."""
+    """Else each full collection of what follows in this process looks at all of them."""
     raw = [Row(data, "f", number) for number, data in enumerate(rows(3))]
     gc.freeze()
     before = gc.get_freeze_count()
