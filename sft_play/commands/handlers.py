@@ -63,9 +63,9 @@ def device_profile(args: Arguments) -> int:
     from sft_play.report.profile import profile_report
 
     with importing():
-        from sft_play.planning.speed import device_name, read_collectives, saved_profile
+        from sft_play.planning.speed import checked, device_name, read_collectives, saved_profile
     machine = gpus.detect()
-    tree = json.loads(saved_profile(machine, 1, again=args.again).to_json())
+    tree = json.loads(checked(saved_profile(machine, 1, again=args.again), machine).to_json())
     measured = read_collectives(device_name(machine))
     tree["collectives"] = {str(count): asdict(found) for count, found in measured.items()}
     return end(args, tree, profile_report(tree))

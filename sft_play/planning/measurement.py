@@ -32,12 +32,17 @@ from sft_play.planning.profile import (
     DeviceProfile,
     MicroBatch,
     ProductGrid,
+    product_seconds,
 )
 from sft_play.sizing.recorder import AllocationRecorder
 
-GRID_S = 1.2  # time limit for a grid of products; the products that remain are scaled from smaller ones
-# A figure is the minimum of RUNS runs, or of more (up to MOST_RUNS) until they have taken ENOUGH_S.
-ENOUGH_S, RUNS, MOST_RUNS = 0.02, 3, 300
+GRID_S = 1.2  # after so long no product of a grid is measured; those that remain follow from the others
+# A figure is the minimum of RUNS runs, or of more (up to MOST_RUNS) until ENOUGH_S have passed.
+ENOUGH_S, RUNS, MOST_RUNS = {"cpu": 0.02, "cuda": 0.005}, 3, 300
+# Short kernels of a GPU are queued TOGETHER behind a sleep that hides their launches: a sleep for each would
+# take a hundred times as long as the kernel. So many cycles of the GPU per run, 50 us at 2 GHz.
+TOGETHER, SLEEP_CYCLES, LEAST_SLEEP = 20, 100_000, 1_000_000
+LARGE_SIDE = 1024  # from this side on, products of a GPU are most of a step
 # Operands are taken in turns from more memory than caches hold: in training, each was last used long ago.
 POOL_BYTES = {"cpu": 768 << 20, "cuda": 256 << 20}
 POOL_SHARE = 0.05  # of a CPU's free memory, at most
@@ -83,6 +88,8 @@ def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> Devi
         clock, operands = Stopwatch(device), Operands(device)
         update_element, update_tensor = _update(clock)
         ahead, back = _attention(clock)
+        elementwise = _stretch(clock, lambda a, b, out: torch.mul(a, b, out=out), 3, operands)
+        types = TYPES[device.type][: None if sixteen_bit or not threads else 1]
         profile = DeviceProfile(
             device=name,
             kind=device.type,
@@ -90,10 +97,10 @@ def measure(name: str, threads: int | None, *, sixteen_bit: bool = True) -> Devi
             source="",
             threads=threads,
             versions=installed_versions(PACKAGES),
-            products=_grids(clock, operands, TYPES[device.type][: None if sixteen_bit or not threads else 1]),
+            products=_grids(clock, operands, types, elementwise),
             attention=ahead,
             attention_backward=back,
-            elementwise=_stretch(clock, lambda a, b, out: torch.mul(a, b, out=out), 3, operands),
+            elementwise=elementwise,
             transcendental=_stretch(clock, lambda a, out: torch.sigmoid(a, out=out), 2, operands),
             fresh_byte_s=_fresh(clock) if threads else 0.0,
             unpack_s=_unpacking(clock),
@@ -112,7 +119,7 @@ def with_sixteen_bit(profile: DeviceProfile) -> DeviceProfile:
     device, began = torch.device("cpu"), now()
     psutil.cpu_percent()  # as in `measure`
     with _threads(profile.threads):
-        added = _grids(Stopwatch(device), Operands(device), TYPES["cpu"][1:])
+        added = _grids(Stopwatch(device), Operands(device), TYPES["cpu"][1:], profile.elementwise)
     whole = replace(profile, products={**profile.products, **added})
     busy = used_by_others(began)
     return whole if busy < BUSY else replace(whole, source=WHILE_BUSY, busy=busy)
@@ -156,11 +163,13 @@ class Stopwatch:
     def least(self, run: Callable[[], Any]) -> float:
         """Seconds of the fastest run."""
         run()
-        times: list[float] = []
-        while len(times) < RUNS or (sum(times) < ENOUGH_S and len(times) < MOST_RUNS):
-            times.append(self._once(run))
-            if times[0] > 10 * ENOUGH_S:
-                break
+        enough, began = ENOUGH_S[self.device.type], time.perf_counter()
+        times = [self._mean(run, 1)]
+        together = 1 if self.device.type == "cpu" else max(1, min(TOGETHER, int(enough / RUNS / times[0])))
+        while times[0] <= 10 * enough and (
+            len(times) < RUNS or (time.perf_counter() - began < enough and len(times) < MOST_RUNS)
+        ):
+            times.append(self._mean(run, together))
         return min(times)
 
     def wait(self) -> None:
@@ -168,18 +177,21 @@ class Stopwatch:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _once(self, run: Callable[[], Any]) -> float:
+    def _mean(self, run: Callable[[], Any], together: int) -> float:
+        """Seconds of each of so many runs in a row."""
         if self.device.type == "cpu":
             began = now()
-            run()
-            return since(began)
+            for _ in range(together):
+                run()
+            return since(began) / together
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)
+        torch.cuda._sleep(max(LEAST_SLEEP, together * SLEEP_CYCLES))
         start.record()
-        run()
+        for _ in range(together):
+            run()
         stop.record()
         self.wait()
-        return start.elapsed_time(stop) / 1000
+        return start.elapsed_time(stop) / 1000 / together
 
 
 def pool_bytes(kind: str, free: int | None = None) -> int:
@@ -209,29 +221,57 @@ class Operands:
         return itertools.cycle(found).__next__
 
 
-def _grids(clock: Stopwatch, operands: Operands, types: Iterable[torch.dtype]) -> dict[str, ProductGrid]:
-    return {str(dtype).partition(".")[2]: _products(clock, dtype, operands) for dtype in types}
+def _grids(
+    clock: Stopwatch, operands: Operands, types: Iterable[torch.dtype], elementwise: Curve
+) -> dict[str, ProductGrid]:
+    """A grid for each type, by its name."""
 
-
-def _products(clock: Stopwatch, dtype: torch.dtype, operands: Operands) -> ProductGrid:
-    sides = SIDES[clock.device.type]
-    known: dict[tuple[int, ...], float] = {}
-    began = time.perf_counter()
-
-    def seconds(*sizes: int) -> float:
-        m, n, k = sizes
-        places = [sides.index(size) for size in sizes]
-        axis = max(range(3), key=places.__getitem__)
-        below = list(sizes)
-        below[axis] = sides[max(0, places[axis] - 1)]
-        if time.perf_counter() - began > GRID_S and tuple(below) in known:
-            known[sizes] = known[tuple(below)] * sizes[axis] / below[axis]
-        else:
+    def grid(dtype: torch.dtype) -> ProductGrid:
+        def seconds(m: int, n: int, k: int) -> float:
             turn = operands.turns(dtype, (m, k), (n, k), (m, n))
-            known[sizes] = clock.least(lambda: _multiply(*turn()))
-        return known[sizes]
+            return clock.least(lambda: _multiply(*turn()))
 
-    return ProductGrid.of(sides, seconds)
+        return measured_products(clock.device.type, seconds, elementwise, dtype.itemsize)
+
+    return {str(dtype).partition(".")[2]: grid(dtype) for dtype in types}
+
+
+def measured_products(
+    kind: str,
+    seconds: Callable[[int, int, int], float],
+    elementwise: Curve,
+    element: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ProductGrid:
+    """The grid of a "cpu" or "cuda" device, as far as its products are measured within GRID_S.
+
+    Those that take most of a step come first: large ones on a GPU, whose small ones take as long as their
+    launch and say nothing of its rate. On a CPU the largest can take the whole time, so that one of middle
+    size is the first, and small ones follow. What is left runs at the best measured rate, or as fast as
+    memory is read.
+
+    Args:
+        kind: of the device.
+        seconds: measures the product of m, n and k.
+        elementwise: what operations on memory take there.
+        element: bytes of a number.
+        clock: seconds of now.
+    """
+    began, known = clock(), dict[tuple[int, ...], float]()
+
+    def order(sizes: tuple[int, ...]) -> tuple[bool, int]:
+        if kind == "cuda":
+            return min(sizes) < LARGE_SIDE, -math.prod(sizes)
+        return sizes != (SIDES[kind][2],) * 3, math.prod(sizes)
+
+    for sizes in sorted(itertools.product(SIDES[kind], repeat=3), key=order):
+        if known and clock() - began >= GRID_S:
+            break
+        known[sizes] = seconds(*sizes)
+    rate = max(2 * math.prod(sizes) / spent for sizes, spent in known.items())
+    stream, least = elementwise.sizes[-1] / elementwise.seconds[-1], elementwise.seconds[0]
+    unmeasured = product_seconds(rate, stream, least, element)
+    return ProductGrid.of(SIDES[kind], lambda *sizes: known.get(sizes) or unmeasured(*sizes))
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

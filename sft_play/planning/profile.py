@@ -255,6 +255,22 @@ def _queue(dispatch: np.ndarray, spent: np.ndarray) -> float:
     return float((np.cumsum(dispatch) + np.cumsum(spent[::-1])[::-1]).max())
 
 
+def product_seconds(
+    rate: float, stream: float, least: float, element: int
+) -> Callable[[int, int, int], float]:
+    """Seconds of the product [m, k] x [k, n], as a function of m, n and k.
+
+    It takes `least` to start, and then as long as the units compute, at `rate` FLOP/s, or as numbers of
+    `element` bytes travel, at `stream` bytes per second.
+    """
+
+    def seconds(m: int, n: int, k: int) -> float:
+        moved = element * (m * n + m * k + n * k)
+        return least + max(2 * m * n * k / rate, moved / stream)
+
+    return seconds
+
+
 def derived_from_data_sheet(
     device: str,
     kind: str,
@@ -276,28 +292,22 @@ def derived_from_data_sheet(
     )
     stream, least = BANDWIDTH_SHARE * bandwidth, KERNEL_S[kind]
 
-    def of_product(share: float, element: int) -> Callable[[int, int, int], float]:
-        def seconds(m: int, n: int, k: int) -> float:
-            moved = element * (m * n + m * k + n * k)
-            return least + max(2 * m * n * k / (share * rate), moved / stream)
-
-        return seconds
-
     def attended(passes: float) -> Callable[[int], float]:
         return lambda tokens: max(passes * 2 * tokens / attention, passes * 8 / stream)
 
     streaming = Curve.of(STRETCHES, lambda size: least + size / stream)
     forward, backward = CALL_S[kind]
     single = FP32_SHARE if kind == "cuda" else 1.0
+    sixteen = product_seconds(rate, stream, least, 2)
     return DeviceProfile(
         device=device,
         kind=kind,
         measured=False,
         source=f"{SOURCES[kind, best_flops is not None]}, not measured",
         products={
-            "bfloat16": ProductGrid.of(SIDES[kind], of_product(1.0, 2)),
-            "float16": ProductGrid.of(SIDES[kind], of_product(1.0, 2)),
-            "float32": ProductGrid.of(SIDES[kind], of_product(single, 4)),
+            "bfloat16": ProductGrid.of(SIDES[kind], sixteen),
+            "float16": ProductGrid.of(SIDES[kind], sixteen),
+            "float32": ProductGrid.of(SIDES[kind], product_seconds(single * rate, stream, least, 4)),
         },
         attention=Curve.of(LENGTHS, attended(1)),
         attention_backward=Curve.of(LENGTHS, attended(2.5)),

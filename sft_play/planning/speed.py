@@ -23,13 +23,14 @@ from sft_play.machine.gpus import Gpu, Machine
 from sft_play.machine.process import importing_torch
 from sft_play.planning.devices import training_device, training_threads
 from sft_play.planning.drafts import choose_precision
+from sft_play.planning.plausible import believed
 from sft_play.planning.profile import BUSY, PACKAGES, Curve, DeviceProfile, derived_from_data_sheet
 from sft_play.report.progress import spinner
 from sft_play.runlog import console
 
 CPU_FLOPS_PER_CORE, CPU_BANDWIDTH = 30e9, 10e9  # of a CPU that has not been measured: fp32, vector units
 BF16 = "bfloat16"  # the 16-bit type of CPUs and of most GPUs
-FORMAT = 3  # increase it when devices must be measured again
+FORMAT = 4  # increase it when devices must be measured again
 COLLECTIVES_FORMAT = 4  # and this one when communication must be
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 26)  # of measured tensors
 LATENCY_S = 20e-6  # of a collective over a link of which only the data sheet is known
@@ -111,10 +112,17 @@ def read_profile(device: str, threads: int | None) -> DeviceProfile | None:
     return None if content is None else DeviceProfile.from_json(content.decode())
 
 
-def _undisturbed(device: str, threads: int | None) -> DeviceProfile | None:
-    """The measured profile of a device, if plans may count on it."""
-    found = read_profile(device, threads)
-    return None if found is None or found.disturbed else found
+def _believed(machine: Machine, threads: int | None) -> DeviceProfile | None:
+    """The measured profile of this machine's device, as far as plans may count on it."""
+    found = read_profile(device_name(machine), threads)
+    return None if found is None or found.disturbed else checked(found, machine)
+
+
+def checked(profile: DeviceProfile, machine: Machine) -> DeviceProfile:
+    """The measured profile of this machine's device, without what its data sheet says cannot be true."""
+    cores = machine.host.cpu_cores or 1
+    sheet = derived_profile(machine, max(1, cores // (profile.threads or cores)))
+    return profile if sheet is None else believed(profile, sheet)
 
 
 def write_profile(device: str, threads: int | None, profile: DeviceProfile) -> None:
@@ -176,16 +184,16 @@ def ensure_profile(config: RunConfig, machine: Machine, processes: int) -> None:
 def profile_of(machine: Machine, processes: int) -> DeviceProfile | None:
     """The profile of each process's device, as measured before or from its data sheet; None if not even that.
 
-    What was measured while the machine was busy does not count. What was measured for one process on a CPU is
-    shared by several, as far as these were not measured. Processes that have less than a core each are slower
-    by as much.
+    What was measured while the machine was busy does not count, nor what cannot be true. What was measured
+    for one process on a CPU is shared by several, as far as these were not measured. Processes that have less
+    than a core each are slower by as much.
     """
-    name, threads = device_name(machine), training_threads(machine, processes)
-    found, cores = _undisturbed(name, threads), machine.host.cpu_cores or 1
+    threads = training_threads(machine, processes)
+    found, cores = _believed(machine, threads), machine.host.cpu_cores or 1
     if found and threads and processes * min(threads, cores) > cores:
         found = found.slowed(processes * min(threads, cores) / cores)
     if processes > 1 and not machine.gpus and (found is None or BF16 not in found.products):
-        whole = _undisturbed(name, training_threads(machine, 1))
+        whole = _believed(machine, training_threads(machine, 1))
         shared = whole.shared_by(processes) if whole else None
         if found and shared:
             found = replace(found, products={**shared.products, **found.products})

@@ -20,6 +20,7 @@ MISSING = "n/a"
 SPEED_UP = "speed\u2011up"  # head of a column: a plain hyphen would be broken after
 NOT_RECORDED = "Nothing was recorded."
 NOT_YET = "Nothing yet: this is written when the run ends."
+TIMES = 3  # from here on, a prediction is so many times too high, not so many percent
 SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 400  # of each text on the console; files have the full texts
 
@@ -212,10 +213,12 @@ def _compared(predicted: Any, measured: Any, origin: str | None, form: Format, p
     line = f"{said_of(origin)} {formatted(predicted, form)}, measured {formatted(measured, form)}"
     if not predicted or not measured or origin == EARLIER:
         return line
-    error = 100 * abs(measured - predicted) / measured
+    error, side = 100 * abs(measured - predicted) / measured, "low" if measured > predicted else "high"
     if error < 0.05:
         return f"{line} (prediction accurate to 0.05%)"
-    return f"{line} (prediction {percent.format(error)} too {'low' if measured > predicted else 'high'})"
+    if predicted > TIMES * measured:
+        return f"{line} (prediction {predicted / measured:,.0f} times too high)"
+    return f"{line} (prediction {percent.format(error)} too {side})"
 
 
 def with_perplexity(scores: Mapping[str, Any]) -> dict[str, Any]:

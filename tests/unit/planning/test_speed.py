@@ -36,7 +36,7 @@ def clean(tmp_path, monkeypatch):
 
 def made(name, threads=None):
     return replace(
-        derived_from_data_sheet(name, "cpu", 1e9, 1e9), measured=True, source="measured", threads=threads
+        derived_from_data_sheet(name, "cpu", 40e9, 8e9), measured=True, source="measured", threads=threads
     )
 
 
@@ -114,7 +114,7 @@ def test_products_of_16_bit_numbers_are_measured_for_the_first_run_that_computes
         return RunConfig.model_validate(sections)
 
     monkeypatch.setattr(measurement, "measure", measure)
-    monkeypatch.setattr(measurement, "_products", lambda *_: grid)
+    monkeypatch.setattr(measurement, "measured_products", lambda *_: grid)
     monkeypatch.setattr(measurement, "POOL_BYTES", {"cpu": 1 << 20})
     speed.ensure_profile(run("auto"), CPU, 1)
     first = speed.profile_of(CPU, 1)
