@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.files import write_atomic
-from sft_play.fingerprints import installed_packages, own_code
+from sft_play.fingerprints import answering_packages, own_code
 
 
 def cache_dir() -> Path:
@@ -80,8 +80,8 @@ def update_value(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
 def recall(question: str, *about: Any) -> Any:
     """The answer that is kept for a question, a JSON value; None if it is absent.
 
-    `about` is all that the answer depends on, besides our own code, Python and the installed packages:
-    whatever library it comes from, another version of it is asked again.
+    `about` is all that the answer depends on, besides our own code, Python and the libraries that
+    give such answers: another version of one of them is asked again.
     """
     return read_value(_answer(question, about))
 
@@ -92,7 +92,7 @@ def remember(value: Any, question: str, *about: Any) -> None:
 
 
 def _answer(question: str, about: tuple[Any, ...]) -> Path:
-    return entry("answers", question, about, own_code(), sys.version, installed_packages())
+    return entry("answers", question, about, own_code(), sys.version, answering_packages())
 
 
 def _digest(content: bytes) -> str:

@@ -1,6 +1,7 @@
 """What cached results depend on besides their inputs: our own code, and the versions of libraries."""
 
 import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,12 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 MODEL_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
+# Of what a plan finds out about models, data and settings: those, and what reads files, renders templates and
+# splits texts into tokens. Whatever else is installed or renewed changes no answer.
+ANSWERING_PACKAGES = {
+    *MODEL_PACKAGES, "datasets", "huggingface_hub", "jinja2", "liger_kernel", "numpy", "pandas", "protobuf",
+    "pyarrow", "regex", "safetensors", "sentencepiece", "tiktoken", "tokenizers", "torchao", "triton",
+}  # fmt: skip
 
 
 @cache
@@ -28,10 +35,11 @@ def own_code() -> str:
 
 
 @cache
-def installed_packages() -> tuple[str, ...]:
-    """Names and versions of all packages, from the names of their folders, which takes a millisecond."""
-    found = {info.name for entry in sys.path for info in Path(entry).glob("*.*-info")}
-    return tuple(sorted(found))
+def answering_packages() -> tuple[str, ...]:
+    """Names and versions of ANSWERING_PACKAGES, from the names of folders, which takes a millisecond."""
+    folders = {info.name for entry in sys.path for info in Path(entry).glob("*.*-info")}
+    names = {folder: re.sub(r"[-_.]+", "_", folder.partition("-")[0]).lower() for folder in folders}
+    return tuple(sorted(folder for folder, name in names.items() if name in ANSWERING_PACKAGES))
 
 
 def installed_versions(packages: Sequence[str] = MODEL_PACKAGES) -> dict[str, str]:
