@@ -30,7 +30,7 @@ class Ddp(Engine):
         Gradients are views into buckets (gradient_as_bucket_view), which live from the first step on, also
         while the model is evaluated. Those of earlier micro-batches are beside them until the last backward
         pass of the step copies them; the backward pass of the first one makes them. DDP frees each as soon as
-        it is copied. Here all live to the end of the pass, so that its peak may be predicted too high by some.
+        it is copied. Here all live to the end of the pass, so its peak may be predicted too high by some.
         """
         gradients, beside = step.bytes_of("gradients"), division.accumulates or division.precedes
         return step.with_buffers(
