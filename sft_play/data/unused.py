@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
+
+from sft_play.data.strict_json import without_nulls
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 PLACEHOLDER = re.compile("<(?:image|video|audio)>")  # in the text, of LLaMA-Factory and ms-swift
@@ -29,6 +32,14 @@ def media_key(data: Mapping[str, Any]) -> str | None:
 def has_placeholder(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the text of a message stands for an image, a video or a sound, which the row lacks."""
     return any(PLACEHOLDER.search(message["content"]) for message in messages)
+
+
+def has_null_parts(data: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    """Whether a tool, or an argument of a call in messages under `keys`, has a null, which is left out."""
+    lists = [data[key] for key in (*keys, "prompt") if isinstance(data.get(key), list)]
+    calls = [message.get("tool_calls") for message in chain(*lists) if isinstance(message, dict)]
+    parts = [data.get("tools"), *calls]
+    return any(part and part != without_nulls(part) for part in parts)
 
 
 def unused_keys(data: Mapping[str, Any], keys: tuple[str, ...], others: tuple[str, ...]) -> set[str]:

@@ -1,7 +1,7 @@
 import pytest
 
 from sft_play.data.formats import FORMATS, Conversation, convert, detect_format
-from sft_play.data.reading import Row
+from sft_play.data.rows import Row
 from sft_play.errors import DataError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
