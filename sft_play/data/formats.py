@@ -126,6 +126,10 @@ def _content(value: Any, key: str, *, may_be_blank: bool) -> str:
     return _text("".join(parts), key, may_be_blank=may_be_blank)
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def _json_if_text(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
@@ -146,7 +150,9 @@ def _tool_call(value: Any, key: str) -> Message:
     arguments = _json_if_text(function.get("arguments") or {}, f"{key}.function.arguments")
     if not isinstance(arguments, dict):
         raise _invalid(f"{key}.function.arguments", arguments, "an object")
-    call: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    called = {"name": function["name"], "arguments": arguments}
+    _text(_json(called), f"{key}.function")
+    call: Message = {"type": "function", "function": called}
     return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
 
 
@@ -374,6 +380,8 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
         is_schema_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         if tools is not None and not is_schema_list:
             raise _invalid("tools", tools, "a list of JSON schemas")
+        if tools:
+            _text(_json(tools), "tools")
     except _InvalidRow as problem:
         raise DataError(f"{row.where}: {problem}") from None
     if messages[0]["role"] == "system" and not messages[0]["content"].strip():

@@ -30,6 +30,7 @@ HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?"
 )
 FOLDER_AND_SPLIT = re.compile(r"(?P<folder>.+)::(?P<split>[\w.-]+)")
+LFS_POINTER = b"version https://git-lfs.github.com/"  # how files of a clone begin without its large ones
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 BLOCK_BYTES = 1 << 20
 
@@ -202,11 +203,15 @@ def _require_readable(file: Path, key: str) -> None:
         )
     try:
         with file.open("rb") as opened:
-            head = opened.read(4)
+            head = opened.read(len(LFS_POINTER))
     except OSError as error:
         raise DataError(f"{key}: {file} cannot be read: {error.strerror}") from None
     if not head:
         raise DataError(f"{key}: {file} is empty (0 bytes)")
+    if head == LFS_POINTER:
+        raise DataError(
+            f"{key}: {file} is not the data but a pointer to it, of Git LFS; fetch it: git lfs pull"
+        )
     if head.startswith(UTF16_BOMS) and ROW_KINDS.get(file.suffix.lower()) not in ("Parquet", "Arrow"):
         raise DataError(f"{file} is UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8 {file.name}")
 

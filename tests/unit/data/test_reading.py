@@ -149,6 +149,7 @@ def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
         ("a.csv", "text,text\na,b\n", ":1: duplicate column name"),
         ("a.csv", b"text\na\n\xff\n", ":3: byte 0xff at offset 7"),
         ("a.csv", "messages\n[oops\n", ":2: column 'messages' is not valid JSON"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "a pointer to it, of Git LFS"),
         ("a.parquet", b"PAR1 no parquet", "not a readable Parquet file"),
         ("a.log", "hello", "has the extension .log; allowed: .jsonl"),
         ("a.txt", b"one\n\xff", ":2: byte 0xff at offset 4"),
