@@ -21,6 +21,7 @@ ROW_NUMBER = re.compile(r"-?\d+")
 NUMBERED = "with their number in a first column without a name, which is left out"
 BATCH_ROWS = 1000
 JSON_TEXT = "arrow.json"
+AS_IN_JSON, AS_TEXT = (str, int, type(None)), (date, time, timedelta, Decimal)
 ARROW_FILE = b"ARROW1"  # how an Arrow file begins that is no stream
 
 
@@ -166,12 +167,13 @@ def as_json(value: Any, notes: Counter[str]) -> Any:
 
     Keys that are null are left out (see `without_nulls`), NaN is null, and dates and decimals are text.
     """
+    if isinstance(value, AS_IN_JSON):  # most are, so this is asked first
+        return value
     if isinstance(value, dict):
-        items = ((key, as_json(item, notes)) for key, item in value.items() if item is not None)
-        return {key: item for key, item in items if item is not None}
+        return {key: found for key, item in value.items() if (found := as_json(item, notes)) is not None}
     if isinstance(value, list):
         return [as_json(item, notes) for item in value]
     if isinstance(value, float) and not isfinite(value):
         as_null({"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)], notes)
         return None
-    return str(value) if isinstance(value, date | time | timedelta | Decimal) else value
+    return str(value) if isinstance(value, AS_TEXT) else value

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 from sft_play.data.strict_json import without_nulls
@@ -36,9 +35,10 @@ def has_placeholder(messages: Iterable[Mapping[str, Any]]) -> bool:
 
 def has_null_parts(data: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
     """Whether a tool, or an argument of a call in messages under `keys`, has a null, which is left out."""
-    lists = [data[key] for key in (*keys, "prompt") if isinstance(data.get(key), list)]
-    calls = [message.get("tool_calls") for message in chain(*lists) if isinstance(message, dict)]
-    parts = [data.get("tools"), *calls]
+    parts = [data.get("tools")]
+    for key in (*keys, "prompt"):
+        if isinstance(messages := data.get(key), list):
+            parts += [message.get("tool_calls") for message in messages if isinstance(message, dict)]
     return any(part and part != without_nulls(part) for part in parts)
 
 
