@@ -8,7 +8,7 @@ from typing import Any
 from sft_play.builtin.models import byte_level_tokenizer
 from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, convert
-from sft_play.data.reading import Row
+from sft_play.data.rows import Row
 from sft_play.data.show import marked
 from sft_play.data.template import use_template
 from sft_play.data.tokens import encode

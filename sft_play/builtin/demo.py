@@ -23,7 +23,8 @@ from sft_play.config.inputs import DataInput, data_inputs
 from sft_play.config.load import ResolvedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data import store
-from sft_play.data.reading import fingerprint, opened, read_rows
+from sft_play.data.reading import read_rows
+from sft_play.data.sources import fingerprint, opened
 from sft_play.data.splits import SPLITS
 from sft_play.errors import ConfigError
 from sft_play.fingerprints import sources_digest

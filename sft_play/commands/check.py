@@ -16,7 +16,9 @@ from sft_play.builtin.demo import materialise
 from sft_play.config.inputs import BUILTIN, DataInput, data_inputs
 from sft_play.config.load import ResolvedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.reading import HUB_NAME, SUFFIXES
+from sft_play.data.folders import SUFFIXES
+from sft_play.data.inventory import inventory, remark_lines
+from sft_play.data.sources import HUB_NAME, Source, is_local, open_input
 from sft_play.engines.registry import ALONE, distributed_engines
 from sft_play.errors import ConfigError, DataError, DoesNotFitError, first_line
 from sft_play.hub import limit_network
@@ -98,23 +100,31 @@ def findings_table(findings: Sequence[Finding]) -> Any:
 
 def data_findings(config: RunConfig) -> Iterator[Finding]:
     """Checks that the data exists and its first row has a known format."""
-    for given in data_inputs(config.data):
+    inputs, found = data_inputs(config.data), []
+    for given in inputs:
         if given.path.startswith(BUILTIN):
             yield Finding(OK, "data", f"{given.key}: {given.path} is built in")
-        elif Path(given.path).expanduser().exists() or not _is_hub_name(given.path):
-            yield _first_row(config, given)
+        elif is_local(given.path) or not _is_hub_name(given.path):
+            try:
+                opened = open_input(given, inputs)
+            except DataError as error:
+                yield _unusable(given, error)
+                continue
+            found += opened
+            yield from (_first_row(config, *pair) for pair in opened)
         else:
             yield _hub_finding("data", given.key, given.path, None, "dataset")
+    for line in remark_lines(inventory(found)["remarks"], expected=False):
+        yield Finding(WARNING, "data", line)
 
 
-def _first_row(config: RunConfig, given: DataInput) -> Finding:
+def _first_row(config: RunConfig, given: DataInput, source: Source) -> Finding:
     from sft_play.data.formats import convert, with_format
     from sft_play.data.prepare import is_raw_text
-    from sft_play.data.reading import opened, read_rows
+    from sft_play.data.reading import read_rows
 
     key, path = given.key, given.path
     try:
-        source = opened(given)
         name, rows = with_format(read_rows(source, limit=1), given.format, f"{key}: {path}")
         row = next(rows)
         is_raw_text(config, given, source, name)
@@ -122,12 +132,19 @@ def _first_row(config: RunConfig, given: DataInput) -> Finding:
     except ConfigError as error:
         return Finding(ERROR, "config", str(error))
     except DataError as error:
-        where = f"{key} in the config" if "[" in key else f'ARGS="{key}=<file>"'
-        return Finding(ERROR, "data", str(error), f"correct the file, or use another one: {where}")
+        return _unusable(given, error)
     if isinstance(converted, str):
         what = f"{key}: {row.where}: the first row is dropped: {converted}"
         return Finding(WARNING, "data", what, "run `make prepare` to see how many rows are dropped")
     return Finding(OK, "data", f"{key}: {path}, {name} rows")
+
+
+def _unusable(given: DataInput, error: DataError) -> Finding:
+    where = f"{given.key} in the config" if "[" in given.key else f'ARGS="{given.key}=<file>"'
+    fix = f"correct the file, or use another one: {where}"
+    if given.alone:
+        fix = f"correct the file, or name the training rows alone: {given.alone}"
+    return Finding(ERROR, "data", str(error), fix)
 
 
 def _is_hub_name(name: str) -> bool:
@@ -270,7 +287,7 @@ def plan_finding(resolved: ResolvedConfig, machine: Machine) -> Finding:
     from sft_play.sizing.architecture import planning_architecture
 
     config, processes = resolved.config, len(machine.gpus) or 1
-    on_hub = any(not Path(given.path).expanduser().exists() for given in data_inputs(config.data))
+    on_hub = any(not is_local(given.path) for given in data_inputs(config.data))
     try:
         architecture, _ = planning_architecture(config.model)
         facts = DataFacts.unseen(config, architecture)

@@ -194,7 +194,7 @@ def announce(args: Arguments, *lines: str, name: str = "", reads_rows: bool = Fa
     console().print(header(name or args.command, resolved, *lines))
     if reads_rows:
         from sft_play.config.inputs import data_inputs
-        from sft_play.data.reading import require_here
+        from sft_play.data.sources import require_here
         from sft_play.model.files import require_possible
 
         require_here(data_inputs(resolved.config.data))

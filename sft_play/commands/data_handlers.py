@@ -21,7 +21,7 @@ from sft_play.report.layout import ending, make_command
 from sft_play.runlog import console, open_run
 from sft_play.screen import NamedValues, Words
 from sft_play.spelling import as_typed
-from sft_play.units import counted
+from sft_play.units import counted, listed
 
 
 @command("prepare", as_json=True, prints=True)
@@ -94,8 +94,9 @@ def dapt_docx(args: Arguments) -> int:
     done = convert_documents(args.input, args.output, force=args.force)
     result = {"output": str(args.output), "documents": done.counts["written"], "skipped": done.skipped}
     if not args.json:
-        for name, reason in done.skipped.items():
-            console().print(f"  skipped: {name}: {reason}", markup=False, soft_wrap=True)
+        for reason in dict.fromkeys(done.skipped.values()):
+            names = listed([name for name, other in done.skipped.items() if other == reason], 4)
+            console().print(f"  skipped: {names}: {reason}", markup=False, soft_wrap=True)
     text = f"{counted(done.counts['written'], 'document')}, {len(done.skipped):,} skipped"
     settings = ["data.task=cpt", f"data.train_path={args.output}"]
     command = make_command("train", "configs/run_lora.yaml", settings)

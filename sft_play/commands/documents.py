@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands.output import require_own_file
-from sft_play.data.reading import TEXT_SUFFIXES, documents_in
+from sft_play.data.folders import TEXT_SUFFIXES, files_below
 from sft_play.data.show import write_rows
 from sft_play.errors import ConfigError, DataError, first_line
 from sft_play.extras import install_command
@@ -19,6 +19,7 @@ from sft_play.extras import install_command
 LIBRARIES = {".docx": ("docx", "python-docx"), ".pdf": ("pypdf", "pypdf")}
 DOCUMENTS = (*LIBRARIES, *TEXT_SUFFIXES)
 NO_TEXT = "it has no text (a scan?)"
+NO_DOCUMENT = f"not one of {', '.join(DOCUMENTS)}"
 
 
 @dataclass
@@ -45,7 +46,8 @@ def convert_documents(folder: Path, output: Path, *, force: bool = False) -> Con
         raise ConfigError(f"IN={folder} is not a folder; expected one with {', '.join(DOCUMENTS)} files")
     if output.suffix != ".jsonl":
         raise ConfigError(f"OUT={output}: expected the name of a .jsonl file")
-    files = documents_in(folder, DOCUMENTS)
+    found = files_below(folder, "IN")
+    files = [path for path in found if path.suffix.lower() in DOCUMENTS and not path.is_fifo()]
     if not files:
         raise DataError(f"IN={folder} has no documents; expected {', '.join(DOCUMENTS)} files")
     _require_libraries({file.suffix.lower() for file in files})
@@ -56,7 +58,9 @@ def convert_documents(folder: Path, output: Path, *, force: bool = False) -> Con
     if first is None:
         why = "; ".join(f"{file}: {reason}" for file, reason in list(done.skipped.items())[:3])
         raise DataError(f"IN={folder}: none of {len(files)} documents could be converted ({why})")
+    others = [path for path in sorted({*found} - {*files}) if path.absolute() != output.absolute()]
     write_rows(output, itertools.chain([first], rows), done.counts)
+    done.skipped |= {str(path.relative_to(folder)): NO_DOCUMENT for path in others}
     return done
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.folders import SUFFIXES
 from sft_play.data.formats import ROLES, Conversation, Message, convert
-from sft_play.data.reading import SUFFIXES, Row, Source, read_rows
+from sft_play.data.reading import read_rows
+from sft_play.data.rows import Row
+from sft_play.data.sources import Source
 from sft_play.errors import ConfigError, DataError, StorageError
 from sft_play.files import write_atomic
 from sft_play.model.build import load_for_inference

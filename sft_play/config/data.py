@@ -29,15 +29,16 @@ class SourceConfig(Section):
     columns: Columns | None = None
     """As data.columns, which is the default."""
     split: str | None = None
-    """Split of a Hub dataset. Default: train."""
+    """Split of a folder or a Hub dataset. Default: train, and what else it has is used for evaluation."""
 
 
 class DataConfig(Section):
     """The rows, how they are rendered as text, and which tokens carry loss."""
 
     train_path: PathText | None = Field(default=None, min_length=1)
-    """JSONL, JSON, Parquet or CSV file, a folder of such files, a Hub dataset, or "builtin:demo". Raw text
-    (data.task) may also be .txt and .md files. Either this or sources is required."""
+    """JSONL, JSON, Parquet, Arrow or CSV file, a folder of such files, a Hub dataset, or "builtin:demo". Raw
+    text (data.task) may also be .txt and .md files. Either this or sources is required. Of a folder or a
+    dataset with splits the training split is read; folder::split and org/name:config:split name another."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources of training rows in place of train_path, each with a path, a weight, a format and a
     split."""
@@ -46,13 +47,13 @@ class DataConfig(Section):
     joined with the end-of-text token and cut into rows of model.max_seq_len tokens (auto: 2048), with loss on
     every token. mixed: raw text is treated as in cpt, conversations as in sft."""
     val_path: PathText | None = None
-    """Validation rows. Default: hold out val_fraction of the training data."""
+    """Validation rows. Default: those that the training data comes with, or else val_fraction of it."""
     test_path: PathText | None = None
-    """Test rows. Default: hold out test_fraction of the training data."""
+    """Test rows. Default: those that the training data comes with, or else test_fraction of it."""
     val_fraction: Fraction = 0.05
-    """Share of the rows of each source to hold out for validation if val_path is not set."""
+    """Share of the rows of each source to hold out for validation if there are no validation rows."""
     test_fraction: Fraction = 0.0
-    """Share of the rows of each source to hold out for testing if test_path is not set."""
+    """Share of the rows of each source to hold out for testing if there are no test rows."""
     format: RowFormat = "auto"
     """Row format. auto: detected from the keys of the first row; all other rows must have the same format.
     preference: chosen answers are trained on, rejected ones are left out; never detected."""

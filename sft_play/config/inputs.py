@@ -21,9 +21,10 @@ class DataInput:
     path: str
     format: str
     weight: float = 1.0  # how often its rows are seen per epoch
-    hub_split: str | None = None
+    asked_split: str | None = None  # of a folder or a Hub dataset
     columns: Mapping[str, str] = field(default_factory=dict)  # key of a format -> its name in the data
     streaming: Streaming = "auto"  # of a Hub dataset
+    alone: str = ""  # of rows that the training data comes with: the path of the training rows without them
 
 
 def data_inputs(data: DataConfig) -> list[DataInput]:

@@ -7,8 +7,8 @@ from functools import partial
 from itertools import chain, cycle
 from typing import Any
 
-from sft_play.data.reading import Row
-from sft_play.data.rows import require_shallow
+from sft_play.data.rows import Row
+from sft_play.data.strict_json import parse, without_nulls
 from sft_play.data.unused import REASONING_KEYS, TRAIN_KEYS, media_key, message_keys
 from sft_play.errors import DataError, kind_of
 
@@ -126,12 +126,16 @@ def _content(value: Any, key: str, *, may_be_blank: bool) -> str:
     return _text("".join(parts), key, may_be_blank=may_be_blank)
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def _json_if_text(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return require_shallow(json.loads(value), value)
-    except (ValueError, RecursionError) as error:
+        return parse(value)
+    except ValueError as error:
         raise _InvalidRow(f"{key} is a string but not valid JSON: {error}") from None
 
 
@@ -146,7 +150,9 @@ def _tool_call(value: Any, key: str) -> Message:
     arguments = _json_if_text(function.get("arguments") or {}, f"{key}.function.arguments")
     if not isinstance(arguments, dict):
         raise _invalid(f"{key}.function.arguments", arguments, "an object")
-    call: Message = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    called = {"name": function["name"], "arguments": arguments}
+    _text(_json(called), f"{key}.function")
+    call: Message = {"type": "function", "function": called}
     return {"id": value["id"], **call} if isinstance(value.get("id"), str) else call
 
 
@@ -159,7 +165,7 @@ def _split_parts(content: list[Any], key: str) -> tuple[list[Any], str | None, l
         if kind == "reasoning":
             reasoning.append(_text(part.get("value"), where, may_be_blank=True))
         elif kind == "tool_call":
-            calls.append(_json_if_text(part.get("value"), where))
+            calls.append(_json_if_text(without_nulls(part.get("value")), where))
         else:
             text.append(part)
     return text, "".join(reasoning) or None, calls
@@ -191,7 +197,7 @@ def _message(value: Any, key: str) -> Message:
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise _invalid(f"{key}.{role_key}", name, f"one of {', '.join(ROLES)}")
-    content, calls = value.get(content_key), value.get("tool_calls")
+    content, calls = value.get(content_key), without_nulls(value.get("tool_calls"))
     if name == "function_call":  # ShareGPT puts the call in place of the text
         call = _json_if_text(content, f"{key}.{content_key}")
         content, calls = "", call if isinstance(call, list) else [call]
@@ -370,10 +376,12 @@ def convert(row: Row, name: str, system_prompt: str | None = None) -> Conversati
                 f"(found {', '.join(row.data)})"
             )
         messages, context = reader(row.data)
-        tools = _json_if_text(row.data.get("tools") or None, "tools")
+        tools = _json_if_text(without_nulls(row.data.get("tools") or None), "tools")
         is_schema_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         if tools is not None and not is_schema_list:
             raise _invalid("tools", tools, "a list of JSON schemas")
+        if tools:
+            _text(_json(tools), "tools")
     except _InvalidRow as problem:
         raise DataError(f"{row.where}: {problem}") from None
     if messages[0]["role"] == "system" and not messages[0]["content"].strip():

@@ -1,7 +1,7 @@
 """Rows of Hub datasets: downloaded to the Hub's cache, or read over the network if they do not fit there."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,8 +15,6 @@ from sft_play.units import format_bytes
 
 if TYPE_CHECKING:
     import datasets
-
-SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,12 @@ class HubRows:
 
 
 def load_hub_rows(
-    name: str, config: str | None, wanted: str | None, split: str, key: str, streaming: Streaming = "auto"
-) -> HubRows:
-    """The split `wanted`, or else the one that is for `split` (train, val or test).
+    name: str, config: str | None, key: str, streaming: Streaming = "auto"
+) -> Mapping[str, HubRows]:
+    """The splits of a dataset, under their names there.
 
     Raises:
-        DataError: there is no such dataset or split, or it cannot be reached; names the setting `key`.
+        DataError: there is no such dataset, or it cannot be reached; names the setting `key`.
     """
     import datasets
 
@@ -62,19 +60,18 @@ def load_hub_rows(
         raise DataError(
             f"{key}: '{name}' is not a local file, and loading it as a Hub dataset failed: {reason}"
         ) from None
-    found = next((each for each in ((wanted,) if wanted else SPLITS[split]) if each in loaded), None)
-    if found is None:
-        raise DataError(
-            f"{key}: dataset '{name}' has no split {wanted or ' or '.join(SPLITS[split])}; "
-            f"it has {', '.join(loaded)}. Choose one: {name}:{config or ''}:<split>"
-        )
-    rows = loaded[found]
     if not streams:
-        return HubRows(name, rows, rows._fingerprint, len(rows))
-    known = (builder.info.splits or {}).get(found)
-    files = (builder.config.data_files or {}).get(found)
+        return {split: HubRows(name, rows, rows._fingerprint, len(rows)) for split, rows in loaded.items()}
+    return {split: _streamed(builder, name, split, rows) for split, rows in loaded.items()}
+
+
+def _streamed(
+    builder: "datasets.DatasetBuilder", name: str, split: str, rows: "datasets.IterableDataset"
+) -> HubRows:
+    known = (builder.info.splits or {}).get(split)
+    files = (builder.config.data_files or {}).get(split)
     origin = files.origin_metadata if files else builder.hash  # revisions of files, or of the repository
-    return HubRows(name, rows, f"{builder.config_id} {found} {origin}", known and known.num_examples)
+    return HubRows(name, rows, f"{builder.config_id} {split} {origin}", known and known.num_examples)
 
 
 def _is_larger_than_disk(builder: "datasets.DatasetBuilder", name: str) -> bool:

@@ -5,7 +5,7 @@ This happens once, before any process group exists; the result is cached on disk
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -19,9 +19,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import store
 from sft_play.data.batching import Share
 from sft_play.data.chat import Chat, make_chat
+from sft_play.data.folders import TEXT_SUFFIXES
 from sft_play.data.formats import Conversation, convert, with_format
+from sft_play.data.inventory import inventory, remark_lines
 from sft_play.data.length import block_tokens, length_limit
-from sft_play.data.reading import TEXT_SUFFIXES, Source, fingerprint, opened, read_rows
+from sft_play.data.reading import read_rows
+from sft_play.data.sources import Source, fingerprint, open_inputs
 from sft_play.data.spans import pieces_of
 from sft_play.data.splits import SPLITS, Part, write_splits
 from sft_play.data.template import check_template, split_markers, split_warning, use_template
@@ -36,7 +39,7 @@ from sft_play.data.workers import (
     encode_all,
     worker_count,
 )
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, DataError
 from sft_play.fingerprints import installed_versions, sources_digest
 from sft_play.manifest import read_manifest
 from sft_play.report.progress import progress_bar
@@ -63,8 +66,8 @@ class PreparedData:
     stats: dict[str, Any]
     """train, val and test, None for a missing split: read, conversations, rows, tokens, supervised_tokens,
     truncated, parts (of longer rows), dropped {reason: rows}, lengths {p50, p90, p99, max}, histogram {start,
-    width, rows, longer}, and with data.sources a list of counts by source; and warnings, chat_template,
-    largest_token_id, seconds."""
+    width, rows, longer}, and with data.sources a list of counts by source; inputs and remarks (of
+    `inventory`); and warnings, chat_template, largest_token_id, seconds."""
     cache_path: Path
     shares: tuple[Share, ...] = ()  # how often the training rows are seen per epoch; () for once
 
@@ -113,19 +116,21 @@ def prepare(
     chat = make_chat(
         tokenizer, config.data.supervise, max_tokens, learn_tool_calls=config.data.learn_tool_calls
     )
-    inputs = data_inputs(config.data)
-    sources = [opened(given) for given in inputs]
+    opened = open_inputs(config.data)
+    inputs, sources = zip(*opened, strict=True)
     fingerprints = [fingerprint(source) for source in sources]
     key = _cache_key(config, tokenizer, max_tokens, inputs, [digest for digest, _ in fingerprints])
 
     def make(folder: Path) -> dict[str, Any]:
         started = time.perf_counter()
-        tasks = [_task(config, *pair, chat, origin) for pair in zip(inputs, sources, strict=True)]
-        parts = []
+        tasks, parts = [], []
+        for given, source in opened:
+            with _own_rows(given):
+                tasks.append(_task(config, given, source, chat, origin))
         for number, (given, source, task) in enumerate(zip(inputs, sources, tasks, strict=True)):
             name = Path(given.path).name if config.data.sources else given.split
             bar = progress_bar(f"tokenizing {name}", fingerprints[number][1])
-            with bar if progress else nullcontext(lambda rows: None) as advance:
+            with bar if progress else nullcontext(lambda rows: None) as advance, _own_rows(given):
                 parts.append(_encode(config, given, source, task, folder / f"{number}.part", advance))
         stats, chosen = write_splits(config, parts, folder, tokenizer, max_tokens)
         stats["warnings"] = data_warnings(config, stats, parts, chosen)
@@ -137,7 +142,20 @@ def prepare(
 
     folder = cache_dir() / "data" / key
     store.build(folder, make, announce=progress, hashes=hashes)
-    return _load(config, folder)
+    return _load(config, folder, inventory(opened))
+
+
+@contextmanager
+def _own_rows(given: DataInput) -> Iterator[None]:
+    """Adds to errors in rows that the training data comes with how to do without these."""
+    try:
+        yield
+    except DataError as error:
+        if not given.alone:
+            raise
+        raise DataError(
+            f"{error}\nTo train without these rows, name the others alone: {given.alone}"
+        ) from None
 
 
 def _cache_key(
@@ -256,10 +274,11 @@ def _encode(
     )
 
 
-def _load(config: RunConfig, folder: Path) -> PreparedData:
+def _load(config: RunConfig, folder: Path, found: dict[str, Any]) -> PreparedData:
     import datasets
 
-    stats = read_manifest(folder)["stats"]
+    stats = read_manifest(folder)["stats"] | found
+    stats["warnings"] = [*remark_lines(stats["remarks"], expected=False), *stats["warnings"]]
     longest = max(stats[split]["lengths"]["max"] for split in SPLITS if stats[split])
     asked = config.model.max_seq_len
     files = {split: folder / f"{split}.arrow" for split in SPLITS}

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.strict_json import decoder, require_shallow
 from sft_play.errors import DataError, kind_of
 
 OPTIONAL = ("tools", "system", "input", "history", "source")  # keys that rows of a format may lack
-MAX_DEPTH = 100  # lists and objects inside each other; deeper rows cannot be written or rendered later
 UTF8_BOM = b"\xef\xbb\xbf"
+AS_NULL = "values, read as null"  # ends what is noted of them
 WHITESPACE = re.compile(r"\s*")
 ARRAY_START = re.compile(r'\s*(?:\{\s*"data"\s*:\s*)?\[')
 
@@ -63,40 +64,13 @@ def utf8(raw: bytes, where: str, offset: int) -> str:
         ) from None
 
 
-def require_shallow(value: Any, text: str) -> Any:
-    """The value of a JSON `text`; raises a ValueError if it is nested more than MAX_DEPTH levels deep."""
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
-        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-    return value
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner.extend(item.values())
-            elif isinstance(item, list):
-                inner.extend(item)
-        level = inner
-    return any(isinstance(item, (dict, list)) for item in level)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        repeated = counts.most_common(1)[0][0]
-        raise ValueError(f"duplicate key {repeated!r} in one object; keep one")
-    return data
+def as_null(name: str, notes: Counter[str]) -> None:
+    """Counts a value that is no number, such as NaN, which is read as null: pandas writes missing ones so."""
+    notes[f"{name} {AS_NULL}"] += 1
 
 
 def _decoder(notes: Counter[str]) -> json.JSONDecoder:
-    def constant(name: str) -> None:
-        notes[f"{name} values, read as null"] += 1
-
-    return json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=constant)
+    return decoder(lambda name: as_null(name, notes))
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -107,7 +81,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
     """An object a line; reads one line at a time."""
-    decoder, offset, name = _decoder(notes), 0, str(file)
+    strict, offset, name = _decoder(notes), 0, str(file)
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             content = raw.removeprefix(UTF8_BOM) if number == 1 else raw
@@ -121,7 +95,7 @@ def read_jsonl(file: Path, notes: Counter[str]) -> Iterator[Row]:
                 yield from _read_json_whole(file, notes)
                 return
             try:
-                value = require_shallow(decoder.decode(text), text)
+                value = require_shallow(strict.decode(text), text)
             except json.JSONDecodeError as error:
                 cut = "" if raw.endswith(b"\n") else " The line has no final newline: is the file truncated?"
                 said = error.msg.removesuffix(" at")
@@ -138,7 +112,7 @@ def read_json(file: Path, notes: Counter[str]) -> Iterator[Row]:
     with file.open("rb") as lines:
         first = next((line for line in lines if line.removeprefix(UTF8_BOM).strip()), b"")
     try:
-        value = json.loads(first.removeprefix(UTF8_BOM))
+        value = json.loads(first.removeprefix(UTF8_BOM))  # what is wrong in it is said when it is read
     except (ValueError, RecursionError):
         value = None
     is_lines = isinstance(value, dict) and not isinstance(value.get("data"), list)
@@ -172,7 +146,7 @@ def _json_errors(file: Path, place: str) -> Iterator[None]:
         raise DataError(f"{place}: {error}") from None
 
 
-def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) -> Iterator[Row]:
+def _array_rows(text: str, start: int, file: Path, strict: json.JSONDecoder) -> Iterator[Row]:
     """Parses the elements one by one, so that rows and errors have line numbers."""
     counted, line = 0, 1
     position = _skip_space(text, start)
@@ -180,7 +154,7 @@ def _array_rows(text: str, start: int, file: Path, decoder: json.JSONDecoder) ->
         line += text.count("\n", counted, position)
         counted = position
         with _json_errors(file, f"{file}:{line}"):
-            value, end = decoder.raw_decode(text, position)
+            value, end = strict.raw_decode(text, position)
             require_shallow(value, text[position:end])
         yield Row(_object(value, f"{file}:{line}"), str(file), line)
         position = _skip_space(text, end)

@@ -18,8 +18,10 @@ from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import Chat, make_chat, render_rows
 from sft_play.data.formats import Conversation, convert, detect_format, with_format
+from sft_play.data.inventory import input_lines, remark_lines
 from sft_play.data.prepare import PreparedData
-from sft_play.data.reading import Source, open_source, opened, read_rows
+from sft_play.data.reading import read_rows
+from sft_play.data.sources import Source, open_source, opened
 from sft_play.data.splits import SPLITS
 from sft_play.data.template import use_template
 from sft_play.data.tokens import IGNORED
@@ -44,6 +46,9 @@ def table(prepared: PreparedData) -> Group:
     splits = [split for split in SPLITS if stats[split]]
     notes = Text(f"  chat template: {stats['chat_template']}; max_seq_len {prepared.max_seq_len:,}\n")
     notes.append(f"  cached in {prepared.cache_path}")
+    held_out = [f"{split}: held out of the training rows" for split in splits if "read" not in stats[split]]
+    for line in (*input_lines(stats["inputs"]), *held_out, *remark_lines(stats["remarks"], expected=True)):
+        notes.append(f"\n  {line}")
     for split in splits:
         for reason, count in sorted(stats[split]["dropped"].items(), key=lambda item: -item[1]):
             notes.append(f"\n  dropped from {split}: {count:,} {reason}")

@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sft_play.data.strict_json import without_nulls
+
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 PLACEHOLDER = re.compile("<(?:image|video|audio)>")  # in the text, of LLaMA-Factory and ms-swift
 
@@ -29,6 +31,15 @@ def media_key(data: Mapping[str, Any]) -> str | None:
 def has_placeholder(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the text of a message stands for an image, a video or a sound, which the row lacks."""
     return any(PLACEHOLDER.search(message["content"]) for message in messages)
+
+
+def has_null_parts(data: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    """Whether a tool, or an argument of a call in messages under `keys`, has a null, which is left out."""
+    parts = [data.get("tools")]
+    for key in (*keys, "prompt"):
+        if isinstance(messages := data.get(key), list):
+            parts += [message.get("tool_calls") for message in messages if isinstance(message, dict)]
+    return any(part and part != without_nulls(part) for part in parts)
 
 
 def unused_keys(data: Mapping[str, Any], keys: tuple[str, ...], others: tuple[str, ...]) -> set[str]:

@@ -7,8 +7,10 @@ import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.chat import HIDDEN_REASONING
+from sft_play.data.rows import AS_NULL
 from sft_play.data.splits import Chosen, Part
-from sft_play.data.workers import WITH_PLACEHOLDER, is_too_long
+from sft_play.data.tables import NUMBERED
+from sft_play.data.workers import WITH_NULLS, WITH_PLACEHOLDER, is_too_long
 from sft_play.errors import ConfigError
 from sft_play.units import counted
 
@@ -28,6 +30,12 @@ MEANINGS = {
         ": images, video and audio are not supported, so these are trained as plain text. If they stand for "
         "media, remove the rows",
     ),
+    WITH_NULLS: (
+        "row",
+        ": in Parquet it cannot be told from a key that is not there, so it never counts. To train on it, "
+        "write the tools or the arguments as a string of JSON",
+    ),
+    NUMBERED: ("row", ""),
 }
 
 
@@ -58,7 +66,7 @@ def data_warnings(
         if lost >= WARNING_SHARE * part.counts.read:
             what = f"{lost} of {part.counts.read} rows of {part.given.key} were dropped"
             found.append(what + _how_to_keep(part))
-        nulls = {what: count for what, count in part.counts.notes.items() if "null" in what}
+        nulls = {what: count for what, count in part.counts.notes.items() if what.endswith(AS_NULL)}
         found += [f"{part.given.key}: {count} {what}" for what, count in nulls.items()]
         found += _about_unused_keys(part)
         for note, (what, meaning) in MEANINGS.items():

@@ -20,10 +20,10 @@ from sft_play.data import store
 from sft_play.data.chat import Chat
 from sft_play.data.formats import FORMATS, Conversation, convert
 from sft_play.data.raw_text import in_sections
-from sft_play.data.reading import Row
+from sft_play.data.rows import Row
 from sft_play.data.splitting import split_rows
 from sft_play.data.tokens import IGNORED, Tokens, encode, tokenize_text
-from sft_play.data.unused import has_placeholder, unused_keys
+from sft_play.data.unused import has_null_parts, has_placeholder, unused_keys
 from sft_play.errors import DataError, LaunchError
 from sft_play.machine.host import usable_cores
 from sft_play.machine.process import die_with_parent
@@ -43,6 +43,7 @@ NO_ANSWER = "no answer to train on"
 TOO_LONG = "longer than"
 ANSWER_TRUNCATED = "no answer left after truncation"
 WITH_PLACEHOLDER = "with <image>, <video> or <audio> in the text"
+WITH_NULLS = "with null in a tool or in the arguments of a call, which is left out"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     unused: Counter[str] = field(default_factory=Counter)  # how many rows have a key that is not read, by key
     notes: Counter[str] = field(default_factory=Counter)
-    """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER."""
+    """As of `read_rows` and `encode`, and rows WITH_PLACEHOLDER and WITH_NULLS."""
 
     def add(self, other: "Counts") -> None:
         """Counts those of further rows."""
@@ -111,6 +112,7 @@ def encode_chunk(task: EncodingTask, rows: list[Row]) -> Chunk:
             counts.notes[WITH_PLACEHOLDER] += has_placeholder(converted.messages)
             conversations += in_sections(converted) if task.block else [converted]
     read = FORMATS[task.format][:2]
+    counts.notes[WITH_NULLS] += sum(has_null_parts(row.data, read[0]) for row in rows)
     counts.unused.update(key for row in rows for key in unused_keys(row.data, *read))
     encoded_rows = (
         [[tokenize_text(task.chat, section)] for section in conversations]

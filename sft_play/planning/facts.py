@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sft_play.cache import recall, remember
-from sft_play.config.inputs import data_inputs
 from sft_play.config.schema import RunConfig
 from sft_play.data.batching import (
     Schedule,
@@ -20,7 +19,7 @@ from sft_play.data.batching import (
     rows_per_epoch,
 )
 from sft_play.data.length import require_supported
-from sft_play.data.reading import fingerprint, opened
+from sft_play.data.sources import fingerprint, open_inputs
 from sft_play.data.template import template_text
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.files import model_key
@@ -350,14 +349,13 @@ def _data_key(config: RunConfig) -> tuple[str, ...] | None:
     """All that the tokenized rows depend on; None if that cannot be told without libraries.
 
     Raises:
-        DataError: as of `opened`, before anything is downloaded for nothing.
+        DataError: as of `open_inputs`, before anything is downloaded for nothing.
     """
-    inputs = data_inputs(config.data)
-    sources = [opened(given) for given in inputs]
+    opened = open_inputs(config.data)
     model = model_key(config.model)
-    if model is None or any(source.hub is not None for source in sources):
+    if model is None or any(source.hub is not None for _, source in opened):
         return None
-    digests = [fingerprint(source)[0] for source in sources]
+    digests = [f"{given.split} {fingerprint(source)[0]}" for given, source in opened]
     asked = config.data.chat_template
     template = template_text("plain" if asked == "auto" else asked)  # plain if the tokenizer has none
     return model, config.data.model_dump_json(), str(config.train.seed), template, *digests

@@ -37,7 +37,8 @@ from sft_play.config.schema import DataConfig, ModelConfig
 from sft_play.data import limits
 from sft_play.data.chat import Chat, make_chat
 from sft_play.data.formats import Conversation, detect_format
-from sft_play.data.reading import open_source, read_rows
+from sft_play.data.reading import read_rows
+from sft_play.data.sources import open_source
 from sft_play.data.template import check_template, use_template
 from sft_play.data.workers import EncodingTask, encode_chunk
 from sft_play.errors import SftPlayError

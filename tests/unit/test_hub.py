@@ -19,7 +19,7 @@ from huggingface_hub.utils._http import default_client_factory
 
 from sft_play import hub
 from sft_play.config.schema import ModelConfig
-from sft_play.data.reading import open_source
+from sft_play.data.sources import open_source
 from sft_play.errors import ConfigError, DataError
 from sft_play.model.load import load_model_config
 

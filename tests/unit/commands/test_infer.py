@@ -18,7 +18,7 @@ from sft_play.commands.infer import (
     read_prompts,
     run_chat_command,
 )
-from sft_play.data.reading import Row
+from sft_play.data.rows import Row
 from sft_play.errors import CheckpointError, ConfigError, DataError, StorageError
 from sft_play.runlog import RunDir, set_console, update_summary
 from tests.conftest import file_size_limit

@@ -1,7 +1,7 @@
 import pytest
 
 from sft_play.data.formats import FORMATS, Conversation, convert, detect_format
-from sft_play.data.reading import Row
+from sft_play.data.rows import Row
 from sft_play.errors import DataError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -196,6 +196,15 @@ def test_a_row_with_nothing_to_train_on_is_dropped_with_the_reason(data, reason)
         ({"prompt": [USER], "completion": "a"}, "completion is 'a'; expected a list of messages"),
         ({"text": None}, "text is missing or null"),
         ({"question": "\ud800", "answer": "a"}, "unpaired surrogate"),
+        ({"messages": [USER, ASSISTANT], "tools": [{"name": "\ud800"}]}, "tools has an unpaired surrogate"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function has an unpaired surrogate",
+        ),
     ],
 )
 def test_a_wrong_row_is_named_with_file_line_and_key(data, said):

@@ -9,10 +9,12 @@ import shutil
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.data import hub_rows, reading
+from sft_play.data import hub_rows, sources
 from sft_play.data.hub_rows import load_hub_rows
+from sft_play.data.inventory import UNUSED, inventory
 from sft_play.data.prepare import prepare
-from sft_play.data.reading import Source, fingerprint, read_rows
+from sft_play.data.reading import read_rows
+from sft_play.data.sources import fingerprint, open_inputs, open_source
 from sft_play.errors import DataError
 
 KEY = "data.train_path"
@@ -38,19 +40,28 @@ def first(source):
     return next(iter(read_rows(source))).data["question"]
 
 
+@pytest.fixture
+def as_org_name(repository, monkeypatch):
+    """Makes the repository that of the Hub dataset org/name."""
+    monkeypatch.setattr(
+        sources, "load_hub_rows", lambda name, *more: load_hub_rows({"org/name": repository}[name], *more)
+    )
+
+
 @pytest.mark.parametrize("streaming", [True, False])
-def test_rows_are_those_of_the_split_that_its_use_or_its_name_asks_for(repository, streaming):
-    for split, wanted, expected in (
-        ("train", None, "train"),
-        ("val", None, "validation"),
-        ("train", "odd", "odd"),
+def test_rows_are_those_of_the_split_that_its_use_or_its_name_asks_for(as_org_name, streaming):
+    for split, path, wanted, expected in (
+        ("train", "org/name", None, "train"),
+        ("val", "org/name", None, "validation"),
+        ("train", "org/name", "odd", "odd"),
+        ("test", "org/name::odd", None, "odd"),
     ):
-        source = Source("org/name", hub=load_hub_rows(repository, None, wanted, split, KEY, streaming))
-        rows = list(read_rows(source))
+        rows = list(read_rows(open_source(path, split, wanted=wanted, streaming=streaming)))
         assert [row.data for row in rows][1] == {"question": f"{expected} 1?", "answer": "Four."}
-        assert [row.where for row in rows] == [f"org/name:{number}" for number in range(1, 6)]
-    with pytest.raises(DataError, match="no split test; it has train, validation, odd"):
-        load_hub_rows(repository, None, None, "test", KEY, streaming)
+        assert [row.where for row in rows] == [f"{path}:{number}" for number in range(1, 6)]
+    said = "no split test or .*; it has train, validation, odd. Choose one: org/name::<split>"
+    with pytest.raises(DataError, match=said):
+        open_source("org/name", "test", streaming=streaming)
 
 
 @pytest.mark.parametrize(("free", "streams"), [(10**12, False), (100, True)])
@@ -59,17 +70,17 @@ def test_what_does_not_fit_on_the_disk_is_streamed_unless_it_is_there(
 ):
     usage = shutil.disk_usage(repository)
     monkeypatch.setattr(hub_rows.shutil, "disk_usage", lambda path: usage._replace(free=free))
-    hub = load_hub_rows(repository, None, None, "train", KEY)
+    hub = load_hub_rows(repository, None, KEY)["train"]
     assert (hub.count is None) == streams
     said = " ".join(capsys.readouterr().out.split())
     assert ("over the network: on the disk it would take" in said) == streams
-    load_hub_rows(repository, None, None, "train", KEY, streaming=False)
-    assert load_hub_rows(repository, None, None, "train", KEY).count == 5
+    load_hub_rows(repository, None, KEY, streaming=False)
+    assert load_hub_rows(repository, None, KEY)["train"].count == 5
 
 
-def test_a_change_of_the_repository_changes_the_fingerprint_of_streamed_rows(repository, tmp_path):
+def test_a_change_of_the_repository_changes_the_fingerprint_of_streamed_rows(as_org_name, tmp_path):
     def found():
-        return fingerprint(Source("org/name", hub=load_hub_rows(repository, None, None, "train", KEY, True)))
+        return fingerprint(open_source("org/name", "train", streaming=True))
 
     before = found()
     assert found() == before and before[1] is None
@@ -90,12 +101,9 @@ def test_a_stream_that_breaks_names_the_row(repository):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_is_streamed_is_prepared_as_what_is_downloaded(
-    repository, make_tokenizer, monkeypatch, tmp_path, workers
+    as_org_name, make_tokenizer, monkeypatch, tmp_path, workers
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        reading, "load_hub_rows", lambda name, *more: load_hub_rows({"org/name": repository}[name], *more)
-    )
     stats = {}
     for streaming in (True, False):
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache{streaming}"))
@@ -103,3 +111,19 @@ def test_what_is_streamed_is_prepared_as_what_is_downloaded(
         config = RunConfig.model_validate({"model": {"name": "toy"}, "data": data | {"val_fraction": 0}})
         stats[streaming] = prepare(config, make_tokenizer(), progress=False).stats | {"seconds": 0}
     assert stats[True] == stats[False] and stats[True]["train"]["rows"] == 4
+
+
+def test_a_validation_split_is_validation_data_unless_the_config_names_other_rows(as_org_name, write_rows):
+    def found(**data):
+        config = RunConfig.model_validate({"model": {"name": "toy"}, "data": data})
+        opened = open_inputs(config.data)
+        return [(given.split, source.split) for given, source in opened], inventory(opened)["remarks"]
+
+    unused = {"org/name": {UNUSED: ["odd"]}}
+    assert found(train_path="org/name") == ([("train", "train"), ("val", "validation")], unused)
+    assert found(train_path="org/name", val_path="org/name") == found(train_path="org/name")
+    assert found(train_path="org/name::train") == ([("train", "train")], {})
+    own = str(write_rows([{"question": "q", "answer": "a"}]))
+    unused = {"org/name": {UNUSED: ["validation", "odd"]}}
+    assert found(train_path="org/name", val_path=own) == ([("train", "train"), ("val", "")], unused)
+    assert found(sources=[{"path": "org/name", "split": "odd"}]) == ([("train", "odd")], {})

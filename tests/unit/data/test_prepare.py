@@ -15,7 +15,7 @@ from sft_play.data import store, workers
 from sft_play.data.chat import make_chat
 from sft_play.data.length import length_limit
 from sft_play.data.prepare import prepare
-from sft_play.data.reading import Row
+from sft_play.data.rows import Row
 from sft_play.data.spans import Pieces, pieces_of
 from sft_play.data.splits import assign
 from sft_play.data.template import use_template

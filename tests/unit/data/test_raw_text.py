@@ -1,7 +1,5 @@
 """Raw text: documents joined with the end token and cut, every token learned once."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import reading
 from sft_play.data.length import block_tokens
 from sft_play.data.prepare import prepare
-from sft_play.data.reading import open_source, read_rows, sections
+from sft_play.data.reading import read_rows, sections
+from sft_play.data.sources import open_source
 from sft_play.data.tokens import IGNORED
 from sft_play.errors import ConfigError, DataError
 
@@ -136,17 +135,6 @@ def test_sections_end_at_lines_or_words_and_lose_nothing(monkeypatch):
         assert max(len(section) for section, _ in found) <= 50
     assert list(sections(["  \n", " "])) == []
     assert list(sections(["a" * 50, "\n" * 90])) == [("a" * 50, True)]
-
-
-def test_a_folder_of_text_files_is_read_with_the_folders_below_it(tmp_path):
-    for name in ("b.md", "deep/a.txt", ".git/c.txt", "deep/.d.md", "e.pdf"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{name}\nsecond line\n")
-    (tmp_path / "deep" / "blank.txt").write_text("")
-    rows = list(read_rows(open_source(str(tmp_path), "train")))
-    assert [row.data["text"].split("\n")[0] for row in rows] == ["b.md", "deep/a.txt"]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x"}))
-    assert [file.name for file in open_source(str(tmp_path), "train").files] == ["rows.jsonl"]
 
 
 def test_a_long_file_is_read_in_sections_that_know_their_line(tmp_path, run, monkeypatch, make_tokenizer):

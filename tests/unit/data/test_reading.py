@@ -4,7 +4,9 @@ from collections import Counter
 import pytest
 
 from sft_play.config.inputs import DataInput
-from sft_play.data.reading import fingerprint, open_source, read_rows, require_here
+from sft_play.data.reading import read_rows
+from sft_play.data.sources import fingerprint, open_source, require_here
+from sft_play.data.tables import NUMBERED
 from sft_play.errors import DataError
 
 ROW = {"question": "q", "answer": "a"}
@@ -36,6 +38,9 @@ def error_of(path):
         ("a.json", json.dumps(ROW, indent=2), [1]),
         ("a.csv", 'question,answer\n"q",a\nq,"a"\n', [2, 3]),
         ("a.csv", "\ufeffquestion,answer\r\nq,a\r\n", [2]),
+        ("a.csv", "\ufeffquestion;answer\r\nq;a\r\n", [2]),
+        ("a.csv", "\nquestion|answer\n\nq|a\n", [4]),
+        ("a.tsv", "question\tanswer\nq\ta\n", [2]),
     ],
 )
 def test_rows_are_read_with_the_line_they_stand_in(write_rows, name, content, lines):
@@ -55,6 +60,21 @@ def test_a_csv_cell_can_hold_a_conversation_as_json(write_rows):
     }
 
 
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_fields_may_have_other_marks_in_them_and_decimal_commas_stay_text(write_rows, mark):
+    cells = ["2,5", "a; b", "tab\there"]
+    line = mark.join(f'"{cell}"' if mark in cell else cell for cell in cells)
+    (row,) = read(write_rows(f"{mark.join(('one', 'two', 'three'))}\n{line}\n", "a.csv"))
+    assert list(row.data.values()) == cells
+
+
+def test_the_index_that_pandas_writes_is_left_out_and_counted(write_rows):
+    notes = Counter()
+    source = open_source(str(write_rows(",question,answer\n0,q,a\n7,q,a\n", "a.csv")), "train")
+    assert [row.data for row in read_rows(source, notes=notes)] == [ROW, ROW]
+    assert notes == {NUMBERED: 2}
+
+
 def test_parquet_is_read_without_the_nulls_that_fill_its_structs(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -70,17 +90,18 @@ def test_parquet_is_read_without_the_nulls_that_fill_its_structs(tmp_path):
     }
 
 
-def test_a_folder_is_read_in_the_order_of_its_file_names_and_the_limit_counts_for_each_file(
-    write_rows, tmp_path
-):
-    for name in ("b.jsonl", "a.json", "notes.txt"):
-        write_rows([{"text": name + str(i)} for i in range(3)], name)
-    assert [row.data["text"] for row in read(tmp_path, limit=2)] == [
-        "a.json0",
-        "a.json1",
-        "b.jsonl0",
-        "b.jsonl1",
-    ]
+def test_columns_have_the_values_that_rows_of_json_have(tmp_path):
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = {"a": float("nan"), "b": [1.5, float("-inf")], "c": datetime.date(2026, 1, 2), "d": {"e": None}}
+    pq.write_table(pa.Table.from_pylist([values]), tmp_path / "a.parquet")
+    notes = Counter()
+    (row,) = read_rows(open_source(str(tmp_path / "a.parquet"), "train"), notes=notes)
+    assert row.data == {"b": [1.5, None], "c": "2026-01-02", "d": {}}
+    assert notes == {"NaN values, read as null": 1, "-Infinity values, read as null": 1}
 
 
 def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
@@ -97,12 +118,19 @@ def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
         ("a.jsonl", f'{LINE}\n{{"question": "q", "ans', "is the file truncated?"),
         ("a.jsonl", f"{LINE}\ngarbage\n{LINE}\n", ":2: not valid JSON: Expecting value at character 1"),
         ("a.jsonl", f'{LINE}\n{{"question": "q\n{LINE}\n', ":2: not valid JSON: Unterminated string starting at character 14"),
-        ("a.csv", "question;answer\na;b, c\n", ":2: expected 1 field (question;answer), found a different number; separate them with commas instead of ';'"),
-        ("a.csv", "question,answer\na\n", ":2: expected 2 fields (question, answer), found a different number"),
+        ("a.csv", "question,answer\na\n", ":2: expected 2 fields (question, answer), found 1"),
+        ("a.csv", "question,answer\na,b,c\n", ":2: expected 2 fields (question, answer), found 3"),
+        ("a.csv", ",question,answer\n0,q,a,b\n", ":2: expected 3 fields (, question, answer), found 4"),
+        ("a.csv", ",question,answer\none,q,a\n", ":2: the first column has no name, so it should count the rows, but here it is 'one'"),
+        ("a.csv", "question,answer,\nq,a,\n", ":1: column 3 has no name"),
         ("a.jsonl", LINE.encode() + b"\n\x00\x00\n", ":2: not valid JSON"),
         ("a.jsonl", LINE.encode() + b'\n{"a": "\xff"}\n', f":2: byte 0xff at offset {len(LINE) + 8} is not UTF-8"),
         ("a.jsonl", LINE.encode("utf-16"), "UTF-16"),
         ("a.jsonl", f'{LINE}\n{{"a": 1, "b": {{"c": 1, "c": 2}}}}\n', ":2: duplicate key 'c'"),
+        ("a.jsonl", '{"question": 1e400}\n', ":1: 1e400 is beyond the numbers of 64 bits"),
+        ("a.json", f'[{LINE},\n{{"a": -1e999}}]', ":2: -1e999 is beyond"),
+        ("a.csv", 'messages\n"{""a"": 1, ""a"": 2}"\n', ":2: column 'messages' is not valid JSON: duplicate key 'a'"),
+        ("a.csv", "tools\n[NaN]\n", ":2: column 'tools' is not valid JSON: NaN is no JSON"),
         ("a.jsonl", f"{LINE}\n[1, 2]\n", ":2: expected a JSON object, found a list"),
         ("a.jsonl", "[" * 100_000, "recursion"),
         ("a.jsonl", f'{LINE}\n{{"a": {"[" * 100}{"]" * 100}}}\n', ":2: nested more than 100 levels deep"),
@@ -121,6 +149,7 @@ def test_blank_lines_and_nan_are_read_past_and_counted(write_rows):
         ("a.csv", "text,text\na,b\n", ":1: duplicate column name"),
         ("a.csv", b"text\na\n\xff\n", ":3: byte 0xff at offset 7"),
         ("a.csv", "messages\n[oops\n", ":2: column 'messages' is not valid JSON"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "a pointer to it, of Git LFS"),
         ("a.parquet", b"PAR1 no parquet", "not a readable Parquet file"),
         ("a.log", "hello", "has the extension .log; allowed: .jsonl"),
         ("a.txt", b"one\n\xff", ":2: byte 0xff at offset 4"),

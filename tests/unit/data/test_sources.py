@@ -137,7 +137,7 @@ def test_process_writes_the_rows_of_all_sources_and_style_reads_them_whatever_th
         ),
         (
             [(questions(20), {"split": "train"})],
-            r"data.sources\[0\]: split=train is for Hub datasets, but .*0.jsonl is local",
+            r"data.sources\[0\]: .*0.jsonl has no splits, but split train was asked for",
         ),
         ([(questions(20), {}), ([{"a": 1}], {})], r"1.jsonl:1: no format has the keys a"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from sft_play.data.chat import make_chat, prompt_and_answer
 from sft_play.data.formats import Conversation, convert, detect_format
-from sft_play.data.reading import Row
+from sft_play.data.rows import Row
 from sft_play.data.tokens import encode
 from sft_play.data.workers import conversation_from_json, conversation_to_json
 from sft_play.errors import DataError
