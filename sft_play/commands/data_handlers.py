@@ -95,7 +95,7 @@ def dapt_docx(args: Arguments) -> int:
     result = {"output": str(args.output), "documents": done.counts["written"], "skipped": done.skipped}
     if not args.json:
         for name, reason in done.skipped.items():
-            console().print(f"  skipped: {name}: {reason}", markup=False, soft_wrap=True)
+            console().print(f"  skipped: {name}: {reason}")
     text = f"{counted(done.counts['written'], 'document')}, {len(done.skipped):,} skipped"
     settings = ["data.task=cpt", f"data.train_path={args.output}"]
     command = make_command("train", "configs/run_lora.yaml", settings)

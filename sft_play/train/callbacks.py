@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.launch.beats import Pulse
@@ -76,9 +77,9 @@ class Reporter(TrainerCallback):
         total = self._timed_seconds + self.waiting_seconds
         return self.waiting_seconds / total if self.timed_steps else None
 
-    def _print(self, text: str) -> None:
+    def _print(self, *parts: str | tuple[str, str]) -> None:
         if self.main:
-            self._progress.console.print(text)
+            self._progress.console.print(Text.assemble(*parts))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Starts the progress bar at the current step."""
@@ -172,9 +173,9 @@ class Reporter(TrainerCallback):
         memory = f"  {format_bytes(peak)}" if self.plan.device == "cuda" else ""
         self._free_since = time.perf_counter()
         self._print(
-            f"  step {step:>{width}}/{state.max_steps}  loss [bold]{logs['loss']:.4f}[/]  lr "
-            f"{logs['learning_rate']:.2e}  "
-            f"{speed:>7,.0f} tokens/s{memory}  epoch {epoch:.2f}"
+            f"  step {step:>{width}}/{state.max_steps}  loss ",
+            (f"{logs['loss']:.4f}", "bold"),
+            f"  lr {logs['learning_rate']:.2e}  {speed:>7,.0f} tokens/s{memory}  epoch {epoch:.2f}",
         )
 
     def on_evaluate(
@@ -183,18 +184,20 @@ class Reporter(TrainerCallback):
         """Writes an evaluation record."""
         scores = {"loss": metrics["eval_loss"], "token_accuracy": metrics["eval_token_accuracy"]}
         if not math.isfinite(scores["loss"]):
-            self._print(
-                f"  [yellow]step {state.global_step}: the validation loss is {scores['loss']}; this "
-                "evaluation counts neither for the best checkpoint nor for early stopping[/]"
+            said = (
+                f"  step {state.global_step}: the validation loss is {scores['loss']}; this evaluation "
+                "counts neither for the best checkpoint nor for early stopping"
             )
+            self._print((said, "yellow"))
             scores["loss"] = None
         if self.main:
             record = {f"eval/{name}": value for name, value in scores.items()}
             append_metrics(self.run, {"step": state.global_step, **record})
         if scores["loss"] is not None:
             self._print(
-                f"  step {state.global_step}  validation loss [bold]{scores['loss']:.4f}[/]  "
-                f"token accuracy {scores['token_accuracy']:.1%}"
+                f"  step {state.global_step}  validation loss ",
+                (f"{scores['loss']:.4f}", "bold"),
+                f"  token accuracy {scores['token_accuracy']:.1%}",
             )
         self._free_since = time.perf_counter()
 

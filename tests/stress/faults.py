@@ -176,11 +176,11 @@ def main() -> None:
         outcome = measure(name)
         found.append(outcome)
         console().print(
-            f"[bold]{name}[/]  {outcome.seconds:.1f} s  exit code {outcome.exit_code}  "
+            f"{name}  {outcome.seconds:.1f} s  exit code {outcome.exit_code}  "
             f"processes left over: {outcome.left_over}"
         )
         message = outcome.message.splitlines()[-12:]
-        console().print("\n".join(f"    {line}" for line in message), markup=False)
+        console().print("\n".join(f"    {line}" for line in message))
     if asked:
         return
     facts = {
