@@ -187,6 +187,7 @@ def run_launcher(
         stopped_by=watch.stopped_by,
         log_tail=tail,
         hung=watch.hung,
+        paused_s=watch.paused_s,
         kernel_killed=oom_kills() > kills,
     )
     is_cause_here = watch.cause_reported or bool(watch.hung) or watch.stopped_by is not None or not started

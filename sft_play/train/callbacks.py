@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 
-from sft_play.launch.beats import Pulse
+from sft_play.launch.beats import SETUP, Pulse
 from sft_play.machine.host import own_ram_bytes
 from sft_play.plan import Plan
 from sft_play.runlog import RunDir, append_metrics, console
@@ -258,11 +258,14 @@ class RamWatch(TrainerCallback):
 
 
 class Heartbeat(TrainerCallback):
-    """One rank's heartbeats while it trains; without one in time, it writes its stack traces and exits."""
+    """One rank's heartbeats while it trains; without one in time, it writes its stack traces.
 
-    def __init__(self, run: RunDir, rank: int, limit_s: float) -> None:
-        self._pulse = Pulse(run, rank, limit_s)
-        self._where, self._passes = "model setup", 0
+    Then it `exits`, unless our launcher watches it.
+    """
+
+    def __init__(self, run: RunDir, rank: int, limit_s: float, *, exits: bool) -> None:
+        self._pulse = Pulse(run, rank, limit_s, exits=exits)
+        self._where, self._passes = SETUP, 0
         self._pulse.beat(self._where)
 
     def _now(self, where: str) -> None:
